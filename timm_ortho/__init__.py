@@ -1,0 +1,22 @@
+"""Orthogonal residual connections for timm. Importing this package registers its models with timm."""
+from .connections import (
+    CONNECTIONS,
+    Connection,
+    FeatureConnection,
+    GlobalConnection,
+    HybridConnection,
+    LinearConnection,
+    create_connection,
+)
+from .convert import Site, UnsupportedModelError, connect, sites
+from .functional import decompose, residual_update
+from .models import paper, variants  # registers the models
+from .routing import RoutingError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
+    "RoutingError", "Site", "UnsupportedModelError", "connect", "create_connection", "decompose", "paper",
+    "residual_update", "sites", "variants",
+]

@@ -1,0 +1,182 @@
+"""Connections: how a branch output joins the stream. Each is an ``nn.Module`` with ``forward(x, f) -> y``.
+
+| name | y | parameters |
+| --- | --- | --- |
+| ``linear`` | x + f | none |
+| ``feature`` | x + f_orth, one projection for each token or pixel (Oh et al. 2025, Algorithm 1) | none |
+| ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
+| ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
+
+The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked here, when a connection is made.
+"""
+import difflib
+import math
+from typing import Dict, List, Optional, Type
+
+import torch
+from torch import Tensor, nn
+
+from .functional import Weight, check_eps, plain_update, residual_update
+
+__all__ = [
+    "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
+    "create_connection", "known_name",
+]
+
+STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
+
+
+def known_name(kind: str, name: str, known) -> str:
+    """``name`` if it is one of ``known``, otherwise a ValueError that lists them and suggests the nearest."""
+    if name in known:
+        return name
+    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(repr(k) for k in known)}{hint}")
+
+
+class Connection(nn.Module):
+    """What all connections share.
+
+    Attributes:
+        dim: Channel axis of the stream.
+        eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
+        dims: Axes of one projection, None for every axis but the batch.
+        keep: What autograd keeps for the backward pass, see :func:`timm_ortho.functional.residual_update`.
+    """
+
+    dims: Optional[List[int]]
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
+        super().__init__()
+        check_eps(eps)
+        self.dim = dim
+        self.eps = float(eps)
+        self.keep = keep
+        self.dims = [dim]
+
+    def join(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
+        """The update with weights a and b, in the form that eager mode or TorchScript wants."""
+        if torch.jit.is_scripting():
+            return plain_update(x, f, parallel, orthogonal, self.dims, self.eps)
+        else:
+            return residual_update(
+                x, f, parallel=parallel, orthogonal=orthogonal, dim=self.dims, eps=self.eps, keep=self.keep)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, eps={self.eps:g}"
+
+
+class LinearConnection(Connection):
+    """The residual connection as it always was: y = x + f. ``eps`` plays no part; diagnostics read it."""
+
+    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+class FeatureConnection(Connection):
+    """Orthogonal-F: y = x + f_orth, one projection along the channel axis for each token or pixel.
+
+    Args:
+        dim: Channel axis.
+        eps: Added to |x|^2.
+        prob: Probability pi of the orthogonal form. In training each call draws between it and the linear form; in
+            evaluation the parallel part gets its mean weight, 1 - pi.
+        keep: See :func:`timm_ortho.functional.residual_update`.
+    """
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
+        super().__init__(dim, eps, keep)
+        if not 0.0 <= prob <= 1.0:
+            raise ValueError(f"prob must be in [0, 1], got {prob}")
+        self.prob = float(prob)
+
+    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+        if self.training and 0.0 < self.prob < 1.0:
+            # float32 whatever the stream is: bfloat16 would round the probability
+            return self.join(x, f, torch.bernoulli(x.new_full([], 1.0 - self.prob, dtype=torch.float32)), 1.0)
+        return self.join(x, f, 1.0 - self.prob, 1.0)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
+
+
+class GlobalConnection(FeatureConnection):
+    """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch. Arguments as Orthogonal-F's."""
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
+        super().__init__(dim, eps, prob, keep)
+        self.dims = None
+
+
+class HybridConnection(Connection):
+    """Learned weights for both parts: y = x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel.
+
+    rho >= 0 and theta in [-pi/2, pi/2]; values outside are clamped where they are used, with the gradient passed on
+    as if they had not been, so that an optimizer can bring them back.
+
+    Args:
+        dim: Channel axis.
+        eps: Added to |x|^2.
+        start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
+    """
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device=None, dtype=None) -> None:
+        super().__init__(dim, eps)
+        rho, theta = STARTS[known_name("start", start, STARTS)]
+        self.start = start
+        self.rho = nn.Parameter(torch.tensor(rho, device=device, dtype=dtype))
+        self.theta = nn.Parameter(torch.tensor(theta, device=device, dtype=dtype))
+
+    def weights(self) -> List[Tensor]:
+        """``[a, b]`` of the update, 0-d tensors."""
+        rho = self.rho + (self.rho.clamp(min=0.0) - self.rho).detach()
+        half_turn = math.pi / 2
+        theta = self.theta + (self.theta.clamp(min=-half_turn, max=half_turn) - self.theta).detach()
+        return [rho * theta.sin(), rho * theta.cos()]
+
+    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+        weights = self.weights()
+        return self.join(x, f, weights[0], weights[1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, start={self.start!r}"
+
+
+CONNECTIONS: Dict[str, Type[Connection]] = {
+    "linear": LinearConnection,
+    "feature": FeatureConnection,
+    "global": GlobalConnection,
+    "hybrid": HybridConnection,
+}
+
+
+def create_connection(
+        connection: str,
+        *,
+        dim: int = -1,
+        eps: float = 1e-6,
+        prob: float = 1.0,
+        start: str = "orthogonal",
+        keep: str = "output",
+        device=None,
+        dtype=None,
+) -> Connection:
+    """Make a connection by name. Arguments that the named one has no use for are checked and otherwise ignored.
+
+    Raises:
+        ValueError: An unknown name, or a value outside its range.
+    """
+    cls = CONNECTIONS[known_name("connection", connection, CONNECTIONS)]
+    scopes = FeatureConnection(dim, eps, prob, keep)  # checks eps and prob, whichever connection it is to be
+    known_name("start", start, STARTS)
+    if issubclass(cls, FeatureConnection):
+        return cls(dim, eps, scopes.prob, keep)
+    if cls is HybridConnection:
+        if prob != 1.0:
+            raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
+        return cls(dim, eps, start, device=device, dtype=dtype)
+    return cls(dim, eps)

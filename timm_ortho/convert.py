@@ -1,0 +1,130 @@
+"""The one door through which a model gets its connections."""
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+
+from torch import nn
+
+from .connections import Connection, create_connection
+from .families import FAMILIES, TIMM, Family, family_of, is_residual, routed_class
+
+__all__ = ["Site", "UnsupportedModelError", "connect", "sites"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class UnsupportedModelError(ValueError):
+    """A model has residual blocks that are not in the table of families, or none that are."""
+
+
+class Site(NamedTuple):
+    """One residual addition of a converted model.
+
+    Attributes:
+        layer: Index of its block, counted through the model from 0.
+        kind: ``attention``, ``mlp``, ``conv`` or ``parallel``.
+        name: Where the connection is in the model: ``blocks.0.connection_attention``.
+        connection: The module with ``forward(x, f)``.
+    """
+
+    layer: int
+    kind: str
+    name: str
+    connection: Connection
+
+
+def connect(
+        model: ModelT,
+        connection: str = "feature",
+        *,
+        eps: float = 1e-6,
+        prob: float = 1.0,
+        layers: Optional[Sequence[int]] = None,
+        start: str = "orthogonal",
+) -> ModelT:
+    """Give every residual addition of a model a connection, in place, or replace those it has.
+
+    May be called at any time, in the middle of training too: parameters, buffers, hooks and the state dict's keys stay
+    as they are. ``hybrid`` adds two parameters a site, which start afresh at each call and which an existing optimizer
+    must be told of; any other connection takes them away.
+
+    Args:
+        model: Any module that contains supported blocks: timm's models, their ``features_only`` forms, your own.
+        connection: ``linear``, ``feature``, ``global`` or ``hybrid``.
+        eps: Added to |x|^2.
+        prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
+        layers: Indices of the blocks that carry the connection, the others being linear; None for all.
+        start: Where ``hybrid`` starts: ``orthogonal`` or ``linear``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: An unknown name, or a value outside its range. The model is then as it was.
+        UnsupportedModelError: No supported block, or some residual blocks that are not. The model is then as it was.
+        timm_ortho.routing.RoutingError: The installed timm's block is not the one that the table describes.
+    """
+    blocks = _supported_blocks(model)
+    chosen = _chosen_layers(layers, len(blocks))
+    arguments = dict(eps=eps, prob=prob, start=start)
+    create_connection(connection, **arguments)  # raises before anything is changed, even if no layer is chosen
+    converted = []
+    for layer, (block, family) in enumerate(blocks):
+        here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
+        converted.append((block, routed_class(family), _make_connections(block, family, here)))
+    for block, cls, connections in converted:
+        block.__class__ = cls
+        for name, module in connections.items():
+            setattr(block, name, module)
+    return model
+
+
+def sites(model: nn.Module) -> List[Site]:
+    """The residual additions of a converted model, block by block; empty for a model without connections."""
+    found = []
+    layer = -1
+    for prefix, block in model.named_modules():
+        family = family_of(block)
+        if family is None:
+            continue
+        layer += 1
+        for kind, attribute in family.sites.items():
+            if hasattr(block, attribute):
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                found.append(Site(layer, kind, name, getattr(block, attribute)))
+    return found
+
+
+def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family]]:
+    blocks, unsupported = [], []
+    for module in model.modules():
+        family = family_of(module)
+        if family is not None:
+            blocks.append((module, family))
+        elif is_residual(type(module)):
+            unsupported.append(f"{type(module).__module__}.{type(module).__qualname__}")
+    if blocks and not unsupported:
+        return blocks
+    found = [f"{family.module}.{family.block}" for _, family in blocks]
+    names = ", ".join(dict.fromkeys(found)) or "none"
+    without = ", ".join(dict.fromkeys(unsupported)) or "none"
+    known = ", ".join(f"{family.module}.{family.block}" for family in FAMILIES)
+    raise UnsupportedModelError(
+        f"cannot connect {type(model).__name__} ({TIMM}): supported residual blocks found: {names}; "
+        f"residual blocks found that are not supported: {without}. Supported are: {known}. The model is unchanged.")
+
+
+def _chosen_layers(layers: Optional[Sequence[int]], count: int) -> Sequence[int]:
+    if layers is None:
+        return range(count)
+    wrong = [layer for layer in layers if not isinstance(layer, int) or not 0 <= layer < count]
+    if wrong:
+        raise ValueError(f"layers must be block indices in [0, {count - 1}], got {wrong[0]!r} in {list(layers)}")
+    return set(layers)
+
+
+def _make_connections(block: nn.Module, family: Family, arguments: Dict) -> Dict[str, Connection]:
+    parameter = next(block.parameters(), None)
+    where = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
+    return {
+        attribute: create_connection(dim=family.dim, keep=family.keep, **where, **arguments).train(block.training)
+        for attribute in family.sites.values()
+    }

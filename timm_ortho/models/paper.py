@@ -1,0 +1,139 @@
+"""The architectures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), as their text and code describe them.
+
+``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``, each with
+the suffixes ``_ortho``, ``_orthog`` and ``_linear``: timm has no baseline of its own for them. Built from timm's
+VisionTransformer and ResNetV2.
+
+Where they differ from the authors' code, and why:
+  * a ResNetV2 block that changes shape projects its input after the first norm and activation, as timm's and He et
+    al.'s pre-activation blocks do; the authors project the raw input.
+"""
+from collections import OrderedDict
+from functools import partial
+from typing import Any, Callable, Dict, Tuple
+
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import BatchNormAct2d, LayerNorm, NormMlpClassifierHead, create_conv2d
+from timm.models import PretrainedCfg, build_model_with_cfg
+from timm.models.resnetv2 import ResNetV2
+from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from torch import nn
+
+from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register
+
+default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
+__all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it
+
+
+def _block(**kwargs) -> Block:
+    """timm's block with LayerNorms that have no weight and bias; the norm before the head keeps its own."""
+    return Block(**dict(kwargs, norm_layer=partial(LayerNorm, eps=1e-6, affine=False)))
+
+
+class PaperVisionTransformer(VisionTransformer):
+    """The paper's ViT: tanh-GELU, position embedding on the patches only, class token that starts at zero."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        fixed = dict(act_layer="gelu_tanh", no_embed_class=True, block_fn=_block, norm_layer=partial(LayerNorm, eps=1e-6))
+        super().__init__(*args, **{**fixed, **kwargs})
+
+    def init_weights(self, *args, **kwargs) -> None:
+        super().init_weights(*args, **kwargs)
+        if self.cls_token is not None:
+            nn.init.zeros_(self.cls_token)
+
+
+class CifarResNetV2(ResNetV2):
+    """The paper's pre-activation ResNet for small images.
+
+    The stem is a 3x3 convolution of stride 1 with BatchNorm and ReLU; convolutions have biases; no norm follows the
+    last stage. Reductions are 1, 1, 2, 4 and 8.
+
+    Args:
+        head_norm: A LayerNorm between pooling and classifier (paper, Table 9).
+        output_stride: 8, or less for dilated later stages.
+    """
+
+    def __init__(
+            self,
+            *args,
+            head_norm: bool = False,
+            output_stride: int = 8,
+            stem_chs: int = 64,
+            in_chans: int = 3,
+            global_pool: str = "avg",
+            drop_rate: float = 0.0,
+            zero_init_last: bool = False,
+            **kwargs,
+    ) -> None:
+        factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
+        conv = kwargs.setdefault("conv_layer", partial(create_conv2d, bias=True))
+        norm = kwargs.setdefault("norm_layer", BatchNormAct2d)
+        # timm's stem divides by 4 what this one leaves as it is
+        super().__init__(
+            *args, output_stride=4 * output_stride, stem_chs=stem_chs, in_chans=in_chans, global_pool=global_pool,
+            drop_rate=drop_rate, **kwargs)
+        width = self.feature_info[0]["num_chs"]
+        self.stem = nn.Sequential(OrderedDict(
+            conv=conv(in_chans, width, kernel_size=3, **factory), norm=norm(width, **factory)))
+        self.stem_feat_idx = 1
+        self.norm = nn.Identity()
+        self.feature_info[0].update(module="stem.norm", reduction=1)
+        for info in self.feature_info[1:]:
+            info["reduction"] //= 4
+        if head_norm:
+            self.head = NormMlpClassifierHead(
+                self.num_features, self.num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
+        self.init_weights(zero_init_last=zero_init_last)
+
+
+_VIT_CFG = PretrainedCfg(
+    input_size=(3, 224, 224), fixed_input_size=True, interpolation="bicubic", crop_pct=0.875,
+    mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
+    num_classes=1000, first_conv="patch_embed.proj", classifier="head", license="apache-2.0",
+)
+_CIFAR_CFG = PretrainedCfg(
+    input_size=(3, 32, 32), pool_size=(4, 4), interpolation="bicubic", crop_pct=1.0,
+    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
+    num_classes=10, first_conv="stem.conv", classifier="head.fc", license="apache-2.0",
+)
+_BASIC = dict(basic=True, bottle_ratio=1.0, channels=(64, 128, 256, 512))
+
+# name: class, configuration, arguments
+ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str, Any]]] = {
+    "vit_small": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=384, depth=6, num_heads=6)),
+    "vit_base": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)),
+    "resnetv2_18_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(2, 2, 2, 2), **_BASIC)),
+    "resnetv2_34_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 6, 3), **_BASIC)),
+    "resnetv2_50_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 6, 3))),
+    "resnetv2_101_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 23, 3))),
+}
+
+
+def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_cfg=None, **kwargs) -> nn.Module:
+    arguments = pop_connection_arguments(kwargs, default)
+    model_cls, _, defaults = ARCHITECTURES[base]
+    if model_cls is PaperVisionTransformer:
+        features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
+        filters = dict(pretrained_filter_fn=checkpoint_filter_fn)
+    else:
+        features, filters = dict(flatten_sequential=True), {}
+    return build_model_with_cfg(
+        connected(model_cls, arguments),
+        name,
+        pretrained,
+        pretrained_cfg=own_pretrained_cfg(name, pretrained_cfg),
+        feature_cfg=features,
+        **filters,
+        **{**defaults, **kwargs},
+    )
+
+
+def _register_architectures() -> None:
+    for base, (_, cfg, _) in ARCHITECTURES.items():
+        for suffix, connection in SUFFIXES.items():
+            doc = f"The paper's {base} with the {connection} connection; arguments as timm's, and ``connection*``."
+            register(__name__, base + suffix, partial(_create, base + suffix, base, connection), cfg, doc)
+
+
+_register_architectures()

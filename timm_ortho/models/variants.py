@@ -1,0 +1,74 @@
+"""Orthogonal variants of timm's own architectures: ``<name>_ortho`` (feature scope) and ``<name>_orthog`` (global).
+
+An entry point builds timm's model, with all of its arguments and its own ``PretrainedCfg``, and connects it. There is
+one function for all of them; the names come from timm's registry, so a new architecture of the modules below is there
+as soon as timm has it.
+"""
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import Any, Callable, Dict
+
+from timm.models import PretrainedCfg, build_model_with_cfg, get_pretrained_cfg, list_models, model_entrypoint
+from torch import nn
+
+from ..convert import connect, sites
+from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register, unpretrained
+
+MODULES = ("vision_transformer", "deit", "resnetv2")  # of timm.models, all of whose blocks are in the table of families
+
+default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
+__all__ = []  # and appends to it
+
+
+def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_cfg=None, **kwargs) -> nn.Module:
+    arguments = pop_connection_arguments(kwargs, default)
+
+    def build(model_cls: Callable[..., nn.Module], variant: str, *args, **kwargs) -> nn.Module:
+        return build_model_with_cfg(connected(model_cls, arguments), variant, *args, **kwargs)
+
+    entry = _rebound(model_entrypoint(base), build)
+    model = entry(pretrained=pretrained, pretrained_cfg=own_pretrained_cfg(name, pretrained_cfg), **kwargs)
+    # an entry point may take another way to its model (use_naflex=True): then what it returns is connected, or refused
+    return model if sites(model) else connect(model, **arguments)
+
+
+def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:
+    """A copy of an entry point of timm for which ``build_model_with_cfg``, however deep it is called, is ``build``.
+
+    This is how connections get into a model between its construction and the loading of its weights, without a line
+    of timm's builders being copied and without anything in timm being changed.
+    """
+    namespace = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        if name == build_model_with_cfg.__name__:
+            namespace[name] = build
+        elif _builds(function, name):
+            namespace[name] = _rebound(namespace[name], build)
+    copy = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+@lru_cache(maxsize=None)
+def _builds(caller: FunctionType, name: str) -> bool:
+    """Whether the global ``name`` of a function is a function of the same module that builds models."""
+    function = caller.__globals__.get(name)
+    if not isinstance(function, FunctionType) or function.__globals__ is not caller.__globals__ or function is caller:
+        return False
+    names = function.__code__.co_names
+    return build_model_with_cfg.__name__ in names or any(_builds(function, inner) for inner in names)
+
+
+def _register_variants() -> None:
+    for module in MODULES:
+        for base in list_models(module=module):
+            cfg = unpretrained(get_pretrained_cfg(base) or PretrainedCfg(), base)
+            for suffix in ("_ortho", "_orthog"):
+                name, connection = base + suffix, SUFFIXES[suffix]
+                entry = partial(_create, name, base, connection)
+                doc = f"timm's {base} with the {connection} connection; arguments as there, and ``connection*``."
+                register(__name__, name, entry, cfg, doc)
+
+
+_register_variants()
