@@ -8,8 +8,8 @@ import ast
 import importlib
 import inspect
 import textwrap
-from functools import lru_cache
-from typing import Dict, NamedTuple, Optional, Tuple
+from functools import cache
+from typing import Dict, NamedTuple, Optional, Set, Tuple
 
 import timm
 from torch import nn
@@ -69,7 +69,7 @@ FAMILIES: Tuple[Family, ...] = (
 
 # Residual sums that no stream of the network passes through.
 NOT_STREAMS = {
-    "timm.layers.attention_pool.AttentionPoolLatent": "pools the tokens into latents for the head, after the last block",
+    "timm.layers.attention_pool.AttentionPoolLatent": "pools the tokens for the head, after the last block",
 }
 
 _BY_CLASS = {f"{family.module}.{family.block}": family for family in FAMILIES}
@@ -87,7 +87,7 @@ def family_of(module: nn.Module) -> Optional[Family]:
     return _BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def routed_class(family: Family) -> type:
     """The routed subclass of a family's block class.
 
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> type:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_residual(cls: type) -> bool:
     """Whether a class that is not in the table looks like a residual block, from the source of its ``forward``.
 
@@ -134,18 +134,22 @@ def is_residual(cls: type) -> bool:
     return any(_adds_to(node, stream, aliases) for node in ast.walk(function))
 
 
-def _is_name(node: ast.AST, names) -> bool:
+def _adds_to(node: ast.AST, stream: str, aliases: Set[str]) -> bool:
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        one, other = node.target, node.value
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        one, other = node.left, node.right
+    else:
+        return False
+    if _mentions(one, aliases) or _mentions(other, aliases):
+        return True
+    return any(_is_name(a, {stream}) and any(isinstance(n, ast.Call) for n in ast.walk(b))
+               for a, b in ((one, other), (other, one)))
+
+
+def _is_name(node: ast.AST, names: Set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in names
 
 
-def _adds_to(node: ast.AST, stream: str, aliases) -> bool:
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        sides = ((node.target, node.value),)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        sides = ((node.left, node.right), (node.right, node.left))
-    else:
-        return False
-    return any(
-        _is_name(one, aliases) or _is_name(one, {stream}) and any(isinstance(n, ast.Call) for n in ast.walk(other))
-        for one, other in sides
-    )
+def _mentions(node: ast.AST, names: Set[str]) -> bool:
+    return any(_is_name(inner, names) for inner in ast.walk(node))

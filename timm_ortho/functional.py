@@ -144,7 +144,8 @@ class _ResidualUpdate(torch.autograd.Function):
             grad_f = _add(grad_f, x * (grad_s / n))
         if grad_n is not None:  # likewise: n = <x, x> + eps
             grad_x = _add(grad_x, 2 * grad_n * x)
-        return (*(_as(grad, like) for grad, like in zip((grad_x, grad_f, grad_a, grad_b), ctx.like)), None, None, None)
+        grads = (_as(grad, like) for grad, like in zip((grad_x, grad_f, grad_a, grad_b), ctx.like, strict=True))
+        return (*grads, None, None, None)
 
 
 def _is_orthogonal(a: Weight, b: Weight) -> bool:
@@ -239,7 +240,7 @@ def _check(x: Tensor, f: Tensor, dim: Any, eps: float) -> List[int]:
     if x.shape != f.shape:
         raise ValueError(f"stream and branch output must have the same shape, got {shapes}")
     if not (x.is_floating_point() and f.is_floating_point()):
-        raise ValueError(f"stream and branch output must be floating-point tensors, got {x.dtype} and {f.dtype}; {shapes}")
+        raise ValueError(f"stream and branch output must be floating-point, got {x.dtype} and {f.dtype}; {shapes}")
     check_eps(eps)
     if dim is None:
         return _axes(x.dim(), None)

@@ -1,4 +1,4 @@
-"""The architectures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), as their text and code describe them.
+"""The architectures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), as text and code describe them.
 
 ``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``, each with
 the suffixes ``_ortho``, ``_orthog`` and ``_linear``: timm has no baseline of its own for them. Built from timm's
@@ -34,8 +34,9 @@ class PaperVisionTransformer(VisionTransformer):
     """The paper's ViT: tanh-GELU, position embedding on the patches only, class token that starts at zero."""
 
     def __init__(self, *args, **kwargs) -> None:
-        fixed = dict(act_layer="gelu_tanh", no_embed_class=True, block_fn=_block, norm_layer=partial(LayerNorm, eps=1e-6))
-        super().__init__(*args, **{**fixed, **kwargs})
+        norm = partial(LayerNorm, eps=1e-6)
+        details = dict(act_layer="gelu_tanh", no_embed_class=True, norm_layer=norm, block_fn=_block)
+        super().__init__(*args, **{**details, **kwargs})
 
     def init_weights(self, *args, **kwargs) -> None:
         super().init_weights(*args, **kwargs)

@@ -4,7 +4,7 @@ An entry point builds timm's model, with all of its arguments and its own ``Pret
 one function for all of them; the names come from timm's registry, so a new architecture of the modules below is there
 as soon as timm has it.
 """
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, Callable, Dict
 
@@ -50,7 +50,7 @@ def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> Functio
     return copy
 
 
-@lru_cache(maxsize=None)
+@cache
 def _builds(caller: FunctionType, name: str) -> bool:
     """Whether the global ``name`` of a function is a function of the same module that builds models."""
     function = caller.__globals__.get(name)

@@ -1,0 +1,114 @@
+"""Connections as modules: what they compute, learn, draw, print and refuse."""
+import math
+
+import pytest
+import torch
+from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
+
+X, F = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, dim=-1)
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_computes_its_update(name):
+    expected = {
+        "linear": X + F,
+        "feature": residual_update(X, F, dim=1, eps=0.1),
+        "global": residual_update(X, F, dim=(1, 2, 3), eps=0.1),
+        "hybrid": residual_update(X, F, dim=1, eps=0.1),  # it starts orthogonal
+    }
+    assert len({tuple(y.flatten().tolist()) for y in expected.values()}) == 3
+    torch.testing.assert_close(create_connection(name, dim=1, eps=0.1).double()(X, F), expected[name])
+
+
+def test_hybrid_can_start_linear():
+    hybrid = create_connection("hybrid", start="linear").double()
+    torch.testing.assert_close(hybrid(X, F), X + F, rtol=1e-6, atol=1e-6)
+    assert (hybrid.rho.item(), hybrid.theta.item()) == pytest.approx((math.sqrt(2), math.pi / 4))
+
+
+def test_hybrid_is_rho_and_theta():
+    hybrid = create_connection("hybrid").double()
+    with torch.no_grad():
+        hybrid.rho.fill_(0.7)
+        hybrid.theta.fill_(-0.4)
+    parallel, orthogonal = decompose(X, F)
+    torch.testing.assert_close(hybrid(X, F), X + 0.7 * (math.sin(-0.4) * parallel + math.cos(-0.4) * orthogonal))
+    assert torch.autograd.gradcheck(lambda *_: hybrid(X, F), tuple(hybrid.parameters()))
+
+
+@pytest.mark.parametrize(("rho", "theta", "a", "b"), [(-0.5, 0.3, 0.0, 0.0), (1.0, 2.0, 1.0, 0.0), (1.0, -2.0, -1.0, 0.0)])
+def test_hybrid_stays_in_its_range_and_can_come_back(rho, theta, a, b):
+    hybrid = create_connection("hybrid").double()
+    with torch.no_grad():
+        hybrid.rho.fill_(rho)
+        hybrid.theta.fill_(theta)
+    assert [w.item() for w in hybrid.weights()] == pytest.approx([a, b], abs=1e-12)
+    (hybrid.weights()[0] + hybrid.weights()[1]).backward()
+    assert hybrid.rho.grad.item() != 0
+
+
+@pytest.mark.parametrize("name", ["linear", "feature", "global"])
+def test_no_state(name):
+    assert not create_connection(name).state_dict()
+
+
+def test_state_of_hybrid():
+    assert list(create_connection("hybrid").state_dict()) == ["rho", "theta"]
+
+
+@pytest.mark.parametrize("name", ["feature", "global"])
+def test_probability_in_training_is_drawn_and_in_evaluation_the_mean(name):
+    connection = create_connection(name, prob=0.3).double()
+    orthogonal = create_connection(name).double()(X, F)
+    torch.manual_seed(0)
+    drawn = [connection(X, F) for _ in range(400)]
+    share = sum(torch.allclose(y, orthogonal) for y in drawn) / len(drawn)
+    assert all(torch.allclose(y, orthogonal) or torch.allclose(y, X + F) for y in drawn)
+    assert abs(share - 0.3) < 4 * math.sqrt(0.3 * 0.7 / len(drawn))
+    torch.testing.assert_close(connection.eval()(X, F), 0.3 * orthogonal + 0.7 * (X + F))
+
+
+def test_probability_0_is_linear_bit_for_bit():
+    x, f = X.float(), F.float()
+    assert torch.equal(create_connection("feature", prob=0.0)(x, f), x + f)
+
+
+def test_repr():
+    assert repr(create_connection("feature", dim=1, eps=1e-5, prob=0.5)) == "FeatureConnection(dim=1, eps=1e-05, prob=0.5)"
+    assert repr(create_connection("global")) == "GlobalConnection(dim=-1, eps=1e-06)"
+    assert repr(create_connection("linear")) == "LinearConnection(dim=-1)"
+    assert repr(create_connection("hybrid", start="linear")) == "HybridConnection(dim=-1, eps=1e-06, start='linear')"
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+@pytest.mark.parametrize("training", [True, False])
+def test_torchscript(name, training):
+    module = create_connection(name, dim=1, prob=1.0 if name == "hybrid" else 0.5).double().train(training)
+    torch.manual_seed(0)
+    scripted = torch.jit.script(module)(X, F)
+    torch.manual_seed(0)
+    torch.testing.assert_close(scripted, module(X, F))
+
+
+def test_fx_draws_anew_at_each_call():
+    traced = torch.fx.symbolic_trace(create_connection("feature", prob=0.5).double())
+    torch.manual_seed(0)
+    assert len({tuple(traced(X, F).flatten().tolist()) for _ in range(40)}) == 2
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"connection": "featur"}, "unknown connection 'featur', known are 'linear', 'feature', 'global', 'hybrid'; "
+                               "did you mean 'feature'?"),
+    ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite, got -1.0"),
+    ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite, got 0.0"),
+    ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite, got inf"),
+    ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
+    ({"connection": "linear", "prob": math.nan}, "prob must be in [0, 1], got nan"),
+    ({"connection": "hybrid", "prob": 0.5}, "hybrid learns its weights and takes no prob, got prob=0.5 (allowed: 1.0)"),
+    ({"connection": "hybrid", "start": "lineal"}, "unknown start 'lineal', known are 'orthogonal', 'linear'; "
+                                                  "did you mean 'linear'?"),
+])
+def test_bad_input(kwargs, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
+        create_connection(**kwargs)
+    assert str(error.value) == message

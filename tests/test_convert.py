@@ -1,0 +1,265 @@
+"""connect(): any model of supported blocks, at any time, or an error and the model as it was."""
+import copy
+import subprocess
+import sys
+
+import pytest
+import timm
+import timm_ortho
+import torch
+from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, families, sites
+from timm_ortho.connections import CONNECTIONS
+from timm.models import resnetv2, vision_transformer as vit
+from torch import nn
+
+TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
+
+
+def tiny_resnet(preact=True, basic=False, **kwargs):
+    return resnetv2.ResNetV2(
+        layers=(1, 2), channels=(32, 64), num_classes=5, stem_chs=16, preact=preact, basic=basic,
+        norm_layer=timm.layers.BatchNormAct2d, **kwargs)
+
+
+def tiny_vit(**kwargs):
+    return vit.VisionTransformer(**{**TINY_VIT, **kwargs})
+
+
+BLOCKS = {  # one model for each line of the table
+    "Block": tiny_vit,
+    "ResPostBlock": lambda: tiny_vit(block_fn=vit.ResPostBlock),
+    "ParallelScalingBlock": lambda: tiny_vit(block_fn=vit.ParallelScalingBlock),
+    "ParallelThingsBlock": lambda: tiny_vit(block_fn=vit.ParallelThingsBlock),
+    "PreActBasic": lambda: tiny_resnet(basic=True),
+    "PreActBottleneck": tiny_resnet,
+    "Bottleneck": lambda: tiny_resnet(preact=False),
+}
+if hasattr(vit, "DiffParallelScalingBlock"):  # timm 1.0.23 and later
+    BLOCKS["DiffParallelScalingBlock"] = lambda: tiny_vit(block_fn=vit.DiffParallelScalingBlock)
+
+
+def test_every_line_of_the_table_has_a_model_here():
+    missing = {family.block for family in families.FAMILIES} - set(BLOCKS)
+    assert missing <= ({"DiffParallelScalingBlock"} if not hasattr(vit, "DiffParallelScalingBlock") else set())
+
+
+def build(block):
+    torch.manual_seed(0)
+    return BLOCKS[block]()
+
+
+def images(n=3):
+    return torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def step(model):
+    """Output and every gradient of one training step."""
+    model.zero_grad()
+    y = model(images())
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_linear_is_the_host_bit_for_bit(block):
+    expected = step(build(block))
+    model = connect(build(block), "linear")
+    assert all(torch.equal(a, b) for a, b in zip(step(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("connection", ["feature", "global", "hybrid"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_site_is_orthogonal(block, connection):
+    """What each site adds is at right angles to its stream, over its axes; and gradients reach every parameter."""
+    model = connect(build(block).double(), connection)
+    checked = []
+
+    def check(module, inputs, y):
+        x, f = inputs
+        dims = (module.dim,) if connection != "global" else tuple(range(1, x.ndim))
+        lengths = x.square().sum(dims).sqrt() * f.square().sum(dims).sqrt()
+        angle = (x * (y - x)).sum(dims) / lengths.clamp_min(1e-3)
+        checked.append(angle.abs().max().item())
+
+    for site in sites(model):
+        site.connection.register_forward_hook(check)
+    model(images().double()).square().sum().backward()
+    assert len(checked) == len(sites(model)) > 0
+    assert max(checked) < 1e-3  # eps is 1e-6 and some streams are small
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_sites_say_where_they_are():
+    names = [(s.layer, s.kind, s.name) for s in sites(connect(build("Block"), "feature"))]
+    assert names == [
+        (0, "attention", "blocks.0.connection_attention"), (0, "mlp", "blocks.0.connection_mlp"),
+        (1, "attention", "blocks.1.connection_attention"), (1, "mlp", "blocks.1.connection_mlp"),
+    ]
+    assert {s.connection.dim for s in sites(connect(build("PreActBasic"), "global"))} == {1}
+    assert sites(build("Block")) == []
+
+
+def test_masked_attention_goes_through_the_same_site():
+    model = connect(build("ParallelThingsBlock"), "feature")
+    block, calls = model.blocks[0].eval(), []
+    block.connection_attention.register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(2, 5, 48)
+    everything = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    torch.testing.assert_close(block(x, attn_mask=everything), block(x))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_there_and_back(block):
+    model = build(block)
+    keys, expected = list(model.state_dict()), step(build(block))
+    connect(model, "hybrid", start="linear")
+    assert len(model.state_dict()) == len(keys) + 2 * len(sites(model))
+    for connection in ("feature", "global", "hybrid", "linear"):
+        connect(model, connection)
+        assert {type(s.connection) for s in sites(model)} == {CONNECTIONS[connection]}
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(a, b) for a, b in zip(step(model), expected, strict=True))
+
+
+def test_layers():
+    model = connect(build("Block"), "feature", layers=[1])
+    assert [type(s.connection).__name__ for s in sites(model)] == ["LinearConnection"] * 2 + ["FeatureConnection"] * 2
+    assert {type(s.connection) for s in sites(connect(model, "global", layers=[]))} == {LinearConnection}
+
+
+def test_arguments_reach_the_connections():
+    model = connect(build("Block").eval(), "feature", eps=1e-3, prob=0.25)
+    assert {(s.connection.eps, s.connection.prob, s.connection.training) for s in sites(model)} == {(1e-3, 0.25, False)}
+    assert sites(connect(model, "hybrid", start="linear"))[0].connection.theta.item() > 0.7
+
+
+def test_hybrid_follows_device_and_dtype():
+    model = connect(build("Block").double(), "hybrid")
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    with torch.device("meta"):
+        model = connect(tiny_vit(), "hybrid")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_switching_in_the_middle_of_training_keeps_everything():
+    model = connect(build("PreActBasic"), "linear")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    parameters = list(model.parameters())
+    for connection in ("linear", "feature", "linear", "global"):
+        connect(model, connection)
+        step(model)
+        optimizer.step()
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert len(optimizer.state) == len(parameters)
+
+
+def test_hooks_and_other_state_survive():
+    model = build("Block")
+    calls = []
+    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    connect(model, "feature")(images())
+    assert calls == [1]
+    assert isinstance(model.blocks[0], vit.Block)
+
+
+def test_timm_is_untouched():
+    """In a process of its own: timm's classes and a timm model are what they were, after import and conversion."""
+    code = """
+import timm, torch
+from timm.models import resnetv2, vision_transformer
+def state():
+    classes = [v for m in (resnetv2, vision_transformer, timm.models.deit) for v in vars(m).values()
+               if isinstance(v, type)]
+    return ([(c, id(c.forward)) for c in classes if 'forward' in vars(c)], [sorted(vars(c)) for c in classes],
+            [sorted(vars(m)) for m in (resnetv2, vision_transformer, timm.layers)], timm.list_models(), torch.is_grad_enabled(),
+            torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.get_rng_state().tolist())
+torch.manual_seed(0)
+model = timm.create_model('test_vit')
+x = torch.randn(2, 3, 160, 160)
+y = model(x)
+before = state()
+import timm_ortho
+names = set(before[3])
+assert names < set(timm.list_models()) and not any('ortho' in n for n in names)
+timm_ortho.connect(timm.create_model('test_vit'), 'feature')(x)
+timm.create_model('resnetv2_18_orthog')
+torch.manual_seed(0)
+again = timm.create_model('test_vit')
+assert type(again.blocks[0]) is vision_transformer.Block
+assert torch.equal(again(torch.randn(2, 3, 160, 160)), y)
+after = state()
+for i in (0, 1, 2, 4, 5, 6): assert before[i] == after[i], i
+import sys; assert not {'triton', 'matplotlib', 'sklearn'} & {m for m in sys.modules if 'timm_ortho' in m}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+def unchanged(model, *args, **kwargs):
+    before, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    with pytest.raises(ValueError) as error:  # noqa: PT011 compared by the caller
+        connect(model, *args, **kwargs)
+    assert [type(m) for m in model.modules()] == classes
+    assert list(before) == list(model.state_dict())
+    return error.value
+
+
+@pytest.mark.parametrize(("kwargs", "words"), [
+    ({"connection": "globl"}, ["'globl'", "'linear', 'feature', 'global', 'hybrid'", "did you mean 'global'"]),
+    ({"eps": 0}, ["eps must be positive", "got 0"]),
+    ({"prob": -0.1}, ["prob must be in [0, 1]", "-0.1"]),
+    ({"layers": [0, 2]}, ["layers", "[0, 1]", "2"]),
+    ({"layers": [-1]}, ["layers", "[0, 1]", "-1"]),
+    ({"layers": ["0"]}, ["layers", "'0'"]),
+    ({"connection": "hybrid", "prob": 0.5}, ["hybrid", "prob=0.5"]),
+    ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid", "prob=0.5"]),
+    ({"start": "nowhere"}, ["start", "'nowhere'", "'orthogonal', 'linear'"]),
+])
+def test_bad_arguments(kwargs, words):
+    for model in (build("Block"), connect(build("Block"), "global")):
+        message = str(unchanged(model, **kwargs))
+        assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (lambda: timm.create_model("vgg11"), ["VGG", "found: none", "PreActBasic"]),
+    (lambda: timm.create_model("test_convnext"), ["timm.models.convnext.ConvNeXtBlock", "supported residual blocks found: none"]),
+    (lambda: nn.Sequential(tiny_vit(), timm.create_model("test_resnet")),
+     ["found: timm.models.vision_transformer.Block", "not supported: timm.models.resnet.BasicBlock"]),
+], ids=["vgg11", "convnext", "half"])
+def test_models_that_cannot_be_converted(model, words):
+    with torch.device("meta"):
+        model = model()
+    error = unchanged(model, "feature")
+    assert isinstance(error, UnsupportedModelError)
+    assert all(word in str(error) for word in words), error
+
+
+def test_a_release_with_another_block(monkeypatch):
+    class Block(vit.Block):
+        def forward(self, x):
+            return x + self.mlp(x)
+
+    monkeypatch.setattr(vit, "Block", Block)
+    families.routed_class.cache_clear()
+    model = build("Block")
+    classes = [type(m) for m in model.modules()]
+    Block.__module__, Block.__qualname__ = "timm.models.vision_transformer", "Block"
+    model.blocks[0].__class__ = Block
+    try:
+        with pytest.raises(RoutingError) as error:
+            connect(model, "feature")
+    finally:
+        families.routed_class.cache_clear()
+    for words in ("vision_transformer.Block", "expected 2", "found 1", f"timm {timm.__version__}"):
+        assert words in str(error.value)
+    assert [type(m) for m in model.modules()][:1] == classes[:1]
+    assert not sites(model)
+
+
+def test_the_pooling_head_is_no_site():
+    model = connect(tiny_vit(global_pool="map", class_token=False), "feature")
+    assert type(model.attn_pool).__module__.startswith("timm.")
+    assert len(sites(model)) == 4
+    assert timm_ortho.families.is_residual(vit.Block)

@@ -1,0 +1,310 @@
+"""The formula: exact properties first, then gradients, then precision, then what is refused."""
+import itertools
+
+import pytest
+import torch
+from timm_ortho.functional import decompose, plain_update, residual_update
+from torch.autograd import gradcheck, gradgradcheck
+
+DIMS = [-1, 1, (1, 2), (2, 1, 3), None]
+SHAPES = [(2, 7, 5, 3), (1, 1, 3, 1), (3, 5, 1, 2)]
+
+
+def pair(shape, dtype=torch.float64, seed=0, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    x, f = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x.to(dtype).requires_grad_(**kwargs) if kwargs else x.to(dtype), f.to(dtype)
+
+
+def axes(dim, ndim):
+    return tuple(range(1, ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
+
+
+def inner(x, y, dim):
+    return (x * y).sum(axes(dim, x.ndim), keepdim=True)
+
+
+# ------------------------------------------------------------------------------------------ exact properties
+@pytest.mark.parametrize("dim", DIMS, ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_left_along_the_stream_is_eps(shape, eps, dim):
+    x, f = pair(shape)
+    parallel, orthogonal = decompose(x, f, dim, eps)
+    expected = inner(x, f, dim) * eps / (inner(x, x, dim) + eps)
+    torch.testing.assert_close(inner(x, orthogonal, dim), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(parallel + orthogonal, f)
+    torch.testing.assert_close(inner(x, residual_update(x, f, dim=dim, eps=eps) - x, dim), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", DIMS, ids=str)
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (1.0, 1.0), (0.3, 0.7), (1.0, 0.0), (-1.5, 2.0)], ids=str)
+def test_weights_scale_the_two_parts(weights, dim):
+    x, f = pair((2, 7, 5, 3))
+    parallel, orthogonal = decompose(x, f, dim, 1e-3)
+    y = residual_update(x, f, parallel=weights[0], orthogonal=weights[1], dim=dim, eps=1e-3)
+    torch.testing.assert_close(y, x + weights[0] * parallel + weights[1] * orthogonal)
+
+
+@pytest.mark.parametrize("dim", DIMS, ids=str)
+def test_linear_in_the_branch(dim):
+    x, f = pair((2, 7, 5, 3))
+    _, h = pair((2, 7, 5, 3), seed=1)
+    together = residual_update(x, 2.0 * f - 3.0 * h, dim=dim)
+    apart = x + 2.0 * (residual_update(x, f, dim=dim) - x) - 3.0 * (residual_update(x, h, dim=dim) - x)
+    torch.testing.assert_close(together, apart)
+
+
+def test_a_branch_along_the_stream_changes_nothing():
+    x, _ = pair((4, 16))
+    torch.testing.assert_close(residual_update(x, -2.5 * x, eps=1e-14), x)
+
+
+def test_an_empty_stream_takes_the_whole_branch():
+    _, f = pair((4, 16))
+    assert torch.equal(residual_update(torch.zeros_like(f), f), f)
+
+
+def test_linear_weights_are_plain_addition_bit_for_bit():
+    x, f = pair((4, 16), torch.float32)
+    assert torch.equal(residual_update(x, f, parallel=1.0, orthogonal=1.0), x + f)
+
+
+def test_scopes_are_those_of_algorithms_1_and_2():
+    x, f = pair((2, 3, 4))
+    for b in range(2):
+        for t in range(3):
+            row = f[b, t] - (x[b, t] @ f[b, t]) / (x[b, t] @ x[b, t] + 1e-6) * x[b, t]
+            torch.testing.assert_close(residual_update(x, f)[b, t], x[b, t] + row)
+        flat_x, flat_f = x[b].flatten(), f[b].flatten()
+        row = flat_f - (flat_x @ flat_f) / (flat_x @ flat_x + 1e-6) * flat_x
+        torch.testing.assert_close(residual_update(x, f, dim=None)[b].flatten(), flat_x + row)
+    assert torch.equal(residual_update(x, f, dim=None), residual_update(x, f, dim=(1, 2)))
+
+
+def test_jacobian_of_the_parallel_part_is_the_papers_equation_8():
+    torch.manual_seed(0)
+    x, weight, eps = torch.randn(6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64), 1e-6
+
+    def branch(x):
+        return torch.tanh(weight @ x)
+
+    measured = torch.autograd.functional.jacobian(lambda x: decompose(x, branch(x), -1, eps)[0], x)
+    f, b = branch(x), x @ x + eps
+    jacobian = torch.autograd.functional.jacobian(branch, x)
+    equation = (
+        (x @ f) / b * torch.eye(6) + torch.outer(x, f) / b + torch.outer(x, jacobian.T @ x) / b
+        - 2 * (x @ f) / b**2 * torch.outer(x, x))
+    torch.testing.assert_close(measured, equation)
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+WEIGHTS = [(0.0, 1.0), (0.3, 0.7), (1.0, 0.5), ("a", 1.0), (0.0, "b"), ("a", "b")]
+
+
+@pytest.mark.parametrize("dim", [-1, 1, (1, 2), None], ids=str)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 1.0])
+@pytest.mark.parametrize("keep", ["output", "branch"])
+def test_gradients_of_first_and_second_order(weights, dim, eps, keep):
+    x, f = (t.requires_grad_() for t in pair((2, 3, 2)))
+    learned = [torch.tensor(0.6, dtype=torch.float64, requires_grad=True) for w in weights if isinstance(w, str)]
+
+    def update(x, f, *learned):
+        learned = list(learned)
+        a, b = (learned.pop(0) if isinstance(w, str) else w for w in weights)
+        return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=eps, keep=keep)
+
+    assert update(x, f, *learned).grad_fn.name() == "_ResidualUpdateBackward"  # not the plain formula's gradients
+    assert gradcheck(update, (x, f, *learned))
+    assert gradgradcheck(update, (x, f, *learned))
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True)], ids=["x", "f"])
+def test_gradient_of_one_input_alone(needed):
+    x, f = pair((2, 3, 4))
+    x.requires_grad_(needed[0])
+    f.requires_grad_(needed[1])
+    assert gradcheck(residual_update, (x, f))
+
+
+def test_branch_that_is_the_stream():
+    x, _ = pair((2, 5))
+    x.requires_grad_()
+    assert gradcheck(lambda x: residual_update(x, x, parallel=0.4, eps=0.5), (x,))
+
+
+def saved_tensors(call):
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = call()
+    return y, kept
+
+
+def test_the_branch_output_is_not_kept():
+    x, f = (t.requires_grad_() for t in pair((5, 7, 64), torch.float32))
+    y, kept = saved_tensors(lambda: residual_update(x, f))
+    storages = {t.untyped_storage().data_ptr(): t.numel() for t in kept}
+    assert f.untyped_storage().data_ptr() not in storages
+    assert storages.pop(x.untyped_storage().data_ptr()) == storages.pop(y.untyped_storage().data_ptr()) == x.numel()
+    assert list(storages.values()) == [5 * 7, 5 * 7]  # two numbers a token
+
+
+def test_a_sum_that_is_changed_in_place_needs_the_branch():
+    x, f = (t.requires_grad_() for t in pair((2, 5)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        residual_update(x, f).relu_().sum().backward()
+    expected = torch.autograd.grad(residual_update(x, f).relu().sum(), (x, f))
+    torch.testing.assert_close(torch.autograd.grad(residual_update(x, f, keep="branch").relu_().sum(), (x, f)), expected)
+
+
+def test_per_sample_gradients():
+    x, f = pair((3, 4, 5))
+    gradient = torch.func.grad(lambda x, f: residual_update(x, f).pow(3).sum())
+    expected = torch.stack([gradient(x[i], f[i]) for i in range(3)])
+    torch.testing.assert_close(torch.func.vmap(gradient)(x, f), expected)
+
+
+# ------------------------------------------------------------------------------------------------- precision
+def run(update, x, f, g, **kwargs):
+    x, f = x.clone().requires_grad_(), f.clone().requires_grad_()
+    y = update(x, f, **kwargs)
+    return [y.detach(), *torch.autograd.grad(y, (x, f), g.to(y.dtype))]
+
+
+def plain(x, f, dim, a, b):
+    return plain_update(x, f, a, b, None if dim is None else [dim], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [-1, 1, None], ids=str)
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.9)], ids=str)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_half_precision_is_as_good_as_float32_and_one_cast(dtype, dim, weights, scale):
+    x, f = pair((5, 7, 197), dtype)
+    f = f * scale
+    g = pair((5, 7, 197), dtype, seed=1)[0]
+    a, b = weights
+    truth = run(plain, *(t.double() for t in (x, f, g)), dim=dim, a=a, b=b)
+    reference = run(plain, *(t.float() for t in (x, f, g)), dim=dim, a=a, b=b)
+    measured = run(residual_update, x, f, g, parallel=a, orthogonal=b, dim=dim)
+    for name, exact, cast, ours in zip(("y", "dx", "df"), truth, reference, measured, strict=True):
+        allowed = 2 * (cast.to(dtype).double() - exact).abs().max()
+        assert ours.dtype == dtype
+        assert (ours.double() - exact).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dim", [-1, None], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", ["norm", "entries"])
+def test_a_stream_of_300_stays_finite(dtype, dim, autocast, size):
+    x, f = (t.to(dtype) for t in pair((2, 3, 768), torch.float32))
+    x = 300 * (torch.nn.functional.normalize(x.float(), dim=-1) if size == "norm" else x.float().sign())
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        results = run(residual_update, x.to(dtype), f, torch.ones_like(f), dim=dim)
+    assert all(torch.isfinite(t).all() for t in results)
+    y, x = results[0].double(), x.to(dtype).double()
+    torch.testing.assert_close(y, plain(x, f.double(), dim, 0.0, 1.0), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("dtypes", [
+    (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16),
+    (torch.float64, torch.float16),
+], ids=str)
+def test_mixed_dtypes_promote_as_addition_does(dtypes):
+    x, f = (t.to(d).requires_grad_() for t, d in zip(pair((3, 8)), dtypes, strict=True))
+    y = residual_update(x, f)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, f.grad.dtype) == ((x + f).dtype, *dtypes)
+
+
+def test_memory_format_is_kept():
+    x, f = (t.contiguous(memory_format=torch.channels_last) for t in pair((2, 5, 4, 3), torch.float32))
+    x.requires_grad_()
+    y = residual_update(x, f, dim=1)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_strides_do_not_matter():
+    x, f = pair((4, 6, 5))
+    expected = residual_update(x, f, dim=1)
+    got = residual_update(x.transpose(0, 2).contiguous().transpose(0, 2), f[:, :1].expand(-1, 6, -1) * 0 + f, dim=1)
+    torch.testing.assert_close(got, expected)
+    assert residual_update(x[:0], f[:0], dim=1).shape == (0, 6, 5)
+
+
+# --------------------------------------------------------------------------- compilers get the plain formula
+class Update(torch.nn.Module):
+    def forward(self, x, f):
+        return residual_update(x, f) + residual_update(x, f, parallel=0.25, dim=(1, 2))
+
+
+def test_fx_records_the_plain_formula():
+    x, f = pair((2, 3, 4))
+    traced = torch.fx.symbolic_trace(Update())
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets.count(plain_update) == 2
+    torch.testing.assert_close(traced(x, f), Update()(x, f))
+
+
+def test_export_records_the_plain_formula():
+    x, f = pair((2, 3, 4))
+    program = torch.export.export(Update(), (x, f))
+    assert "autograd" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x, f), Update()(x, f))
+
+
+def test_compile_without_a_graph_break():
+    x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    y = torch.compile(Update(), fullgraph=True, backend=backend)(x, f)
+    assert "ResidualUpdate" not in graphs[0].code
+    torch.testing.assert_close(y, Update()(x, f))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
+
+
+def test_torchscript_compiles_the_plain_formula():
+    x, f = pair((2, 3, 4))
+    for dims, a in itertools.product(([1], [1, 2], None), (0.25, torch.tensor(0.25))):
+        torch.testing.assert_close(
+            torch.jit.script(plain_update)(x, f, a, 1.0, dims, 1e-6),
+            residual_update(x, f, parallel=a, dim=None if dims is None else tuple(dims)))
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+X = torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize(("args", "kwargs", "words"), [
+    ((X, torch.ones(2, 3, 5)), {}, ["same shape", "(2, 3, 4)", "(2, 3, 5)"]),
+    ((X, torch.ones(3, 4)), {}, ["same shape", "(2, 3, 4)", "(3, 4)"]),  # no silent broadcast
+    ((X, X.long()), {}, ["floating-point", "torch.int64", "(2, 3, 4)"]),
+    ((X, X), {"dim": 3}, ["dim", "[-3, 2]", "got 3", "(2, 3, 4)"]),
+    ((X, X), {"dim": (1, -2)}, ["different axes", "(1, -2)"]),
+    ((X, X), {"dim": ()}, ["one or more", "()"]),
+    ((X, X), {"eps": 0.0}, ["eps", "positive", "0.0"]),
+    ((X, X), {"eps": float("nan")}, ["eps", "finite", "nan"]),
+    ((X, X), {"eps": float("inf")}, ["eps", "finite", "inf"]),
+    ((X, X), {"parallel": torch.ones(2)}, ["parallel", "0-d", "(2,)"]),
+    ((X, X), {"keep": "both"}, ["keep", "'both'", "'branch'"]),
+])
+def test_bad_input(args, kwargs, words):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the words below are the match
+        residual_update(*args, **kwargs)
+    assert all(word in str(error.value) for word in words), error.value
+    if not {"parallel", "keep"} & set(kwargs):
+        with pytest.raises(ValueError):  # noqa: PT011
+            decompose(*args, **kwargs)

@@ -1,0 +1,182 @@
+"""What PyTorch and timm users do with a model besides training it, on a ViT and a ResNetV2 variant."""
+import copy
+import io
+import os
+import pickle
+import socket
+import subprocess
+import sys
+
+import pytest
+import timm
+import timm_ortho  # noqa: F401 registers
+import torch
+from timm_ortho import sites
+
+MODELS = {
+    "vit": dict(model_name="vit_small_ortho", img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5),
+    "resnetv2": dict(model_name="resnetv2_18_cifar_orthog", num_classes=5, width_factor=0.25),
+}
+CONNECTIONS = [{}, {"connection": "hybrid"}, {"connection_prob": 0.5}]
+
+
+@pytest.fixture(params=MODELS)
+def arguments(request):
+    return MODELS[request.param]
+
+
+def create(arguments, **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(**arguments, **kwargs).eval()
+
+
+def images(n=2):
+    return torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
+def test_deepcopy(arguments, connection):
+    model = create(arguments, **connection)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(images()), model(images()))
+    assert not {id(m) for m in twin.modules()} & {id(m) for m in model.modules()}
+    timm.utils.ModelEmaV3(model).update(model)
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
+def test_pickle_in_a_fresh_process(arguments, connection, tmp_path):
+    model = create(arguments, **connection)
+    expected = model(images())
+    assert torch.equal(pickle.loads(pickle.dumps(model))(images()), expected)
+    torch.save({"model": model, "x": images(), "y": expected}, tmp_path / "model.pt")
+    code = ("import sys, torch; d = torch.load(sys.argv[1], weights_only=False); "
+            "assert torch.equal(d['model'].eval()(d['x']), d['y'])")  # timm_ortho is not imported by hand
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
+
+
+def test_state_dict_with_weights_only(arguments):
+    model, buffer = create(arguments, connection="hybrid"), io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other = create(arguments, connection="hybrid")
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert torch.equal(other(images()), model(images()))
+
+
+@pytest.mark.parametrize(
+    ("connection", "backend"),
+    [(connection, "aot_eager") for connection in CONNECTIONS] + [pytest.param({}, "inductor", marks=pytest.mark.slow)],
+    ids=str)
+def test_compile_without_graph_breaks(arguments, connection, backend):
+    model, x = create(arguments, **connection), images()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(compiled, x), gradients(model, x), rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
+def test_export(arguments, connection):
+    model = create(arguments, **connection)
+    program = torch.export.export(model, (images(),))
+    torch.testing.assert_close(program.module()(images()), model(images()))
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
+def test_torchscript(arguments, connection):
+    model = create(arguments, **connection)
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(images()), model(images()))
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    torch.testing.assert_close(torch.jit.load(buffer)(images()), model(images()))
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
+def test_fx(arguments, connection):
+    model = create(arguments, **connection)
+    traced = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(images()), model(images()))
+    torch.testing.assert_close(gradients(traced, images()), gradients(model, images()), rtol=1e-4, atol=1e-5)
+
+
+def test_fx_features_of_timm():
+    arguments = MODELS["resnetv2"]  # timm's ViTs hand out features by their getter
+    features = timm.create_model(**arguments, features_only=True, feature_cls="fx", out_indices=(1,))
+    assert features(images())[0].shape == (2, 16, 32, 32)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_trains(arguments, half):
+    model = create(arguments).train()
+    with torch.autocast("cpu", half):
+        loss = model(images(4)).float().square().mean()
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_tracebacks_show_the_routed_line(arguments):
+    model = create(arguments)
+    site = sites(model)[0]
+    site.connection.forward = None
+    with pytest.raises(TypeError) as error:
+        model(images())
+    attribute = site.name.rpartition(".")[2]
+    assert any(f"self.{attribute}(" in str(entry.statement) for entry in error.traceback)
+
+
+DDP = """
+import copy, os, sys, timm, timm_ortho, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+arguments = eval(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = timm.create_model(**arguments).eval()  # eval: BatchNorm would see half the batch
+alone = copy.deepcopy(model)
+x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+parallel = DistributedDataParallel(model)
+for network, batch in ((parallel, x[2 * rank:2 * rank + 2]), (alone, x)):
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(batch).square().mean().backward()
+        optimizer.step()
+for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+dist.destroy_process_group()
+"""
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS[:2], ids=str)
+def test_two_processes_train_as_one(arguments, connection, tmp_path):
+    script = tmp_path / "ddp.py"
+    script.write_text(DDP)
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, repr({**arguments, **connection})], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                 "OMP_NUM_THREADS": "1"})
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()

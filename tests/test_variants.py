@@ -1,0 +1,282 @@
+"""Every registered architecture: its name, configuration and arguments, and that its linear form is timm's model."""
+import dataclasses
+import gc
+import json
+
+import pytest
+import timm
+import timm_ortho
+import torch
+from timm.models import get_pretrained_cfg, list_models, model_entrypoint
+from timm_ortho import sites
+from timm_ortho.models.paper import ARCHITECTURES
+from timm_ortho.models.variants import MODULES
+
+BASES = [name for module in MODULES for name in list_models(module=module) if not name.endswith(("_ortho", "_orthog"))]
+VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
+PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
+SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
+          "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
+
+# Models up to this many parameters are run here, larger ones by scripts/check_linear.py; all are built on the meta
+# device and their sites counted.
+RUN_UP_TO = 12e6
+
+
+def small_input(name):
+    """Arguments and image size that make any of these architectures cheap to run at full depth and width."""
+    cfg = get_pretrained_cfg(name)
+    if not cfg.fixed_input_size:
+        return {}, 64
+    patch = model_on_meta(name).patch_embed.patch_size[0]
+    return {"img_size": 3 * patch}, 3 * patch
+
+
+def model_on_meta(name, **kwargs):
+    with torch.device("meta"):
+        return timm.create_model(name, **kwargs)
+
+
+def blocks(model):
+    return len(model.blocks) if hasattr(model, "blocks") else sum(len(stage.blocks) for stage in model.stages)
+
+
+def test_all_names_are_registered():
+    assert len(BASES) > 150
+    assert set(VARIANTS + PAPER) <= set(list_models())
+    assert {"vit_base_patch16_224_ortho", "resnetv2_50_orthog", "resnetv2_101_cifar_linear"} <= set(list_models())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_built_on_meta(base):
+    host, variant = model_on_meta(base), model_on_meta(base + "_ortho")
+    per_block = {"Block": 2, "ResPostBlock": 2, "ParallelThingsBlock": 2}
+    layers = host.blocks if hasattr(host, "blocks") else [block for stage in host.stages for block in stage.blocks]
+    assert len(sites(variant)) == sum(per_block.get(type(block).__name__, 1) for block in layers) > 0
+    assert list(variant.state_dict()) == list(host.state_dict())
+    assert all(a.shape == b.shape for a, b in zip(variant.parameters(), host.parameters(), strict=True))
+    assert {type(s.connection).__name__ for s in sites(variant)} == {"FeatureConnection"}
+    kinds = {type(s.connection).__name__ for s in sites(model_on_meta(base + "_orthog"))}
+    assert kinds == {"GlobalConnection"}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_linear_is_timms_model_bit_for_bit(base):
+    if sum(p.numel() for p in model_on_meta(base).parameters()) > RUN_UP_TO:
+        pytest.skip("large: run by scripts/check_linear.py")
+    compare_with_host(base)
+
+
+def compare_with_host(base, batch=2):
+    """Output and gradients of a training step, timm's model against the variant with linear connections."""
+    kwargs, size = small_input(base)
+    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
+    results = []
+    for name, arguments in ((base, {}), (base + "_ortho", {"connection": "linear"})):
+        torch.manual_seed(0)
+        model = timm.create_model(name, **kwargs, **arguments).train()
+        y = model(x)
+        outputs = y if isinstance(y, tuple) else (y,)
+        sum(out.square().sum() for out in outputs).backward()
+        results.append((*outputs, *(p.grad for p in model.parameters())))
+        del model
+    assert len(results[0]) == len(results[1])
+    for host, ours in zip(*results, strict=True):
+        assert (host is None and ours is None) or torch.equal(host, ours), base
+    del results
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_configuration(name):
+    base = name.rpartition("_ortho")[0]
+    cfg, host = get_pretrained_cfg(name), get_pretrained_cfg(base)
+    assert cfg.architecture == name
+    assert not cfg.has_weights
+    assert not any((cfg.url, cfg.file, cfg.hf_hub_id, cfg.hf_hub_filename, cfg.state_dict, cfg.source, cfg.custom_load))
+    for field in ("input_size", "mean", "std", "interpolation", "crop_pct", "num_classes", "first_conv", "classifier",
+                  "pool_size", "fixed_input_size"):
+        assert getattr(cfg, field) == getattr(host, field), field
+    json.dumps(dataclasses.asdict(cfg))
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_no_weights_of_the_linear_model_sneak_in(name):
+    assert not timm.is_model_pretrained(name)
+    with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
+        timm.create_model(name, pretrained=True)
+
+
+def test_unknown_pretrained_tag():
+    with pytest.raises(RuntimeError, match=r"Invalid pretrained tag \(augreg_in21k\) for vit_tiny_patch16_224_ortho"):
+        timm.create_model("vit_tiny_patch16_224_ortho.augreg_in21k", pretrained=True)
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+@pytest.mark.parametrize("name", SPREAD)
+def test_arguments_of_the_base(name):
+    size = 32 if "cifar" in name else 64
+    kwargs = {"img_size": size} if "resnet" not in name else {}
+    model = timm.create_model(name, num_classes=0, in_chans=1, drop_path_rate=0.2, **kwargs).eval()
+    x = torch.randn(2, 1, size, size)
+    assert model(x).shape == (2, model.num_features)
+    assert any(module.drop_prob > 0 for module in model.modules() if isinstance(module, timm.layers.DropPath))
+    model.reset_classifier(7)
+    y = model(x)
+    assert (y[0] if isinstance(y, tuple) else y).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_gradient_checkpointing_changes_nothing(name):
+    torch.manual_seed(0)
+    kwargs = {"img_size": 64} if "resnet" not in name else {}
+    model = timm.create_model(name, num_classes=3, **kwargs).train()
+    x = torch.randn(2, 3, 64, 64)
+    gradients = []
+    for enable in (False, True):
+        model.zero_grad()
+        model.set_grad_checkpointing(enable)
+        y = model(x)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224_ortho", "resnetv2_50_orthog", "resnetv2_18_cifar_ortho"])
+def test_features_only(name):
+    base = name.rpartition("_ortho")[0]
+    base = base + "_linear" if base in ARCHITECTURES else base
+    kwargs = {"img_size": 64} if "vit" in name else {}
+    torch.manual_seed(0)
+    host = timm.create_model(base, features_only=True, **kwargs)
+    model = timm.create_model(name, features_only=True, connection="linear", **kwargs)
+    model.load_state_dict(host.state_dict())
+    assert model.feature_info.channels() == host.feature_info.channels()
+    x = torch.randn(2, 3, 64, 64)
+    assert sites(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.eval()(x), host.eval()(x), strict=True))
+    orthogonal = timm.create_model(name, features_only=True, **kwargs).eval()
+    orthogonal.load_state_dict(host.state_dict())
+    assert not torch.equal(orthogonal(x)[-1], host(x)[-1])
+
+
+def test_features_only_with_layers_that_are_cut_off():
+    model = timm.create_model(
+        "vit_tiny_patch16_224_ortho", features_only=True, out_indices=[2], img_size=32, connection_layers=[0, 11])
+    chosen = [s.layer for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
+    assert chosen == [0, 0]
+
+
+def test_connection_arguments():
+    model = timm.create_model(
+        "test_vit_orthog", connection="feature", connection_eps=1e-4, connection_prob=0.5, connection_layers=[0, 2])
+    found = [s.connection for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
+    assert len(found) == 4
+    assert {(c.eps, c.prob) for c in found} == {(1e-4, 0.5)}
+    model = timm.create_model("test_vit_ortho", connection="hybrid", connection_start="linear")
+    assert {s.connection.start for s in sites(model)} == {"linear"}
+
+
+def test_unknown_connection_argument():
+    with pytest.raises(ValueError, match="unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"):
+        timm.create_model("test_vit_ortho", connection_epsilon=1e-6)
+    with pytest.raises(ValueError, match="unknown connection 'liner'.*did you mean 'linear'"):
+        timm.create_model("test_vit_ortho", connection="liner")
+    with pytest.raises(TypeError):
+        timm.create_model("test_vit_ortho", no_such_argument=1)
+
+
+@pytest.mark.skipif(not hasattr(timm.models, "NaFlexVit"), reason="this timm has no NaFlexVit")
+def test_another_way_to_a_model_is_connected_too():
+    model = timm.create_model("vit_tiny_patch16_224_ortho", use_naflex=True)
+    assert isinstance(model, timm.models.NaFlexVit)
+    assert len(sites(model)) == 24
+
+
+@pytest.mark.parametrize("connection", ["feature", "hybrid"])
+def test_saved_and_restored_with_its_arguments(tmp_path, connection):
+    """What the Hub does, through a folder: config.json and safetensors; learned connections come back too."""
+    arguments = dict(num_classes=5, connection=connection, connection_eps=1e-4, connection_layers=[1])
+    model = timm.create_model("test_vit_ortho", **arguments).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    timm.models.save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
+    restored = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 160, 160)
+    assert torch.equal(restored(x), model(x))
+    assert [repr(s.connection) for s in sites(restored)] == [repr(s.connection) for s in sites(model)]
+    assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "test_vit_ortho"
+
+
+def test_linear_and_orthogonal_checkpoints_load_into_each_other():
+    host, variant = timm.create_model("test_vit"), timm.create_model("test_vit_ortho")
+    variant.load_state_dict(host.state_dict(), strict=True)
+    host.load_state_dict(variant.state_dict(), strict=True)
+
+
+def test_entry_points_are_importable_and_documented():
+    entry = model_entrypoint("vit_base_patch16_224_ortho")
+    assert entry is timm_ortho.variants.vit_base_patch16_224_ortho
+    assert entry.__name__ == "vit_base_patch16_224_ortho"
+    assert "feature" in entry.__doc__
+
+
+# ------------------------------------------------------------------------------ the papers' own architectures
+@pytest.mark.parametrize(("name", "millions"), [
+    ("vit_small_linear", 11.4), ("vit_base_linear", 86.5), ("resnetv2_18_cifar_linear", 11.2),
+    ("resnetv2_34_cifar_linear", 21.3), ("resnetv2_50_cifar_linear", 23.5), ("resnetv2_101_cifar_linear", 42.6),
+])
+def test_sizes(name, millions):
+    assert sum(p.numel() for p in model_on_meta(name).parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_vit_is_the_papers():
+    model = timm.create_model("vit_small_ortho", img_size=32, patch_size=4, num_classes=10)
+    assert (model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads) == (384, 6, 6)
+    assert model.pos_embed.shape == (1, 64, 384)  # patches only
+    assert not model.cls_token.any()
+    assert all(block.norm1.weight is None and block.norm2.bias is None for block in model.blocks)
+    assert model.norm.weight is not None
+    assert {norm.eps for norm in model.modules() if isinstance(norm, torch.nn.LayerNorm)} == {1e-6}
+    x = torch.linspace(-3, 3, 50)
+    assert torch.equal(model.blocks[0].mlp.act(x), torch.nn.functional.gelu(x, approximate="tanh"))
+    assert model.blocks[0].attn.qkv.bias is not None
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["resnetv2_18_cifar_ortho", "resnetv2_50_cifar_ortho"])
+def test_resnetv2_is_the_papers(name):
+    model = timm.create_model(name)
+    assert model.stem.conv.kernel_size == (3, 3)
+    assert model.stem.conv.stride == (1, 1)
+    assert len(model.stem) == 2  # no pooling
+    assert isinstance(model.norm, torch.nn.Identity)
+    assert all(m.bias is not None for m in model.modules() if isinstance(m, torch.nn.Conv2d))
+    x = torch.randn(2, 3, 32, 32)
+    assert model.forward_features(x).shape[-2:] == (4, 4)
+    assert model(x).shape == (2, 10)
+    widths = [info["num_chs"] for info in model.feature_info]
+    assert widths == ([64, 64, 128, 256, 512] if "18" in name else [64, 256, 512, 1024, 2048])
+    features = timm.create_model(name, features_only=True)
+    shapes = [f.shape[1:3] for f in features(x)]
+    assert [(c, 32 // r) for c, r in zip(features.feature_info.channels(), features.feature_info.reduction())] == shapes
+
+
+def test_norm_before_the_classifier():
+    model = timm.create_model("resnetv2_18_cifar_linear", head_norm=True).eval()
+    assert {"head.norm.weight", "head.norm.bias"} == set(model.state_dict()) - set(
+        timm.create_model("resnetv2_18_cifar_linear").state_dict())
+    pooled = model.forward_head(model.forward_features(torch.randn(4, 3, 32, 32)), pre_logits=True)
+    torch.testing.assert_close(pooled.mean(1), torch.zeros(4), atol=1e-5, rtol=0)
+    model.reset_classifier(3)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 3)
+
+
+def test_suffix_is_only_the_default():
+    torch.manual_seed(0)
+    baseline = timm.create_model("vit_small_linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
+    torch.manual_seed(0)
+    control = timm.create_model("vit_small_ortho", connection="linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(baseline(x), control(x))
