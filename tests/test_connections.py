@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+
 from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
 
 X, F = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, dim=-1)
@@ -36,7 +37,8 @@ def test_hybrid_is_rho_and_theta():
     assert torch.autograd.gradcheck(lambda *_: hybrid(X, F), tuple(hybrid.parameters()))
 
 
-@pytest.mark.parametrize(("rho", "theta", "a", "b"), [(-0.5, 0.3, 0.0, 0.0), (1.0, 2.0, 1.0, 0.0), (1.0, -2.0, -1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("rho", "theta", "a", "b"), [(-0.5, 0.3, 0.0, 0.0), (1.0, 2.0, 1.0, 0.0), (1.0, -2.0, -1.0, 0.0)])
 def test_hybrid_stays_in_its_range_and_can_come_back(rho, theta, a, b):
     hybrid = create_connection("hybrid").double()
     with torch.no_grad():
@@ -74,7 +76,8 @@ def test_probability_0_is_linear_bit_for_bit():
 
 
 def test_repr():
-    assert repr(create_connection("feature", dim=1, eps=1e-5, prob=0.5)) == "FeatureConnection(dim=1, eps=1e-05, prob=0.5)"
+    drawn = create_connection("feature", dim=1, eps=1e-5, prob=0.5)
+    assert repr(drawn) == "FeatureConnection(dim=1, eps=1e-05, prob=0.5)"
     assert repr(create_connection("global")) == "GlobalConnection(dim=-1, eps=1e-06)"
     assert repr(create_connection("linear")) == "LinearConnection(dim=-1)"
     assert repr(create_connection("hybrid", start="linear")) == "HybridConnection(dim=-1, eps=1e-06, start='linear')"

@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import timm
-import timm_ortho
 import torch
-from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, families, sites
-from timm_ortho.connections import CONNECTIONS
 from timm.models import resnetv2, vision_transformer as vit
 from torch import nn
+
+import timm_ortho
+from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, families, sites
+from timm_ortho.connections import CONNECTIONS
 
 TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 
@@ -172,8 +173,8 @@ def state():
     classes = [v for m in (resnetv2, vision_transformer, timm.models.deit) for v in vars(m).values()
                if isinstance(v, type)]
     return ([(c, id(c.forward)) for c in classes if 'forward' in vars(c)], [sorted(vars(c)) for c in classes],
-            [sorted(vars(m)) for m in (resnetv2, vision_transformer, timm.layers)], timm.list_models(), torch.is_grad_enabled(),
-            torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.get_rng_state().tolist())
+            [sorted(vars(m)) for m in (resnetv2, vision_transformer, timm.layers)], timm.list_models(),
+            torch.is_grad_enabled(), torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.get_rng_state().tolist())
 torch.manual_seed(0)
 model = timm.create_model('test_vit')
 x = torch.randn(2, 3, 160, 160)
@@ -224,7 +225,8 @@ def test_bad_arguments(kwargs, words):
 
 @pytest.mark.parametrize(("model", "words"), [
     (lambda: timm.create_model("vgg11"), ["VGG", "found: none", "PreActBasic"]),
-    (lambda: timm.create_model("test_convnext"), ["timm.models.convnext.ConvNeXtBlock", "supported residual blocks found: none"]),
+    (lambda: timm.create_model("test_convnext"),
+     ["timm.models.convnext.ConvNeXtBlock", "supported residual blocks found: none"]),
     (lambda: nn.Sequential(tiny_vit(), timm.create_model("test_resnet")),
      ["found: timm.models.vision_transformer.Block", "not supported: timm.models.resnet.BasicBlock"]),
 ], ids=["vgg11", "convnext", "half"])

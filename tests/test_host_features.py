@@ -9,12 +9,14 @@ import sys
 
 import pytest
 import timm
-import timm_ortho  # noqa: F401 registers
 import torch
+
+import timm_ortho  # noqa: F401 registers
 from timm_ortho import sites
 
 MODELS = {
-    "vit": dict(model_name="vit_small_ortho", img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5),
+    "vit": dict(
+        model_name="vit_small_ortho", img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5),
     "resnetv2": dict(model_name="resnetv2_18_cifar_orthog", num_classes=5, width_factor=0.25),
 }
 CONNECTIONS = [{}, {"connection": "hybrid"}, {"connection_prob": 0.5}]

@@ -6,8 +6,9 @@ import traceback
 
 import pytest
 import torch
-from timm_ortho.routing import RoutingError, route
 from torch import nn
+
+from timm_ortho.routing import RoutingError, route
 
 SCALE = 2.0  # a global that the blocks below use
 
@@ -108,8 +109,8 @@ def test_the_source_is_what_tools_show():
 def test_another_number_of_additions(names):
     with pytest.raises(RoutingError) as error:
         routed(names=names)
-    for words in ("Block", "timm 9.9", f"expected {len(names)} additions to 'x'", "found 3", "x + self.first(x * SCALE)"):
-        assert words in str(error.value)
+    words = ("Block", "timm 9.9", f"expected {len(names)} additions to 'x'", "found 3", "x + self.first(x * SCALE)")
+    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_additions_inside_additions_are_counted():

@@ -5,9 +5,10 @@ import json
 
 import pytest
 import timm
-import timm_ortho
 import torch
 from timm.models import get_pretrained_cfg, list_models, model_entrypoint
+
+import timm_ortho
 from timm_ortho import sites
 from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.models.variants import MODULES
@@ -178,9 +179,9 @@ def test_connection_arguments():
 
 
 def test_unknown_connection_argument():
-    with pytest.raises(ValueError, match="unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"):
+    with pytest.raises(ValueError, match=r"unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"):
         timm.create_model("test_vit_ortho", connection_epsilon=1e-6)
-    with pytest.raises(ValueError, match="unknown connection 'liner'.*did you mean 'linear'"):
+    with pytest.raises(ValueError, match=r"unknown connection 'liner'.*did you mean 'linear'"):
         timm.create_model("test_vit_ortho", connection="liner")
     with pytest.raises(TypeError):
         timm.create_model("test_vit_ortho", no_such_argument=1)
@@ -259,8 +260,9 @@ def test_resnetv2_is_the_papers(name):
     widths = [info["num_chs"] for info in model.feature_info]
     assert widths == ([64, 64, 128, 256, 512] if "18" in name else [64, 256, 512, 1024, 2048])
     features = timm.create_model(name, features_only=True)
-    shapes = [f.shape[1:3] for f in features(x)]
-    assert [(c, 32 // r) for c, r in zip(features.feature_info.channels(), features.feature_info.reduction())] == shapes
+    info = features.feature_info
+    sizes = [(c, 32 // r, 32 // r) for c, r in zip(info.channels(), info.reduction(), strict=True)]
+    assert [tuple(f.shape[1:]) for f in features(x)] == sizes
 
 
 def test_norm_before_the_classifier():
