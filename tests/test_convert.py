@@ -12,6 +12,7 @@ from torch import nn
 import timm_ortho
 from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, families, sites
 from timm_ortho.connections import CONNECTIONS
+from timm_ortho.models._build import on_meta
 
 TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 
@@ -138,7 +139,7 @@ def test_arguments_reach_the_connections():
 def test_hybrid_follows_device_and_dtype():
     model = connect(build("Block").double(), "hybrid")
     assert {p.dtype for p in model.parameters()} == {torch.float64}
-    with torch.device("meta"):
+    with on_meta():
         model = connect(tiny_vit(), "hybrid")
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
@@ -174,7 +175,8 @@ def state():
                if isinstance(v, type)]
     return ([(c, id(c.forward)) for c in classes if 'forward' in vars(c)], [sorted(vars(c)) for c in classes],
             [sorted(vars(m)) for m in (resnetv2, vision_transformer, timm.layers)], timm.list_models(),
-            torch.is_grad_enabled(), torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.get_rng_state().tolist())
+            torch.is_grad_enabled(), torch.get_default_dtype(), torch.backends.cudnn.benchmark,
+            torch.get_rng_state().tolist())
 torch.manual_seed(0)
 model = timm.create_model('test_vit')
 x = torch.randn(2, 3, 160, 160)
@@ -231,7 +233,7 @@ def test_bad_arguments(kwargs, words):
      ["found: timm.models.vision_transformer.Block", "not supported: timm.models.resnet.BasicBlock"]),
 ], ids=["vgg11", "convnext", "half"])
 def test_models_that_cannot_be_converted(model, words):
-    with torch.device("meta"):
+    with on_meta():
         model = model()
     error = unchanged(model, "feature")
     assert isinstance(error, UnsupportedModelError)

@@ -3,13 +3,17 @@ import sys
 from dataclasses import fields, replace
 from typing import Any, Callable, Dict, Union
 
+import torch
 from timm.models import PretrainedCfg, generate_default_cfgs, get_pretrained_cfg, register_model
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..connections import CONNECTIONS, known_name
 from ..convert import connect
 
-__all__ = ["SUFFIXES", "connected", "own_pretrained_cfg", "pop_connection_arguments", "register", "unpretrained"]
+__all__ = [
+    "SUFFIXES", "connected", "on_meta", "own_pretrained_cfg", "pop_connection_arguments", "register", "unpretrained",
+]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
@@ -80,3 +84,19 @@ def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: Pretr
     home = sys.modules[module]
     home.default_cfgs.update(generate_default_cfgs({name: cfg}))
     setattr(home, name, register_model(entry))
+
+
+class on_meta(TorchFunctionMode):
+    """Inside it models are built on the meta device: with all shapes, without memory or time for their parameters.
+
+    ``torch.device("meta")`` does that for timm from 1.0.21. Before, timm reads its drop path rates from tensors, which
+    must therefore stay real; only what parameters are made of goes to the meta device.
+    """
+
+    _CREATORS = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in self._CREATORS and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
