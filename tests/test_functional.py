@@ -274,7 +274,7 @@ def test_compile_without_a_graph_break():
         return graph.forward
 
     y = torch.compile(Update(), fullgraph=True, backend=backend)(x, f)
-    assert "ResidualUpdate" not in graphs[0].code
+    assert not [node for node in graphs[0].graph.nodes if "autograd_function" in str(node.target)]
     torch.testing.assert_close(y, Update()(x, f))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
 

@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+"""Runs timm's own model tests on the variants that `import timm_ortho` registers.
+
+    python scripts/timm_tests.py              every variant, one process per architecture; goes on where it stopped
+    python scripts/timm_tests.py --spread     about a dozen variants, one of each kind of block
+    python scripts/timm_tests.py --only vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
+
+`tests/test_models.py` comes out of timm's source distribution, of the very version that is installed; it is downloaded
+into a cache folder and never becomes part of this project. Only `tests/` is unpacked, so that the installed timm is
+the one under test. In the process that runs them this file is a pytest plugin (`-p timm_tests`): it registers the
+variants before timm's tests list their models, keeps the tests of the models asked for, and writes down each outcome.
+
+A test that a variant fails is run on the architecture it was made from as well. Where that fails too, or where timm's
+own lists leave the architecture out of that test, it is reported but not held against the variant.
+"""
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Dict, Iterable, List, Optional
+
+# One variant for each kind of block, stem, norm and head, the quick ones of each; both scopes in turn.
+SPREAD = (
+    "test_vit_ortho", "test_vit3_orthog",  # Block; with LayerScale, registers and average pooling
+    "vit_tiny_patch16_224_orthog",  # Block
+    "vit_base_patch16_rpn_224_ortho",  # ResPostBlock
+    "vit_pwee_patch16_reg1_gap_256_orthog",  # ParallelScalingBlock
+    "vit_dpwee_patch16_reg1_gap_256_ortho",  # DiffParallelScalingBlock, from timm 1.0.23
+    "vit_small_patch16_18x2_224_orthog",  # ParallelThingsBlock
+    "deit_tiny_distilled_patch16_224_ortho",  # two heads
+    "deit3_small_patch16_224_orthog",
+    "resnetv2_18_ortho",  # PreActBasic
+    "resnetv2_50_orthog", "resnetv2_50d_gn_ortho", "resnetv2_50x1_bit_orthog",  # PreActBottleneck
+    "vit_small_ortho", "resnetv2_18_cifar_orthog",  # the papers' own
+)
+SUFFIXES = ("_ortho", "_orthog", "_linear")
+WANTED, OUTCOMES = "TIMM_TESTS_WANTED", "TIMM_TESTS_OUTCOMES"  # how this script talks to itself as a plugin
+
+PYTEST_INI = """[pytest]
+markers =
+    timeout: set by timm's tests for pytest-timeout, which need not be installed
+    base:
+    forward:
+    backward:
+    cfg:
+    cfg_nonstd:
+    torchscript:
+    features:
+    fxforward:
+    fxbackward:
+"""
+
+
+# As a pytest plugin ---------------------------------------------------------------------------------------------------
+
+def pytest_configure(config) -> None:
+    import timm_ortho  # noqa: F401  registers the variants
+
+
+def pytest_collection_modifyitems(config, items: list) -> None:
+    """Keeps the tests that have one of the wanted models among their parameters."""
+    wanted = json.loads(os.environ[WANTED])
+
+    def keep(item) -> bool:
+        functions = wanted.get(_model_of(item))
+        return functions is not None and (not functions or item.originalname in functions)
+
+    kept = [item for item in items if keep(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not keep(item)])
+    items[:] = kept
+    for item in items:
+        item.user_properties.append(("timm_test", [_model_of(item), item.originalname]))
+
+
+def _model_of(item) -> Optional[str]:
+    params = getattr(item, "callspec", None)
+    name = params and params.params.get("model_name")
+    return name.split(".")[0] if isinstance(name, str) else None
+
+
+def pytest_runtest_logstart(nodeid: str, location) -> None:
+    _write({"started": nodeid})
+
+
+def pytest_runtest_logreport(report) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        model, test = dict(report.user_properties)["timm_test"]
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message.strip().splitlines()[0] if crash else ""
+        _write({"ended": report.nodeid, "model": model, "test": test, "outcome": report.outcome, "message": message})
+
+
+def _write(record: dict) -> None:
+    with open(os.environ[OUTCOMES], "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+# As a script ----------------------------------------------------------------------------------------------------------
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--spread", action="store_true", help="about a dozen variants, one of each kind of block")
+    choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
+    parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
+                        help="where timm's tests and the state of a full run are kept (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier full runs have finished")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one process (default: 3600)")
+    args = parser.parse_args(argv)
+
+    bases = variants_and_bases()
+    if args.only:
+        unknown = sorted(set(args.only) - bases.keys())
+        if unknown:
+            parser.error(f"not a variant of timm_ortho: {', '.join(unknown)}")
+    tests = timm_test_file(args.cache)
+
+    if args.only or args.spread:
+        names = args.only or [name for name in SPREAD if name in bases]
+        for name in sorted(set(SPREAD) - bases.keys()) if args.spread else []:
+            print(f"{name}: this timm has no such architecture")
+        results = run(tests, {name: bases[name] for name in names}, args.timeout, verbose=True)
+        return summarize(results)
+    return summarize(run_all(tests, bases, args.cache, args.fresh, args.timeout))
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "timm-ortho" / "timm-tests"
+
+
+def variants_and_bases() -> Dict[str, Optional[str]]:
+    """Every variant's name and the timm architecture it was made from; None for the papers' own."""
+    import timm
+
+    hosts = set(timm.list_models())
+    import timm_ortho  # noqa: F401
+
+    bases: Dict[str, Optional[str]] = {}
+    for name in timm.list_models():
+        if name not in hosts:
+            stem = architecture(name)
+            bases[name] = stem if stem in hosts else None
+    return bases
+
+
+def architecture(variant: str) -> str:
+    """'vit_base_patch16_224_orthog' -> 'vit_base_patch16_224'"""
+    return next((variant[:-len(suffix)] for suffix in SUFFIXES if variant.endswith(suffix)), variant)
+
+
+def timm_test_file(cache: Path) -> Path:
+    """tests/test_models.py of the installed timm, downloaded into the cache if it is not there.
+
+    Raises:
+        SystemExit: pip could not get the source distribution.
+    """
+    import tarfile
+
+    import timm
+
+    folder = cache / f"timm-{timm.__version__}"
+    if not (folder / "pytest.ini").exists():  # written last
+        with tempfile.TemporaryDirectory() as download:
+            print(f"downloading the source distribution of timm {timm.__version__}", flush=True)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+                       "--no-binary", "timm", "--dest", download, f"timm=={timm.__version__}"]
+            if subprocess.run(command).returncode:
+                raise SystemExit(f"pip could not download the sources of timm {timm.__version__}")
+            (archive,) = Path(download).glob("timm-*.tar.gz")
+            with tarfile.open(archive) as tar:
+                for member in tar.getmembers():
+                    parts = Path(member.name).parts[1:]  # below timm-VERSION/
+                    if member.isfile() and parts[:1] == ("tests",) and ".." not in parts:
+                        target = folder.joinpath(*parts)
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(tar.extractfile(member).read())
+        (folder / "pytest.ini").write_text(PYTEST_INI)
+    return folder / "tests" / "test_models.py"
+
+
+def run_all(tests: Path, bases: Dict[str, Optional[str]], cache: Path, fresh: bool, timeout: float) -> List[dict]:
+    """Every architecture in a process of its own; what is finished stands in a file and is not run again."""
+    state_file = cache / f"state-{fingerprint()}.json"
+    state = {} if fresh or not state_file.exists() else json.loads(state_file.read_text())
+    groups: Dict[str, Dict[str, Optional[str]]] = {}
+    for name, base in bases.items():
+        groups.setdefault(architecture(name), {})[name] = base
+    print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
+    for number, (stem, group) in enumerate(groups.items(), start=1):
+        if stem not in state:
+            state[stem] = run(tests, group, timeout)
+            scratch = state_file.with_suffix(".tmp")
+            scratch.write_text(json.dumps(state, indent=1))
+            scratch.replace(state_file)
+            print(f"[{number}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
+    return [result for stem in groups for result in state[stem]]
+
+
+def fingerprint() -> str:
+    """Changes with timm, torch and this package's code: a state file never speaks for other code."""
+    import timm
+    import torch
+
+    import timm_ortho
+
+    digest = hashlib.sha256(f"{timm.__version__} {torch.__version__}".encode())
+    for file in sorted(Path(timm_ortho.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, verbose: bool = False) -> List[dict]:
+    """timm's tests on some variants, and what the variants fail also on the architectures they were made from.
+
+    Returns:
+        One dict per test and variant: model, test, outcome (passed, skipped, failed, or excused) and message.
+    """
+    results = call_pytest(tests, {name: [] for name in group}, timeout, verbose)
+    untested = group.keys() - {result["model"] for result in results}
+    results += [dict(model=name, test="-", outcome="failed", message="no test was run") for name in sorted(untested)]
+
+    failed = [result for result in results if result["outcome"] == "failed" and group[result["model"]]]
+    if failed:
+        wanted: Dict[str, List[str]] = {}
+        for result in failed:
+            wanted.setdefault(group[result["model"]], []).append(result["test"])
+        of_base: Dict[tuple, List[str]] = {}
+        for result in call_pytest(tests, wanted, timeout, verbose=False):
+            of_base.setdefault((result["model"], result["test"]), []).append(result["outcome"])
+        for result in failed:
+            base = group[result["model"]]
+            outcomes = of_base.get((base, result["test"]), [])
+            if result["test"] != "-" and "passed" not in outcomes:
+                reason = f"{base} fails it too" if "failed" in outcomes else f"timm leaves {base} out of it"
+                result.update(outcome="excused", message=f"{reason}; {result['message']}")
+    return results
+
+
+def call_pytest(tests: Path, wanted: Dict[str, List[str]], timeout: float, verbose: bool) -> List[dict]:
+    """Runs pytest once. `wanted`: model -> names of test functions, empty for all."""
+    with tempfile.TemporaryDirectory() as scratch:
+        outcomes = Path(scratch) / "outcomes.jsonl"
+        outcomes.touch()
+        env = dict(os.environ, **{WANTED: json.dumps(wanted), OUTCOMES: str(outcomes)})
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), env.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "pytest", str(tests), "-c", str(tests.parents[1] / "pytest.ini")]
+        command += ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "-W", "ignore", "-q", "--tb=short"]
+        try:
+            process = subprocess.run(command, cwd=scratch, env=env, timeout=timeout, text=True,
+                                     stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT)
+            how, log = f"exit status {process.returncode}", process.stdout or ""
+        except subprocess.TimeoutExpired as late:
+            how, log = f"stopped after {timeout:.0f} s", str(late.stdout or "")
+        records = [json.loads(line) for line in outcomes.read_text().splitlines()]
+
+    ended = {record["ended"] for record in records if "ended" in record}
+    results = [{key: record[key] for key in ("model", "test", "outcome", "message")}
+               for record in records if "ended" in record]
+    for record in records:
+        if record.get("started", "") and record["started"] not in ended:  # the process died in it
+            test, _, parameters = record["started"].rpartition("::")[2].partition("[")
+            model = next((name for name in wanted if parameters.rstrip("]").split("-")[-1] == name), next(iter(wanted)))
+            results.append(dict(model=model, test=test, outcome="failed", message=f"the process died in it ({how})"))
+    if not results and not verbose:
+        print(log[-3000:])
+    return results
+
+
+def counted(results: Iterable[dict]) -> str:
+    counts = Counter(result["outcome"] for result in results)
+    return ", ".join(f"{counts[name]} {name}" for name in ("passed", "skipped", "excused", "failed") if counts[name])
+
+
+def summarize(results: List[dict]) -> int:
+    """Prints what needs attention and the counts; 1 if a variant failed what its architecture passes."""
+    for outcome in ("excused", "failed"):
+        for result in results:
+            if result["outcome"] == outcome:
+                print(f"{outcome.upper()}: {result['model']}: {result['test']}: {result['message']}")
+    print(f"timm's tests on {len({result['model'] for result in results})} variants: {counted(results)}")
+    return int(not results or any(result["outcome"] == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,138 @@
+"""The command line: what each command prints, its exit status, and that errors are one line."""
+import subprocess
+import sys
+
+import pytest
+
+import timm_ortho
+from timm_ortho import cli
+
+SCRIPT = """
+import sys, pathlib, beside
+import timm
+print(__name__, sys.argv[1:], beside.HERE, timm.is_model("vit_small_ortho"), pathlib.Path(sys.argv[0]).name)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "beside.py").write_text("HERE = 'found'")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def fails(capsys, *arguments):
+    """The error line of a command that must fail with status 2."""
+    assert cli.main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("timm-ortho: error: ")
+    return captured.err
+
+
+def run_module(*arguments):
+    return subprocess.run([sys.executable, "-m", "timm_ortho", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_list(capsys):
+    assert cli.main(["list", "vit_small_*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "parameters", "sites", "connection", "weights"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}
+    assert rows["vit_small_ortho"][1:] == ["12", "feature", "none"]
+    assert rows["vit_small_orthog"][1:] == ["12", "global", "none"]
+    assert rows["vit_small_linear"][1:] == ["12", "linear", "none"]
+    assert rows["vit_small_ortho"][0] == rows["vit_small_linear"][0]
+    assert int(rows["vit_small_ortho"][0].replace(",", "")) > 10_000_000
+
+
+def test_list_holds_nothing_of_timms_own(capsys):
+    assert "no variant matches 'resnet18'" in fails(capsys, "list", "resnet18")
+
+
+def test_env(capsys):
+    assert cli.main(["env"]) == 0
+    values = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert set(values) >= {"timm-ortho", "timm", "torch", "torchvision", "huggingface-hub", "safetensors", "python",
+                           "system", "cpu", "gpu", "device", "backend"}
+    assert all(values.values())
+
+
+@pytest.mark.parametrize("options", [["--help", "-h", "--output", "x", "--", "list"], []])
+def test_run_hands_everything_on(script, options):
+    done = run_module("run", script, *options)
+    assert done.stdout.strip() == f"__main__ {options} found True script.py", done.stderr
+    assert done.returncode == 7
+
+
+def test_run_in_this_process(script, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["timm-ortho"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", str(script), "--help"])
+    assert caught.value.code == 7
+    assert sys.path[0] == str(script.parent)
+
+
+def test_run_of_nothing(capsys):
+    assert "there is no script 'nowhere.py'" in fails(capsys, "run", "nowhere.py")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run"])
+    assert "the script is missing" in capsys.readouterr().err
+
+
+def test_own_help(capsys):
+    for arguments in (["--help"], ["run", "--help"], ["compare", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(arguments)
+        assert "timm-ortho" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--recipe", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
+    (["--option", "mixpu=1"], "no option 'mixpu'; the nearest is 'mixup'"),
+    (["--option", "mixup"], "'mixup' is not of the form key=value"),
+    (["--model", "vit_smal"], "no orthogonal variant of 'vit_smal'"),
+    (["--connections", "lineer"], "unknown connection 'lineer'"),
+    (["--seeds", "two"], "--seeds takes whole numbers from 0 on, not 'two'"),
+    (["--dataset", "torch/cifar10", "--data-dir", "/nowhere"], "data set 'torch/cifar10' (train) is not there"),
+])
+def test_compare_errors(capsys, arguments, message):
+    assert message in fails(capsys, "compare", *arguments)
+
+
+def test_compare_hands_options_on(monkeypatch):
+    from timm_ortho.lab import compare as module
+    given = {}
+    monkeypatch.setattr(module, "compare", lambda values, **rest: given.update(values=values, **rest) or 0)
+    assert cli.main(["compare", "--model", "vit_base", "--amp", "--compile", "--lr", "1e-3", "-b", "64", "--seeds", "4",
+                     "--connections", "linear,global", "--model-kwargs", "depth=2", "--option", "mixup=0.8"]) == 0
+    assert given["values"] == {"model": "vit_base", "amp": True, "torchcompile": "inductor", "lr": 1e-3,
+                               "batch_size": 64, "model_kwargs": {"depth": 2}, "mixup": 0.8}
+    assert given["connections"] == ["linear", "global"]
+    assert given["seeds"] == 4
+
+
+@pytest.mark.parametrize(("words", "seeds"), [(["3"], 3), (["3", "5"], [3, 5]), (["3,5"], [3, 5]), (["7,"], [7])])
+def test_seeds(words, seeds):
+    assert cli._seeds(words) == seeds
+
+
+def test_missing_extra(capsys, monkeypatch):
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
+    assert fails(capsys, "compare").strip().endswith('compare needs scikit-learn: pip install "timm-ortho[lab]"')
+
+
+def test_importing_the_package_leaves_the_lab_alone():
+    code = ("import sys, timm_ortho, timm_ortho.cli; "
+            "print([name for name in ('matplotlib', 'sklearn', 'tqdm', 'timm_ortho.lab') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() in ("[]", "['tqdm']"), done.stderr  # huggingface-hub imports tqdm
+
+
+def test_version_is_the_packages():
+    assert cli.environment()["timm-ortho"] in (timm_ortho.__version__, "not installed")

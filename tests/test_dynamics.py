@@ -1,0 +1,83 @@
+"""What the diagnostics measure, against sums written out here, and that measuring leaves no trace."""
+import math
+from typing import NamedTuple
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import timm_ortho  # registers
+from timm_ortho.diagnostics import record_dynamics
+
+
+class OneSite(nn.Module):
+    """A stream that is the input and a branch output that is given."""
+
+    def __init__(self, branch, connection="feature", dim=-1):
+        super().__init__()
+        self.branch = branch
+        self.connection = timm_ortho.create_connection(connection, dim=dim)
+
+    def forward(self, x):
+        return self.connection(x, self.branch)
+
+
+class Place(NamedTuple):
+    layer: int
+    kind: str
+    name: str
+    connection: nn.Module
+
+
+def measure(x, f, connection="feature", dim=-1):
+    model = OneSite(f, connection, dim)
+    return record_dynamics(model, x, [Place(0, "mlp", "connection", model.connection)])[0]
+
+
+def test_known_angle():
+    # x = (3, 0), f = (4, 3): five long, 36.87 degrees from x
+    record = measure(torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0, 3.0]]))
+    assert record.stream == pytest.approx(9.0)
+    assert record.parallel == pytest.approx(16.0, rel=1e-5)
+    assert record.orthogonal == pytest.approx(9.0, rel=1e-5)
+    assert record.cosine == pytest.approx(0.8, rel=1e-5)
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+def test_every_connection_is_measured_over_channels(connection, dim):
+    x, f = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    record = measure(x, f, connection, dim)
+    assert record.stream == pytest.approx((x * x).sum(dim).mean().item(), rel=1e-5)
+    assert record.parallel + record.orthogonal == pytest.approx((f * f).sum(dim).mean().item(), rel=1e-4)
+    cosine = (x * f).sum(dim) / ((x * x).sum(dim) * (f * f).sum(dim)).sqrt()
+    assert record.cosine == pytest.approx(cosine.mean().item(), abs=1e-5)
+
+
+def test_half_precision_does_not_overflow():
+    x = torch.full((1, 768), 300.0, dtype=torch.float16)
+    assert measure(x, x).stream == pytest.approx(768 * 300.0**2, rel=1e-3)
+    assert measure(x, x).cosine == pytest.approx(1.0, rel=1e-3)
+
+
+def test_leaves_no_trace():
+    model = timm.create_model("test_vit_ortho", drop_path_rate=0.5).train()
+    model.blocks[0].eval()  # a frozen part stays frozen
+    modes = [module.training for module in model.modules()]
+    sites = timm_ortho.sites(model)
+    records = record_dynamics(model, torch.randn(2, 3, 160, 160), sites)
+    assert [(r.layer, r.kind, r.name) for r in records] == [(s.layer, s.kind, s.name) for s in sites]
+    assert all(math.isfinite(value) for record in records for value in record[3:])
+    state = torch.get_rng_state()
+    record_dynamics(model, torch.zeros(2, 3, 160, 160), sites)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert not any(site.connection._forward_hooks for site in sites)
+
+
+def test_hooks_go_when_the_model_fails():
+    model = OneSite(torch.randn(1, 5))
+    with pytest.raises(ValueError, match="same shape"):
+        record_dynamics(model, torch.randn(1, 4), [Place(0, "mlp", "connection", model.connection)])
+    assert not model.connection._forward_hooks

@@ -1,0 +1,83 @@
+"""Recipes: timm's keys, types and defaults, and what is said about the others."""
+import pytest
+
+from timm_ortho.lab import LabError, recipe
+
+
+def write(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", sorted(recipe.shipped()))
+def test_shipped_recipes_resolve(name):
+    options, inert = recipe.resolve(recipe.load(name))
+    assert options.model == "vit_small"
+    assert not inert
+
+
+def test_defaults_are_timms_but_for_two():
+    options, _ = recipe.resolve({})
+    assert {"opt": options.opt, "lr_base": options.lr_base, "smoothing": options.smoothing, "scale": options.scale} == {
+        "opt": "sgd", "lr_base": 0.1, "smoothing": 0.1, "scale": [0.08, 1.0]}
+    known = recipe.known_options()
+    assert {key for key, value in vars(options).items() if value != known[key]["default"]} == set(recipe.DEFAULTS)
+
+
+def test_values_get_timms_types(tmp_path):
+    # YAML 1.1 reads 1e-3 as text, timm's parser makes it a number
+    options, _ = recipe.resolve(recipe.load(write(tmp_path, "lr: 1e-3\nepochs: 5.0\nmean: 0.5\nmodel_kwargs: {a: 1}")))
+    assert (options.lr, options.epochs, options.mean, options.model_kwargs) == (1e-3, 5, [0.5], {"a": 1})
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("weigth_decay: 0.1", "recipe '.*': timm's train.py has no option 'weigth_decay'; the nearest is 'weight_decay'"),
+    ("- a list", "must be a mapping of timm's train.py options, not a list"),
+    ("a: [1", "is not YAML"),
+])
+def test_bad_files(tmp_path, text, message):
+    with pytest.raises(LabError, match=message):
+        recipe.load(write(tmp_path, text))
+
+
+def test_missing_file_names_the_shipped():
+    with pytest.raises(LabError, match="there is no recipe 'nowhere': give a file, or one of digits, small_images"):
+        recipe.load("nowhere")
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("lr", "fast", "option 'lr' is 'fast', but must be a number"),
+    ("epochs", 1.5, "option 'epochs' is 1.5, but must be a whole number"),
+    ("epochs", True, "option 'epochs' is True, but must be a whole number"),
+    ("amp", "yes", "option 'amp' is 'yes', but must be true or false"),
+    ("model_kwargs", 3, "option 'model_kwargs' is 3, but must be a mapping"),
+    ("mixpu", 1, "no option 'mixpu'; the nearest is 'mixup'"),
+    ("kd_model_name", "resnet50", "train.py has 'kd_model_name', but compare does not implement it"),
+    ("aug_splits", 3, "train.py has 'aug_splits', but compare does not implement it"),
+])
+def test_bad_values(key, value, message):
+    with pytest.raises(LabError, match=message):
+        recipe.resolve({key: value})
+
+
+def test_every_option_of_timm_is_answered():
+    """Implemented, named in a warning, or refused: nothing is silently ignored."""
+    other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
+    for key, option in recipe.known_options().items():
+        choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]
+        value = choices[0]
+        value = [value] if option.get("list") else value
+        try:
+            options, inert = recipe.resolve({key: value})
+        except LabError:
+            assert key not in recipe.IMPLEMENTED | recipe.INERT
+            continue
+        assert key in inert or key == "data" or vars(options)[key] == value
+
+
+def test_timms_own_args_are_a_recipe():
+    everything = {key: option["default"] for key, option in recipe.known_options().items()}
+    options, inert = recipe.resolve(everything)
+    assert not inert
+    assert options.opt == "sgd"

@@ -1,0 +1,234 @@
+"""The command line: parses, calls, prints. Errors in what the user gave are one line and exit status 2."""
+import argparse
+import importlib.util
+import os
+import runpy
+import sys
+from typing import Any, Sequence
+
+__all__ = ["main"]
+
+_LAB = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "scipy": "scikit-learn", "tqdm": "tqdm"}
+
+
+class UsageError(Exception):
+    """One line for the user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point of `timm-ortho` and of `python -m timm_ortho`; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        # not through argparse: everything behind SCRIPT is the script's own, --help included
+        if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
+            return run_script(arguments[1], arguments[2:])
+        parsed = _parser().parse_args(arguments)
+        return parsed.call(parsed)
+    except UsageError as error:
+        print(f"timm-ortho: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # timm-ortho list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush into the pipe again
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_compare(commands)
+    _add_list(commands)
+    env = commands.add_parser("env", help="versions, device and backend, for a bug report")
+    env.set_defaults(call=_env)
+    run = commands.add_parser(
+        "run", help="run a script with the variants registered", usage="timm-ortho run SCRIPT [ARGS ...]",
+        description="Registers the variants, then runs SCRIPT as __main__: timm's validate.py, benchmark.py, "
+                    "onnx_export.py and so on, also as torchrun -m timm_ortho run SCRIPT ARGS ...")
+    run.set_defaults(call=lambda parsed: run.error("the script is missing"))
+    return parser
+
+
+# ---------------------------------------------------------------------------------------------- compare
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare", help="train one architecture with different connections on the same data, and report",
+        description="Trains the same architecture with different connections on the same data, pairing runs by seed. "
+                    "Ctrl-C leaves a report of what is finished; the same command again continues.")
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="architecture, without suffix: vit_small, resnetv2_50, ...")
+    add("--dataset", metavar="NAME", help="digits, or timm's name: torch/cifar10, torch/fashion_mnist, ... "
+                                          "(an image folder: '' with --data-dir)")
+    add("--data-dir", metavar="DIR", help="folder of the data set")
+    add("--recipe", metavar="FILE", help="timm training YAML, or the name of a shipped one")
+    add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
+        help="default: linear feature global")
+    add("--seeds", nargs="+", default=["3"], metavar="N", help="how many (default: 3), or the seeds themselves: 0 4 7")
+    add("--epochs", type=int, metavar="N")
+    add("--batch-size", "-b", type=int, metavar="N")
+    add("--img-size", type=int, metavar="N")
+    add("--lr", type=float, metavar="LR")
+    add("--workers", "-j", type=int, metavar="N")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: 1 for a small model, else PyTorch's choice)")
+    add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
+    add("--amp", action="store_true", default=None, help="mixed precision")
+    add("--amp-dtype", choices=["float16", "bfloat16"])
+    add("--compile", dest="torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile it")
+    add("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the model")
+    add("--option", "-o", action="append", default=[], metavar="KEY=VALUE", help="any other option of timm's train.py")
+    add("--output", metavar="DIR", help="default: output/compare/ and a name that follows from the settings")
+    parser.set_defaults(call=_compare)
+
+
+_PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "lr", "workers", "device", "amp",
+           "amp_dtype", "torchcompile")
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    _require_lab()
+    from .lab import LabError
+    from .lab.compare import compare
+    from .lab.recipe import parse_assignment
+    try:
+        given = dict(parse_assignment(text) for text in parsed.option)
+        given.update({key: getattr(parsed, key) for key in _PASSED if getattr(parsed, key) is not None})
+        if parsed.model_kwargs:
+            given["model_kwargs"] = dict(parse_assignment(text) for text in parsed.model_kwargs)
+        if parsed.data_dir is not None and parsed.dataset is None and parsed.recipe is None:
+            given["dataset"] = ""  # an image folder, as in train.py
+        return compare(
+            given,
+            recipe_name=parsed.recipe,
+            connections=_words(parsed.connections),
+            seeds=_seeds(parsed.seeds),
+            output=parsed.output,
+            threads=parsed.threads,
+        )
+    except LabError as error:
+        raise UsageError(error) from None
+
+
+def _require_lab() -> None:
+    missing = sorted({package for module, package in _LAB.items() if importlib.util.find_spec(module) is None})
+    if missing:
+        raise UsageError(f'compare needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
+
+
+def _words(values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in value.split(",") if word]
+
+
+def _seeds(values: Sequence[str]) -> list[int] | int:
+    """A number alone counts seeds, several are the seeds, and `7,` is the one seed 7."""
+    words = _words(values)
+    if not words or not all(word.isdecimal() for word in words):
+        raise UsageError(f"--seeds takes whole numbers from 0 on, not '{' '.join(values)}'")
+    return int(words[0]) if len(words) == 1 and "," not in values[0] else [int(word) for word in words]
+
+
+# ------------------------------------------------------------------------------------------- list, env
+def _add_list(commands: Any) -> None:
+    parser = commands.add_parser("list", help="the registered variants")
+    parser.add_argument("pattern", nargs="?", default="*", help="as in timm.list_models: 'vit_small*'")
+    parser.set_defaults(call=_list)
+
+
+def _list(parsed: argparse.Namespace) -> int:
+    import timm
+
+    names = [name for name in timm.list_models(parsed.pattern) if _is_ours(name)]
+    if not names:
+        raise UsageError(f"no variant matches '{parsed.pattern}'; try timm-ortho list '*{parsed.pattern.strip('*')}*'")
+    width = max(map(len, names))
+    print(f"{'name':{width}}  {'parameters':>14}  sites  connection  weights")
+    for name in names:
+        print(_describe(name, width), flush=True)
+    return 0
+
+
+def _is_ours(name: str) -> bool:
+    import timm
+
+    return timm.model_entrypoint(name).__module__.startswith("timm_ortho.")
+
+
+def _describe(name: str, width: int) -> str:
+    import timm
+    import torch
+
+    from .connections import CONNECTIONS
+    from .convert import sites
+
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    found = sites(model)
+    used = sorted({kind for site in found for kind, cls in CONNECTIONS.items() if type(site.connection) is cls})
+    weights = "yes" if timm.is_model_pretrained(name) else "none"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{name:{width}}  {parameters:>14,}  {len(found):>5}  {', '.join(used):10}  {weights}"
+
+
+def _env(parsed: argparse.Namespace) -> int:
+    for key, value in environment().items():
+        print(f"{key:16} {value}")
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """What a bug report needs: versions, machine, device, backend."""
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    packages = ["timm-ortho", "timm", "torch", "torchvision", "triton", "huggingface-hub", "safetensors"]
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        **{package: version(package) for package in packages},
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "gpu": ", ".join(gpus) or "none",
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "device": "cuda" if gpus else "cpu",
+        "backend": _backend(),
+    }
+
+
+def _cpu_name() -> str:
+    import platform
+
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return (names or [platform.processor() or platform.machine()])[0]
+
+
+def _backend() -> str:
+    """Which implementation of the update runs: asked of the core, once it has more than one."""
+    from . import functional
+
+    get = getattr(functional, "get_backend", None)
+    return get() if get is not None else "torch"
+
+
+# -------------------------------------------------------------------------------------------------- run
+def run_script(script: str, arguments: Sequence[str]) -> int:
+    """Registers the variants and runs a script as `python SCRIPT ARGS...` would: its argv and folder, as `__main__`."""
+    import timm_ortho  # noqa: F401  registers
+
+    if not os.path.isfile(script):
+        raise UsageError(f"there is no script '{script}'")
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+    return 0

@@ -1,0 +1,326 @@
+"""Data sets and loaders, all from timm's factories; `digits`, which scikit-learn ships, is the one addition.
+
+Every loader draws its random numbers (order, augmentation, mixup) inside `DataStream`, apart from those of the model,
+so that two runs with one seed see the same batches whatever their connections draw.
+"""
+import os
+import random
+from argparse import Namespace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator, Optional
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
+from timm.utils import random_seed
+from torch.utils.data import Dataset
+
+from . import LabError
+
+__all__ = ["DataStream", "Digits", "Source", "loaders", "open_source", "epoch_seed"]
+
+# Where torchvision's classes, and so timm's torch/..., look below the root.
+_FOLDERS = {
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "mnist": "MNIST/raw",
+    "kmnist": "KMNIST/raw",
+    "qmnist": "QMNIST/raw",
+    "fashion_mnist": "FashionMNIST/raw",
+}
+_NO_ROOT = ("digits", "hfds/", "hfids/", "tfds/", "wds/")  # found without a folder
+
+
+class Digits(Dataset):
+    """scikit-learn's digits: 1,797 grey 8 x 8 images of 10 classes, a fifth of each class held out for validation.
+
+    Args:
+        training: The 1,437 training images, or the 360 others. The split is the same on every machine and every call.
+    """
+
+    classes = tuple(str(digit) for digit in range(10))
+
+    def __init__(self, training: bool) -> None:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        data = load_digits()
+        split = train_test_split(np.arange(len(data.target)), test_size=0.2, random_state=0, stratify=data.target)
+        index = np.sort(split[0 if training else 1])
+        # 17 grey levels, 0 to 16
+        self.images = [Image.fromarray(image) for image in np.round(data.images[index] * 255 / 16).astype(np.uint8)]
+        self.targets = [int(target) for target in data.target[index]]
+        self.transform: Optional[Callable] = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int):
+        image = self.images[index]
+        return self.transform(image) if self.transform else image, self.targets[index]
+
+
+class _InMode(Dataset):
+    """Converts images for data sets that do not do it themselves, as timm's `input_img_mode` does for its own."""
+
+    def __init__(self, dataset: Dataset, mode: str) -> None:
+        self.dataset = dataset
+        self.mode = mode
+        self.transform: Optional[Callable] = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int):
+        image, target = self.dataset[index]
+        image = image.convert(self.mode)
+        return self.transform(image) if self.transform else image, target
+
+
+@dataclass
+class Source:
+    """A data set, opened: both splits, and what the model must know about them."""
+
+    train: Any
+    validation: Any
+    num_classes: int
+    in_chans: int
+
+
+def open_source(options: Namespace) -> Source:
+    """Opens both splits of `options.dataset`.
+
+    Raises:
+        LabError: The data set is not there; the message says where timm looks and what to do.
+    """
+    if options.dataset != "digits" and not options.data_dir and not options.dataset.startswith(_NO_ROOT):
+        name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
+        raise LabError(f"{name} needs --data-dir: {_where(options)}")
+    train, validation = _open(options, options.train_split, True), _open(options, options.val_split, False)
+    _refuse_same_images(options, train, validation)
+    mode = _first_image_mode(train)
+    in_chans = _in_chans(options, mode)
+    wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
+    if mode is not None and wanted is not None and mode != wanted:
+        train, validation = _InMode(train, wanted), _InMode(validation, wanted)
+    return Source(train, validation, _num_classes(options, train), in_chans)
+
+
+def _open(options: Namespace, split: str, training: bool) -> Any:
+    if options.dataset == "digits":
+        return Digits(training)
+    try:
+        return create_dataset(
+            options.dataset,
+            root=options.data_dir,
+            split=split,
+            is_training=training,
+            class_map=options.class_map,
+            download=options.dataset_download,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            repeats=options.epoch_repeats,
+            input_img_mode=options.input_img_mode or ("L" if options.in_chans == 1 else "RGB"),
+            input_key=options.input_key,
+            target_key=options.target_key,
+            num_samples=options.train_num_samples if training else options.val_num_samples,
+            trust_remote_code=options.dataset_trust_remote_code,
+        )
+    except (RuntimeError, OSError, AssertionError, ImportError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise LabError(f"data set '{options.dataset}' ({split}) is not there: {_where(options)} ({reason})") from None
+
+
+def _where(options: Namespace) -> str:
+    kind, _, name = options.dataset.partition("/")
+    root = options.data_dir or "DATA_DIR"
+    if kind == "torch" and name in _FOLDERS:
+        return (f"timm looks for its files in {Path(root) / _FOLDERS[name]}; put them there, give the folder above "
+                "with --data-dir, or let torchvision fetch them with --option dataset_download=true")
+    if kind == "torch":
+        known = ", ".join(f"torch/{name}" for name in _FOLDERS)
+        return f"timm looks in {root} for torchvision's files; without a download it knows {known}"
+    if kind in ("hfds", "hfids", "tfds", "wds"):
+        return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
+    return f"timm looks for class folders in {Path(root) / 'train'} and {Path(root) / 'val'} (or validation)"
+
+
+def _refuse_same_images(options: Namespace, train: Any, validation: Any) -> None:
+    """timm reads the whole folder for a split that has no folder of its own: validation would be on training images."""
+    roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
+    folders = options.dataset.partition("/")[0] not in ("torch", "hfds", "hfids", "tfds", "wds", "digits")
+    if folders and roots[0] is not None and os.path.realpath(roots[0]) == os.path.realpath(roots[1]):
+        raise LabError(f"training and validation images would both come from {roots[0]}: {_where(options)}")
+
+
+def _first_image_mode(dataset: Any) -> Optional[str]:
+    """The mode of the images as the data set gives them; None where they cannot be looked at without starting it."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return None
+    if len(dataset) == 0:
+        raise LabError("the training set has no images")
+    return getattr(dataset[0][0], "mode", None)
+
+
+def _in_chans(options: Namespace, mode: Optional[str]) -> int:
+    if options.input_size is not None:
+        return options.input_size[0]
+    if options.in_chans is not None:
+        return options.in_chans
+    return 1 if (options.input_img_mode or mode) == "L" else 3
+
+
+def _num_classes(options: Namespace, dataset: Any) -> int:
+    if options.num_classes is not None:
+        return options.num_classes
+    dataset = getattr(dataset, "dataset", dataset)
+    reader = getattr(dataset, "reader", None)
+    for classes in (getattr(dataset, "classes", None), getattr(reader, "class_to_idx", None)):
+        if classes:
+            return len(classes)
+    raise LabError(f"data set '{options.dataset}' does not say how many classes it has: give --option num_classes=N")
+
+
+# ---------------------------------------------------------------------------------------------- loaders
+def loaders(options: Namespace, source: Source, data_config: dict, device: torch.device):
+    """timm's training and validation loader, and the mixup function where the loader does not mix itself.
+
+    Workers are started anew for each epoch: those that persist keep their random state, and a run that continues from
+    a checkpoint could not know it.
+    """
+    if options.batch_size > len(source.train):
+        raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} images")
+    prefetch = not options.no_prefetcher
+    mixing = _mixup_arguments(options, source)
+    common = dict(
+        input_size=data_config["input_size"],
+        mean=data_config["mean"],
+        std=data_config["std"],
+        num_workers=options.workers,
+        pin_memory=options.pin_mem,
+        device=device,
+        use_prefetcher=prefetch,
+        persistent_workers=False,
+    )
+    interpolation = options.train_interpolation
+    if options.no_aug or not interpolation:
+        interpolation = data_config["interpolation"]
+    train = create_loader(
+        source.train,
+        batch_size=options.batch_size,
+        is_training=True,
+        no_aug=options.no_aug,
+        re_prob=options.reprob,
+        re_mode=options.remode,
+        re_count=options.recount,
+        train_crop_mode=options.train_crop_mode,
+        scale=options.scale,
+        ratio=options.ratio,
+        hflip=options.hflip,
+        vflip=options.vflip,
+        color_jitter=options.color_jitter,
+        color_jitter_prob=options.color_jitter_prob,
+        grayscale_prob=options.grayscale_prob or 0.0,
+        gaussian_blur_prob=options.gaussian_blur_prob or 0.0,
+        auto_augment=options.aa,
+        interpolation=interpolation,
+        worker_seeding=options.worker_seeding,
+        collate_fn=FastCollateMixup(**mixing) if mixing and prefetch else None,
+        **common,
+    )
+    validation = create_loader(
+        source.validation,
+        batch_size=options.validation_batch_size or options.batch_size,
+        is_training=False,
+        interpolation=data_config["interpolation"],
+        crop_pct=data_config["crop_pct"],
+        **common,
+    )
+    return train, validation, Mixup(**mixing) if mixing and not prefetch else None
+
+
+def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
+    if not (options.mixup > 0 or options.cutmix > 0 or options.cutmix_minmax is not None):
+        return None
+    if options.batch_size % 2:
+        raise LabError(f"mixup and cutmix need an even batch_size, not {options.batch_size}")
+    return dict(
+        mixup_alpha=options.mixup,
+        cutmix_alpha=options.cutmix,
+        cutmix_minmax=options.cutmix_minmax,
+        prob=options.mixup_prob,
+        switch_prob=options.mixup_switch_prob,
+        mode=options.mixup_mode,
+        label_smoothing=options.smoothing,
+        num_classes=source.num_classes,
+    )
+
+
+# ---------------------------------------------------------------------------------------- random numbers
+def epoch_seed(seed: int, epoch: int, stream: int) -> int:
+    """An independent seed for each run, epoch and stream of random numbers.
+
+    An epoch's seeds need only its number, so a run that continues from a checkpoint draws what it would have drawn.
+    """
+    return int(np.random.SeedSequence([seed, epoch, stream]).generate_state(1)[0])
+
+
+class DataStream:
+    """The random numbers of the data, kept apart from those of the model.
+
+    timm and torchvision draw from the global generators of Python, NumPy and PyTorch. This class lends them to the
+    loader for the time of one fetch and puts the model's state back afterwards.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.state: Any = None
+
+    def reseed(self, seed: int) -> None:
+        with self._borrowed():
+            random_seed(seed)
+            self.state = _get_state(self.device)
+
+    def iterate(self, loader: Any) -> Iterator[Any]:
+        """The loader's batches, each fetched with the data's random numbers."""
+        with self.lent():
+            batches = iter(loader)
+        while True:
+            with self.lent():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Whatever is drawn inside comes from the data's random numbers."""
+        with self._borrowed():
+            _set_state(self.state, self.device)
+            yield
+            self.state = _get_state(self.device)
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        state = _get_state(self.device)
+        try:
+            yield
+        finally:
+            _set_state(state, self.device)
+
+
+def _get_state(device: torch.device) -> tuple:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda  # noqa: NPY002 timm draws from it
+
+
+def _set_state(state: tuple, device: torch.device) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002
+    torch.set_rng_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state(state[3], device)
+
