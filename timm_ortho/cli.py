@@ -155,12 +155,12 @@ def _is_ours(name: str) -> bool:
 
 def _describe(name: str, width: int) -> str:
     import timm
-    import torch
 
     from .connections import CONNECTIONS
     from .convert import sites
+    from .models._build import on_meta
 
-    with torch.device("meta"):
+    with on_meta():
         model = timm.create_model(name)
     found = sites(model)
     used = sorted({kind for site in found for kind, cls in CONNECTIONS.items() if type(site.connection) is cls})
@@ -198,7 +198,7 @@ def environment() -> dict[str, str]:
         "gpu": ", ".join(gpus) or "none",
         "cuda": torch.version.cuda or torch.version.hip or "none",
         "device": "cuda" if gpus else "cpu",
-        "backend": _backend(),
+        "backend": "torch",  # the only one there is
     }
 
 
@@ -211,14 +211,6 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return (names or [platform.processor() or platform.machine()])[0]
-
-
-def _backend() -> str:
-    """Which implementation of the update runs: asked of the core, once it has more than one."""
-    from . import functional
-
-    get = getattr(functional, "get_backend", None)
-    return get() if get is not None else "torch"
 
 
 # -------------------------------------------------------------------------------------------------- run

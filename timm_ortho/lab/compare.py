@@ -189,21 +189,21 @@ def _device(name: Optional[str]) -> torch.device:
 
 
 def _check_model(options: Namespace, connection: str) -> None:
-    """Builds the model and runs it without memory for either, so that wrong arguments are known at once."""
+    """Builds the model and runs it on two blank images, so that wrong arguments are known at once."""
     trial = Namespace(**vars(options))
     trial.pretrained, trial.initial_checkpoint, trial.seed = False, "", 0
     trial.head_init_scale = trial.head_init_bias = None
     trial.model_kwargs = {**options.model_kwargs, "connection": connection}
     try:
-        with torch.device("meta"):
+        # not on the meta device: older timm (1.0.16) reads drop path rates from tensors
+        model = build_model(trial, options.num_classes, options.in_chans)
+        size = _input_size(options, model)
+        if _takes_img_size(model) and size[1:] != _own_size(model):
+            options.model_kwargs.setdefault("img_size", size[1] if size[1] == size[2] else list(size[1:]))
+            trial.model_kwargs = {**options.model_kwargs, "connection": connection}
             model = build_model(trial, options.num_classes, options.in_chans)
-            size = _input_size(options, model)
-            if _takes_img_size(model) and size[1:] != _own_size(model):
-                options.model_kwargs.setdefault("img_size", size[1] if size[1] == size[2] else list(size[1:]))
-                trial.model_kwargs = {**options.model_kwargs, "connection": connection}
-                model = build_model(trial, options.num_classes, options.in_chans)
-            with torch.no_grad():
-                model.eval()(torch.zeros(2, *size))
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, *size))
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise LabError(f"{options.model} with connection '{connection}': {reason}") from None
@@ -316,9 +316,8 @@ def _threads(comparison: Comparison, wanted: Optional[int]) -> Iterator[None]:
     for each other lose a factor of eight (measured: vit_small of width 64, two threads on two cores, both also in use).
     """
     before = torch.get_num_threads()
-    with torch.device("meta"):
-        model = build_model(comparison.run_options(comparison.connections[0], 0), comparison.source.num_classes,
-                            comparison.source.in_chans)
+    source = comparison.source
+    model = build_model(comparison.run_options(comparison.connections[0], 0), source.num_classes, source.in_chans)
     small = sum(parameter.numel() for parameter in model.parameters()) < _SMALL
     torch.set_num_threads(wanted or (1 if small else before))
     try:

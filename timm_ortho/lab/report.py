@@ -15,6 +15,7 @@ import yaml
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
 
 from . import write_json, write_text
@@ -200,6 +201,7 @@ def _dynamics_figure(runs: Sequence[dict], measure: str) -> Figure:
                            if site["layer"] == layer) for index in range(len(epochs))]
             named = layer in (layers[0], layers[-1]) or len(layers) <= 8
             axes.plot(epochs, curve, color=shade, linewidth=1.3, label=f"block {layer}" if named else None)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _label(axes, f"{connection}: {title}", "epochs done")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     return figure

@@ -8,7 +8,7 @@ from functools import cache, partial
 from types import FunctionType
 from typing import Any, Callable, Dict
 
-from timm.models import PretrainedCfg, build_model_with_cfg, get_pretrained_cfg, list_models, model_entrypoint
+from timm.models import build_model_with_cfg, get_pretrained_cfg, list_models, model_entrypoint
 from torch import nn
 
 from ..convert import connect, sites
@@ -63,12 +63,14 @@ def _builds(caller: FunctionType, name: str) -> bool:
 def _register_variants() -> None:
     for module in MODULES:
         for base in list_models(module=module):
-            cfg = unpretrained(get_pretrained_cfg(base) or PretrainedCfg(), base)
+            cfg = get_pretrained_cfg(base)
+            if cfg is None:  # vit_betwixt_patch16_gap_256 of timm 1.0.16: it borrows that of another architecture
+                continue
             for suffix in ("_ortho", "_orthog"):
                 name, connection = base + suffix, SUFFIXES[suffix]
                 entry = partial(_create, name, base, connection)
                 doc = f"timm's {base} with the {connection} connection; arguments as there, and ``connection*``."
-                register(__name__, name, entry, cfg, doc)
+                register(__name__, name, entry, unpretrained(cfg, name), doc)
 
 
 _register_variants()
