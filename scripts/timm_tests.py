@@ -59,7 +59,16 @@ markers =
 # As a pytest plugin ---------------------------------------------------------------------------------------------------
 
 def pytest_configure(config) -> None:
+    from timm.models import _registry
+
     import timm_ortho  # noqa: F401  registers the variants
+
+    # timm's feature tests choose models by module: in this process each variant stands in its architecture's module too
+    for name, module in list(_registry._model_to_module.items()):
+        if module in ("variants", "paper"):
+            own = "resnetv2" if name.startswith("resnetv2") else "vision_transformer"
+            home = _registry._model_to_module.get(architecture(name), own)
+            _registry._module_to_models[home].add(name)
 
 
 def pytest_collection_modifyitems(config, items: list) -> None:

@@ -20,7 +20,7 @@ from scipy.stats import t as student_t
 
 from . import write_json, write_text
 
-__all__ = ["Difference", "paired_difference", "write"]
+__all__ = ["Difference", "paired_difference", "profile_figure", "training_figure", "write"]
 
 _COLORS = {"linear": "#555555", "feature": "#c23b22", "global": "#1f6fb4", "hybrid": "#2c8a4b"}
 _MEASURES = {
@@ -158,7 +158,7 @@ def _text_table(rows: Sequence[dict]) -> str:
 
 
 # ------------------------------------------------------------------------------------------ the figures
-def _training_figure(runs: Sequence[dict]) -> Figure:
+def training_figure(runs: Sequence[dict]) -> Figure:
     """Loss and accuracy over epochs: the mean of the seeds, and their range."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -171,7 +171,7 @@ def _training_figure(runs: Sequence[dict]) -> Figure:
     return figure
 
 
-def _profile_figure(runs: Sequence[dict]) -> Figure:
+def profile_figure(runs: Sequence[dict]) -> Figure:
     """Both measures along the depth of the network, after the last epoch."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     for axes, (title, read) in zip(figure.subplots(1, 2), _MEASURES.values(), strict=True):
@@ -279,11 +279,11 @@ training with its data loading. Peak memory is what was allocated on a GPU, on a
 def _figures(runs: Sequence[dict]) -> list[str]:
     return [
         "<h2>Training</h2>",
-        _svg(lambda: _training_figure(runs), "training loss and validation accuracy by epoch"),
+        _svg(lambda: training_figure(runs), "training loss and validation accuracy by epoch"),
         "<h2>The stream, block by block</h2>",
         '<p class="note">Measured on one validation batch, over the channel axis, averaged over tokens or pixels: x is '
         "the stream that a block receives, f what its branch adds. Lines are means over seeds, shades their range.</p>",
-        _svg(lambda: _profile_figure(runs), "stream norm and cosine by site after training"),
+        _svg(lambda: profile_figure(runs), "stream norm and cosine by site after training"),
         _svg(lambda: _dynamics_figure(runs, "stream"), "stream norm of each block by epoch"),
         _svg(lambda: _dynamics_figure(runs, "cosine"), "cosine of each block by epoch"),
     ]
