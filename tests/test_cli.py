@@ -68,6 +68,16 @@ def test_run_hands_everything_on(script, options):
     assert done.returncode == 7
 
 
+def test_run_under_torchrun(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, timm\n"
+                      "print(os.environ['RANK'], timm.is_model('vit_small_ortho'), sys.argv[1:], __name__)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+               "-m", "timm_ortho", "run", script, "--flag"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert sorted(done.stdout.splitlines()) == [f"{rank} True ['--flag'] __main__" for rank in range(2)], done.stderr
+
+
 def test_run_in_this_process(script, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["timm-ortho"])
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -35,6 +35,12 @@ def known_name(kind: str, name: str, known) -> str:
     raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(repr(k) for k in known)}{hint}")
 
 
+def check_prob(prob: float) -> None:
+    """Raise ValueError unless ``prob`` is a probability."""
+    if not 0.0 <= prob <= 1.0:
+        raise ValueError(f"prob must be in [0, 1], got {prob}")
+
+
 class Connection(nn.Module):
     """What all connections share.
 
@@ -90,8 +96,7 @@ class FeatureConnection(Connection):
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
         super().__init__(dim, eps, keep)
-        if not 0.0 <= prob <= 1.0:
-            raise ValueError(f"prob must be in [0, 1], got {prob}")
+        check_prob(prob)
         self.prob = float(prob)
 
     def forward(self, x: Tensor, f: Tensor) -> Tensor:
@@ -171,10 +176,11 @@ def create_connection(
         ValueError: An unknown name, or a value outside its range.
     """
     cls = CONNECTIONS[known_name("connection", connection, CONNECTIONS)]
-    scopes = FeatureConnection(dim, eps, prob, keep)  # checks eps and prob, whichever connection it is to be
+    check_eps(eps)
+    check_prob(prob)
     known_name("start", start, STARTS)
     if issubclass(cls, FeatureConnection):
-        return cls(dim, eps, scopes.prob, keep)
+        return cls(dim, eps, prob, keep)
     if cls is HybridConnection:
         if prob != 1.0:
             raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")

@@ -280,7 +280,8 @@ def _recorded(comparison: Comparison) -> dict:
     if not path.is_file():
         strangers = [item.name for item in folder.iterdir() if not item.name.startswith(".")] if folder.exists() else []
         if strangers:
-            raise LabError(f"{folder} holds '{strangers[0]}' and no compare.yaml, so it is not compare's: {advice}")
+            raise LabError(
+                f"{folder} holds '{strangers[0]}' and no compare.yaml, so it is not compare's: choose another --output")
         return {}
     try:
         recorded = yaml.safe_load(path.read_text(encoding="utf-8"))
