@@ -25,15 +25,15 @@ def main() -> None:
     parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS")
     args = parser.parse_args()
     counts = {"equal": 0, "built": 0}
-    for base in fnmatch.filter(BASES, args.pattern):
+    models = {base: model_on_meta(base + "_ortho") for base in fnmatch.filter(BASES, args.pattern)}
+    sizes = {base: sum(p.numel() for p in model.parameters()) / 1e6 for base, model in models.items()}
+    for base, millions in sorted(sizes.items(), key=lambda item: item[1]):
         start = time.perf_counter()
-        model = model_on_meta(base + "_ortho")
-        millions = sum(p.numel() for p in model.parameters()) / 1e6
         run = millions <= args.up_to
         if run:
             compare_with_host(base)  # raises at the first difference
         counts["equal" if run else "built"] += 1
-        print(f"{base}: {millions:.1f} M, {len(sites(model))} sites, {'equal' if run else 'built on meta'}, "
+        print(f"{base}: {millions:.1f} M, {len(sites(models[base]))} sites, {'equal' if run else 'built on meta'}, "
               f"{time.perf_counter() - start:.1f} s", flush=True)
     print(f"{counts['equal']} equal bit for bit, {counts['built']} built on the meta device")
 
