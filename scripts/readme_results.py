@@ -2,8 +2,8 @@
 
     python scripts/readme_results.py OUTPUT_FOLDER NAME
 
-writes ``model_cards/results/NAME.json`` (settings, versions, commit and every run's figures, without the curves of each
-site) and ``model_cards/compare_NAME.svg``, and prints the table as Markdown. The README quotes nothing else.
+writes ``model_cards/results/NAME.json`` (settings, versions, the commit that was checked out when the runs began, and every
+run's figures, of the sites only the last epoch's) and ``model_cards/compare_NAME.svg``, and prints the table as Markdown. The README quotes nothing else.
 """
 import json
 import subprocess
@@ -21,7 +21,9 @@ def main(folder: Path, name: str) -> None:
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     if results["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(results['unfinished'])}")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    began = f"--before={int((folder / 'compare.yaml').stat().st_mtime)}"
+    command = ["git", "rev-list", "-1", began, "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     draw(results["runs"], ROOT / "model_cards" / f"compare_{name}.svg")
     kept = {**results, "runs": [{**run, "dynamics": run["dynamics"][-1]} for run in results["runs"]]}
     target = ROOT / "model_cards" / "results" / f"{name}.json"
