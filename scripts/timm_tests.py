@@ -200,7 +200,7 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], cache: Path, fresh: bo
     for name, base in bases.items():
         groups.setdefault(architecture(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
-    for number, (stem, group) in enumerate(groups.items(), start=1):
+    for number, (stem, group) in enumerate(sorted(groups.items(), key=lambda item: parameters(*item[1])), start=1):
         if stem not in state:
             state[stem] = run(tests, group, timeout)
             scratch = state_file.with_suffix(".tmp")
@@ -208,6 +208,16 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], cache: Path, fresh: bo
             scratch.replace(state_file)
             print(f"[{number}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
     return [result for stem in groups for result in state[stem]]
+
+
+def parameters(name: str, *others: str) -> int:
+    """Of one of an architecture's variants: small ones go first, so that a run that is stopped has finished many."""
+    import timm
+
+    from timm_ortho.models._build import on_meta
+
+    with on_meta():
+        return sum(parameter.numel() for parameter in timm.create_model(name).parameters())
 
 
 def fingerprint() -> str:
