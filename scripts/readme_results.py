@@ -2,9 +2,9 @@
 
     python scripts/readme_results.py OUTPUT_FOLDER NAME
 
-writes ``model_cards/compare_NAME.svg`` and ``model_cards/results/NAME.json``, with settings, versions, the commit that was
-checked out when the runs began, and every run's figures (of the sites only the last epoch's). It prints the table as
-Markdown; the README quotes nothing else.
+writes ``model_cards/compare_NAME.svg`` and ``model_cards/results/NAME.json``, with settings, versions, the commit that
+was checked out when the runs began, and every run's figures (of the sites only the last epoch's). It prints the table
+as Markdown; the README quotes nothing else.
 """
 import json
 import subprocess
