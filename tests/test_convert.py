@@ -231,7 +231,11 @@ def test_bad_arguments(kwargs, words):
      ["timm.models.convnext.ConvNeXtBlock", "supported residual blocks found: none"]),
     (lambda: nn.Sequential(tiny_vit(), timm.create_model("test_resnet")),
      ["found: timm.models.vision_transformer.Block", "not supported: timm.models.resnet.BasicBlock"]),
-], ids=["vgg11", "convnext", "half"])
+    (lambda: timm.create_model("vitamin_small_224"),
+     ["found: timm.models.vision_transformer.Block", "not supported: timm.models.vitamin.MbConvLNBlock"]),
+    (lambda: timm.create_model("crossvit_9_240"), ["not supported: timm.models.crossvit.CrossAttentionBlock"]),
+    (lambda: timm.create_model("caformer_s18"), ["not supported: timm.models.metaformer.MetaFormerBlock"]),
+], ids=["vgg11", "convnext", "half", "vitamin", "crossvit", "metaformer"])
 def test_models_that_cannot_be_converted(model, words):
     with on_meta():
         model = model()

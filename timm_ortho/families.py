@@ -115,10 +115,10 @@ def __getattr__(name: str) -> type:
 def is_residual(cls: type) -> bool:
     """Whether a class that is not in the table looks like a residual block, from the source of its ``forward``.
 
-    That is: something computed by a call, or the input under another name, is added to the input. It errs towards
-    yes: what looks residual and is not belongs in ``NOT_STREAMS``.
+    That is: two things that both follow from the input are added. It errs towards yes, so that no model is converted by
+    half: what looks residual and is not belongs in ``NOT_STREAMS``.
     """
-    if f"{cls.__module__}.{cls.__qualname__}" in NOT_STREAMS or cls.__module__.startswith("torch.nn.modules.container"):
+    if f"{cls.__module__}.{cls.__qualname__}" in NOT_STREAMS:
         return False
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(cls.forward))).body[0]
@@ -126,30 +126,33 @@ def is_residual(cls: type) -> bool:
         return False
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
         return False
-    stream = function.args.args[1].arg
-    aliases = {
-        target.id for node in ast.walk(function) if isinstance(node, ast.Assign)
-        for target in node.targets if isinstance(target, ast.Name) and _is_name(node.value, {stream})
-    }
-    return any(_adds_to(node, stream, aliases) for node in ast.walk(function))
+    derived = _derived(function, function.args.args[1].arg)
+    return any(_adds(node, derived) for node in ast.walk(function))
 
 
-def _adds_to(node: ast.AST, stream: str, aliases: Set[str]) -> bool:
+def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
+    """Variables that are computed from one argument, shapes and sizes of it left out."""
+    names: Set[str] = set()
+    grown = {source}
+    while grown - names:
+        names |= grown
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and _mentions(node.value, names):
+                grown |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return names
+
+
+def _adds(node: ast.AST, derived: Set[str]) -> bool:
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        one, other = node.target, node.value
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        one, other = node.left, node.right
-    else:
-        return False
-    if _mentions(one, aliases) or _mentions(other, aliases):
-        return True
-    return any(_is_name(a, {stream}) and any(isinstance(n, ast.Call) for n in ast.walk(b))
-               for a, b in ((one, other), (other, one)))
-
-
-def _is_name(node: ast.AST, names: Set[str]) -> bool:
-    return isinstance(node, ast.Name) and node.id in names
+        return _mentions(node.target, derived) and _mentions(node.value, derived)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _mentions(node.left, derived) and _mentions(node.right, derived)
+    return False
 
 
 def _mentions(node: ast.AST, names: Set[str]) -> bool:
-    return any(_is_name(inner, names) for inner in ast.walk(node))
+    if isinstance(node, ast.Attribute) and node.attr in ("shape", "size", "ndim", "device", "dtype"):
+        return False
+    if isinstance(node, ast.Name):
+        return node.id in names
+    return any(_mentions(child, names) for child in ast.iter_child_nodes(node))
