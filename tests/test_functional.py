@@ -245,6 +245,17 @@ def test_strides_do_not_matter():
 
 
 # --------------------------------------------------------------------------- compilers get the plain formula
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7), (torch.tensor(0.3), 1.0)], ids=str)
+def test_plain_formula_and_eager_mode_agree_bit_for_bit(weights, dtype):
+    x, f = pair((2, 7, 5, 3), dtype)
+    a, b = weights
+    for dim in (1, (1, 2), None):
+        dims = [dim] if isinstance(dim, int) else dim if dim is None else list(dim)
+        eager = residual_update(x, f, parallel=a, orthogonal=b, dim=dim)
+        assert torch.equal(eager, plain_update(x, f, a, b, dims, 1e-6))
+
+
 class Update(torch.nn.Module):
     def forward(self, x, f):
         return residual_update(x, f) + residual_update(x, f, parallel=0.25, dim=(1, 2))
