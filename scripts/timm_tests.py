@@ -36,6 +36,7 @@ SPREAD = (
     "deit3_small_patch16_224_orthog",
     "resnetv2_18_ortho",  # PreActBasic
     "resnetv2_50_orthog", "resnetv2_50d_gn_ortho", "resnetv2_50x1_bit_orthog",  # PreActBottleneck
+    "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
     "vit_small_ortho", "resnetv2_18_cifar_orthog",  # the papers' own
 )
 SUFFIXES = ("_ortho", "_orthog", "_linear")
