@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Dict, Iterable, List, Optional
 
@@ -121,6 +122,8 @@ def main(argv: Optional[List[str]] = None) -> int:
                         help="where timm's tests and the state of a full run are kept (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier full runs have finished")
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one process (default: 3600)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N",
+                        help="architectures of a full run that are tested at once (default: 1); the largest need 10 GB")
     args = parser.parse_args(argv)
 
     bases = variants_and_bases()
@@ -136,7 +139,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             print(f"{name}: this timm has no such architecture")
         results = run(tests, {name: bases[name] for name in names}, args.timeout, verbose=True)
         return summarize(results)
-    return summarize(run_all(tests, bases, args.cache, args.fresh, args.timeout))
+    return summarize(run_all(tests, bases, args.cache, args.fresh, args.timeout, args.workers))
 
 
 def default_cache() -> Path:
@@ -193,7 +196,8 @@ def timm_test_file(cache: Path) -> Path:
     return folder / "tests" / "test_models.py"
 
 
-def run_all(tests: Path, bases: Dict[str, Optional[str]], cache: Path, fresh: bool, timeout: float) -> List[dict]:
+def run_all(tests: Path, bases: Dict[str, Optional[str]], cache: Path, fresh: bool, timeout: float,
+            workers: int) -> List[dict]:
     """Every architecture in a process of its own; what is finished stands in a file and is not run again."""
     state_file = cache / f"state-{fingerprint()}.json"
     state = {} if fresh or not state_file.exists() else json.loads(state_file.read_text())
@@ -201,13 +205,16 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], cache: Path, fresh: bo
     for name, base in bases.items():
         groups.setdefault(architecture(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
-    for number, (stem, group) in enumerate(sorted(groups.items(), key=lambda item: parameters(*item[1])), start=1):
-        if stem not in state:
-            state[stem] = run(tests, group, timeout)
+    waiting = sorted(groups.keys() - state.keys(), key=lambda stem: parameters(*groups[stem]))
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(run, tests, groups[stem], timeout): stem for stem in waiting}
+        for finished in as_completed(running):
+            stem = running[finished]
+            state[stem] = finished.result()
             scratch = state_file.with_suffix(".tmp")
             scratch.write_text(json.dumps(state, indent=1))
             scratch.replace(state_file)
-            print(f"[{number}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
+            print(f"[{len(state)}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
     return [result for stem in groups for result in state[stem]]
 
 

@@ -9,30 +9,20 @@
 
 The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked here, when a connection is made.
 """
-import difflib
 import math
 from typing import Dict, List, Optional, Type
 
 import torch
 from torch import Tensor, nn
 
-from .functional import Weight, check_eps, plain_update, residual_update
+from .functional import Weight, check_eps, known_name, plain_update, residual_update
 
 __all__ = [
     "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "create_connection", "known_name",
+    "create_connection",
 ]
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
-
-
-def known_name(kind: str, name: str, known) -> str:
-    """``name`` if it is one of ``known``, otherwise a ValueError that lists them and suggests the nearest."""
-    if name in known:
-        return name
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(repr(k) for k in known)}{hint}")
 
 
 def check_prob(prob: float) -> None:

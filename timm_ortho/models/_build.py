@@ -8,8 +8,9 @@ from timm.models import PretrainedCfg, generate_default_cfgs, get_pretrained_cfg
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..connections import CONNECTIONS, known_name
+from ..connections import CONNECTIONS
 from ..convert import connect
+from ..functional import known_name
 
 __all__ = [
     "SUFFIXES", "connected", "on_meta", "own_pretrained_cfg", "pop_connection_arguments", "register", "unpretrained",

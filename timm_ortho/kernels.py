@@ -1,0 +1,527 @@
+"""Triton kernels for the residual update and its gradients; :mod:`timm_ortho.functional` imports them on first use.
+
+The equations are those of :mod:`timm_ortho.functional`. Products, sums and divisions are in the accumulation dtype
+(float32, or float64 for float64 inputs), with one rounding when a result is stored. What has to move, for a stream of
+S bytes, and what these kernels move:
+
+| | forward | backward |
+| --- | --- | --- |
+| the limit: every input read once, every result written once | 3 S, as ``x + f`` | 5 S: x, y or f, g; two gradients |
+| a projection fits one program (``feature``) | 3 S | 5 S |
+| a projection is cut into pieces (``global``) | 5 S: x and f again, once their products are known | 7 S |
+
+How a tensor is seen. The axes of one projection are next to each other in memory for every connection of this package,
+so that a tensor is ``[outer, width, inner]`` whatever its shape and format, with a projection over ``width``. Tokens,
+NHWC and channels-last have ``inner = 1`` and a row for each projection. The channel axis of contiguous NCHW has
+``inner`` pixels, which a program reads side by side; no transposed copy is made. ``global`` has one long row for each
+sample. Whatever is arranged otherwise (expanded, sliced, axes that are apart) is copied first. Results have the
+stream's memory format.
+
+Sums are made in a fixed order and without atomics: the same inputs give the same bits. Nothing waits for the device,
+and everything can be captured in a CUDA graph.
+"""
+import contextlib
+import functools
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["gradients", "operator", "update"]
+
+Weight = Union[float, Tensor]
+
+TILE = 4096  # elements of each tensor that a program holds at a time
+LONGEST_ROW = 8192  # elements of a row that a program holds whole; longer rows are cut into pieces
+LONGEST_COLUMN = 512  # likewise, channels of a pixel in NCHW; longer ones are read twice by the same program
+PIXELS = 16  # that a program reads side by side at least: 32 bytes in half precision, the unit of the memory
+PER_THREAD = 16  # elements of each tensor: two or four loads of 16 bytes, and three tensors fit the registers
+MOST_PIECES = 1024  # of a row, so that one program can add up their sums at once
+
+
+# --------------------------------------------------------------------------------------- the formula, in Triton
+@triton.jit
+def _combine(x, f, s, a, b):
+    """``y = b f + (1 + (a - b) s) x``"""
+    return b * f + (1.0 + (a - b) * s) * x
+
+
+@triton.jit
+def _branch(x, kept, s, RECOVER: tl.constexpr):
+    """``f``, or for a = 0 and b = 1 what it was: ``f = y - (1 - s) x``"""
+    if RECOVER:
+        kept = kept - (1.0 - s) * x
+    return kept
+
+
+@triton.jit
+def _stream_gradient(x, f, g, s, t, a, b):
+    """``dL/dx = (1 + k s) g + k t f - 2 k s t x``, where k = a - b and t = <x, g> / n"""
+    return (1.0 + (a - b) * s) * g + (a - b) * t * (f - 2.0 * s * x)
+
+
+@triton.jit
+def _branch_gradient(x, g, t, a, b):
+    """``dL/df = b g + k t x``"""
+    return b * g + (a - b) * t * x
+
+
+@triton.jit
+def _weight(number, pointer, ACC: tl.constexpr):
+    """A weight in the accumulation dtype: what its pointer holds, or the number where it has none."""
+    if pointer is None:
+        return tl.full([], number, ACC)
+    else:
+        return tl.load(pointer).to(ACC)
+
+
+# ----------------------------------------------------------------------------- where a program finds its elements
+# A program works on tiles of [BLOCK_P projections, BLOCK_W elements of each], `step_p` and `step_w` apart in memory; one
+# of the two steps is 1, and there Triton lays its threads. Offsets within a program are 32 bits wide, its start is 64.
+@triton.jit
+def _place(count, step_p, step_outer, pieces, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr):
+    """This program's first element, the number of its first projection, the places of all, and its piece of them."""
+    program = tl.program_id(0)
+    if REVERSED:  # what the program before this kernel read last is still in the cache: begin there
+        program = tl.num_programs(0) - 1 - program
+    piece = program % pieces
+    blocks = tl.cdiv(count, BLOCK_P)
+    outer = (program // pieces // blocks).to(tl.int64)
+    first = (program // pieces % blocks) * BLOCK_P
+    start = outer * step_outer + first.to(tl.int64) * step_p
+    return start, outer * count + first, tl.arange(0, BLOCK_P), first + tl.arange(0, BLOCK_P) < count, piece
+
+
+@triton.jit
+def _offsets(p, valid, w, step_p, step_w, width):
+    """Offsets of a tile from the program's first element, and which of them exist."""
+    return p[:, None] * step_p + w[None, :] * step_w, valid[:, None] & (w < width)[None, :]
+
+
+@triton.jit
+def _load(pointer, offsets, mask, ACC: tl.constexpr):
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(ACC)
+
+
+@triton.jit
+def _sums(
+        p_ptr, q_ptr, r_ptr, p, valid, step_p, step_w, width,
+        SAME: tl.constexpr, BOTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, ACC: tl.constexpr,
+):
+    """``<p, r>`` and, if BOTH, ``<q, r>`` over ``width`` elements, a tile at a time. SAME: p and r are one tensor."""
+    pr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
+    qr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
+    for begin in range(0, width, BLOCK_W):
+        offsets, mask = _offsets(p, valid, begin + tl.arange(0, BLOCK_W), step_p, step_w, width)
+        r_tile = _load(r_ptr, offsets, mask, ACC)
+        if SAME:
+            pr += r_tile * r_tile
+        else:
+            pr += _load(p_ptr, offsets, mask, ACC) * r_tile
+        if BOTH:
+            qr += _load(q_ptr, offsets, mask, ACC) * r_tile
+    return tl.sum(pr, 1), tl.sum(qr, 1)
+
+
+@triton.jit
+def _total(partial_ptr, projection, p, valid, pieces, BLOCK_P: tl.constexpr, BLOCK_PIECES: tl.constexpr):
+    """The sum over all pieces of each projection, always in the same order."""
+    piece = tl.arange(0, BLOCK_PIECES)
+    offsets = (projection + p)[:, None] * pieces + piece[None, :]
+    return tl.sum(tl.load(partial_ptr + offsets, mask=valid[:, None] & (piece < pieces)[None, :], other=0.0), 1)
+
+
+# ------------------------------------------------------------------------------------------------- the kernels
+@triton.jit
+def _partial_sums_kernel(
+        p_ptr, q_ptr, r_ptr, pr_ptr, qr_ptr,
+        width, count, step_p, step_w, step_outer, pieces, piece_width,
+        SAME: tl.constexpr, BOTH: tl.constexpr,
+        BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
+):
+    """First of two phases where projections are cut into pieces: ``<p, r>`` and ``<q, r>`` of one piece."""
+    start, projection, p, valid, piece = _place(count, step_p, step_outer, pieces, False, BLOCK_P)
+    begin = piece * piece_width
+    start += begin.to(tl.int64) * step_w
+    pr, qr = _sums(
+        p_ptr + start, q_ptr + start, r_ptr + start, p, valid, step_p, step_w, tl.minimum(width - begin, piece_width),
+        SAME, BOTH, BLOCK_P, BLOCK_W, ACC)
+    offsets = (projection + p) * pieces + piece
+    tl.store(pr_ptr + offsets, pr, mask=valid)
+    if BOTH:
+        tl.store(qr_ptr + offsets, qr, mask=valid)
+
+
+@triton.jit
+def _update_kernel(
+        x_ptr, f_ptr, y_ptr, s_ptr, n_ptr, xx_ptr, xf_ptr, a_ptr, b_ptr, a: "fp64", b: "fp64", eps: "fp64",
+        width, count, step_p, step_w, step_outer, pieces, piece_width,
+        STORE: tl.constexpr, ONCE: tl.constexpr,
+        BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
+):
+    """Forward: ``n = <x, x> + eps``, ``s = <x, f> / n``, ``y = b f + (1 + (a - b) s) x``.
+
+    ONCE: a projection is one tile. Otherwise a program reads it twice, or, if BLOCK_PIECES is not 0, reads one piece
+    and finds the sums of all pieces in `xx_ptr` and `xf_ptr`. STORE: s and n are wanted.
+    """
+    CUT: tl.constexpr = BLOCK_PIECES > 0
+    start, projection, p, valid, piece = _place(count, step_p, step_outer, pieces, CUT, BLOCK_P)
+    begin = piece * piece_width
+    start += begin.to(tl.int64) * step_w
+    width = tl.minimum(width - begin, piece_width)
+    x_ptr += start
+    f_ptr += start
+    y_ptr += start
+    if ONCE:
+        offsets, mask = _offsets(p, valid, tl.arange(0, BLOCK_W), step_p, step_w, width)
+        x = _load(x_ptr, offsets, mask, ACC)
+        f = _load(f_ptr, offsets, mask, ACC)
+        xx = tl.sum(x * x, 1)
+        xf = tl.sum(x * f, 1)
+    elif CUT:
+        xx = _total(xx_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
+        xf = _total(xf_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
+    else:
+        xx, xf = _sums(x_ptr, f_ptr, x_ptr, p, valid, step_p, step_w, width, True, True, BLOCK_P, BLOCK_W, ACC)
+    n = xx + tl.full([], eps, ACC)
+    s = xf / n
+    if STORE:
+        if piece == 0:
+            tl.store(s_ptr + projection + p, s, mask=valid)
+            tl.store(n_ptr + projection + p, n, mask=valid)
+    a_value = _weight(a, a_ptr, ACC)
+    b_value = _weight(b, b_ptr, ACC)
+    if ONCE:
+        tl.store(y_ptr + offsets, _combine(x, f, s[:, None], a_value, b_value), mask=mask)
+    else:
+        for begin in range(0, width, BLOCK_W):
+            offsets, mask = _offsets(p, valid, begin + tl.arange(0, BLOCK_W), step_p, step_w, width)
+            x = _load(x_ptr, offsets, mask, ACC)
+            f = _load(f_ptr, offsets, mask, ACC)
+            tl.store(y_ptr + offsets, _combine(x, f, s[:, None], a_value, b_value), mask=mask)
+
+
+@triton.jit
+def _gradients_kernel(
+        x_ptr, kept_ptr, g_ptr, s_ptr, n_ptr, grad_x_ptr, grad_f_ptr, xg_ptr, fg_ptr, xg_parts_ptr, fg_parts_ptr,
+        a_ptr, b_ptr, a: "fp64", b: "fp64",
+        width, count, step_p, step_w, step_outer, pieces, piece_width,
+        RECOVER: tl.constexpr, FOR_X: tl.constexpr, FOR_F: tl.constexpr, FOR_WEIGHTS: tl.constexpr, ONCE: tl.constexpr,
+        BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
+):
+    """Backward, with k = a - b and ``t = <x, g> / n``::
+
+        dL/dx = (1 + k s) g + k t f - 2 k s t x          dL/df = b g + k t x
+
+    RECOVER: what was kept is y, and ``f = y - (1 - s) x``. FOR_WEIGHTS: <x, g> and <f, g> of each projection are stored,
+    of which dL/da and dL/db are sums. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
+    """
+    CUT: tl.constexpr = BLOCK_PIECES > 0
+    start, projection, p, valid, piece = _place(count, step_p, step_outer, pieces, CUT, BLOCK_P)
+    begin = piece * piece_width
+    start += begin.to(tl.int64) * step_w
+    width = tl.minimum(width - begin, piece_width)
+    x_ptr += start
+    kept_ptr += start
+    g_ptr += start
+    s = tl.load(s_ptr + projection + p, mask=valid, other=0.0)
+    n = tl.load(n_ptr + projection + p, mask=valid, other=1.0)
+    if ONCE:
+        offsets, mask = _offsets(p, valid, tl.arange(0, BLOCK_W), step_p, step_w, width)
+        x = _load(x_ptr, offsets, mask, ACC)
+        g = _load(g_ptr, offsets, mask, ACC)
+        xg = tl.sum(x * g, 1)
+        if FOR_X or FOR_WEIGHTS:
+            f = _branch(x, _load(kept_ptr, offsets, mask, ACC), s[:, None], RECOVER)
+        if FOR_WEIGHTS:
+            fg = tl.sum(f * g, 1)
+    elif CUT:
+        xg = _total(xg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
+        if FOR_WEIGHTS:
+            fg = _total(fg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
+    else:  # weights that are learned keep f
+        xg, fg = _sums(
+            x_ptr, kept_ptr, g_ptr, p, valid, step_p, step_w, width, False, FOR_WEIGHTS, BLOCK_P, BLOCK_W, ACC)
+    if FOR_WEIGHTS:
+        if piece == 0:
+            tl.store(xg_ptr + projection + p, xg, mask=valid)
+            tl.store(fg_ptr + projection + p, fg, mask=valid)
+    t = (xg / n)[:, None]
+    s = s[:, None]
+    a_value = _weight(a, a_ptr, ACC)
+    b_value = _weight(b, b_ptr, ACC)
+    if ONCE:
+        if FOR_X:
+            tl.store(grad_x_ptr + start + offsets, _stream_gradient(x, f, g, s, t, a_value, b_value), mask=mask)
+        if FOR_F:
+            tl.store(grad_f_ptr + start + offsets, _branch_gradient(x, g, t, a_value, b_value), mask=mask)
+    else:
+        for begin in range(0, width, BLOCK_W):
+            offsets, mask = _offsets(p, valid, begin + tl.arange(0, BLOCK_W), step_p, step_w, width)
+            x = _load(x_ptr, offsets, mask, ACC)
+            g = _load(g_ptr, offsets, mask, ACC)
+            if FOR_X:
+                f = _branch(x, _load(kept_ptr, offsets, mask, ACC), s, RECOVER)
+                tl.store(grad_x_ptr + start + offsets, _stream_gradient(x, f, g, s, t, a_value, b_value), mask=mask)
+            if FOR_F:
+                tl.store(grad_f_ptr + start + offsets, _branch_gradient(x, g, t, a_value, b_value), mask=mask)
+
+
+# ------------------------------------------------------------------------------------------ how they are launched
+class View(NamedTuple):
+    """A tensor as [outer, width, inner]: its axes from the outermost in memory to the innermost, and the sizes."""
+
+    order: Tuple[int, ...]
+    outer: int
+    width: int
+    inner: int
+
+    @property
+    def inverse(self) -> List[int]:
+        return [self.order.index(axis) for axis in range(len(self.order))]
+
+
+@functools.lru_cache(maxsize=1024)
+def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
+    """How the kernels see a tensor of this shape that is projected over ``dims``.
+
+    The order of the axes is the one they have in memory where that puts those of ``dims`` next to each other; a tensor
+    for which it does not, or which is not dense, has to be copied into the order given.
+    """
+    reduced = {d % len(shape) for d in dims}
+    order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
+    sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
+    changes = sum(left[0] != right[0] for left, right in zip(sizes, sizes[1:]))
+    if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes of a projection are apart
+        order = [axis for axis in range(len(shape)) if axis not in reduced] + sorted(reduced)
+        sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
+    outer, width, inner = 1, 1, 1
+    for is_reduced, size in sizes:
+        if is_reduced:
+            width *= size
+        elif width == 1 and any(flag for flag, _ in sizes):
+            outer *= size
+        else:
+            inner *= size
+    return View(tuple(order), outer, width, inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
+    """Number of programs, and the arguments that say what each of them works on."""
+    rows = inner == 1
+    pieces, block_pieces, piece_width = 1, 0, width
+    block_w = triton.next_power_of_2(width)
+    if rows and width > LONGEST_ROW:
+        # pieces of several tiles, and no more of them than one program can add up
+        piece_width = max(4 * TILE, triton.cdiv(triton.cdiv(width, MOST_PIECES), TILE) * TILE)
+        pieces = triton.cdiv(width, piece_width)
+        block_w, block_p, block_pieces = TILE, 1, triton.next_power_of_2(pieces)
+    elif rows:
+        block_p = max(1, min(TILE // block_w, triton.next_power_of_2(outer)))
+    else:
+        block_w = min(block_w, LONGEST_COLUMN if width <= LONGEST_COLUMN else TILE // PIXELS)
+        block_p = max(PIXELS, min(TILE // block_w, triton.next_power_of_2(inner)))
+    count = outer if rows else inner
+    programs = (1 if rows else outer) * triton.cdiv(count, block_p) * pieces
+    return programs, dict(
+        width=width, count=count, pieces=pieces, piece_width=piece_width,
+        step_p=width if rows else 1, step_w=1 if rows else inner, step_outer=0 if rows else width * inner,
+        BLOCK_P=block_p, BLOCK_W=block_w, BLOCK_PIECES=block_pieces,
+        num_warps=min(16, max(1, block_p * block_w // (32 * PER_THREAD))),
+    )
+
+
+def update(
+        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Sequence[int], eps: float, keep: bool = True,
+) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """``(y, s, n)`` of :func:`timm_ortho.functional.residual_update`; arguments are taken to be checked.
+
+    Args:
+        x: Stream, of any shape and strides.
+        f: Branch output, of the same shape.
+        a: Weight of the parallel part, a float or a 0-d tensor.
+        b: Weight of the orthogonal part, likewise.
+        dims: Axes of one projection.
+        eps: Added to |x|^2.
+        keep: Whether s and n are wanted; None stands for them otherwise, and nothing but y is allocated.
+
+    Returns:
+        y of the shape and memory format of ``x``; s and n with the axes ``dims`` of size 1, in the accumulation dtype.
+    """
+    y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
+    acc = torch.float64 if y.dtype == torch.float64 else torch.float32
+    view = view_of(tuple(x.shape), x.stride(), tuple(dims))
+    s, n = (_projections(x, view, dims, acc) for _ in range(2)) if keep else (None, None)
+    if x.numel() == 0:  # a projection of no elements has s = 0
+        return y, s if s is None else s.zero_(), n if n is None else n.fill_(eps)
+    x_view, f_view, y_view = _arranged(x, view), _arranged(f, view), _arranged(y, view)
+    programs, where = launch_of(*view[1:])
+    with _on_device_of(x):
+        xx, xf = _partial_sums(x_view, f_view, x_view, programs, where, acc, both=True)
+        _update_kernel[(programs,)](
+            x_view, f_view, y_view, s, n, xx, xf, *_weights(a, b, x), eps, **where,
+            STORE=keep, ONCE=_once(where), ACC=_triton_dtype(acc))
+    return _put_back(y_view, y, view), s, n
+
+
+def gradients(
+        x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: Sequence[int],
+        recover: bool, branch_dtype: torch.dtype, needed: Sequence[bool] = (True, True, True),
+) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """``(dL/dx, dL/df, <x, g>, <f, g>)``.
+
+    Args:
+        x: Stream.
+        kept: The result y if ``recover``, otherwise the branch output f.
+        g: dL/dy.
+        s: From :func:`update`.
+        n: From :func:`update`.
+        a: Weight of the parallel part, a float or a 0-d tensor.
+        b: Weight of the orthogonal part, likewise.
+        dims: Axes of one projection.
+        recover: Whether f is to be found from y, which needs a = 0 and b = 1.
+        branch_dtype: Of f, and so of dL/df.
+        needed: Whether dL/dx, dL/df and the two products are wanted; None stands for what is not.
+
+    Returns:
+        Gradients of the shape and memory format of ``x``; products of the shape and dtype of ``s``.
+    """
+    for_x, for_f, for_weights = needed
+    view = view_of(tuple(x.shape), x.stride(), tuple(dims))
+    grad_x = torch.empty_like(x) if for_x else None
+    grad_f = torch.empty_like(x, dtype=branch_dtype) if for_f else None
+    xg, fg = (_projections(x, view, dims, n.dtype) if for_weights else None for _ in range(2))
+    if x.numel() == 0:
+        return grad_x, grad_f, *(product if product is None else product.zero_() for product in (xg, fg))
+    views = [_arranged(tensor, view) for tensor in (x, kept, g)]
+    outs = [None if grad is None else _arranged(grad, view) for grad in (grad_x, grad_f)]
+    s_view, n_view = (_arranged(projection, view) for projection in (s, n))
+    programs, where = launch_of(*view[1:])
+    with _on_device_of(x):
+        parts = _partial_sums(*views, programs, where, n.dtype, both=for_weights)
+        _gradients_kernel[(programs,)](
+            *views, s_view, n_view, *outs, xg, fg, *parts, *_weights(a, b, x), **where,
+            RECOVER=recover, FOR_X=for_x, FOR_F=for_f, FOR_WEIGHTS=for_weights, ONCE=_once(where),
+            ACC=_triton_dtype(n.dtype))
+    grads = (None if grad is None else _put_back(out, grad, view) for out, grad in zip(outs, (grad_x, grad_f)))
+    return *grads, xg, fg
+
+
+def _partial_sums(
+        p: Tensor, q: Tensor, r: Tensor, programs: int, where: Dict[str, int], acc: torch.dtype, both: bool,
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """``<p, r>`` and, if ``both``, ``<q, r>`` of every piece of every projection; None where none is cut."""
+    if not where["BLOCK_PIECES"]:
+        return None, None
+    pr, qr = (p.new_empty(programs, dtype=acc) if wanted else None for wanted in (True, both))
+    _partial_sums_kernel[(programs,)](p, q, r, pr, qr, **where, SAME=p is r, BOTH=both, ACC=_triton_dtype(acc))
+    return pr, qr
+
+
+def _once(where: Dict[str, int]) -> bool:
+    return where["pieces"] == 1 and where["width"] <= where["BLOCK_W"]
+
+
+def _arranged(tensor: Tensor, view: View) -> Tensor:
+    """The tensor as the kernels want it, contiguous in the order of the view; a copy only if it is not so already."""
+    return tensor.permute(view.order).contiguous()
+
+
+def _put_back(result: Tensor, target: Tensor, view: View) -> Tensor:
+    """The target, filled: it is the same memory unless the target itself could not be arranged without a copy."""
+    if result.data_ptr() != target.data_ptr():
+        target.copy_(result.permute(view.inverse))
+    return target
+
+
+def _projections(x: Tensor, view: View, dims: Sequence[int], acc: torch.dtype) -> Tensor:
+    """Room for one number for each projection: the shape of x with the axes of a projection of size 1."""
+    reduced = {d % x.dim() for d in dims}
+    shape = [1 if axis in reduced else x.shape[axis] for axis in view.order]
+    return x.new_empty(shape, dtype=acc).permute(view.inverse)
+
+
+def _weights(a: Weight, b: Weight, x: Tensor) -> List[Any]:
+    """The kernels' a_ptr, b_ptr, a, b: a learned weight is read on the device, so that nothing waits for it."""
+    tensors = [w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b)]
+    return [*tensors, *(0.0 if isinstance(w, Tensor) else float(w) for w in (a, b))]
+
+
+def _triton_dtype(acc: torch.dtype):
+    return tl.float64 if acc == torch.float64 else tl.float32
+
+
+def _on_device_of(x: Tensor):
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+# ------------------------------------------------------------------------- as an operator that compilers can handle
+def operator(
+        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Sequence[int], eps: float, keep_branch: bool) -> Tensor:
+    """y of :func:`timm_ortho.functional.residual_update` by a registered operator, for use inside ``torch.compile``."""
+    recover = not keep_branch and not isinstance(a, Tensor) and not isinstance(b, Tensor) and (a, b) == (0.0, 1.0)
+    dtype = torch.float64 if torch.float64 in (x.dtype, f.dtype) else torch.float32
+    a, b = (w if isinstance(w, Tensor) else torch.full((), w, dtype=dtype, device=x.device) for w in (a, b))
+    return _operator(x, f, a, b, list(dims), eps, recover)[0]
+
+
+@torch.library.custom_op("timm_ortho::residual_update", mutates_args=())
+def _operator(
+        x: Tensor, f: Tensor, a: Tensor, b: Tensor, dims: List[int], eps: float, recover: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    y, s, n = update(x, f, a, b, dims, eps)
+    return y, s.contiguous(), n.contiguous()
+
+
+@_operator.register_fake
+def _(x, f, a, b, dims, eps, recover):
+    y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
+    reduced = {d % x.dim() for d in dims}
+    shape = [1 if axis in reduced else size for axis, size in enumerate(x.shape)]
+    acc = torch.float64 if y.dtype == torch.float64 else torch.float32
+    return y, x.new_empty(shape, dtype=acc), x.new_empty(shape, dtype=acc)
+
+
+@torch.library.custom_op("timm_ortho::residual_update_gradients", mutates_args=())
+def _gradients_operator(
+        x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Tensor, b: Tensor, dims: List[int],
+        recover: bool, branch_dtype: torch.dtype, needed: List[bool],
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    results = gradients(x, kept, g, s, n, a, b, dims, recover, branch_dtype, needed)
+    # what was not wanted is empty, since an operator returns tensors
+    grad_x, grad_f, xg, fg = (x.new_empty(0) if result is None else result for result in results)
+    return grad_x, grad_f, xg.contiguous(), fg.contiguous()
+
+
+@_gradients_operator.register_fake
+def _(x, kept, g, s, n, a, b, dims, recover, branch_dtype, needed):
+    for_x, for_f, for_weights = needed
+    nothing = x.new_empty(0)
+    return (
+        torch.empty_like(x) if for_x else nothing.clone(),
+        torch.empty_like(x, dtype=branch_dtype) if for_f else nothing.clone(),
+        *(torch.empty_like(s) if for_weights else nothing.clone() for _ in range(2)))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, f, a, b, ctx.dims, _, ctx.recover = inputs
+    y, s, n = output
+    ctx.branch_dtype = f.dtype
+    ctx.save_for_backward(x, y if ctx.recover else f, s, n, a, b)
+
+
+def _backward(ctx, g, _grad_s, _grad_n):
+    x, kept, s, n, a, b = ctx.saved_tensors
+    for_x, for_f, for_a, for_b = ctx.needs_input_grad[:4]
+    grad_x, grad_f, xg, fg = _gradients_operator(
+        x, kept, g, s, n, a, b, ctx.dims, ctx.recover, ctx.branch_dtype, [for_x, for_f, for_a or for_b])
+    return (
+        grad_x if for_x else None, grad_f if for_f else None,
+        (s * xg).sum().to(a.dtype) if for_a else None, (fg - s * xg).sum().to(b.dtype) if for_b else None,
+        None, None, None)
+
+
+_operator.register_autograd(_backward, setup_context=_setup_context)
