@@ -3,12 +3,15 @@ import argparse
 import importlib.util
 import os
 import runpy
+import shlex
 import sys
-from typing import Any, Sequence
+from pathlib import Path
+from typing import Any, Mapping, Sequence
 
 __all__ = ["main"]
 
-_LAB = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "scipy": "scikit-learn", "tqdm": "tqdm"}
+_PLOTTING = {"matplotlib": "matplotlib", "tqdm": "tqdm"}
+_LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scikit-learn"}
 
 
 class UsageError(Exception):
@@ -23,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             return run_script(arguments[1], arguments[2:])
         parsed = _parser().parse_args(arguments)
+        parsed.command_line = shlex.join(["timm-ortho", *arguments])
         return parsed.call(parsed)
     except UsageError as error:
         print(f"timm-ortho: error: {error}", file=sys.stderr)
@@ -39,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
+    _add_bench(commands)
     _add_list(commands)
     env = commands.add_parser("env", help="versions, device and backend, for a bug report")
     env.set_defaults(call=_env)
@@ -86,7 +91,7 @@ _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    _require_lab()
+    _require("compare", _LAB)
     from .lab import LabError
     from .lab.compare import compare
     from .lab.recipe import parse_assignment
@@ -109,10 +114,10 @@ def _compare(parsed: argparse.Namespace) -> int:
         raise UsageError(error) from None
 
 
-def _require_lab() -> None:
-    missing = sorted({package for module, package in _LAB.items() if importlib.util.find_spec(module) is None})
+def _require(command: str, packages: Mapping[str, str]) -> None:
+    missing = sorted({package for module, package in packages.items() if importlib.util.find_spec(module) is None})
     if missing:
-        raise UsageError(f'compare needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
+        raise UsageError(f'{command} needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
 
 
 def _words(values: Sequence[str]) -> list[str]:
@@ -125,6 +130,51 @@ def _seeds(values: Sequence[str]) -> list[int] | int:
     if not words or not all(word.isdecimal() for word in words):
         raise UsageError(f"--seeds takes whole numbers from 0 on, not '{' '.join(values)}'")
     return int(words[0]) if len(words) == 1 and "," not in values[0] else [int(word) for word in words]
+
+
+# ------------------------------------------------------------------------------------------------ bench
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench", help="time and memory of the orthogonal update on this machine",
+        description="Measures the update alone and in whole models against linear connections, in turns, and writes "
+                    "bench.csv and bench.svg. Ctrl-C writes what is finished.")
+    add = parser.add_argument
+    add("--what", nargs="+", metavar="PART", help="operator, models (default: both)")
+    add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures for both variants "
+                                                    "(default: vit_small_ortho and resnetv2_50_ortho, on a GPU four)")
+    add("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the models")
+    add("--img-size", type=int, metavar="N", help="default: each architecture's own")
+    add("--batch-size", "-b", type=int, metavar="N", help="default: 8, 16 for vit_small_ortho, on a GPU 256")
+    add("--shapes", nargs="+", metavar="SHAPE", help="of the operator's tensors: tokens as 16x197x384, NCHW as "
+                                                     "8x256x56x56, measured in both memory formats")
+    add("--dtypes", nargs="+", metavar="DTYPE", help="float32, bfloat16, float16; in models the last two are autocast "
+                                                     "(default: float32, on a GPU bfloat16 too)")
+    add("--amp", action="store_true", help="the same as --dtypes bfloat16")
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile too (default: yes)")
+    add("--repeats", type=int, metavar="N", help="repetitions of each group (default: 11, on a GPU 20)")
+    add("--quick", action="store_true", help="small shapes, short models, few repetitions: under two minutes")
+    add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
+    parser.set_defaults(call=_bench)
+
+
+_MEASURED = ("what", "models", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats", "quick")
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    _require("bench", _PLOTTING)
+    from .bench import BenchError, bench
+    from .lab import LabError
+    from .lab.recipe import parse_assignment
+    if parsed.amp and parsed.dtypes:
+        raise UsageError("--amp is --dtypes bfloat16: give one of them")
+    try:
+        given = {name: getattr(parsed, name) for name in _MEASURED}
+        given["dtypes"] = ["bfloat16"] if parsed.amp else parsed.dtypes
+        given["model_kwargs"] = dict(parse_assignment(text) for text in parsed.model_kwargs or ())
+        return bench(given, environment(), parsed.output, parsed.command_line)
+    except (BenchError, LabError) as error:
+        raise UsageError(error) from None
 
 
 # ------------------------------------------------------------------------------------------- list, env

@@ -22,6 +22,7 @@ and everything can be captured in a CUDA graph.
 """
 import contextlib
 import functools
+import itertools
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -78,8 +79,8 @@ def _weight(number, pointer, ACC: tl.constexpr):
 
 
 # ----------------------------------------------------------------------------- where a program finds its elements
-# A program works on tiles of [BLOCK_P projections, BLOCK_W elements of each], `step_p` and `step_w` apart in memory; one
-# of the two steps is 1, and there Triton lays its threads. Offsets within a program are 32 bits wide, its start is 64.
+# A program works on tiles of [BLOCK_P projections, BLOCK_W elements of each], `step_p` and `step_w` apart in memory.
+# One of the steps is 1: there Triton lays its threads. Offsets within a program have 32 bits, where it starts has 64.
 @triton.jit
 def _place(count, step_p, step_outer, pieces, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr):
     """This program's first element, the number of its first projection, the places of all, and its piece of them."""
@@ -156,7 +157,7 @@ def _partial_sums_kernel(
 
 @triton.jit
 def _update_kernel(
-        x_ptr, f_ptr, y_ptr, s_ptr, n_ptr, xx_ptr, xf_ptr, a_ptr, b_ptr, a: "fp64", b: "fp64", eps: "fp64",
+        x_ptr, f_ptr, y_ptr, s_ptr, n_ptr, xx_ptr, xf_ptr, a_ptr, b_ptr, a: tl.float64, b: tl.float64, eps: tl.float64,
         width, count, step_p, step_w, step_outer, pieces, piece_width,
         STORE: tl.constexpr, ONCE: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
@@ -187,7 +188,7 @@ def _update_kernel(
         xx, xf = _sums(x_ptr, f_ptr, x_ptr, p, valid, step_p, step_w, width, True, True, BLOCK_P, BLOCK_W, ACC)
     n = xx + tl.full([], eps, ACC)
     s = xf / n
-    if STORE:
+    if STORE:  # noqa: SIM102 decided when the kernel is compiled, what is below when it runs
         if piece == 0:
             tl.store(s_ptr + projection + p, s, mask=valid)
             tl.store(n_ptr + projection + p, n, mask=valid)
@@ -206,7 +207,7 @@ def _update_kernel(
 @triton.jit
 def _gradients_kernel(
         x_ptr, kept_ptr, g_ptr, s_ptr, n_ptr, grad_x_ptr, grad_f_ptr, xg_ptr, fg_ptr, xg_parts_ptr, fg_parts_ptr,
-        a_ptr, b_ptr, a: "fp64", b: "fp64",
+        a_ptr, b_ptr, a: tl.float64, b: tl.float64,
         width, count, step_p, step_w, step_outer, pieces, piece_width,
         RECOVER: tl.constexpr, FOR_X: tl.constexpr, FOR_F: tl.constexpr, FOR_WEIGHTS: tl.constexpr, ONCE: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
@@ -215,8 +216,8 @@ def _gradients_kernel(
 
         dL/dx = (1 + k s) g + k t f - 2 k s t x          dL/df = b g + k t x
 
-    RECOVER: what was kept is y, and ``f = y - (1 - s) x``. FOR_WEIGHTS: <x, g> and <f, g> of each projection are stored,
-    of which dL/da and dL/db are sums. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
+    RECOVER: what was kept is y, and ``f = y - (1 - s) x``. FOR_WEIGHTS: <x, g> and <f, g> of each projection are
+    stored, of which dL/da and dL/db are sums. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece = _place(count, step_p, step_outer, pieces, CUT, BLOCK_P)
@@ -244,7 +245,7 @@ def _gradients_kernel(
     else:  # weights that are learned keep f
         xg, fg = _sums(
             x_ptr, kept_ptr, g_ptr, p, valid, step_p, step_w, width, False, FOR_WEIGHTS, BLOCK_P, BLOCK_W, ACC)
-    if FOR_WEIGHTS:
+    if FOR_WEIGHTS:  # noqa: SIM102 as in _update_kernel
         if piece == 0:
             tl.store(xg_ptr + projection + p, xg, mask=valid)
             tl.store(fg_ptr + projection + p, fg, mask=valid)
@@ -293,7 +294,7 @@ def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, .
     reduced = {d % len(shape) for d in dims}
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
     sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
-    changes = sum(left[0] != right[0] for left, right in zip(sizes, sizes[1:]))
+    changes = sum(left[0] != right[0] for left, right in itertools.pairwise(sizes))
     if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes of a projection are apart
         order = [axis for axis in range(len(shape)) if axis not in reduced] + sorted(reduced)
         sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
@@ -331,6 +332,7 @@ def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
         step_p=width if rows else 1, step_w=1 if rows else inner, step_outer=0 if rows else width * inner,
         BLOCK_P=block_p, BLOCK_W=block_w, BLOCK_PIECES=block_pieces,
         num_warps=min(16, max(1, block_p * block_w // (32 * PER_THREAD))),
+        enable_fp_fusion=True,  # what Triton does today, before it changes its mind and warns of it
     )
 
 
@@ -364,7 +366,8 @@ def update(
         _update_kernel[(programs,)](
             x_view, f_view, y_view, s, n, xx, xf, *_weights(a, b, x), eps, **where,
             STORE=keep, ONCE=_once(where), ACC=_triton_dtype(acc))
-    return _put_back(y_view, y, view), s, n
+    _put_back(y_view, y, view)
+    return y, s, n
 
 
 def gradients(
@@ -406,8 +409,10 @@ def gradients(
             *views, s_view, n_view, *outs, xg, fg, *parts, *_weights(a, b, x), **where,
             RECOVER=recover, FOR_X=for_x, FOR_F=for_f, FOR_WEIGHTS=for_weights, ONCE=_once(where),
             ACC=_triton_dtype(n.dtype))
-    grads = (None if grad is None else _put_back(out, grad, view) for out, grad in zip(outs, (grad_x, grad_f)))
-    return *grads, xg, fg
+    for out, grad in zip(outs, (grad_x, grad_f), strict=True):
+        if grad is not None:
+            _put_back(out, grad, view)
+    return grad_x, grad_f, xg, fg
 
 
 def _partial_sums(
@@ -430,11 +435,10 @@ def _arranged(tensor: Tensor, view: View) -> Tensor:
     return tensor.permute(view.order).contiguous()
 
 
-def _put_back(result: Tensor, target: Tensor, view: View) -> Tensor:
-    """The target, filled: it is the same memory unless the target itself could not be arranged without a copy."""
+def _put_back(result: Tensor, target: Tensor, view: View) -> None:
+    """Fills the target, which is the same memory already unless it could not be arranged without a copy."""
     if result.data_ptr() != target.data_ptr():
         target.copy_(result.permute(view.inverse))
-    return target
 
 
 def _projections(x: Tensor, view: View, dims: Sequence[int], acc: torch.dtype) -> Tensor:
