@@ -2,6 +2,7 @@
 """Runs timm's own model tests on the variants that `import timm_ortho` registers.
 
     python scripts/timm_tests.py              every variant, one process per architecture; goes on where it stopped
+    python scripts/timm_tests.py --marked     the same, of timm's tests only those that timm's CI runs: much quicker
     python scripts/timm_tests.py --spread     about a dozen variants, one of each kind of block
     python scripts/timm_tests.py --only vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
 
@@ -41,6 +42,7 @@ SPREAD = (
     "vit_small_ortho", "resnetv2_18_cifar_orthog",  # the papers' own
 )
 SUFFIXES = ("_ortho", "_orthog", "_linear")
+MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
 WANTED, OUTCOMES = "TIMM_TESTS_WANTED", "TIMM_TESTS_OUTCOMES"  # how this script talks to itself as a plugin
 
 PYTEST_INI = """[pytest]
@@ -118,6 +120,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--spread", action="store_true", help="about a dozen variants, one of each kind of block")
     choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
+    parser.add_argument("--marked", action="store_true",
+                        help="only the tests with a marker, which are those that timm's CI runs")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
                         help="where timm's tests and the state of a full run are kept (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier full runs have finished")
@@ -137,9 +141,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         names = args.only or [name for name in SPREAD if name in bases]
         for name in sorted(set(SPREAD) - bases.keys()) if args.spread else []:
             print(f"{name}: this timm has no such architecture")
-        results = run(tests, {name: bases[name] for name in names}, args.timeout, verbose=True)
+        results = run(tests, {name: bases[name] for name in names}, args.timeout, args.marked, verbose=True)
         return summarize(results)
-    return summarize(run_all(tests, bases, args.cache, args.fresh, args.timeout, args.workers))
+    return summarize(run_all(tests, bases, args))
 
 
 def default_cache() -> Path:
@@ -196,18 +200,17 @@ def timm_test_file(cache: Path) -> Path:
     return folder / "tests" / "test_models.py"
 
 
-def run_all(tests: Path, bases: Dict[str, Optional[str]], cache: Path, fresh: bool, timeout: float,
-            workers: int) -> List[dict]:
+def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespace) -> List[dict]:
     """Every architecture in a process of its own; what is finished stands in a file and is not run again."""
-    state_file = cache / f"state-{fingerprint()}.json"
-    state = {} if fresh or not state_file.exists() else json.loads(state_file.read_text())
+    state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
+    state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
     groups: Dict[str, Dict[str, Optional[str]]] = {}
     for name, base in bases.items():
         groups.setdefault(architecture(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
     waiting = sorted(groups.keys() - state.keys(), key=lambda stem: parameters(*groups[stem]))
-    with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(run, tests, groups[stem], timeout): stem for stem in waiting}
+    with ThreadPoolExecutor(args.workers) as pool:
+        running = {pool.submit(run, tests, groups[stem], args.timeout, args.marked): stem for stem in waiting}
         for finished in as_completed(running):
             stem = running[finished]
             state[stem] = finished.result()
@@ -241,13 +244,14 @@ def fingerprint() -> str:
     return digest.hexdigest()[:12]
 
 
-def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, verbose: bool = False) -> List[dict]:
+def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bool,
+        verbose: bool = False) -> List[dict]:
     """timm's tests on some variants, and what the variants fail also on the architectures they were made from.
 
     Returns:
         One dict per test and variant: model, test, outcome (passed, skipped, failed, or excused) and message.
     """
-    results = call_pytest(tests, {name: [] for name in group}, timeout, verbose)
+    results = call_pytest(tests, {name: [] for name in group}, timeout, marked, verbose)
     untested = group.keys() - {result["model"] for result in results}
     results += [dict(model=name, test="-", outcome="failed", message="no test was run") for name in sorted(untested)]
 
@@ -257,7 +261,7 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, verbose: b
         for result in failed:
             wanted.setdefault(group[result["model"]], []).append(result["test"])
         of_base: Dict[tuple, List[str]] = {}
-        for result in call_pytest(tests, wanted, timeout, verbose=False):
+        for result in call_pytest(tests, wanted, timeout, marked, verbose=False):
             of_base.setdefault((result["model"], result["test"]), []).append(result["outcome"])
         for result in failed:
             base = group[result["model"]]
@@ -268,7 +272,8 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, verbose: b
     return results
 
 
-def call_pytest(tests: Path, wanted: Dict[str, List[str]], timeout: float, verbose: bool) -> List[dict]:
+def call_pytest(
+        tests: Path, wanted: Dict[str, List[str]], timeout: float, marked: bool, verbose: bool) -> List[dict]:
     """Runs pytest once. `wanted`: model -> names of test functions, empty for all."""
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch) / "outcomes.jsonl"
@@ -277,6 +282,7 @@ def call_pytest(tests: Path, wanted: Dict[str, List[str]], timeout: float, verbo
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), env.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "pytest", str(tests), "-c", str(tests.parents[1] / "pytest.ini")]
         command += ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "-W", "ignore", "-q", "--tb=short"]
+        command += ["-m", MARKED] if marked else []
         try:
             process = subprocess.run(command, cwd=scratch, env=env, timeout=timeout, text=True,
                                      stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -43,8 +43,8 @@ TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 # What "auto" takes, by kind of device and situation; "torch" wherever nothing is said and wherever Triton cannot run.
 # On the CPU this was measured: under torch.compile Inductor fuses the closed form. The rows for CUDA are not measured:
-# they follow from what has to move, 3 + 5 times the stream for the kernels and 9 + 13 times for eager operations, while
-# under torch.compile Inductor fuses as well and needs no kernel of ours.
+# they follow from what has to move, forward and backward: 3 + 5 times the stream for the kernels, 10 + 15 times for the
+# operations of eager mode, while Inductor fuses these as well and needs no kernel of ours.
 AUTO = {
     ("cuda", "eager"): "triton",
     ("cuda", "inference"): "triton",
@@ -163,7 +163,8 @@ class _ResidualUpdate(torch.autograd.Function):
         a, b = (tensors.pop(0) if w is None else w for w in ctx.weights)
         for_x, for_f, for_a, for_b = ctx.needs_input_grad[:4]
         grad_x = grad_f = grad_a = grad_b = None
-        if ctx.backend == "triton" and not torch.is_grad_enabled():  # the kernels themselves have no derivative
+        of_y_alone = g is not None and grad_s is None and grad_n is None  # not so in a double backward pass
+        if ctx.backend == "triton" and of_y_alone and not torch.is_grad_enabled():  # the kernels have no derivative
             grad_x, grad_f, xg, fg = _kernels().gradients(
                 x, kept, g, s, n, a, b, ctx.dims, ctx.recover, ctx.like[1][0], (for_x, for_f, for_a or for_b))
             grad_a = (s * xg).sum() if for_a else None
@@ -183,8 +184,8 @@ class _ResidualUpdate(torch.autograd.Function):
                     grad_f = torch.addcmul(_times(b, g), kt, x, out=out)
                 if for_x:
                     # (1 + k s) g + k t (f - 2 s x), where f - 2 s x = y - (1 + s) x
-                    grad_x = (1 + k * s) * g
-                    into = None if out is None else grad_x
+                    into = _room_like(x)  # of the stream's memory format, whatever that of g is
+                    grad_x = torch.mul(1 + k * s, g, out=into)
                     grad_x = torch.addcmul(grad_x, kt, kept, out=into)
                     grad_x = torch.addcmul(grad_x, (1 + s if ctx.recover else 2 * s) * kt, x, value=-1, out=into)
             if grad_s is not None:  # only in a double backward pass; n ds/dx = f - 2 s x, ds/df = x / n
@@ -314,8 +315,8 @@ def residual_update(
     """Add to the stream the weighted parts of the branch output along and across it, ``x + a f_par + b f_orth``.
 
     An autograd function with closed-form gradients, differentiable any number of times, which ``torch.compile`` fuses.
-    Under ``torch.export`` and FX it is :func:`plain_update`. TorchScript compiles no keyword-only arguments: call
-    :func:`plain_update` in code that is to be scripted.
+    Under ``torch.export``, ``torch.jit.trace`` and FX it is :func:`plain_update`. TorchScript compiles no keyword-only
+    arguments: call :func:`plain_update` in code that is to be scripted.
 
     Args:
         x: Stream, of any shape.
@@ -352,7 +353,7 @@ def residual_update(
         return x + f
     if chosen == "triton" and torch.compiler.is_compiling():
         return _kernels().operator(x, f, parallel, orthogonal, dims, eps, keep == "branch")
-    if _is_exporting():
+    if _is_recorded():
         return plain_update(x, f, parallel, orthogonal, dims, eps)
     if chosen == "triton" and not _needs_gradient(x, f, parallel, orthogonal):
         return _kernels().update(x, f, parallel, orthogonal, dims, eps, keep=False)[0]
@@ -363,9 +364,10 @@ def _needs_gradient(*inputs: Weight) -> bool:
     return torch.is_grad_enabled() and any(isinstance(i, Tensor) and i.requires_grad for i in inputs)
 
 
-def _is_exporting() -> bool:
-    is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7
-    return torch.compiler.is_compiling() if is_exporting is None else is_exporting()
+def _is_recorded() -> bool:
+    """Whether what is called ends up in a file: by ``torch.export`` or ``torch.jit.trace``."""
+    is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # the first from torch 2.7
+    return is_exporting() or torch.jit.is_tracing()
 
 
 def _check(x: Tensor, f: Tensor, dim: Any, eps: float) -> List[int]:
@@ -379,9 +381,7 @@ def _check(x: Tensor, f: Tensor, dim: Any, eps: float) -> List[int]:
         raise ValueError(
             f"stream and branch output must be on the same device, got x on {x.device} and f on {f.device}; {shapes}")
     check_eps(eps)
-    if dim is None:
-        return _axes(x.dim(), None)
-    dims = [dim] if isinstance(dim, int) else list(dim)
+    dims = [dim] if isinstance(dim, int) else _axes(x.dim(), None if dim is None else list(dim))
     outside = [d for d in dims if not -x.dim() <= d < x.dim()]
     if outside or not dims or len({d % x.dim() for d in dims}) < len(dims):
         raise ValueError(
