@@ -51,6 +51,7 @@ AUTO = {
     ("cuda", "compiled"): "torch",
 }
 
+
 # ------------------------------------------------------------------------------------- the formula, plainly
 def _accumulate_in(x: Tensor, f: Tensor) -> torch.dtype:
     """float64 if either input is, float32 otherwise."""
@@ -112,9 +113,47 @@ def plain_update(
     return _combine(x_acc, f_acc, s, parallel, orthogonal).to(torch.promote_types(x.dtype, f.dtype))
 
 
+
 # ------------------------------------------------------------------------ the formula, with its gradients
-def _as_float(weight: Weight) -> Optional[float]:
-    return None if isinstance(weight, Tensor) else float(weight)
+# `_update` and `_gradients` are the backend "torch"; `update` and `gradients` of `kernels` are "triton".
+def _update(
+        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float) -> Tuple[Tensor, Tensor, Tensor]:
+    """``y, s, n``. New memory costs most on a CPU, where its pages are mapped anew: products go where y comes later."""
+    dtype = _accumulate_in(x, f)
+    x_acc, f_acc = x.to(dtype), f.to(dtype)
+    out = _room_like(x_acc)
+    s, n = _project(x_acc, f_acc, dims, eps, out)
+    return _combine(x_acc, f_acc, s, a, b, out).to(torch.promote_types(x.dtype, f.dtype)), s, n
+
+
+def _gradients(
+        x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: List[int],
+        recover: bool, branch_dtype: torch.dtype, needed: Tuple[bool, bool, bool],
+) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+    """``dL/dx, dL/df, <x, g>, <f, g>``, None for what is not needed; ``kept`` is y if ``recover``, otherwise f."""
+    for_x, for_f, for_weights = needed
+    x_acc, kept, g = x.to(n.dtype), kept.to(n.dtype), g.to(n.dtype)
+    out = _room_like(x_acc)
+    xg = _dot(x_acc, g, dims, out)
+    fg = _dot(kept, g, dims, out) if for_weights else None  # with learned weights it is f that was kept
+    k = a - b
+    kt = k * xg / n
+    grad_x = grad_f = None
+    if for_f:
+        grad_f = torch.addcmul(_times(b, g), kt, x_acc, out=out).to(branch_dtype)
+    if for_x:  # (1 + k s) g + k t (f - 2 s x), where f - 2 s x = y - (1 + s) x
+        out = _room_like(x_acc)
+        grad_x = torch.mul(1 + k * s, g, out=out)
+        grad_x = torch.addcmul(grad_x, kt, kept, out=out)
+        grad_x = torch.addcmul(grad_x, (1 + s if recover else 2 * s) * kt, x_acc, value=-1, out=out).to(x.dtype)
+    return grad_x, grad_f, xg, fg
+
+
+def _room_like(x: Tensor) -> Optional[Tensor]:
+    """Memory for a result, or None where results must not be written into memory that is there already."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return None
+    return torch.empty_like(x)
 
 
 class _ResidualUpdate(torch.autograd.Function):
@@ -129,23 +168,14 @@ class _ResidualUpdate(torch.autograd.Function):
     ``s`` and ``n`` are outputs, not only intermediates. They carry no gradient in a first backward pass; in a second
     one they are, with ``y``, differentiable functions of x and f like any other output, so backward may use them
     freely and derivatives of every order come out right.
-
-    New memory is what costs most on a CPU, where the pages of every large tensor are mapped anew: the products of the
-    inner products are written where a result comes later.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x, f, a, b, dims, eps, keep_branch, backend):
-        if backend == "triton":
-            return _kernels().update(x, f, a, b, dims, eps)
-        dtype = _accumulate_in(x, f)
-        x_acc, f_acc = x.to(dtype), f.to(dtype)
-        out = _room_like(x_acc)
-        s, n = _project(x_acc, f_acc, dims, eps, out)
-        y = _combine(x_acc, f_acc, s, a, b, out)
-        return y.to(torch.promote_types(x.dtype, f.dtype)), s, n
+        update = _kernels().update if backend == "triton" else _update
+        return update(x, f, a, b, dims, eps)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -163,46 +193,24 @@ class _ResidualUpdate(torch.autograd.Function):
         a, b = (tensors.pop(0) if w is None else w for w in ctx.weights)
         for_x, for_f, for_a, for_b = ctx.needs_input_grad[:4]
         grad_x = grad_f = grad_a = grad_b = None
-        of_y_alone = g is not None and grad_s is None and grad_n is None  # not so in a double backward pass
-        if ctx.backend == "triton" and of_y_alone and not torch.is_grad_enabled():  # the kernels have no derivative
-            grad_x, grad_f, xg, fg = _kernels().gradients(
+        if g is not None:
+            use_kernels = ctx.backend == "triton" and not torch.is_grad_enabled()  # they have no derivative
+            grad_x, grad_f, xg, fg = (_kernels().gradients if use_kernels else _gradients)(
                 x, kept, g, s, n, a, b, ctx.dims, ctx.recover, ctx.like[1][0], (for_x, for_f, for_a or for_b))
             grad_a = (s * xg).sum() if for_a else None
             grad_b = (fg - s * xg).sum() if for_b else None
-        else:
-            x, kept = x.to(n.dtype), kept.to(n.dtype)
-            if g is not None:
-                g = g.to(n.dtype)
-                out = _room_like(x)
-                k, xg = a - b, _dot(x, g, ctx.dims, out)
-                kt = k * xg / n
-                if for_a:
-                    grad_a = (s * xg).sum()
-                if for_b:
-                    grad_b = (kept * g).sum() - (s * xg).sum()  # b is learned, so what was kept is f
-                if for_f:
-                    grad_f = torch.addcmul(_times(b, g), kt, x, out=out)
-                if for_x:
-                    # (1 + k s) g + k t (f - 2 s x), where f - 2 s x = y - (1 + s) x
-                    into = _room_like(x)  # of the stream's memory format, whatever that of g is
-                    grad_x = torch.mul(1 + k * s, g, out=into)
-                    grad_x = torch.addcmul(grad_x, kt, kept, out=into)
-                    grad_x = torch.addcmul(grad_x, (1 + s if ctx.recover else 2 * s) * kt, x, value=-1, out=into)
-            if grad_s is not None:  # only in a double backward pass; n ds/dx = f - 2 s x, ds/df = x / n
-                r = torch.addcmul(kept, 1 + s if ctx.recover else 2 * s, x, value=-1)
-                grad_x = _add(grad_x, r * (grad_s / n))
-                grad_f = _add(grad_f, x * (grad_s / n))
-            if grad_n is not None:  # likewise: n = <x, x> + eps
-                grad_x = _add(grad_x, 2 * grad_n * x)
+        if grad_s is not None:  # only in a double backward pass; n ds/dx = f - 2 s x, ds/df = x / n
+            r = torch.addcmul(kept.to(n.dtype), 1 + s if ctx.recover else 2 * s, x.to(n.dtype), value=-1)
+            grad_x = _add(grad_x, r * (grad_s / n))
+            grad_f = _add(grad_f, x * (grad_s / n))
+        if grad_n is not None:  # likewise: n = <x, x> + eps
+            grad_x = _add(grad_x, 2 * grad_n * x)
         grads = (_as(grad, like) for grad, like in zip((grad_x, grad_f, grad_a, grad_b), ctx.like, strict=True))
         return (*grads, None, None, None, None)
 
 
-def _room_like(x: Tensor) -> Optional[Tensor]:
-    """Memory for a result, or None where results must not be written into memory that is there already."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return None
-    return torch.empty_like(x)
+def _as_float(weight: Weight) -> Optional[float]:
+    return None if isinstance(weight, Tensor) else float(weight)
 
 
 def _is_orthogonal(a: Weight, b: Weight) -> bool:
