@@ -61,6 +61,14 @@ def test_env(capsys):
     assert all(values.values())
 
 
+@pytest.mark.parametrize(("wanted", "answer"), [
+    ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown backend in TIMM_ORTHO_BACKEND 'tritn'")])
+def test_env_says_which_backend_runs_and_why(capsys, monkeypatch, wanted, answer):
+    monkeypatch.setenv("TIMM_ORTHO_BACKEND", wanted)
+    assert cli.main(["env"]) == 0
+    assert f"backend          {answer}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("options", [["--help", "-h", "--output", "x", "--", "list"], []])
 def test_run_hands_everything_on(script, options):
     done = run_module("run", script, *options)
@@ -95,7 +103,7 @@ def test_run_of_nothing(capsys):
 
 
 def test_own_help(capsys):
-    for arguments in (["--help"], ["run", "--help"], ["compare", "--help"]):
+    for arguments in (["--help"], ["run", "--help"], ["compare", "--help"], ["bench", "--help"]):
         with pytest.raises(SystemExit, match="0"):
             cli.main(arguments)
         assert "timm-ortho" in capsys.readouterr().out
@@ -139,7 +147,8 @@ def test_missing_extra(capsys, monkeypatch):
 
 def test_importing_the_package_leaves_the_lab_alone():
     code = ("import sys, timm_ortho, timm_ortho.cli; "
-            "print([name for name in ('matplotlib', 'sklearn', 'tqdm', 'timm_ortho.lab') if name in sys.modules])")
+            "others = 'matplotlib', 'sklearn', 'tqdm', 'timm_ortho.lab', 'timm_ortho.bench'; "
+            "print([name for name in others if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() in ("[]", "['tqdm']"), done.stderr  # huggingface-hub imports tqdm
 

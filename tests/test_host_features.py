@@ -11,8 +11,7 @@ import pytest
 import timm
 import torch
 
-import timm_ortho  # noqa: F401 registers
-from timm_ortho import sites
+from timm_ortho import Connection, connect, sites
 
 MODELS = {
     "vit": dict(
@@ -122,6 +121,43 @@ def test_autocast_trains(arguments, half):
         loss = model(images(4)).float().square().mean()
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def kept_for_backward(model, x):
+    """Bytes that autograd keeps, parameters left out."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other tensor gets the same address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    assert y.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(("arguments", "shortcuts", "most"), [
+    (dict(model_name="vit_small_ortho", img_size=64), 0, 1.001),
+    (dict(model_name="resnetv2_50_ortho"), 4, 1.08),
+], ids=["vit", "resnetv2"])
+def test_autograd_keeps_projected_shortcuts_and_two_numbers_a_projection(arguments, shortcuts, most):
+    ours, x = timm.create_model(**arguments).train(), torch.randn(2, 3, 64, 64)
+    linear = connect(timm.create_model(**arguments).train(), "linear")
+    projected, projections = [], []
+    for name, module in ours.named_modules():
+        if name.endswith("downsample"):  # its output is the stream of one connection, and kept by nobody else
+            module.register_forward_hook(lambda module, inputs, output: projected.append(output.numel()))
+        if isinstance(module, Connection):
+            module.register_forward_hook(
+                lambda module, inputs, output: projections.append(output.numel() // output.shape[module.dim]))
+    expected = kept_for_backward(linear, x)
+    measured = kept_for_backward(ours, x)
+    assert len(projected) == shortcuts
+    assert measured == expected + 4 * sum(projected) + 2 * 4 * sum(projections)
+    assert expected < measured <= most * expected
 
 
 def test_tracebacks_show_the_routed_line(arguments):

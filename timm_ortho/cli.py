@@ -248,8 +248,23 @@ def environment() -> dict[str, str]:
         "gpu": ", ".join(gpus) or "none",
         "cuda": torch.version.cuda or torch.version.hip or "none",
         "device": "cuda" if gpus else "cpu",
-        "backend": "torch",  # the only one there is
+        "backend": _backend("cuda" if gpus else "cpu"),
     }
+
+
+def _backend(device: str) -> str:
+    """What runs in a training step, and who says so."""
+    import torch
+
+    from .functional import BACKEND_VARIABLE, choose_backend
+
+    x = torch.ones(1, 1, device=device, requires_grad=True)
+    wanted = os.environ.get(BACKEND_VARIABLE)
+    source = f"{BACKEND_VARIABLE}={wanted}" if wanted else "auto"
+    try:
+        return f"{choose_backend(x, x)} ({source})"
+    except (RuntimeError, ValueError) as error:
+        return f"none ({error})"
 
 
 def _cpu_name() -> str:
