@@ -558,7 +558,8 @@ OPERANDS = {
     "channels-last": lambda x, f: (nhwc(x), nhwc(f), [1]),
     "NCHW": lambda x, f: (x, f, [1]),
     "global": lambda x, f: (x, f, [1, 2, 3]),
-    "mixed dtypes": lambda x, f: (x.flatten(2), f.flatten(2).bfloat16(), [-1]),
+    "half branch": lambda x, f: (x.flatten(2), f.flatten(2).bfloat16(), [-1]),
+    "half stream": lambda x, f: (nhwc(x.half()), f, [1]),
     "branch in another format": lambda x, f: (nhwc(x), f, [1]),
 }
 
@@ -578,7 +579,7 @@ def test_registered_operators_are_what_they_claim(operands, recover):
         x, f, a, b = (t.detach() for t in leaves)
     for needed in ([True, True, not recover], [True, False, False], [False, True, False]):
         torch.library.opcheck(torch.ops.timm_ortho.residual_update_gradients.default, (
-            x, y if recover else f, g.view_as(x).to(y.dtype), s, n, a, b, dims, recover, f.dtype, needed))
+            x, y if recover else f, g.view_as(x), s, n, a, b, dims, recover, f.dtype, needed))
 
 
 # ---------------------------------------------------------------------------------------------------- training

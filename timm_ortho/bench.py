@@ -392,6 +392,7 @@ def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) 
 
 
 def operator_groups(options: Namespace) -> list[Group]:
+    """A group for each shape, layout, precision, scope and step of the operator."""
     groups = []
     for shape in options.shapes if "operator" in options.what else ():
         layouts = ("tokens",) if len(shape) == 3 else ("nchw", "channels_last")
@@ -438,8 +439,12 @@ def _operator_candidates(
 
 def _on_the_clock(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tuple[Callable, Callable]:
     """What comes before the clock starts, and what is timed."""
+    def forward(_: None) -> Tensor:
+        with torch.no_grad():
+            return formula(x, f)
+
     if step == "forward":
-        return lambda: None, lambda _: torch.no_grad()(formula)(x, f)
+        return lambda: None, forward
     if step == "backward":
         return lambda: formula(x, f), lambda y: torch.autograd.grad(y, (x, f), g)
     return lambda: None, lambda _: torch.autograd.grad(formula(x, f), (x, f), g)
@@ -461,6 +466,7 @@ def _copy(options: Namespace) -> Candidate:
 
 # ----------------------------------------------------------------------------------------------- the models
 def model_groups(options: Namespace) -> list[Group]:
+    """A group for each architecture, layout, precision, mode and step."""
     modes = ("eager", "compiled") if options.compile else ("eager",)
     groups = []
     for one in options.models:
@@ -498,7 +504,7 @@ def _twins(architecture: Architecture) -> dict[str, nn.Module]:
                   for suffix in (suffixes[0], *suffixes)]
     connect(models[0], "linear")
     for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
+        model.load_state_dict(models[0].state_dict(), strict=False)  # --model-kwargs connection=hybrid has more
     return dict(zip(("linear", *(suffix[1:] for suffix in suffixes)), models, strict=True))
 
 
@@ -513,11 +519,15 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
     def loss() -> Tensor:
         return cross_entropy(logits().float(), labels)
 
+    def infer(_: None) -> Tensor:
+        with torch.inference_mode():
+            return logits()
+
     parameters = list(model.parameters())
     held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), images, labels))
     backend = partial(_backend_in, model, partial(logits, model), compiled)
     if not model.training:
-        return Candidate(name, lambda _: torch.inference_mode()(logits)(), backend=backend, held=held)
+        return Candidate(name, infer, backend=backend, held=held)
     return Candidate(name, lambda _: loss().backward(), model.zero_grad, backend, keep=loss, parameters=parameters,
                      held=held)
 

@@ -323,8 +323,8 @@ def residual_update(
     """Add to the stream the weighted parts of the branch output along and across it, ``x + a f_par + b f_orth``.
 
     An autograd function with closed-form gradients, differentiable any number of times, which ``torch.compile`` fuses.
-    Under ``torch.export``, ``torch.jit.trace`` and FX it is :func:`plain_update`. TorchScript compiles no keyword-only
-    arguments: call :func:`plain_update` in code that is to be scripted.
+    Under ``torch.export``, ``torch.jit.trace`` and FX it is :func:`plain_update`, whatever the backend. TorchScript
+    compiles no keyword-only arguments: call :func:`plain_update` in code that is to be scripted.
 
     Args:
         x: Stream, of any shape.
