@@ -82,8 +82,10 @@ def _weight(number, pointer, ACC: tl.constexpr):
 # A program works on tiles of [BLOCK_P projections, BLOCK_W elements of each], `step_p` and `step_w` apart in memory.
 # One of the steps is 1: there Triton lays its threads. Offsets within a program have 32 bits, where it starts has 64.
 @triton.jit
-def _place(count, step_p, step_outer, pieces, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr):
-    """This program's first element, the number of its first projection, the places of all, and its piece of them."""
+def _place(
+        width, count, step_p, step_w, step_outer, pieces, piece_width, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr,
+):
+    """This program's first element, the number of its first projection, the places of all, its piece, and its width."""
     program = tl.program_id(0)
     if REVERSED:  # what the program before this kernel read last is still in the cache: begin there
         program = tl.num_programs(0) - 1 - program
@@ -91,8 +93,10 @@ def _place(count, step_p, step_outer, pieces, REVERSED: tl.constexpr, BLOCK_P: t
     blocks = tl.cdiv(count, BLOCK_P)
     outer = (program // pieces // blocks).to(tl.int64)
     first = (program // pieces % blocks) * BLOCK_P
-    start = outer * step_outer + first.to(tl.int64) * step_p
-    return start, outer * count + first, tl.arange(0, BLOCK_P), first + tl.arange(0, BLOCK_P) < count, piece
+    begin = piece * piece_width
+    start = outer * step_outer + first.to(tl.int64) * step_p + begin.to(tl.int64) * step_w
+    p = tl.arange(0, BLOCK_P)
+    return start, outer * count + first, p, first + p < count, piece, tl.minimum(width - begin, piece_width)
 
 
 @triton.jit
@@ -143,11 +147,10 @@ def _partial_sums_kernel(
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
 ):
     """First of two phases where projections are cut into pieces: ``<p, r>`` and ``<q, r>`` of one piece."""
-    start, projection, p, valid, piece = _place(count, step_p, step_outer, pieces, False, BLOCK_P)
-    begin = piece * piece_width
-    start += begin.to(tl.int64) * step_w
+    start, projection, p, valid, piece, width = _place(
+        width, count, step_p, step_w, step_outer, pieces, piece_width, False, BLOCK_P)
     pr, qr = _sums(
-        p_ptr + start, q_ptr + start, r_ptr + start, p, valid, step_p, step_w, tl.minimum(width - begin, piece_width),
+        p_ptr + start, q_ptr + start, r_ptr + start, p, valid, step_p, step_w, width,
         SAME, BOTH, BLOCK_P, BLOCK_W, ACC)
     offsets = (projection + p) * pieces + piece
     tl.store(pr_ptr + offsets, pr, mask=valid)
@@ -168,10 +171,8 @@ def _update_kernel(
     and finds the sums of all pieces in `xx_ptr` and `xf_ptr`. STORE: s and n are wanted.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
-    start, projection, p, valid, piece = _place(count, step_p, step_outer, pieces, CUT, BLOCK_P)
-    begin = piece * piece_width
-    start += begin.to(tl.int64) * step_w
-    width = tl.minimum(width - begin, piece_width)
+    start, projection, p, valid, piece, width = _place(
+        width, count, step_p, step_w, step_outer, pieces, piece_width, CUT, BLOCK_P)
     x_ptr += start
     f_ptr += start
     y_ptr += start
@@ -220,10 +221,8 @@ def _gradients_kernel(
     stored, of which dL/da and dL/db are sums. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
-    start, projection, p, valid, piece = _place(count, step_p, step_outer, pieces, CUT, BLOCK_P)
-    begin = piece * piece_width
-    start += begin.to(tl.int64) * step_w
-    width = tl.minimum(width - begin, piece_width)
+    start, projection, p, valid, piece, width = _place(
+        width, count, step_p, step_w, step_outer, pieces, piece_width, CUT, BLOCK_P)
     x_ptr += start
     kept_ptr += start
     g_ptr += start
@@ -354,7 +353,7 @@ def update(
         y of the shape and memory format of ``x``; s and n with the axes ``dims`` of size 1, in the accumulation dtype.
     """
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
-    acc = torch.float64 if y.dtype == torch.float64 else torch.float32
+    acc = _accumulate_in(y)
     view = view_of(tuple(x.shape), x.stride(), tuple(dims))
     s, n = (_projections(x, view, dims, acc) for _ in range(2)) if keep else (None, None)
     if x.numel() == 0:  # a projection of no elements has s = 0
@@ -454,6 +453,10 @@ def _weights(a: Weight, b: Weight, x: Tensor) -> List[Any]:
     return [*tensors, *(0.0 if isinstance(w, Tensor) else float(w) for w in (a, b))]
 
 
+def _accumulate_in(y: Tensor) -> torch.dtype:
+    return torch.float64 if y.dtype == torch.float64 else torch.float32
+
+
 def _triton_dtype(acc: torch.dtype):
     return tl.float64 if acc == torch.float64 else tl.float32
 
@@ -467,8 +470,8 @@ def operator(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Sequence[int], eps: float, keep_branch: bool) -> Tensor:
     """y of :func:`timm_ortho.functional.residual_update` by a registered operator, for use inside ``torch.compile``."""
     recover = not keep_branch and not isinstance(a, Tensor) and not isinstance(b, Tensor) and (a, b) == (0.0, 1.0)
-    dtype = torch.float64 if torch.float64 in (x.dtype, f.dtype) else torch.float32
-    a, b = (w if isinstance(w, Tensor) else torch.full((), w, dtype=dtype, device=x.device) for w in (a, b))
+    # float64 whatever x is: a number loses nothing, and the kernels load it into their accumulation dtype
+    a, b = (w if isinstance(w, Tensor) else torch.full((), w, dtype=torch.float64, device=x.device) for w in (a, b))
     return _operator(x, f, a, b, list(dims), eps, recover)[0]
 
 
@@ -485,7 +488,7 @@ def _(x, f, a, b, dims, eps, recover):
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
     reduced = {d % x.dim() for d in dims}
     shape = [1 if axis in reduced else size for axis, size in enumerate(x.shape)]
-    acc = torch.float64 if y.dtype == torch.float64 else torch.float32
+    acc = _accumulate_in(y)
     return y, x.new_empty(shape, dtype=acc), x.new_empty(shape, dtype=acc)
 
 
