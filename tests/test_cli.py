@@ -62,7 +62,7 @@ def test_env(capsys):
 
 
 @pytest.mark.parametrize(("wanted", "answer"), [
-    ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown backend in TIMM_ORTHO_BACKEND 'tritn'")])
+    ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown TIMM_ORTHO_BACKEND 'tritn'")])
 def test_env_says_which_backend_runs_and_why(capsys, monkeypatch, wanted, answer):
     monkeypatch.setenv("TIMM_ORTHO_BACKEND", wanted)
     assert cli.main(["env"]) == 0
