@@ -14,7 +14,7 @@ __all__ = ["accuracy", "architecture", "figures"]
 
 @cache
 def figures() -> Mapping[str, Any]:
-    """Everything in `paper.json`: a section for each table, the recipes (`recipes`) and hours of training (`compute`)."""
+    """Everything in `paper.json`: a section for each table, the `recipes`, and the hours of training (`compute`)."""
     return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
 
 
