@@ -252,7 +252,7 @@ def _expected(experiment: Experiment) -> list[str]:
     best = f", mean and standard deviation of {_runs(experiment)} runs"
     if experiment.section == "accuracy":
         best += ", of each the mean of its 5 best epochs (the 5 largest eval_top1 in its summary.csv)"
-    rows = [f"  {label:24} {mean:.2f} +- {std:.2f}   {_choice(experiment, label)}"
+    rows = [f"  {label:25} {mean:.2f} +- {std:.2f}   {_choice(experiment, label)}"
             for label, (mean, std) in experiment.top1().items()]
     return [f"Top-1 in the paper, %{best}:", *rows, *_remarks(experiment)]
 

@@ -88,7 +88,7 @@ count_processes() {  # sets $nodes, $each, $gpus
     [[ $each =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$each', but must be a number"
     if ((nodes > 1)); then
         [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] \
-            || die "NNODES is $nodes: set NODE_RANK (0 to $((nodes - 1)), each on one machine) and MASTER_ADDR (that of 0)"
+            || die "NNODES is $nodes: set NODE_RANK (0 to $((nodes - 1)), one on each) and MASTER_ADDR (that of 0)"
     fi
     if ((gpus == 0 && nodes * each > 1)); then
         die "PyTorch sees no GPU here, and timm's train.py trains in several processes on GPUs only"
