@@ -29,8 +29,10 @@ shift 3
 # importlib.metadata, not timm.__version__: in a checkout's folder `import timm` is the checkout's
 installed=$("$python" -c 'import importlib.metadata as m; print(m.version("timm"))' 2> /dev/null) \
     || die "$python has no timm: activate the environment that has it, or name its python in PYTHON"
+tag=v$installed
+[[ $installed != *.dev* ]] || tag=main  # installed from the repository
 fetch="that of timm $installed:
-git clone --depth 1 --branch v${installed%.dev*} https://github.com/huggingface/pytorch-image-models \
+git clone --depth 1 --branch $tag https://github.com/huggingface/pytorch-image-models \
 && export TIMM_DIR=\$PWD/pytorch-image-models"
 
 # ---------------------------------------------------------------------------------------------- train.py

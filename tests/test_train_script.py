@@ -161,13 +161,16 @@ def test_what_is_started_is_shown(bench):
 
 
 # --------------------------------------------------------------------------------------- what is refused
-CLONE = ("that of timm 1.0.31:\ngit clone --depth 1 --branch v1.0.31 https://github.com/huggingface/pytorch-image-models "
+CLONE = ("that of timm 1.0.31:\n"
+         "git clone --depth 1 --branch v1.0.31 https://github.com/huggingface/pytorch-image-models "
          "&& export TIMM_DIR=$PWD/pytorch-image-models\n")
 
 
 def test_no_train_py(bench):
     said = refused(bench, bench / "recipe.yaml", "m", "DATA", TIMM_DIR=None)
     assert said == f"train.sh: there is no train.py in this folder, and TIMM_DIR is not set; {CLONE}"
+    said = refused(bench, bench / "recipe.yaml", "m", "DATA", TIMM_DIR=None, installed="1.0.32.dev0")
+    assert "that of timm 1.0.32.dev0:\ngit clone --depth 1 --branch main https" in said
     said = refused(bench, bench / "recipe.yaml", "m", "DATA", TIMM_DIR="/nowhere")
     assert said == f"train.sh: there is no train.py in /nowhere; {CLONE}"
 
