@@ -311,7 +311,7 @@ def _commands(experiment: Experiment) -> list[str]:
     recipe = [f'-c "$(timm-ortho recipe --path {experiment.name})"', "--data-dir DATA"]
     nodes = [f"--nnodes {NODES}", f"--nproc-per-node {GPUS_PER_NODE}", "--node-rank $NODE_RANK",
              "--master-addr $MASTER_ADDR", "--master-port 29500"]
-    smoke = ["--device cpu", "--epochs 1", "-b 8", f"--train-img-sizes {side}", "--train-batches-per-epoch 3",
+    smoke = ["--device cpu", "--epochs 1", "-b 4", f"--train-img-sizes {side}", "--train-batches-per-epoch 3",
              '--val-split ""']
     parts = " [--grad-accum-steps N]" if _fits(experiment) < batch else ""
     return [
