@@ -134,7 +134,7 @@ def test_port_and_processes_are_taken_from_the_environment(bench):
     (["-vb", "500"], ["--batch-size", "256"]),
 ])
 def test_batch_is_divided_unless_it_is_given(bench, given, added):
-    assert started(bench, "DATA", *given)[-len(added + given):] == [*added, *given]
+    assert started(bench, "DATA", *given) == ["--standalone", "--nproc-per-node", "4", *train_py(bench), *added, *given]
 
 
 def test_recipe_without_a_batch_has_timms(bench):
