@@ -1,0 +1,100 @@
+"""The figures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), from `paper.json` beside this file.
+
+Each section of the file says which table it is, and which version of the paper it was taken from: the first version
+(arXiv 2505.11881v1) has the appendices, the final one (NeurIPS 2025) other figures for ViTs on ImageNet-1k, the sweep
+of learning rates, the throughput and the metrics of representations.
+"""
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Mapping
+
+__all__ = ["Experiment", "accuracy", "architecture", "experiments", "figures"]
+
+
+@cache
+def figures() -> Mapping[str, Any]:
+    """Everything in `paper.json`: a section for each table, the `recipes`, and the hours of training (`compute`)."""
+    return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
+
+
+def accuracy(model: str, dataset: str) -> dict[str, tuple[float, float]]:
+    """Table 2: top-1 accuracy in percent by connection, mean and standard deviation.
+
+    Args:
+        model: The paper's key (`vit_s`, `resnetv2_34`) or this package's name of it, with or without the suffix of a
+            connection (`vit_small`, `resnetv2_34_cifar_ortho`).
+        dataset: `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`, also as timm names it (`torch/cifar10`).
+
+    Returns:
+        `linear` and `feature`, for ResNets also `global`; nothing where the paper has no such figure.
+    """
+    found = figures()["accuracy"].get(architecture(model), {}).get(dataset.rpartition("/")[2], {})
+    return {connection: (mean, std) for connection, (mean, std) in found.items()}
+
+
+def architecture(model: str) -> str | None:
+    """The paper's key of an architecture of this package (`vit_small_ortho`: `vit_s`), None of any other."""
+    for key, entry in figures()["architectures"].items():
+        names = {entry["model"] + suffix for suffix in ("", "_linear", "_ortho", "_orthog")}
+        if model == key or model in names:
+            return key
+    return None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A cell of one of the paper's tables of accuracies: what a recipe of this package reproduces.
+
+    Attributes:
+        architecture: The paper's key: `vit_s`, `resnetv2_34`, ...
+        dataset: `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`.
+        section: Of `figures()`: `accuracy` (Table 2) or `initialisation` (Table 7).
+    """
+
+    architecture: str
+    dataset: str
+    section: str = "accuracy"
+
+    @property
+    def name(self) -> str:
+        """The name of the recipe."""
+        return "_".join((self.architecture, self.dataset, *([] if self.section == "accuracy" else [self.section])))
+
+    @property
+    def table(self) -> str:
+        return figures()[self.section]["table"]
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The hyperparameters that the paper gives for it, those of the data set among the others."""
+        recipes = figures()["recipes"]
+        recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
+        datasets = figures()["datasets"]
+        return {**{key: value for key, value in recipe.items() if key not in datasets}, **recipe[self.dataset]}
+
+    def top1(self) -> dict[str, tuple[float, float]]:
+        """Mean and standard deviation of top-1 accuracy in percent, by label: of the connection, after the start."""
+        labels = figures()["connections"]
+        if self.section == "accuracy":
+            found = accuracy(self.architecture, self.dataset)
+            return {labels[connection]: value for connection, value in found.items()}
+        return {
+            f"{start}, {labels[connection]}": (value[0], value[1])
+            for start in ("kaiming", "xavier", "orthogonal")
+            for connection, value in figures()[self.section][start].items()
+        }
+
+
+@cache
+def experiments() -> Mapping[str, Experiment]:
+    """Those that the package has a recipe for, by the recipe's name."""
+    found = [
+        Experiment(architecture, dataset)
+        for architecture in figures()["architectures"]
+        for dataset in figures()["datasets"]
+        if accuracy(architecture, dataset)
+    ]
+    found.append(Experiment("resnetv2_50", "cifar100", "initialisation"))
+    return {experiment.name: experiment for experiment in found}
