@@ -1,4 +1,5 @@
 """What happens in the stream while a model trains."""
 from .dynamics import Recorder, SiteDynamics, record, record_dynamics
+from .row_file import record_as_asked
 
-__all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics"]
+__all__ = ["Recorder", "SiteDynamics", "record", "record_as_asked", "record_dynamics"]
