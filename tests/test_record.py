@@ -92,6 +92,7 @@ def test_shares_are_of_the_averages():
     recorder = timm_ortho.record(model)
     model(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
     row, = recorder.rows
+    assert (row["stream"], row["orthogonal"]) == pytest.approx((9 / 2, (9 + 2) / 2), rel=1e-5)
     assert row["parallel_share"] == pytest.approx(16 / 9, rel=1e-5)
     assert row["orthogonal_share"] == pytest.approx((9 + 2) / 9, rel=1e-5)
 
