@@ -101,7 +101,7 @@ def test_every_site_has_its_own():
 
 
 def test_null_is_not_a_number():
-    linear, orthogonal = ([1.0, None, 1.0, 1.0] + [1.0 + more] * 31 for more in (0.0, 9.0))
+    linear, orthogonal = [5.0] * 35, [None] * 4 + [14.0] * 31
     point, = transition_points([rows({(0, "mlp"): linear})], [rows({(0, "mlp"): orthogonal})])
     assert point["step"] == 200
 

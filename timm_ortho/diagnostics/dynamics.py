@@ -51,7 +51,7 @@ class SiteDynamics(NamedTuple):
 def measure(connection: nn.Module, x: Tensor, f: Tensor) -> Tensor:
     """``[stream, parallel, orthogonal, cosine]`` of what a connection receives, a tensor on the device of ``x``."""
     # at least float32: the square of a float16 norm overflows at 256
-    x, f = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (x, f))
+    x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
     dim = connection.dim
     parallel, orthogonal = decompose(x, f, dim, connection.eps)
     squares = [part.square().sum(dim).mean() for part in (x, parallel, orthogonal)]
@@ -296,7 +296,7 @@ class _Pass:
     def add(self, index: int, figures: Tensor) -> None:
         place = self.places[index]
         if isinstance(place.connection, HybridConnection):
-            learned = torch.stack(place.connection.in_use()).detach()
+            learned = torch.stack(place.connection.in_use())
             figures = torch.cat([figures, learned.to(figures)])
         self.figures.append((place, figures))
 
