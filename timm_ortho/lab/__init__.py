@@ -10,11 +10,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LabError", "own_version", "write_json", "write_text"]
+__all__ = ["DiskError", "LabError", "own_version", "write_json", "write_text"]
 
 
 class LabError(ValueError):
     """What the user gave cannot be run; the message is one line that says what is wrong and what to do."""
+
+
+class DiskError(LabError):
+    """A file cannot be written, and the next one will not be either."""
 
 
 def own_version() -> str:

@@ -25,7 +25,7 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 import torch
 from timm.utils import CheckpointSaver, update_summary
 
-from . import LabError, write_json
+from . import DiskError, LabError, write_json
 
 __all__ = ["Checkpoints", "disk_errors", "read_json", "read_result"]
 
@@ -58,8 +58,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             (folder / "tmp.pth.tar").unlink()  # half a checkpoint
-        raise LabError(f"cannot write in {folder} ({_reason(error)}): make room and give the same command again; what "
-                       "is finished stays, and this run continues from its last checkpoint") from None
+        raise DiskError(f"cannot write in {folder} ({_reason(error)}): make room and give the same command again; what "
+                        "is finished stays, and this run continues from its last checkpoint") from None
 
 
 class Checkpoints(CheckpointSaver):

@@ -115,7 +115,9 @@ def plan(
         output: Optional[str],
 ) -> Comparison:
     """Checks everything that can be checked before the first step; nothing is written."""
-    options = resolve_options(given, recipe_name)
+    options, inert = resolve_options(given, recipe_name)
+    if inert:
+        print(f"timm-ortho: compare has no use for {', '.join(inert)}", file=sys.stderr)
     source = open_source(options)
     options.num_classes, options.in_chans = source.num_classes, source.in_chans
     seeds, connections = seeds_of(seeds, options.seed), list(dict.fromkeys(connections))

@@ -28,7 +28,7 @@ import difflib
 import itertools
 import re
 from argparse import Namespace
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Optional, Sequence
@@ -36,7 +36,8 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 import yaml
 
 from . import LabError, recipe
-from .grid import base_name, resolve_options
+from .grid import resolve_options
+from .paper import architecture
 from .training import Extras
 
 __all__ = ["SCALES", "Design", "Variant", "load", "shipped"]
@@ -48,6 +49,10 @@ _CELL = frozenset("model recipe connections connection switch".split())
 _NEEDED = ("title", "paper", "table", "scales")
 # Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal"}
+
+# The paper's data sets by its names, as timm names them; the last two are class folders.
+_TIMM_NAMES = {"cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "tiny_imagenet": "", "imagenet1k": ""}
+_BY_DATA = ("num_classes", "mean", "std")  # what the paper's recipes say for their own data set only
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class Variant:
     @property
     def final_connection(self) -> str:
         return self.extras.switch_to or self.connection
+
+    def name(self, seed: int) -> str:
+        """Of its run with a seed: `lr=0.001-linear-seed0`."""
+        cell = [f"{axis}={label}" for axis, label in self.cell.items()]
+        return re.sub(r"[^\w.,=+-]", "_", "-".join([*cell, self.final_connection, f"seed{seed}"]))
 
 
 @dataclass(frozen=True)
@@ -119,11 +129,12 @@ class Design:
 
     def _variant(self, cell: Mapping, connection: str, changes: Mapping, given: Mapping[str, Any]) -> Variant:
         values = _merged(_merged(self.options, given), changes["options"])
-        values.setdefault("dataset", "digits")
         values["model"] = changes.get("model", given.get("model", self.model))
-        base = changes.get("recipe", self.recipe)
+        data, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
         if base == "paper":
-            base = paper_recipe(values["model"], values["dataset"], self.paper_data)
+            base, is_its_own = _paper_recipe(values["model"], data, self.paper_data)
+            values = {**dict.fromkeys(_BY_DATA if not is_its_own else ("num_classes",)), **values}
+        values["dataset"] = _TIMM_NAMES.get(data, data)
         options, _ = resolve_options(values, base)
         extras = Extras(
             record_every=self.record,
@@ -270,6 +281,17 @@ def _switch(connection: str, given: Optional[Mapping[str, str]]) -> dict[str, An
     if "hybrid" in (given["to"], connection) and not again:
         raise LabError("an optimizer that is kept knows nothing of the parameters that hybrid adds or takes away")
     return {"switch_to": given["to"], "reinitialise": again}
+
+
+def _paper_recipe(model: str, dataset: str, paper_data: Sequence[str]) -> tuple[str, bool]:
+    """The paper's recipe for an architecture, and whether it is the data set's own or the nearest there is."""
+    known = recipe.shipped()
+    for data in (dataset.rpartition("/")[2], *paper_data):
+        name = f"{architecture(model)}_{data}"
+        if name in known:
+            return name, data == dataset.rpartition("/")[2]
+    raise LabError(f"the paper has no recipe for {model} on {dataset or 'a folder of images'}: "
+                   "give the options of another scale, or --option recipe")
 
 
 def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:

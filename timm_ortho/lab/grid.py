@@ -23,7 +23,7 @@ from .data import Source
 from .training import Extras, Progress, Run, build_model
 
 __all__ = [
-    "Job", "base_name", "check_folder", "check_model", "check_run", "claimed", "limited_threads", "resolve_options",
+    "Job", "base_name", "check_folder", "check_model", "check_run", "claimed", "device_of", "limited_threads", "resolve_options",
     "run_job", "seeds_of", "threads_for", "train_job", "writing_report",
 ]
 
@@ -52,12 +52,15 @@ class Job:
 
 
 # ----------------------------------------------------------------------------------------- the options
-def resolve_options(given: Mapping[str, Any], recipe_name: Optional[str]) -> Namespace:
+def resolve_options(given: Mapping[str, Any], recipe_name: Optional[str]) -> tuple[Namespace, list[str]]:
     """timm's options for what was given, with a recipe and timm's own defaults below.
 
     Args:
         given: timm's options by name; they override the recipe's.
         recipe_name: File or name of a shipped recipe; None chooses by data set.
+
+    Returns:
+        The options, and the names of those given that the lab has no use for.
     """
     name = recipe_name or ("digits" if given.get("dataset", "digits") == "digits" else "small_images")
     values = recipe.load(name)
@@ -68,16 +71,14 @@ def resolve_options(given: Mapping[str, Any], recipe_name: Optional[str]) -> Nam
     kwargs = {**(values.get("model_kwargs") or {}), **given.get("model_kwargs", {})}
     values = {**values, **given, "model": base, "model_kwargs": kwargs}
     options, inert = recipe.resolve(values)
-    if inert:
-        print(f"timm-ortho: the lab has no use for {', '.join(inert)}", file=sys.stderr)
     options.model = _variant(base)
     options.device_modules = ["timm_ortho"]  # so that train.py --config args.yaml finds the variant
-    options.device = str(_device(options.device))
+    options.device = str(device_of(options.device))
     if "amp_dtype" not in values and options.device == "cpu":
         options.amp_dtype = "bfloat16"  # timm's float16 needs a loss scaler, which the CPU does not have
     if "connection" in options.model_kwargs:
         raise LabError("the connection is not a model argument here: use --connections")
-    return options
+    return options, inert
 
 
 def base_name(model: str) -> str:
@@ -97,7 +98,7 @@ def _variant(base: str) -> str:
     raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(near)} (timm-ortho list)")
 
 
-def _device(name: Optional[str]) -> torch.device:
+def device_of(name: Optional[str]) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,0 +1,75 @@
+"""In words, what a scale and a data set changed: its options, data, grid and seeds against the paper's."""
+import re
+from typing import Any, Mapping, Sequence
+
+from . import LabError
+from .design import Design, Variant, load
+
+__all__ = ["changes"]
+
+# What says where images come from and how they are stored, nothing of how a model is trained.
+_NOT_COMPARED = frozenset("""
+    checkpoint_hist class_map data_dir dataset dataset_download dataset_trust_remote_code device device_modules in_chans
+    input_img_mode input_key input_size interpolation mean model model_kwargs no_prefetcher num_classes pin_mem seed std
+    target_key train_split val_split validation_batch_size workers worker_seeding
+""".split())
+
+
+def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+    """Lines such as "epochs: 15 here, 300 in the paper"; none for a study without training or without a paper scale.
+
+    Args:
+        design: The study at its scale.
+        given: timm's options of the command line.
+        seeds: The seeds of the runs.
+    """
+    if design.kind != "training":
+        return []
+    try:
+        paper = load(design.name, "paper")
+        there = list(paper.variants({"dataset": design.paper_data[0], "device": "cpu"} if design.paper_data else {}))
+    except LabError:  # the user's own file, which is of no paper
+        return []
+    lines = []
+    if design.paper_data and given["dataset"].rpartition("/")[2] not in design.paper_data:
+        lines.append(_line("data set", given["dataset"] or "a folder of images", " or ".join(design.paper_data)))
+    lines += [_line(axis, _listed(values), _listed(paper.axes[axis]))
+              for axis, values in design.axes.items() if axis in paper.axes and values != paper.axes[axis]]
+    if len(seeds) != paper.seeds:
+        lines.append(_line("seeds", len(seeds), paper.seeds))
+    for prefix, here, partner in _pairs(list(design.variants(given)), there):
+        lines += [prefix + line for line in _differences(_options(here), _options(partner))]
+    return lines
+
+
+def _pairs(here: Sequence[Variant], there: Sequence[Variant]):
+    """For each architecture the first variant here, with the paper's of the same architecture."""
+    first = {variant.options.model: variant for variant in reversed(here)}
+    models = list(dict.fromkeys(variant.options.model for variant in here))
+    for model in models:
+        same = [variant for variant in there if variant.options.model == model]
+        partner = next((variant for variant in same if variant.cell == first[model].cell), (same or there)[0])
+        yield f"{model.removesuffix('_ortho')}: " if len(models) > 1 else "", first[model], partner
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    options = {key: value for key, value in vars(variant.options).items() if key not in _NOT_COMPARED}
+    kwargs = {key: value for key, value in variant.options.model_kwargs.items() if not key.startswith("connection")}
+    kwargs.pop("img_size", None)  # an option already
+    return {"model": variant.options.model.removesuffix("_ortho"), **kwargs, **options}
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    return [_line(key, here.get(key), there.get(key)) for key in dict.fromkeys([*here, *there])
+            if here.get(key) != there.get(key)]
+
+
+def _line(what: str, here: Any, there: Any) -> str:
+    def said(value: Any) -> str:
+        return "not set" if value is None else str(value)
+
+    return f"{what}: {said(here)} here, {said(there)} in the paper"
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
