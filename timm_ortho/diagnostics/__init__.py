@@ -1,4 +1,4 @@
 """What happens in the stream while a model trains."""
-from .dynamics import SiteDynamics, record_dynamics
+from .dynamics import Recorder, SiteDynamics, record, record_dynamics
 
-__all__ = ["SiteDynamics", "record_dynamics"]
+__all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics"]
