@@ -1,5 +1,4 @@
 """In words, what a scale and a data set changed: its options, data, grid and seeds against the paper's."""
-import re
 from typing import Any, Mapping, Sequence
 
 from . import LabError

@@ -7,7 +7,7 @@ The keys of a file:
 | `title`, `paper`, `table` | the question, the paper's table or figure, its key in `paper.json` |
 | `kind` | `training` (the default), or what is computed without any: `overhead`, `parameters`, `gamma` |
 | `model` | architecture, without suffix |
-| `recipe` | where the options begin: a recipe's name; without it the one that `compare` would take; `paper` for the paper's |
+| `recipe` | where the options begin: a recipe, or `paper` for the paper's; without it what `compare` would take |
 | `options` | timm's options on top of the recipe |
 | `connections` | what each cell of the grid is run with |
 | `seeds` | how many |
@@ -20,9 +20,9 @@ The keys of a file:
 | `scales` | `smoke`, `small` and `paper`: any of the keys from `model` to `connections`, `seeds`, `grid`, `record` and
   `arguments` again, on top of the study's; an axis as a list keeps only these values |
 
-A value of an axis may change timm's options, `model`, `recipe` and `connections`, and beyond that
-`connection` (the only one of this cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with `connection_` are arguments of the model. What a scale or a value says of
-`model_kwargs` joins what was said before.
+A value of an axis may change timm's options, `model`, `recipe` and `connections`, and beyond that `connection` (the
+only one of this cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
+`connection_` are arguments of the model. What a scale or a value says of `model_kwargs` joins what was said before.
 """
 import difflib
 import itertools

@@ -23,8 +23,8 @@ from .data import Source
 from .training import Extras, Progress, Run, build_model
 
 __all__ = [
-    "Job", "base_name", "check_folder", "check_model", "check_run", "claimed", "device_of", "limited_threads", "resolve_options",
-    "run_job", "seeds_of", "threads_for", "train_job", "writing_report",
+    "Job", "base_name", "check_folder", "check_model", "check_run", "claimed", "device_of", "limited_threads",
+    "resolve_options", "run_job", "seeds_of", "threads_for", "train_job", "writing_report",
 ]
 
 _SUFFIXES = ("_ortho", "_orthog", "_linear")

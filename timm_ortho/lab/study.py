@@ -46,9 +46,6 @@ What the report is given, `study_report.write(study, runs, unfinished, folder) -
 For the other kinds `runs` are rows of plain columns, as `cost` makes them, and `unfinished` is empty.
 """
 import hashlib
-import json
-import re
-import shlex
 import sys
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
@@ -60,7 +57,7 @@ import timm
 import torch
 import yaml
 
-from . import DiskError, LabError, cost, own_version, study_report, write_json
+from . import DiskError, LabError, cost, study_report, write_json
 from .changes import changes
 from .checkpoints import disk_errors, read_json, read_result
 from .data import Source, open_source
@@ -301,12 +298,14 @@ def _train_parallel(jobs: Sequence[Job], workers: int, threads: int, failed: Any
 
 def _compute(study: Study, threads: int, command: str) -> int:
     """A study that trains nothing: its rows, computed unless they are there."""
+    rows = study.folder / "rows.json"
     with claimed(study.folder, "study", study.settings, {"seeds": []}), limited_threads(threads):
+        if not rows.is_file():
+            computed = cost.ROWS[study.design.kind](device=study.given["device"], **study.design.arguments)
+            with disk_errors(study.folder):
+                write_json(rows, computed)
         with writing_report(study.folder, lambda: report(study.folder, command)):
-            if not (study.folder / "rows.json").is_file():
-                rows = cost.ROWS[study.design.kind](device=study.given["device"], **study.design.arguments)
-                with disk_errors(study.folder):
-                    write_json(study.folder / "rows.json", rows)
+            pass
     return 0
 
 
