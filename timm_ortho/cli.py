@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
     _add_bench(commands)
+    _add_recipe(commands)
     _add_list(commands)
     env = commands.add_parser("env", help="versions, device and backend, for a bug report")
     env.set_defaults(call=_env)
@@ -175,6 +176,51 @@ def _bench(parsed: argparse.Namespace) -> int:
         return bench(given, environment(), parsed.output, parsed.command_line)
     except (BenchError, LabError) as error:
         raise UsageError(error) from None
+
+
+# ----------------------------------------------------------------------------------------------- recipe
+def _add_recipe(commands: Any) -> None:
+    parser = commands.add_parser(
+        "recipe", help="the paper's recipes, for timm's train.py -c and for compare --recipe",
+        description="Prints a recipe as it is, or lists them all.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("name", nargs="?", metavar="NAME")
+    what.add_argument("--list", action="store_true", help="name, model, data set, table of the paper, its top-1 in %%")
+    parser.add_argument("--path", action="store_true", help="print where the file is, not what it holds")
+    parser.set_defaults(call=_recipe)
+
+
+def _recipe(parsed: argparse.Namespace) -> int:
+    from .lab import LabError
+    from .lab.recipe import find
+
+    if parsed.list:
+        _list_recipes()
+        return 0
+    try:
+        path = find(parsed.name)
+    except LabError as error:
+        raise UsageError(error) from None
+    print(path if parsed.path else path.read_text(encoding="utf-8"), end="\n" if parsed.path else "")
+    return 0
+
+
+def _list_recipes() -> None:
+    from .lab.paper import experiments, figures
+    from .lab.recipe import load, shipped
+
+    rows = [("name", "model", "data set", "table", "top-1 in the paper")]
+    for name in [*experiments(), *(name for name in shipped() if name not in experiments())]:
+        values = load(name)
+        dataset, table, top1 = str(values.get("dataset") or "any"), "-", "-"
+        if name in experiments():
+            experiment = experiments()[name]
+            dataset, table = figures()["datasets"][experiment.dataset]["name"], experiment.table
+            top1 = "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in experiment.top1().items())
+        rows.append((name, values["model"], dataset, table, top1))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))
 
 
 # ------------------------------------------------------------------------------------------- list, env
