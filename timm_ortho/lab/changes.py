@@ -1,10 +1,17 @@
 """In words, what a scale and a data set changed: its options, data, grid and seeds against the paper's."""
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
+from ..models.paper import ARCHITECTURES
 from . import LabError
 from .design import Design, Variant, load
+from .grid import base_name
+from .recipe import known_options
 
 __all__ = ["changes"]
+
+# What gets a line of its own; the other options that differ are named together.
+_MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
+         "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
 
 # What says where images come from and how they are stored, nothing of how a model is trained.
 _NOT_COMPARED = frozenset("""
@@ -41,31 +48,38 @@ def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int]) -> l
     return lines
 
 
-def _pairs(here: Sequence[Variant], there: Sequence[Variant]):
+def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[str, Variant, Variant]]:
     """For each architecture the first variant here, with the paper's of the same architecture."""
-    first = {variant.options.model: variant for variant in reversed(here)}
     models = list(dict.fromkeys(variant.options.model for variant in here))
     for model in models:
+        first = next(variant for variant in here if variant.options.model == model)
         same = [variant for variant in there if variant.options.model == model]
-        partner = next((variant for variant in same if variant.cell == first[model].cell), (same or there)[0])
-        yield f"{model.removesuffix('_ortho')}: " if len(models) > 1 else "", first[model], partner
+        partner = next((variant for variant in same if variant.cell == first.cell), (same or there)[0])
+        yield f"{base_name(model)}: " if len(models) > 1 else "", first, partner
 
 
 def _options(variant: Variant) -> dict[str, Any]:
+    """What is compared: the architecture, its arguments, and timm's options."""
+    model = base_name(variant.options.model)
+    own = ARCHITECTURES[model][2] if model in ARCHITECTURES else {}
+    kwargs = {key: value for key, value in variant.options.model_kwargs.items()
+              if not key.startswith("connection") and key != "img_size"}  # which is an option already
     options = {key: value for key, value in vars(variant.options).items() if key not in _NOT_COMPARED}
-    kwargs = {key: value for key, value in variant.options.model_kwargs.items() if not key.startswith("connection")}
-    kwargs.pop("img_size", None)  # an option already
-    return {"model": variant.options.model.removesuffix("_ortho"), **kwargs, **options}
+    return {"architecture": model, **own, **kwargs, **options}
 
 
 def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    return [_line(key, here.get(key), there.get(key)) for key in dict.fromkeys([*here, *there])
-            if here.get(key) != there.get(key)]
+    differing = [key for key in dict.fromkeys([*here, *there]) if here.get(key) != there.get(key)]
+    of_model = [key for key in differing if key not in known_options()]
+    lines = [_line(key, here.get(key), there.get(key))
+             for key in [*of_model, *(key for key in _MAIN if key in differing)]]
+    others = [key for key in differing if key not in (*of_model, *_MAIN)]
+    return [*lines, f"other than in the paper as well: {', '.join(others)}"] if others else lines
 
 
 def _line(what: str, here: Any, there: Any) -> str:
     def said(value: Any) -> str:
-        return "not set" if value is None else str(value)
+        return "none" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
     return f"{what}: {said(here)} here, {said(there)} in the paper"
 
