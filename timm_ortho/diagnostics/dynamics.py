@@ -91,13 +91,13 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[SiteLike])
     """
     sites = list(sites)
     seen: Dict[int, Tensor] = {}
-    with _watching([site.connection for site in sites], seen.__setitem__), _evaluation(model), torch.no_grad():
+    with _watching([site.connection for site in sites], seen.__setitem__), evaluation(model), torch.no_grad():
         model(images)
     return [SiteDynamics(site.layer, site.kind, site.name, *seen[i].tolist()) for i, site in enumerate(sites)]
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and afterwards each module in the mode it was in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
