@@ -62,7 +62,7 @@ from .changes import changes
 from .checkpoints import disk_errors, read_json, read_result
 from .data import Source, open_source
 from .design import SCALES, Design, Variant, load, shipped
-from .features import cka_of_runs
+from .features import add_cka
 from .grid import (
     Job,
     check_folder,
@@ -332,7 +332,7 @@ def _collect(study: Study, seeds: Sequence[int]) -> tuple[list[dict], list[str]]
         })
         folders.append(folder)
     if study.design.representation:
-        cka_of_runs(runs, folders, study.design.baseline)
+        add_cka(runs, folders, study.design.baseline)
     return runs, list(dict.fromkeys(unfinished))
 
 

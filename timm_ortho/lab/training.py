@@ -28,7 +28,7 @@ from ..models._build import pop_connection_arguments
 from . import LabError, write_json, write_text
 from .checkpoints import Checkpoints, disk_errors, read_json
 from .data import DataStream, Source, epoch_seed, loaders
-from .features import write_features
+from .features import measure_features
 
 __all__ = ["Extras", "Run", "build_model"]
 
@@ -313,7 +313,7 @@ class Run:
         self.data_stream.reseed(epoch_seed(self.options.seed, 0, _DATA))
         batches = (self._to_device(*batch)[0] for batch in self.data_stream.iterate(self.eval_loader))
         with self.amp():
-            return write_features(self._evaluated_model(), batches, self.folder)
+            return measure_features(self._evaluated_model(), batches, self.folder)
 
     def _save(self) -> None:
         records = {"dynamics": self.dynamics}
