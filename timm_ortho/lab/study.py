@@ -43,7 +43,9 @@ What the report is given, `study_report.write(study, runs, unfinished, folder) -
     }, ...]
     unfinished = ["layers=0,1-feature-seed2", ...]
 
-For the other kinds `runs` are rows of plain columns, as `cost` makes them, and `unfinished` is empty.
+For the other kinds `runs` are the rows of plain columns that `cost` makes: `overhead`'s, `gamma_table`'s, and for
+`parameters` those of `flop_table` for each transformer, which have a column `module`, then those of `parameter_table`,
+which have none. `unfinished` is empty, `dataset` and `model` are None.
 """
 import hashlib
 import sys
@@ -57,6 +59,7 @@ import timm
 import torch
 import yaml
 
+from ..bench import BenchError
 from . import DiskError, LabError, cost, study_report, write_json
 from .changes import changes
 from .checkpoints import disk_errors, read_json, read_result
@@ -301,12 +304,25 @@ def _compute(study: Study, threads: int, command: str) -> int:
     rows = study.folder / "rows.json"
     with claimed(study.folder, "study", study.settings, {"seeds": []}), limited_threads(threads):
         if not rows.is_file():
-            computed = cost.ROWS[study.design.kind](device=study.given["device"], **study.design.arguments)
+            computed = _rows(study)
             with disk_errors(study.folder):
                 write_json(rows, computed)
         with writing_report(study.folder, lambda: report(study.folder, command)):
             pass
     return 0
+
+
+def _rows(study: Study) -> list[dict]:
+    kind, arguments = study.design.kind, dict(study.design.arguments)
+    if kind == "gamma":
+        return cost.gamma_table(**arguments)
+    if kind == "parameters":
+        transformers = [name for name in arguments["models"] if name.startswith("vit")]
+        return [*(row for name in transformers for row in cost.flop_table(name)), *cost.parameter_table(**arguments)]
+    try:
+        return cost.overhead(device=study.given["device"], **arguments)
+    except BenchError as error:
+        raise LabError(str(error)) from None
 
 
 # --------------------------------------------------------------------------------------------- the results
