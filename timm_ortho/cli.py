@@ -131,7 +131,7 @@ def _add_study(commands: Any) -> None:
     _add_study_arguments(run)
     run.add_argument("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the "
                                                              "seeds themselves: 0 4 7")
-    run.add_argument("--workers", "-j", type=int, default=1, metavar="N", help="runs at a time: one a GPU or a CPU core")
+    run.add_argument("--workers", "-j", type=int, default=1, metavar="N", help="runs at a time: one a GPU or CPU core")
     run.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each run (default: 1)")
     run.set_defaults(call=_study_run)
     report = actions.add_parser("report", help="report what a study's folder holds, without training")
@@ -148,8 +148,8 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", metavar="DIR", help="folder of the data set")
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
     add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
-    add("--option", "-o", action="append", default=[], metavar="KEY=VALUE", help="any option of timm's train.py that the "
-                                                                                 "study does not vary")
+    add("--option", "-o", action="append", default=[], metavar="KEY=VALUE",
+        help="any option of timm's train.py that the study does not vary")
     add("--output", metavar="DIR", help="default: output/study/ and a name that follows from the settings")
 
 

@@ -48,6 +48,7 @@ For the other kinds `runs` are the rows of plain columns that `cost` makes: `ove
 which have none. `unfinished` is empty, `dataset` and `model` are None.
 """
 import hashlib
+import json
 import sys
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
@@ -113,7 +114,7 @@ class Study:
         names: dict[str, str] = {}
         for seed in seeds:
             for variant in self.variants:
-                same = yaml.safe_dump([vars(variant.options), asdict(variant.extras), seed])
+                same = json.dumps([vars(variant.options), asdict(variant.extras), seed], sort_keys=True)
                 yield variant, seed, names.setdefault(same, variant.name(seed))
 
     def jobs(self, seeds: Sequence[int]) -> list[Job]:
