@@ -1,12 +1,14 @@
 """The command line: parses, calls, prints. Errors in what the user gave are one line and exit status 2."""
 import argparse
+import importlib
 import importlib.util
 import os
 import runpy
 import shlex
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 __all__ = ["main"]
 
@@ -43,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
+    _add_study(commands)
     _add_bench(commands)
     _add_recipe(commands)
     _add_list(commands)
@@ -113,6 +116,87 @@ def _compare(parsed: argparse.Namespace) -> int:
         )
     except LabError as error:
         raise UsageError(error) from None
+
+
+# ------------------------------------------------------------------------------------------------ study
+def _add_study(commands: Any) -> None:
+    parser = commands.add_parser(
+        "study", help="re-run one of the paper's experiments and report it beside the paper's table")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    actions.add_parser("list", help="the studies").set_defaults(call=_study_list)
+    run = actions.add_parser(
+        "run", help="train what a study needs, and report",
+        description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C leaves a report of what is "
+                    "finished; the same command again continues.")
+    _add_study_arguments(run)
+    run.add_argument("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the "
+                                                             "seeds themselves: 0 4 7")
+    run.add_argument("--workers", "-j", type=int, default=1, metavar="N", help="runs at a time: one a GPU or CPU core")
+    run.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each run (default: 1)")
+    run.set_defaults(call=_study_run)
+    report = actions.add_parser("report", help="report what a study's folder holds, without training")
+    _add_study_arguments(report)
+    report.set_defaults(call=_study_report)
+
+
+def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", metavar="NAME", help="a study of the list, or a file")
+    add("--dataset", default="digits", metavar="NAME",
+        help="digits (default), cifar10, cifar100, tiny_imagenet, imagenet1k, or timm's name: torch/fashion_mnist, ... "
+             "(an image folder: '' with --data-dir)")
+    add("--data-dir", metavar="DIR", help="folder of the data set")
+    add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
+    add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
+    add("--option", "-o", action="append", default=[], metavar="KEY=VALUE",
+        help="any option of timm's train.py that the study does not vary")
+    add("--output", metavar="DIR", help="default: output/study/ and a name that follows from the settings")
+
+
+def _study_list(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        print(study.listing())
+    return 0
+
+
+def _study_run(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        return study.run(
+            parsed.name,
+            _study_options(parsed),
+            scale=parsed.scale,
+            seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
+            workers=parsed.workers,
+            threads=parsed.threads,
+            output=parsed.output,
+            command=parsed.command_line,
+        )
+
+
+def _study_report(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        folder = study.find(parsed.name, _study_options(parsed), parsed.scale, parsed.output)
+        print(study.report(folder, parsed.command_line))
+    return 0
+
+
+@contextmanager
+def _lab(command: str) -> Iterator[Any]:
+    """The command's module of the lab; inside it what the lab refuses is a usage error."""
+    _require(command, _LAB)
+    from .lab import LabError
+    try:
+        yield importlib.import_module(f".lab.{command}", __package__)
+    except LabError as error:
+        raise UsageError(error) from None
+
+
+def _study_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    from .lab.recipe import parse_assignment
+    given = dict(parse_assignment(text) for text in parsed.option)
+    given.update({key: getattr(parsed, key) for key in ("dataset", "data_dir", "device")
+                  if getattr(parsed, key) is not None})
+    return given
 
 
 def _require(command: str, packages: Mapping[str, str]) -> None:
