@@ -290,6 +290,31 @@ def test_norm_before_the_classifier():
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 3)
 
 
+def test_weight_init():
+    """The paper's Table 7: what the weights of convolutions look like, and that nothing else changes."""
+    def convolution(weight_init):
+        model = timm.create_model("resnetv2_18_cifar_ortho", weight_init=weight_init)
+        convs = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+        assert all(not m.bias.any() for m in convs)
+        return model.stages[1].blocks[1].conv1.weight.flatten(1)  # 128 filters of 128 x 3 x 3
+
+    orthogonal = convolution("orthogonal")
+    torch.testing.assert_close(orthogonal @ orthogonal.T, torch.eye(128), atol=1e-4, rtol=0)
+    fan_in = fan_out = 128 * 9
+    assert convolution("xavier").std().item() == pytest.approx((2 / (fan_in + fan_out)) ** 0.5, rel=0.02)
+    assert convolution("kaiming").std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.02)
+    with pytest.raises(ValueError, match="unknown weight_init 'xavir', known are 'kaiming', 'xavier', 'orthogonal'"):
+        timm.create_model("resnetv2_18_cifar_ortho", weight_init="xavir")
+
+
+def test_weight_init_is_timms_unless_said_otherwise():
+    torch.manual_seed(0)
+    default = timm.create_model("resnetv2_18_cifar_ortho").state_dict()
+    torch.manual_seed(0)
+    kaiming = timm.create_model("resnetv2_18_cifar_ortho", weight_init="kaiming").state_dict()
+    assert all(torch.equal(default[key], kaiming[key]) for key in default)
+
+
 def test_suffix_is_only_the_default():
     torch.manual_seed(0)
     baseline = timm.create_model("vit_small_linear", depth=1, embed_dim=12, num_heads=2, img_size=32)

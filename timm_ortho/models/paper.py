@@ -19,6 +19,7 @@ from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
+from ..functional import known_name
 from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
@@ -44,6 +45,17 @@ class PaperVisionTransformer(VisionTransformer):
             nn.init.zeros_(self.cls_token)
 
 
+# kaiming is what timm's init_weights has done already
+_WEIGHT_INIT = {"kaiming": None, "xavier": nn.init.xavier_normal_, "orthogonal": nn.init.orthogonal_}
+
+
+def _init_convolutions(model: nn.Module, weight_init: str) -> None:
+    initialise = _WEIGHT_INIT[weight_init]
+    for module in model.modules() if initialise else ():
+        if isinstance(module, nn.Conv2d):
+            initialise(module.weight)
+
+
 class CifarResNetV2(ResNetV2):
     """The paper's pre-activation ResNet for small images.
 
@@ -52,13 +64,19 @@ class CifarResNetV2(ResNetV2):
 
     Args:
         head_norm: A LayerNorm between pooling and classifier (paper, Table 9).
+        weight_init: How the convolutions' weights start: ``kaiming`` (timm's own: normal, by fan-out), ``xavier`` or
+            ``orthogonal`` (paper, Table 7). Biases start at 0 and norms as the identity in each of them.
         output_stride: 8, or less for dilated later stages.
+
+    Raises:
+        ValueError: ``weight_init`` is none of the three.
     """
 
     def __init__(
             self,
             *args,
             head_norm: bool = False,
+            weight_init: str = "kaiming",
             output_stride: int = 8,
             stem_chs: int = 64,
             in_chans: int = 3,
@@ -67,6 +85,7 @@ class CifarResNetV2(ResNetV2):
             zero_init_last: bool = False,
             **kwargs,
     ) -> None:
+        known_name("weight_init", weight_init, _WEIGHT_INIT)
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         conv = kwargs.setdefault("conv_layer", partial(create_conv2d, bias=True))
         norm = kwargs.setdefault("norm_layer", BatchNormAct2d)
@@ -86,6 +105,7 @@ class CifarResNetV2(ResNetV2):
             self.head = NormMlpClassifierHead(
                 self.num_features, self.num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
         self.init_weights(zero_init_last=zero_init_last)
+        _init_convolutions(self, weight_init)
 
 
 _VIT_CFG = PretrainedCfg(
