@@ -7,12 +7,15 @@ import base64
 import html
 import io
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, Sequence, Union
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-__all__ = ["Table", "figure_box", "html_table", "markdown_table", "page", "svg", "text_table"]
+__all__ = [
+    "Block", "Code", "Grid", "Heading", "Items", "Picture", "Table", "Text", "figure_box", "html_table",
+    "markdown", "markdown_table", "page", "rendered", "svg", "text_table",
+]
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -73,6 +76,87 @@ def page(title: str, parts: Sequence[str]) -> str:
     ])
 
 
+# -------------------------------------------------------------------------- one document, HTML and Markdown
+@dataclass(frozen=True)
+class Heading:
+    text: str
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Items:
+    items: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Code:
+    text: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table with what it is called, and whether lines may break in its cells."""
+
+    table: Table
+    label: str
+    wrap: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure: the file below the report's folder, the SVG, and what it shows, in words and as caption."""
+
+    path: str
+    svg: str
+    alt: str
+    caption: str
+
+
+Block = Union[Heading, Text, Items, Code, Grid, Picture]
+
+
+def rendered(block: Block) -> str:
+    """The block as HTML."""
+    if isinstance(block, Grid):
+        return html_table(block.table, block.label, wrap=block.wrap)
+    if isinstance(block, Picture):
+        return figure_box(block.svg, block.alt, block.caption)
+    if isinstance(block, Items):
+        return "\n".join(["<ul>", *(f"<li>{html.escape(item)}</li>" for item in block.items), "</ul>"])
+    tag = {Heading: "h2", Text: "p", Code: "pre"}[type(block)]
+    return f"<{tag}>{html.escape(block.text)}</{tag}>"
+
+
+def markdown(title: str, blocks: Sequence[Block]) -> str:
+    """The document as Markdown; figures are files, by their relative paths."""
+    return "\n\n".join([f"# {_escaped(title)}", *(_markdown(block) for block in blocks)]) + "\n"
+
+
+def _markdown(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f"## {_escaped(block.text)}"
+    if isinstance(block, Text):
+        return _escaped(block.text)
+    if isinstance(block, Items):
+        return "\n".join(f"* {_escaped(item)}" for item in block.items)
+    if isinstance(block, Code):
+        return "\n".join(f"    {line}" for line in block.text.splitlines())
+    if isinstance(block, Grid):
+        return markdown_table(block.table)
+    return f"![{_escaped(block.alt)}]({block.path})\n\n*{_escaped(block.caption)}*"
+
+
+def _escaped(text: str) -> str:
+    """Plain text, in which Markdown would find emphasis, tags, links or columns."""
+    for sign in "\\`*_[]<>|":
+        text = text.replace(sign, f"\\{sign}")
+    return text
+
+
 # -------------------------------------------------------------------------------------------- the tables
 def html_table(table: Table, label: str, *, wrap: bool = False) -> str:
     """The table in a box that scrolls by itself.
@@ -103,8 +187,9 @@ def _html_row(row: Sequence[str], names: int) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    lines = [table.flat_header(), ["---"] * len(table.header), *table.rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    lines = [[_escaped(cell) for cell in line] for line in (table.flat_header(), *table.rows)]
+    rule = ["---"] * len(table.header)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
 
 def text_table(table: Table) -> str:

@@ -1,0 +1,275 @@
+"""The figures of the studies, in the paper's layout, from the runs alone.
+
+Lines are means over seeds, shades the range of the seeds; points are runs, and bars one standard deviation about their
+mean, as the paper's captions say. A value that is not finite leaves a gap.
+"""
+from itertools import accumulate
+from statistics import fmean, stdev
+from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from scipy.stats import pearsonr
+
+from .plots import band, finite, label, style
+from .study_tables import Measure
+
+__all__ = [
+    "component_norms", "correlation", "curves", "final_site", "learned_weights", "points", "site_names", "trace",
+    "traces", "training",
+]
+
+Run = Mapping[str, Any]
+Series = Callable[[Run], str]
+SQUARED = {
+    "stream": "|x|²", "parallel": "|f∥|²", "orthogonal": "|f⊥|²", "cosine": "cosine of x and f", "rho": "ρ", "theta": "θ",
+    "branch": "|f|²",
+}
+
+
+def training(runs: Sequence[Run], series: Series) -> Figure:
+    """Training loss and top-1 by epoch, and top-1 by the time spent in training (Figure 2)."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    loss, accuracy, time = figure.subplots(1, 3)
+    for name, group in _by(series, runs):
+        look = _line(name, series, runs)
+        epochs = _epochs(group)
+        band(loss, epochs, _history(group, "train_loss"), name, **look)
+        band(accuracy, epochs, _history(group, "eval_top1"), name, **look)
+        band(time, _minutes(group), _history(group, "eval_top1"), name, **look)
+    label(loss, "training loss", "epoch")
+    label(accuracy, "validation top-1, %", "epoch")
+    label(time, "validation top-1, %", "minutes of training, mean of the seeds")
+    _legend(figure, loss)
+    return figure
+
+
+def curves(
+        runs: Sequence[Run],
+        key: str,
+        title: str,
+        series: Series,
+        panel: Series = lambda run: "",
+) -> Figure:
+    """One of the history's columns by epoch, a panel for each value of `panel`, with shared axes (Figures 6 and 9)."""
+    panels = _by(panel, runs)
+    figure = Figure(figsize=(max(5.0, 3.6 * len(panels)), 3.4), layout="constrained")
+    for axes, (name, group) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        for line, members in _by(series, group):
+            band(axes, _epochs(members), _history(members, key), line, **_line(line, series, runs))
+        label(axes, f"{name}: {title}" if name else title, "epoch")
+    _legend(figure, *figure.axes)
+    return figure
+
+
+def points(
+        runs: Sequence[Run],
+        x: Callable[[Run], Any],
+        measures: Sequence[Measure],
+        series: Series,
+        below: str,
+        *,
+        log: bool = False,
+        pearson: bool = False,
+) -> Figure:
+    """A panel for each measure over `x`: every run, and mean and standard deviation of the seeds (Figures 4 and 5).
+
+    Args:
+        runs: The runs.
+        x: Where a run stands; numbers, or names that are set side by side.
+        measures: One panel each.
+        series: Runs of one series are joined by a line, if `x` is a number.
+        below: Title of the x axis.
+        log: Whether that axis is logarithmic.
+        pearson: Whether to write Pearson's correlation of the runs and its p into each panel.
+    """
+    places = list(dict.fromkeys(x(run) for run in runs))
+    numeric = all(isinstance(place, (int, float)) and not isinstance(place, bool) for place in places)
+    figure = Figure(figsize=(max(5.0, 5.0 * len(measures)), 3.6), layout="constrained")
+    for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
+        names = [name for name, _ in _by(series, runs)]
+        for index, (name, group) in enumerate(_by(series, runs)):
+            aside = 0.0 if numeric else 0.18 * (index - (len(names) - 1) / 2)
+            where = (lambda run: x(run)) if numeric else (lambda run, aside=aside: places.index(x(run)) + aside)
+            _errorbars(axes, group, where, measure, name, {**style(name, names), **({} if numeric else {"linestyle": ""})})
+        if log:
+            axes.set_xscale("log")
+        if not numeric:
+            axes.set_xticks(range(len(places)), [str(place) for place in places])
+            axes.set_xlim(-0.5, len(places) - 0.5)
+        label(axes, measure.title, below)
+        if pearson:
+            axes.text(0.02, 0.98, correlation(runs, x, measure), transform=axes.transAxes, va="top", fontsize=9)
+    _legend(figure, *figure.axes)
+    return figure
+
+
+def correlation(runs: Sequence[Run], x: Callable[[Run], float], measure: Measure) -> str:
+    """Pearson's r of all runs and its two-sided p, as text; without variation on either side there is none."""
+    pairs = [(x(run), measure.read(run)) for run in runs if finite(measure.read(run))]
+    if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
+        return f"r undefined ({len(pairs)} runs)"
+    result = pearsonr(*zip(*pairs, strict=True))
+    return f"r = {result.statistic:+.2f}, p = {result.pvalue:.2g}, {len(pairs)} runs"
+
+
+def _errorbars(
+        axes: Axes, group: Sequence[Run], where: Callable, measure: Measure, name: str, look: Mapping[str, Any]) -> None:
+    found: dict[float, list[float]] = {}
+    for run in group:
+        if finite(measure.read(run)):
+            found.setdefault(where(run), []).append(measure.read(run))
+    at = sorted(found)
+    means = [fmean(found[place]) for place in at]
+    bars = [stdev(found[place]) if len(found[place]) > 1 else 0.0 for place in at]
+    axes.errorbar(at, means, yerr=bars, label=name, capsize=3, linewidth=1.3, markersize=5, **look)
+    flat = [(place, value) for place in at for value in found[place]]
+    if flat:
+        axes.scatter(*zip(*flat, strict=True), s=9, color=look["color"], alpha=0.45, linewidths=0)
+
+
+# ------------------------------------------------------------------------------------------- the stream
+def site_names(runs: Sequence[Run]) -> dict[str, list[tuple[int, str]]]:
+    """For each kind of site its sites, (layer, name), from the first block to the last."""
+    found: dict[str, dict[tuple[int, str], None]] = {}
+    for run in runs:
+        for row in run["dynamics"]:
+            found.setdefault(row["kind"], {})[row["layer"], row["name"]] = None
+    return {kind: sorted(sites) for kind, sites in found.items()}
+
+
+def trace(run: Run, site: str, measure: str) -> tuple[list[int], list[Optional[float]]]:
+    """Steps and values of one site."""
+    rows = [row for row in run["dynamics"] if row["name"] == site]
+    return [row["step"] for row in rows], [_measured(row, measure) for row in rows]
+
+
+def _measured(row: Mapping[str, Any], measure: str) -> Optional[float]:
+    if measure != "branch":
+        return row[measure]
+    parts = (row["parallel"], row["orthogonal"])  # |f|² of the two parts, which are orthogonal to each other
+    return sum(parts) if all(finite(part) for part in parts) else None
+
+
+def traces(
+        runs: Sequence[Run],
+        kind: str,
+        measure: str,
+        transitions: Mapping[str, Optional[float]],
+        series: Series = lambda run: run["connection"],
+) -> Figure:
+    """One measure of every site of a kind over the training steps, three panels in a row (Figures 3, 10 to 12).
+
+    Args:
+        runs: Runs with dynamics.
+        kind: Kind of the sites, `mlp`.
+        measure: `stream`, `parallel`, `orthogonal` or `cosine`.
+        transitions: For each site the step at which the traces part, drawn as a vertical line; None where they do not.
+        series: The lines.
+    """
+    sites = site_names(runs)[kind]
+    rows = -(-len(sites) // 3)
+    figure = Figure(figsize=(10, 0.6 + 2.3 * rows), layout="constrained")
+    panels = figure.subplots(rows, min(3, len(sites)), squeeze=False).flat
+    for axes, (layer, site) in zip(panels, sites, strict=False):
+        _trace_lines(axes, runs, site, measure, series)
+        if measure == "cosine":
+            axes.axhline(0, color="#222222", linewidth=0.9, linestyle=(0, (4, 3)))
+        if transitions.get(site) is not None:
+            axes.axvline(transitions[site], color="#555555", linewidth=1.1, linestyle=":")
+        label(axes, f"block {layer}: {SQUARED[measure]}", "training step")
+    for axes in list(figure.axes)[len(sites):]:
+        axes.remove()
+    _legend(figure, *figure.axes)
+    return figure
+
+
+def final_site(run: Run) -> Optional[str]:
+    """The site of the last block whose branch is added last."""
+    last = max((row["layer"] for row in run["dynamics"]), default=None)
+    names = [row["name"] for row in run["dynamics"] if row["layer"] == last]
+    return names[-1] if names else None
+
+
+def component_norms(runs: Sequence[Run], series: Series = lambda run: run["connection"]) -> Figure:
+    """The last branch's output and its two parts over the training steps, on logarithmic axes (Figures 7 and 8)."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    for axes, measure in zip(figure.subplots(1, 3), ("orthogonal", "parallel", "branch"), strict=True):
+        site = next(final_site(run) for run in runs if run["dynamics"])
+        _trace_lines(axes, runs, site, measure, series)
+        axes.set_yscale("log")
+        label(axes, f"{SQUARED[measure]} of {site}", "training step")
+    _legend(figure, *figure.axes)
+    return figure
+
+
+def learned_weights(runs: Sequence[Run], kind: str, panel: Series) -> Figure:
+    """rho and theta of every block over the training steps, a column for each start of the hybrid connection."""
+    columns = _by(panel, runs)
+    figure = Figure(figsize=(max(5.5, 4.5 * len(columns)), 5.4), layout="constrained")
+    grid = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
+    for row, measure in enumerate(("rho", "theta")):
+        for axes, (name, group) in zip(grid[row], columns, strict=True):
+            for layer, site in site_names(group)[kind]:
+                look = {"color": _shade(layer, group), "linestyle": ("-", "--", "-.", ":")[layer % 4], "marker": ""}
+                _trace_line(axes, group, site, measure, f"block {layer}", look)
+            label(axes, f"{name}: {SQUARED[measure]}", "training step")
+    _legend(figure, *grid.flat)
+    return figure
+
+
+def _shade(layer: int, runs: Sequence[Run]) -> Any:
+    from matplotlib import colormaps
+    last = max(row["layer"] for run in runs for row in run["dynamics"])
+    return colormaps["cividis"](0.9 * layer / max(1, last))
+
+
+def _trace_lines(axes: Axes, runs: Sequence[Run], site: str, measure: str, series: Series) -> None:
+    for name, group in _by(series, runs):
+        _trace_line(axes, group, site, measure, name, _line(name, series, runs))
+
+
+def _trace_line(
+        axes: Axes, runs: Sequence[Run], site: str, measure: str, name: str, look: Mapping[str, Any]) -> None:
+    found = [trace(run, site, measure) for run in runs if run["dynamics"]]
+    if found:
+        steps = max((steps for steps, _ in found), key=len)
+        band(axes, steps, [values for _, values in found], name, **look)
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+def _by(key: Series, runs: Iterable[Run]) -> list[tuple[str, list[Run]]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.items())
+
+
+def _line(name: str, series: Series, runs: Sequence[Run]) -> dict[str, Any]:
+    return {**style(name, [other for other, _ in _by(series, runs)]), "marker": ""}
+
+
+def _epochs(runs: Sequence[Run]) -> range:
+    return range(1, max(len(run["history"]) for run in runs) + 1)
+
+
+def _history(runs: Sequence[Run], key: str) -> list[list[Optional[float]]]:
+    return [[row[key] for row in run["history"]] for run in runs]
+
+
+def _minutes(runs: Sequence[Run]) -> list[float]:
+    longest = max((len(run["history"]) for run in runs), default=0)
+    times = [list(accumulate(row["seconds"] / 60 for row in run["history"])) for run in runs]
+    return [fmean(time[epoch] for time in times if len(time) > epoch) for epoch in range(longest)]
+
+
+def _legend(figure: Figure, *panels: Axes) -> None:
+    """One legend above the panels, of the lines of any; integers where the steps are."""
+    found = {}
+    for axes in panels:
+        found.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        if axes.get_xlabel() in ("epoch", "training step"):
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=min(6, max(1, len(found))),
+                  frameon=False, fontsize=9)
