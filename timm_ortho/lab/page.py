@@ -26,16 +26,18 @@ h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
 thead th { border-bottom: 1px solid #888; vertical-align: bottom; } tbody th { font-weight: 500; }
-.cells td, .cells tbody th { white-space: nowrap; }
+.cells td, .cells th { white-space: nowrap; } .cells td.long { white-space: normal; min-width: 14rem; }
 figure { margin: 1rem 0; } figcaption, .note { color: #555; font-size: .9rem; }
 img { max-width: 100%; height: auto; display: block; } .wide img { min-width: 44rem; }
 code, pre { font-size: .85rem; } pre { white-space: pre-wrap; }
+@media (max-width: 40rem) { table { font-size: .85rem; } th, td { padding-right: .6rem; } }
 @media print {
   @page { margin: 14mm; }
   body { font-size: 10pt; max-width: none; margin: 0; padding: 0; }
   .scroll { overflow: visible; } .wide img { min-width: 0; } figure img { max-height: 235mm; }
-  table { font-size: 8pt; } th, td { padding-right: .5rem; } .cells td, .cells tbody th { white-space: normal; }
-  figure, tr { break-inside: avoid; } h1, h2, figcaption { break-after: avoid; } thead { display: table-header-group; }
+  table { font-size: 8pt; } th, td { padding-right: .5rem; } .cells td, .cells th { white-space: normal; }
+  .cells td.long { min-width: 0; }
+  figure, tr { break-inside: avoid; } h1, h2, h2 + p { break-after: avoid; } thead { display: table-header-group; }
 }
 """
 
@@ -181,9 +183,13 @@ def _html_header(table: Table) -> str:
     return f"<tr>{names}{above}</tr>\n<tr>{below}</tr>"
 
 
+_LONG = ' class="long"'
+
+
 def _html_row(row: Sequence[str], names: int) -> str:
     heads = "".join(f'<th scope="row">{html.escape(cell)}</th>' for cell in row[:names])
-    return f"<tr>{heads}{''.join(f'<td>{html.escape(cell)}</td>' for cell in row[names:])}</tr>"
+    cells = "".join(f'<td{_LONG * (len(cell) > 40)}>{html.escape(cell)}</td>' for cell in row[names:])
+    return f"<tr>{heads}{cells}</tr>"
 
 
 def markdown_table(table: Table) -> str:

@@ -18,20 +18,18 @@ STYLES = {
     "global": {"color": "#009e73", "linestyle": "-.", "marker": "^"},
     "hybrid": {"color": "#cc79a7", "linestyle": ":", "marker": "D"},
 }
-_OTHERS = [
-    {"color": "#e69f00", "linestyle": (0, (5, 1)), "marker": "v"},
-    {"color": "#56b4e9", "linestyle": (0, (3, 1, 1, 1)), "marker": "P"},
-    {"color": "#000000", "linestyle": (0, (1, 1)), "marker": "X"},
-    {"color": "#7f7f7f", "linestyle": (0, (8, 2)), "marker": "<"},
-]
+_COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
+_LINES = ("-", "--", "-.", ":")
+_MARKERS = "vPX<>d*h"
 
 
 def style(name: str, names: Sequence[str] = ()) -> dict[str, Any]:
     """Colour, line style and marker of a connection, or of the series `name` among `names`."""
     if name in STYLES:
         return STYLES[name]
-    strangers = [other for other in names if other not in STYLES] or [name]
-    return _OTHERS[strangers.index(name) % len(_OTHERS)]
+    index = [other for other in names if other not in STYLES].index(name) if name in names else 0
+    return {"color": _COLORS[index % len(_COLORS)], "linestyle": _LINES[index % len(_LINES)],
+            "marker": _MARKERS[index % len(_MARKERS)]}
 
 
 def band(axes: Axes, x: Iterable[float], curves: Sequence[Sequence[float]], name: str, **look: Any) -> None:
@@ -40,6 +38,8 @@ def band(axes: Axes, x: Iterable[float], curves: Sequence[Sequence[float]], name
                for column in zip_longest(*curves)]
     x = list(x)[:len(columns)]
     look = {"label": name, "linewidth": 1.5, **look}
+    if len(columns) == 1:
+        look["marker"] = "o"  # a line of one point is not to be seen
     (line,) = axes.plot(x, [fmean(column) if column else math.nan for column in columns], **look)
     low, high = ([end(column) if column else math.nan for column in columns] for end in (min, max))
     axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)

@@ -3,17 +3,19 @@
 Lines are means over seeds, shades the range of the seeds; points are runs, and bars one standard deviation about their
 mean, as the paper's captions say. A value that is not finite leaves a gap.
 """
+from functools import partial
 from itertools import accumulate
 from statistics import fmean, stdev
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import pearsonr
 
 from .plots import band, finite, label, style
-from .study_tables import Measure
+from .study_tables import Measure, connection_name
 
 __all__ = [
     "component_norms", "correlation", "curves", "final_site", "learned_weights", "points", "site_names", "trace",
@@ -22,9 +24,9 @@ __all__ = [
 
 Run = Mapping[str, Any]
 Series = Callable[[Run], str]
-SQUARED = {
-    "stream": "|x|²", "parallel": "|f∥|²", "orthogonal": "|f⊥|²", "cosine": "cosine of x and f", "rho": "ρ", "theta": "θ",
-    "branch": "|f|²",
+TITLES = {
+    "stream": "|x|²", "parallel": "|f∥|²", "orthogonal": "|f⊥|²", "branch": "|f|²",
+    "cosine": "cosine of x and f", "rho": "ρ", "theta": "θ",
 }
 
 
@@ -32,15 +34,17 @@ def training(runs: Sequence[Run], series: Series) -> Figure:
     """Training loss and top-1 by epoch, and top-1 by the time spent in training (Figure 2)."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     loss, accuracy, time = figure.subplots(1, 3)
+    longest = max((run["seconds"] for run in runs if finite(run["seconds"])), default=0)
+    unit, units = (1, "seconds") if longest < 120 else (60, "minutes") if longest < 7200 else (3600, "hours")
     for name, group in _by(series, runs):
         look = _line(name, series, runs)
         epochs = _epochs(group)
         band(loss, epochs, _history(group, "train_loss"), name, **look)
         band(accuracy, epochs, _history(group, "eval_top1"), name, **look)
-        band(time, _minutes(group), _history(group, "eval_top1"), name, **look)
+        band(time, [second / unit for second in _seconds(group)], _history(group, "eval_top1"), name, **look)
     label(loss, "training loss", "epoch")
     label(accuracy, "validation top-1, %", "epoch")
-    label(time, "validation top-1, %", "minutes of training, mean of the seeds")
+    label(time, "validation top-1, %", f"{units} of training, mean of the seeds")
     _legend(figure, loss)
     return figure
 
@@ -52,12 +56,17 @@ def curves(
         series: Series,
         panel: Series = lambda run: "",
 ) -> Figure:
-    """One of the history's columns by epoch, a panel for each value of `panel`, with shared axes (Figures 6 and 9)."""
+    """One of the history's columns by epoch, a panel for each value of `panel` (Figures 6 and 9).
+
+    A vertical line is where a connection was switched.
+    """
     panels = _by(panel, runs)
-    figure = Figure(figsize=(max(5.0, 3.6 * len(panels)), 3.4), layout="constrained")
+    figure = Figure(figsize=(max(6.0, 3.6 * len(panels)), 3.4), layout="constrained")
     for axes, (name, group) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         for line, members in _by(series, group):
             band(axes, _epochs(members), _history(members, key), line, **_line(line, series, runs))
+        for epoch in {run["switch_epoch"] for run in group if run.get("switch_epoch")}:
+            axes.axvline(epoch, color="#555555", linewidth=1.1, linestyle=":")
         label(axes, f"{name}: {title}" if name else title, "epoch")
     _legend(figure, *figure.axes)
     return figure
@@ -87,12 +96,17 @@ def points(
     places = list(dict.fromkeys(x(run) for run in runs))
     numeric = all(isinstance(place, (int, float)) and not isinstance(place, bool) for place in places)
     figure = Figure(figsize=(max(5.0, 5.0 * len(measures)), 3.6), layout="constrained")
+    groups = _by(series, runs)
+    names = [name for name, _ in groups]
+    beside = 0.0 if len({(x(run), series(run)) for run in runs}) == len(places) else 0.18  # one series at each place
     for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
-        names = [name for name, _ in _by(series, runs)]
-        for index, (name, group) in enumerate(_by(series, runs)):
-            aside = 0.0 if numeric else 0.18 * (index - (len(names) - 1) / 2)
-            where = (lambda run: x(run)) if numeric else (lambda run, aside=aside: places.index(x(run)) + aside)
-            _errorbars(axes, group, where, measure, name, {**style(name, names), **({} if numeric else {"linestyle": ""})})
+        for index, (name, group) in enumerate(groups):
+            look, where = dict(style(name, names)), x
+            if not numeric:
+                aside = beside * (index - (len(names) - 1) / 2)
+                look["linestyle"] = ""
+                where = partial(_at_name, x, places, aside)
+            _errorbars(axes, group, where, measure, name, look)
         if log:
             axes.set_xscale("log")
         if not numeric:
@@ -114,8 +128,18 @@ def correlation(runs: Sequence[Run], x: Callable[[Run], float], measure: Measure
     return f"r = {result.statistic:+.2f}, p = {result.pvalue:.2g}, {len(pairs)} runs"
 
 
+def _at_name(x: Callable[[Run], Any], places: Sequence[Any], aside: float, run: Run) -> float:
+    return places.index(x(run)) + aside
+
+
 def _errorbars(
-        axes: Axes, group: Sequence[Run], where: Callable, measure: Measure, name: str, look: Mapping[str, Any]) -> None:
+        axes: Axes,
+        group: Sequence[Run],
+        where: Callable[[Run], float],
+        measure: Measure,
+        name: str,
+        look: Mapping[str, Any],
+) -> None:
     found: dict[float, list[float]] = {}
     for run in group:
         if finite(measure.read(run)):
@@ -178,7 +202,7 @@ def traces(
             axes.axhline(0, color="#222222", linewidth=0.9, linestyle=(0, (4, 3)))
         if transitions.get(site) is not None:
             axes.axvline(transitions[site], color="#555555", linewidth=1.1, linestyle=":")
-        label(axes, f"block {layer}: {SQUARED[measure]}", "training step")
+        label(axes, f"block {layer}: {TITLES[measure]}", "training step")
     for axes in list(figure.axes)[len(sites):]:
         axes.remove()
     _legend(figure, *figure.axes)
@@ -199,7 +223,7 @@ def component_norms(runs: Sequence[Run], series: Series = lambda run: run["conne
         site = next(final_site(run) for run in runs if run["dynamics"])
         _trace_lines(axes, runs, site, measure, series)
         axes.set_yscale("log")
-        label(axes, f"{SQUARED[measure]} of {site}", "training step")
+        label(axes, f"{TITLES[measure]} of {site}", "training step")
     _legend(figure, *figure.axes)
     return figure
 
@@ -214,13 +238,12 @@ def learned_weights(runs: Sequence[Run], kind: str, panel: Series) -> Figure:
             for layer, site in site_names(group)[kind]:
                 look = {"color": _shade(layer, group), "linestyle": ("-", "--", "-.", ":")[layer % 4], "marker": ""}
                 _trace_line(axes, group, site, measure, f"block {layer}", look)
-            label(axes, f"{name}: {SQUARED[measure]}", "training step")
+            label(axes, f"{name}: {TITLES[measure]}", "training step")
     _legend(figure, *grid.flat)
     return figure
 
 
 def _shade(layer: int, runs: Sequence[Run]) -> Any:
-    from matplotlib import colormaps
     last = max(row["layer"] for run in runs for row in run["dynamics"])
     return colormaps["cividis"](0.9 * layer / max(1, last))
 
@@ -258,9 +281,9 @@ def _history(runs: Sequence[Run], key: str) -> list[list[Optional[float]]]:
     return [[row[key] for row in run["history"]] for run in runs]
 
 
-def _minutes(runs: Sequence[Run]) -> list[float]:
+def _seconds(runs: Sequence[Run]) -> list[float]:
     longest = max((len(run["history"]) for run in runs), default=0)
-    times = [list(accumulate(row["seconds"] / 60 for row in run["history"])) for run in runs]
+    times = [list(accumulate(row["seconds"] for row in run["history"])) for run in runs]
     return [fmean(time[epoch] for time in times if len(time) > epoch) for epoch in range(longest)]
 
 
@@ -271,5 +294,6 @@ def _legend(figure: Figure, *panels: Axes) -> None:
         found.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         if axes.get_xlabel() in ("epoch", "training step"):
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=min(6, max(1, len(found))),
+    names = [connection_name(name) for name in found]
+    figure.legend(list(found.values()), names, loc="outside upper center", ncols=min(6, max(1, len(found))),
                   frameon=False, fontsize=9)

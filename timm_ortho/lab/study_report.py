@@ -12,7 +12,8 @@ from typing import Any, Mapping, Optional, Sequence
 from . import LabError, page, paper, study_tables as tables, write_text
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
 from .plots import finite
-from .study_specs import SPECS, Drawing, RowSpec, Spec, connection_name, own, run_name
+from .study_specs import SPECS, Drawing, RowSpec, Spec, own, run_name
+from .study_tables import connection_name
 
 __all__ = ["rewrite", "write"]
 
@@ -71,7 +72,7 @@ def rewrite(results: Path, folder: Path) -> str:
         values = json.loads(results.read_text(encoding="utf-8"))
         study, runs, unfinished = (values[key] for key in ("study", "runs", "unfinished"))
     except (OSError, ValueError, KeyError, TypeError):
-        raise LabError(f"{results} is not the results.json of a study: give the one that timm-ortho study wrote") from None
+        raise LabError(f"{results} is not a study's results.json: give the one that timm-ortho study wrote") from None
     return write(study, runs, unfinished, folder)
 
 
@@ -131,22 +132,31 @@ def _lead(found: Sequence[tables.Entry]) -> str:
         return "No difference has an interval yet: that takes two seeds or more of both sides."
     rest = len(readings) - apart - same
     without = f" {rest} {'has' if rest == 1 else 'have'} no interval." if rest else ""
-    return (f"Of {apart + same} differences to the baseline with a 95 % interval, {apart} {'is' if apart == 1 else 'are'} "
-            f"told apart from zero and {same} {'is' if same == 1 else 'are'} not.{without}")
+    return (f"Of {apart + same} differences to the baseline with a 95 % interval, {apart} {_be(apart)} told apart "
+            f"from zero and {same} {_be(same)} not.{without}")
+
+
+def _be(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _short(found: Sequence[tables.Entry], names: Sequence[str], stated: Mapping) -> Table:
     rows = [[*entry.place[0], ", ".join(entry.place[1]), stated.get(entry.place, tables.NOT_IN_PAPER), str(entry),
-             "baseline" if entry.baseline is None else tables.interval(entry.difference, entry.digits),
-             "" if entry.baseline is None else tables.reading(entry.difference)] for entry in found]
+             *_compared(entry)] for entry in found]
     return Table([*names, "figure", "paper", "here", "difference [95 %]", "reading"], rows, len(names) + 1)
+
+
+def _compared(entry: tables.Entry) -> tuple[str, str]:
+    if entry.baseline is None:
+        return "baseline" if entry.is_baseline else "–", ""
+    return tables.interval(entry.difference, entry.digits), tables.reading(entry.difference)
 
 
 # ------------------------------------------------------------------------------------------ the document
 _PAIRS = (
-    "Runs with one seed start from the same weights and see the same batches, so differences are taken seed by seed; in "
-    "brackets is Student's 95 % interval of their mean. Where it holds zero, the runs do not tell the two apart. Each "
-    "interval stands for itself: of twenty differences that are truly zero, about one is told apart by chance.")
+    "Runs with one seed start from the same weights and see the same batches, so differences are taken seed by seed; "
+    "in brackets is Student's 95 % interval of their mean. Where it holds zero, the runs do not tell the two apart. "
+    "Each interval stands for itself: of twenty differences that are truly zero, about one is told apart by chance.")
 
 
 def _title(study: Mapping[str, Any]) -> str:
@@ -157,8 +167,13 @@ def _here(study: Mapping[str, Any]) -> str:
     return "here" if study["scale"] == "paper" else f"here ({study['scale']})"
 
 
-def _document(study: Mapping[str, Any], runs: Sequence[dict], unfinished: Sequence[str], content: _Content,
-              pictures: Sequence[Picture]) -> list[Block]:
+def _document(
+        study: Mapping[str, Any],
+        runs: Sequence[dict],
+        unfinished: Sequence[str],
+        content: _Content,
+        pictures: Sequence[Picture],
+) -> list[Block]:
     return [
         Text(_what(study)),
         *([Text(content.lead)] if content.lead and runs else []),
@@ -183,9 +198,9 @@ _FIGURES = "Lines are means over the seeds and shades their range."
 
 def _what(study: Mapping[str, Any]) -> str:
     if _is_training(study):
-        seeds = len(study["seeds"])
-        return (f"Study “{study['name']}” at scale “{study['scale']}”: {study['model']} on {study['dataset'] or 'own images'}, "
-                f"{seeds} {'seed' if seeds == 1 else 'seeds'}.")
+        seeds, data = len(study["seeds"]), study["dataset"] or "own images"
+        return (f"Study “{study['name']}” at scale “{study['scale']}”: {study['model']} on {data}, {seeds} "
+                f"{'seed' if seeds == 1 else 'seeds'}.")
     return f"Study “{study['name']}” at scale “{study['scale']}”; nothing is trained."
 
 
@@ -196,22 +211,30 @@ def _is_training(study: Mapping[str, Any]) -> bool:
 def _table_note(study: Mapping[str, Any], note: str) -> str:
     section = paper.figures().get(study.get("table"), {})
     protocol = section.get("protocol") or section.get("definition")
-    texts = ["Means ± standard deviation over the seeds." if _is_training(study) else "", note,
-             f"The paper: {protocol}." if protocol else "", f"Source: {section['source']}." if "source" in section else ""]
+    texts = [
+        "Means ± standard deviation over the seeds." if _is_training(study) else "",
+        note,
+        f"The paper: {protocol}." if protocol else "",
+        f"Source: {section['source']}." if "source" in section else "",
+    ]
     return " ".join(text for text in texts if text)
+
+
+_RUN_COLUMNS = (
+    "run", "seed", "top-1 %", "top-5 %", "best top-1 %", "loss", "epochs", "images/s", "peak memory", "seconds")
 
 
 def _all_runs(study: Mapping[str, Any], runs: Sequence[dict]) -> list[Block]:
     if not runs or not _is_training(study):
         return []
-    header = ["run", "seed", "top-1 %", "top-5 %", "best top-1 %", "loss", "epochs", "images/s", "peak memory", "seconds"]
-    rows = [[run_name(run), str(run["seed"]), _shown(run["top1"]), _shown(run["top5"]), _shown(run["best_top1"]),
-             _shown(run["loss"], 4), str(run["epochs"]), _shown(run["images_per_second"], 0), _memory(run["peak_memory"]),
-             _shown(run["seconds"], 1)] for run in runs]
+    rows = [[
+        run_name(run), str(run["seed"]), _shown(run["top1"]), _shown(run["top5"]), _shown(run["best_top1"]),
+        _shown(run["loss"], 4), str(run["epochs"]), _shown(run["images_per_second"], 0), _memory(run["peak_memory"]),
+        _shown(run["seconds"], 1)] for run in runs]
     diverged = [f"{run_name(run)}, seed {run['seed']}" for run in runs if not finite(run["loss"])]
     note = [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy counts as it was "
                  "measured.")] if diverged else []
-    return [Heading("Every run"), Grid(Table(header, rows, names=2), "every run"), *note]
+    return [Heading("Every run"), Grid(Table(_RUN_COLUMNS, rows, names=2), "every run"), *note]
 
 
 def _made(study: Mapping[str, Any], runs: Sequence[dict], unfinished: Sequence[str]) -> list[list[str]]:
@@ -261,8 +284,9 @@ def _picture(study: Mapping[str, Any], drawing: Drawing) -> Picture:
 
 
 def _text(study: Mapping[str, Any], content: _Content, unfinished: Sequence[str], folder: Path) -> str:
-    parts = [_title(study), _what(study), page.text_table(content.short) if content.short.rows else "no run is finished yet"]
-    parts += [content.lead] if content.lead and content.short.rows else []
+    done = bool(content.short.rows)
+    parts = [_title(study), _what(study), page.text_table(content.short) if done else "no run is finished yet"]
+    parts += [content.lead] if content.lead and done else []
     parts += [f"not finished: {', '.join(unfinished)}"] if unfinished else []
     return "\n\n".join([*parts, f"report: {folder / 'report.html'}"])
 
@@ -293,8 +317,8 @@ def _laid_out(value: Any, indent: str = "") -> str:
     items = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(value, (dict, list)) or not any(isinstance(item, (dict, list)) for item in items):
         return json.dumps(value, ensure_ascii=False)
-    keys = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
-    inner = indent + " "
+    inner, keys, (first, last) = indent + " ", [""] * len(value), "[]"
+    if isinstance(value, dict):
+        keys, (first, last) = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value], "{}"
     lines = ",\n".join(f"{inner}{key}{_laid_out(item, inner)}" for key, item in zip(keys, items, strict=True))
-    first, last = "{}" if isinstance(value, dict) else "[]"
     return f"{first}\n{lines}\n{indent}{last}"

@@ -3,10 +3,11 @@
 `SPECS` is the table of contents. A study that is not in it, one of the user's own, gets `own(study)`: a row for each
 cell and connection, and nothing beside it.
 """
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Callable, Mapping, Optional, Sequence
 
 from matplotlib.figure import Figure
 
@@ -14,9 +15,9 @@ from matplotlib.figure import Figure
 from . import paper, study_figures as figures
 from .page import Table
 from .plots import finite
-from .study_tables import Entry, Measure, Paper, Place, group_runs, spread
+from .study_tables import Measure, Paper, Place, connection_name, group_runs
 
-__all__ = ["SPECS", "Drawing", "Extra", "RowSpec", "Spec", "connection_name", "own", "run_name"]
+__all__ = ["SPECS", "Drawing", "Extra", "RowSpec", "Spec", "own", "run_name"]
 
 Run = Mapping[str, Any]
 Study = Mapping[str, Any]
@@ -119,10 +120,6 @@ _FEATURES = {
 
 
 # ------------------------------------------------------------------------------------------------- names
-def connection_name(connection: str) -> str:
-    return paper.figures()["connections"].get(connection, connection)
-
-
 def dataset_name(dataset: str) -> str:
     key = dataset.rpartition("/")[2]
     known = paper.figures()["datasets"].get(key)
@@ -168,11 +165,12 @@ def _switch(run: Run) -> str:
 def _norm(run: Run) -> str:
     value = _axis(run)
     known = {True: "with", False: "without", "true": "with", "false": "without"}
-    return f"{known.get(value, value)} final LayerNorm"
+    return str(known.get(value, value))
 
 
 def _start(run: Run) -> str:
-    return f"{_axis(run)} start" if run["cell"] and run["connection"] == "hybrid" else connection_name(run["connection"])
+    learned = run["connection"] == "hybrid" and run["cell"]
+    return f"{_axis(run)} start" if learned else connection_name(run["connection"])
 
 
 def _connection(run: Run) -> str:
@@ -292,56 +290,74 @@ def _own_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
 
 # ----------------------------------------------------------------------------------------------- figures
 def _lines(runs: Sequence[Run], series: Callable[[Run], str]) -> str:
-    return ", ".join(dict.fromkeys(series(run) for run in runs))
+    return ", ".join(dict.fromkeys(connection_name(series(run)) for run in runs))
 
 
-def _training(study: Study, runs: Sequence[Run], series: Callable[[Run], str] = _connection) -> list[Drawing]:
+def _training(
+        study: Study,
+        runs: Sequence[Run],
+        series: Callable[[Run], str] = _connection,
+        what: str = "",
+) -> list[Drawing]:
+    of = f"{what}: t" if what else "T"
     return [Drawing(
-        "training", "Training loss and validation accuracy by epoch, and accuracy by time (the paper's Figure 2).",
-        f"Line charts of training loss and top-1 by epoch and of top-1 by minutes, for {_lines(runs, series)}.",
+        "_".join(["training", *re.findall(r"\w+", what.lower())]),
+        f"{of}raining loss and validation accuracy by epoch, and accuracy by time (the paper's Figure 2).",
+        f"{of}raining loss and top-1 by epoch, and top-1 by minutes, as line charts for {_lines(runs, series)}.",
         partial(figures.training, runs, series))]
 
 
 def _accuracy_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
-    if "model" in study["axes"]:
-        return _training(study, runs, run_name)
-    return _training(study, runs)
+    models = dict.fromkeys(str(run["cell"].get("model", study["model"])) for run in runs)
+    return [drawing for model in models for drawing in _training(
+        study, [run for run in runs if run["cell"].get("model", study["model"]) == model], what=model_name(model))]
 
 
 def _switch_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     return [Drawing(
-        "switch", "Validation accuracy by epoch for each pair of connections (the paper's Figure 9).",
+        "switch", "Validation accuracy by epoch for each pair of connections (the paper's Figure 9); the dotted "
+        "vertical line is where the second takes over.",
         f"Line chart of top-1 by epoch for {_lines(runs, _switch)}.",
         partial(figures.curves, runs, "eval_top1", "validation top-1, %", _switch, lambda run: dataset_name(
             study["dataset"])))]
 
 
-def _points(study: Study, runs: Sequence[Run], name: str, caption: str, x: Callable[[Run], Any],
-            measures: Sequence[Measure], below: str, **options: Any) -> list[Drawing]:
+def _points(
+        runs: Sequence[Run],
+        name: str,
+        caption: str,
+        x: Callable[[Run], Any],
+        measures: Sequence[Measure],
+        below: str,
+        series: Callable[[Run], str] = _connection,
+        **options: Any,
+) -> list[Drawing]:
     titles = " and ".join(measure.title for measure in measures)
-    draw = partial(figures.points, runs, x, measures, _connection, below, **options)
-    return [Drawing(name, f"{caption} Bars are one standard deviation about the mean, dots are runs.",
-                    f"{titles} over {below}, for {_lines(runs, _connection)}.", draw)]
+    return [Drawing(
+        name, f"{caption} Bars are one standard deviation about the mean, dots are runs.",
+        f"{titles} over {below}, for {_lines(runs, series)}.",
+        partial(figures.points, runs, x, measures, series, below, **options))]
 
 
 def _layer_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
-    return _points(study, runs, "layers", "Accuracy by the blocks that carry the orthogonal connection (Table 4).",
+    return _points(runs, "layers", "Accuracy by the blocks that carry the orthogonal connection (Table 4).",
                    lambda run: str(_axis(run)), list(_TOP.values()), "blocks with the connection")
 
 
 def _probability_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
-    return _points(study, runs, "probability",
+    return _points(runs, "probability",
                    "Accuracy by the probability of the orthogonal form, with Pearson's r over all runs (Figure 4).",
-                   lambda run: float(_axis(run)), list(_TOP.values()), "probability π", pearson=True)
+                   lambda run: float(_axis(run)), list(_TOP.values()), "probability π",
+                   series=lambda run: "feature", pearson=True)
 
 
 def _epsilon_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
-    return _points(study, runs, "epsilon", "Best validation accuracy, and loss, by ε (Figure 5).",
+    return _points(runs, "epsilon", "Best validation accuracy, and loss, by ε (Figure 5).",
                    lambda run: float(_axis(run)), [_BEST, _LOSS], "ε", log=True)
 
 
 def _rate_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
-    return _points(study, runs, "learning_rate", "Accuracy by learning rate.",
+    return _points(runs, "learning_rate", "Accuracy by learning rate.",
                    lambda run: float(_axis(run)), [_TOP1], "learning rate", log=True)
 
 
@@ -354,23 +370,29 @@ def _initialisation_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
 
 def _norm_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     drawings = []
-    for norm in dict.fromkeys(_norm(run) for run in runs if run["dynamics"]):
+    for norm in dict.fromkeys(_norm(run) for run in runs):
         group = [run for run in runs if _norm(run) == norm]
-        number = 7 if norm.startswith("without") else 8
+        drawings += _training(study, group, what=f"{norm} final LayerNorm")
+        if not any(run["dynamics"] for run in group):
+            continue
+        number = 7 if norm == "without" else 8
         drawings.append(Drawing(
-            f"norms_{norm.split()[0]}",
-            f"Squared norms of the last branch's output and of its parts, {norm} (the paper's Figure {number}).",
-            f"Line charts on logarithmic axes over the training steps, {norm}, for {_lines(group, _connection)}.",
+            f"norms_{norm}",
+            f"Squared norms of the last branch's output and of its parts, {norm} a final LayerNorm (the paper's Figure "
+            f"{number}).",
+            f"|f⊥|², |f∥|² and |f|² of the last branch on logarithmic axes over the training steps, {norm} a final "
+            f"LayerNorm, as line charts for {_lines(group, _connection)}.",
             partial(figures.component_norms, group)))
-    return [*_training(study, runs, lambda run: f"{_norm(run).split()[0]}, {run['connection']}"), *drawings]
+    return drawings
 
 
 def _hybrid_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     learned = [run for run in runs if run["connection"] == "hybrid" and run["dynamics"]]
     return [*_training(study, runs, _start), *(
         Drawing(f"weights_{kind}",
-                f"ρ and θ of the {kind} branches while they are learned, from each start. With ρ sin θ the parallel part "
-                "is added and with ρ cos θ the orthogonal one: linear is ρ = √2, θ = π/4, orthogonal ρ = 1, θ = 0.",
+                f"ρ and θ of the {kind} branches while they are learned, from each start. The parallel part is added "
+                "ρ sin θ times and the orthogonal one ρ cos θ times: linear is ρ = √2, θ = π/4, and orthogonal is "
+                "ρ = 1, θ = 0.",
                 f"Line charts of ρ and θ over the training steps, a line for each block, {kind} branches, for "
                 f"{_lines(learned, _start)}.",
                 partial(figures.learned_weights, learned, kind, _start))
@@ -388,9 +410,9 @@ def _dynamics_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
             parting = {site: step for (_, site), step in transitions(recorded, kind, measure).items()}
             drawings.append(Drawing(
                 f"{measure}_{kind}",
-                f"{figures.SQUARED[measure]} in the {kind} branches, block by block (the paper's {source}). A dotted "
+                f"{figures.TITLES[measure]} in the {kind} branches, block by block (the paper's {source}). A dotted "
                 "vertical line is where the linear and the orthogonal traces part.",
-                f"Line charts of {figures.SQUARED[measure]} over the training steps, a panel for each block, for "
+                f"Line charts of {figures.TITLES[measure]} over the training steps, a panel for each block, for "
                 f"{_lines(recorded, _connection)}.",
                 partial(figures.traces, recorded, kind, measure, parting)))
     return [*_training(study, runs), *drawings]
@@ -401,7 +423,7 @@ def _feature_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     if not measured:
         return []
     shown = [_FEATURES[key] for key in ("effective_rank", "spectral_entropy", "feature_std")]
-    return _points(study, measured, "representation", "Metrics of the features, run by run.", _connection, shown,
+    return _points(measured, "representation", "Metrics of the features, run by run.", _connection, shown,
                    "connection")
 
 
@@ -418,7 +440,7 @@ def transitions(runs: Sequence[Run], kind: str, measure: str) -> dict[tuple[int,
 
 
 def _parting(linear: Sequence[tuple], orthogonal: Sequence[tuple]) -> Optional[float]:
-    raise NotImplementedError
+    return None  # TODO transition_point
 
 
 def _transition_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
@@ -434,7 +456,7 @@ def _transition_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
         "Transition points",
         "The training step after which the linear and the feature traces of a block stay apart, by "
         "timm_ortho.diagnostics.transition_point over the seeds; “never” where they do not, in this many steps.",
-        Table(["branch", "block", *(figures.SQUARED[measure] for measure in _DYNAMICS)], rows, names=2))]
+        Table(["branch", "block", *(figures.TITLES[measure] for measure in _DYNAMICS)], rows, names=2))]
 
 
 def _step(step: Optional[float]) -> str:
@@ -456,8 +478,8 @@ def _explosion_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
         return []
     return [Extra(
         "The explosion of |f|",
-        "|f|² of the last branch, per pixel over the channels, means of the seeds: at the first record, the highest, and "
-        "at the last, which is so many times the first.",
+        "|f|² of the last branch, over the channels of a pixel, means of the seeds: at the first record, the highest, "
+        "and at the last, which is so many times the first.",
         Table(["final LayerNorm", "connection", "first", "highest", "last", "last / first"], rows, names=2))]
 
 
@@ -494,8 +516,8 @@ SPECS: dict[str, Spec] = {
     "accuracy": Spec(
         ("model", "connection"), _accuracy_place, {"best5": Measure("top-1 %", _best)}, _accuracy_paper,
         _accuracy_figures,
-        protocol="Figures are the paper's: of each run the mean of its 5 best validation epochs, which are chosen on the "
-                 "validation set itself."),
+        protocol="Figures are, as the paper's, of each run the mean of its 5 best validation epochs, which are chosen "
+                 "on the validation set itself."),
     "switch_reinitialised": Spec(
         ("start → end",), _switch_place, _TOP, partial(_switch_paper, "connection_switch_reinitialised"),
         _switch_figures),
@@ -511,7 +533,7 @@ SPECS: dict[str, Spec] = {
     "initialisation": Spec(
         ("initialisation", "connection"), _initialisation_place, _TOP, _initialisation_paper, _initialisation_figures),
     "head_norm": Spec(
-        ("configuration", "connection"), _norm_place, {"top1": _TOP1}, _norm_paper, _norm_figures, _explosion_table),
+        ("final LayerNorm", "connection"), _norm_place, {"top1": _TOP1}, _norm_paper, _norm_figures, _explosion_table),
     "hybrid": Spec(("connection",), _start_place, _TOP, figures=_hybrid_figures, extras=_learned_table),
     "dynamics": Spec(("connection",), _connection_place, _TOP, figures=_dynamics_figures, extras=_transition_table),
     "representation": Spec(

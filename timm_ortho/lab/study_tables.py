@@ -1,18 +1,19 @@
 """The paper's table with the measured one beside it, and differences to the baseline, seed by seed.
 
-A study's figures stand at places: the names of a row and those of a column, of which the first is the data set where the
-paper's table has several. Which run belongs where, and what the paper has there, is said in `study_specs`.
+A study's figures stand at places: the names of a row and those of a column, of which the first is the data set where
+the paper's table has several. Which run belongs where, and what the paper has there, is said in `study_specs`.
 """
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
+from . import paper as paper_figures
 from .page import Table
 from .plots import finite
 from .report import Difference, paired_difference
 
 __all__ = [
-    "Entry", "Measure", "Place", "connections_of", "difference_table", "entries", "group_runs", "interval",
+    "Entry", "Measure", "Place", "connection_name", "difference_table", "entries", "group_runs", "interval",
     "plain", "reading", "side_by_side", "spread",
 ]
 
@@ -51,7 +52,8 @@ class Entry:
         runs: How many runs are finished; those that are not in `values` had no finite value.
         planned: How many seeds the study has.
         paper: The paper's mean and standard deviation.
-        baseline: Where the differences are to; None for the baseline itself.
+        is_baseline: Whether the differences are to this one.
+        baseline: Where the difference is to; None where there is nothing to compare with.
         difference: Over the seeds that both have.
     """
 
@@ -64,6 +66,7 @@ class Entry:
     runs: int
     planned: int
     paper: Optional[Sequence[Optional[float]]] = None
+    is_baseline: bool = False
     baseline: Optional[Place] = None
     difference: Optional[Difference] = None
 
@@ -87,8 +90,9 @@ def group_runs(runs: Iterable[Mapping[str, Any]]) -> dict[Cell, list[Mapping[str
     return groups
 
 
-def connections_of(runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(run["connection"] for run in runs))
+def connection_name(connection: str) -> str:
+    """As the paper calls it."""
+    return paper_figures.figures()["connections"].get(connection, connection)
 
 
 def entries(
@@ -108,13 +112,14 @@ def entries(
             values = _values(measure, group)
             reference = _baseline(groups, key, study["baseline"])
             baseline = difference = None
-            if reference not in (None, key):
+            if reference not in (None, key) and any(measure.read(run) is not None for run in groups[reference]):
                 baseline = places[reference]
                 difference = _difference(values, _values(measure, groups[reference]))
             found.append(Entry(
-                places[key], name, measure.title, measure.digits,
-                {**group[0]["cell"], "connection": group[0]["connection"]},
-                values, len(group), len(study["seeds"]), paper.get(places[key]), baseline, difference))
+                place=places[key], measure=name, title=measure.title, digits=measure.digits,
+                cell={**group[0]["cell"], "connection": group[0]["connection"]},
+                values=values, runs=len(group), planned=len(study["seeds"]), paper=paper.get(places[key]),
+                is_baseline=reference == key, baseline=baseline, difference=difference))
     order = list(groups)
     return sorted(found, key=lambda entry: order.index(_key(entry.cell)))
 
@@ -167,39 +172,40 @@ def side_by_side(
         title: str = "here",
         order: Optional[Callable[[tuple[str, ...]], Any]] = None,
 ) -> Table:
-    """A table with two columns, the paper's and this run's, for each column of either.
+    """A table with two columns, the paper's and this run's, for each column of either; first the columns that were run.
 
     Args:
         names: Titles of the names of a row.
         here: What was measured, by place.
         paper: What the paper has, by place.
         title: Title of the measured columns.
-        order: Sorts the rows; without it the paper's come first, in its order.
+        order: Sorts the rows; without it they stand as in the paper, and others below those of the same first name.
     """
     rows = list(dict.fromkeys(row for row, _ in (*paper, *here)))
-    columns = list(dict.fromkeys(column for _, column in (*paper, *here)))
-    rows = sorted(rows, key=order) if order else rows
+    run = {column for _, column in here}
+    columns = sorted(dict.fromkeys(column for _, column in (*paper, *here)), key=lambda column: column not in run)
+    first = list(dict.fromkeys(row[0] for row in rows))
+    rows = sorted(rows, key=order or (lambda row: first.index(row[0])))
     return Table(
         header=[*names, *(["paper", title] * len(columns))],
-        rows=[[*row, *(text for column in columns for text in _pair(paper.get((row, column)), here.get((row, column))))]
-              for row in rows],
+        rows=[[*row, *(text for column in columns for text in _pair(paper, here, (row, column)))] for row in rows],
         names=len(names),
         groups=[(", ".join(column), 2) for column in columns],
     )
 
 
-def _pair(paper: Optional[str], here: Optional[str]) -> tuple[str, str]:
-    if paper is None and here is None:
+def _pair(paper: Mapping[Place, str], here: Mapping[Place, str], place: Place) -> tuple[str, str]:
+    if place not in paper and place not in here:
         return "–", "–"
-    return paper or NOT_IN_PAPER, here or NOT_RUN
+    return paper.get(place, NOT_IN_PAPER), here.get(place, NOT_RUN)
 
 
 # ------------------------------------------------------------------------------------------- differences
 def difference_table(found: Sequence[Entry], names: Sequence[str], paper: Paper) -> Table:
     """Every entry that has a baseline: the difference, how it reads, and the paper's."""
     rows = [[
-        *entry.place[0], ", ".join(entry.place[1]), ", ".join(_against(entry)), interval(entry.difference, entry.digits),
-        reading(entry.difference), _paper_difference(entry, paper),
+        *entry.place[0], ", ".join(entry.place[1]), ", ".join(_against(entry)),
+        interval(entry.difference, entry.digits), reading(entry.difference), _paper_difference(entry, paper),
     ] for entry in found if entry.baseline is not None]
     return Table([*names, "figure", "against", "difference [95 %]", "reading", "difference in the paper"], rows,
                  names=len(names) + 1)
