@@ -18,8 +18,8 @@ from .plots import band, finite, label, style
 from .study_tables import Measure, connection_name
 
 __all__ = [
-    "component_norms", "correlation", "curves", "final_site", "learned_weights", "points", "site_names", "trace",
-    "traces", "training",
+    "component_norms", "correlation", "curves", "final_site", "learned_weights", "overheads", "points", "site_names",
+    "trace", "traces", "training",
 ]
 
 Run = Mapping[str, Any]
@@ -259,6 +259,24 @@ def _trace_line(
     if found:
         steps = max((steps for steps, _ in found), key=len)
         band(axes, steps, [values for _, values in found], name, **look)
+
+
+def overheads(here: Mapping[str, tuple[float, float, float]], stated: Mapping[str, float]) -> Figure:
+    """Overhead in percent, median and the quantiles about it, with the paper's beside it (Table 1b)."""
+    figure = Figure(figsize=(7, 1.2 + 0.5 * len(here)), layout="constrained")
+    axes = figure.subplots()
+    for index, (middle, low, high) in enumerate(here.values()):
+        axes.errorbar(middle, index, xerr=[[middle - low], [high - middle]], capsize=3, markersize=5,
+                      label="here" if index == 0 else None, **style("feature"))
+    known = [(stated[name], index) for index, name in enumerate(here) if name in stated]
+    if known:
+        axes.scatter(*zip(*known, strict=True), marker="D", color=style("linear")["color"], label="paper", s=24)
+    axes.axvline(0, color="#222222", linewidth=0.9)
+    axes.set_yticks(range(len(here)), list(here))
+    axes.invert_yaxis()
+    label(axes, "", "overhead in training, %")
+    _legend(figure, axes)
+    return figure
 
 
 # ------------------------------------------------------------------------------------------------ helpers

@@ -2,7 +2,7 @@
 
 All of it is made from what the caller hands over, whose form `study` states, and nothing else: `results.json` holds the
 same again, so that `rewrite` makes the report anew elsewhere. Which table and which figures a study has is said in
-`study_specs`.
+`study_specs` and `cost_specs`.
 """
 import json
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 from . import LabError, page, paper, study_tables as tables, write_text
+from .cost_specs import ROW_SPECS, RowSpec
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
 from .plots import finite
-from .study_specs import SPECS, Drawing, RowSpec, Spec, own, run_name
+from .study_specs import SPECS, Drawing, Extra, Spec, own, run_name
 from .study_tables import connection_name
 
 __all__ = ["rewrite", "write"]
@@ -78,8 +79,9 @@ def rewrite(results: Path, folder: Path) -> str:
 
 # ------------------------------------------------------------------------------------------- the content
 def _content(study: Mapping[str, Any], runs: Sequence[dict]) -> _Content:
-    spec = SPECS.get(study["name"]) or own(study)
-    return _of_rows(study, runs, spec) if isinstance(spec, RowSpec) else _of_runs(study, runs, spec)
+    if _is_training(study):
+        return _of_runs(study, runs, SPECS.get(study["name"]) or own(study))
+    return _of_rows(runs, ROW_SPECS[study["kind"]])
 
 
 def _of_runs(study: Mapping[str, Any], runs: Sequence[dict], spec: Spec) -> _Content:
@@ -94,8 +96,7 @@ def _of_runs(study: Mapping[str, Any], runs: Sequence[dict], spec: Spec) -> _Con
         more += [Grid(differences, "differences to the baseline"), Text(_PAIRS)]
     else:
         more.append(Text("There is no pair of runs to compare yet."))
-    for extra in spec.extras(study, runs):
-        more += [Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note)]
+    more += _extras(spec.extras(study, runs))
     return _Content(
         lead=_lead(found),
         table=tables.side_by_side(
@@ -108,15 +109,20 @@ def _of_runs(study: Mapping[str, Any], runs: Sequence[dict], spec: Spec) -> _Con
     )
 
 
-def _of_rows(study: Mapping[str, Any], rows: Sequence[dict], spec: RowSpec) -> _Content:
-    here = {place: text for row in rows for place, text in spec.cells(row).items()}
-    stated = spec.paper()
+def _extras(extras: Sequence[Extra]) -> list[Block]:
+    return [block for extra in extras
+            for block in (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))]
+
+
+def _of_rows(rows: Sequence[dict], spec: RowSpec) -> _Content:
+    here, stated = spec.cells(rows), spec.paper(rows)
     names = [*spec.names, "figure", "paper", "here"]
     short = [[*row, ", ".join(column), stated.get((row, column), tables.NOT_IN_PAPER), text]
              for (row, column), text in here.items()]
     return _Content(
-        lead="", table=tables.side_by_side(spec.names, here, stated), note=spec.note, more=[],
-        drawings=spec.figures(study, rows) if rows else [], summary=[], short=Table(names, short, len(spec.names)))
+        lead="", table=tables.side_by_side(spec.names, here, stated), note=spec.note,
+        more=_extras(spec.extras(rows)), drawings=spec.figures(rows), summary=[],
+        short=Table(names, short, len(spec.names)))
 
 
 def _stated(figure: Sequence[Optional[float]], digits: int) -> str:
@@ -132,8 +138,8 @@ def _lead(found: Sequence[tables.Entry]) -> str:
         return "No difference has an interval yet: that takes two seeds or more of both sides."
     rest = len(readings) - apart - same
     without = f" {rest} {'has' if rest == 1 else 'have'} no interval." if rest else ""
-    return (f"Of {apart + same} differences to the baseline with a 95 % interval, {apart} {_be(apart)} told apart "
-            f"from zero and {same} {_be(same)} not.{without}")
+    return (f"Of {apart + same} difference{'s' * (apart + same != 1)} to the baseline with a 95 % interval, {apart} "
+            f"{_be(apart)} told apart from zero and {same} {_be(same)} not.{without}")
 
 
 def _be(count: int) -> str:
@@ -178,12 +184,12 @@ def _document(
         Text(_what(study)),
         *([Text(content.lead)] if content.lead and runs else []),
         *([Text(f"Not finished: {', '.join(unfinished)}.")] if unfinished else []),
-        *([] if runs else [Text("No run is finished yet.")]),
+        *([] if runs else [Text(_NOTHING)]),
         Heading("The paper's table and this one"),
         Grid(content.table, "the paper's table and the measured one"),
         Text(_table_note(study, content.note)),
         *content.more,
-        *([Heading("Figures"), Text(_FIGURES), *pictures] if pictures else []),
+        *([Heading("Figures"), *([Text(_FIGURES)] if _is_training(study) else []), *pictures] if pictures else []),
         Heading("What differs from the paper"),
         Items(study["changed"]) if study["changed"] else Text("Nothing that the study sets."),
         *_all_runs(study, runs),
@@ -193,6 +199,7 @@ def _document(
     ]
 
 
+_NOTHING = "No run is finished yet."
 _FIGURES = "Lines are means over the seeds and shades their range."
 
 
@@ -205,7 +212,7 @@ def _what(study: Mapping[str, Any]) -> str:
 
 
 def _is_training(study: Mapping[str, Any]) -> bool:
-    return not isinstance(SPECS.get(study["name"]), RowSpec)
+    return study.get("kind", "training") == "training"
 
 
 def _table_note(study: Mapping[str, Any], note: str) -> str:
@@ -285,7 +292,7 @@ def _picture(study: Mapping[str, Any], drawing: Drawing) -> Picture:
 
 def _text(study: Mapping[str, Any], content: _Content, unfinished: Sequence[str], folder: Path) -> str:
     done = bool(content.short.rows)
-    parts = [_title(study), _what(study), page.text_table(content.short) if done else "no run is finished yet"]
+    parts = [_title(study), _what(study), page.text_table(content.short) if done else _NOTHING]
     parts += [content.lead] if content.lead and done else []
     parts += [f"not finished: {', '.join(unfinished)}"] if unfinished else []
     return "\n\n".join([*parts, f"report: {folder / 'report.html'}"])

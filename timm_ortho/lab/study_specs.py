@@ -1,7 +1,7 @@
-"""Every study of the paper: where a run stands in the paper's table, what the paper has there, and which figures.
+"""Every study of the paper that trains: where a run stands in the paper's table, what the paper has there, and which figures.
 
-`SPECS` is the table of contents. A study that is not in it, one of the user's own, gets `own(study)`: a row for each
-cell and connection, and nothing beside it.
+`SPECS` is the table of contents; a study that is not in it, one of the user's own, gets `own(study)`. Studies that train
+nothing are in `cost_specs`.
 """
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .page import Table
 from .plots import finite
 from .study_tables import Measure, Paper, Place, connection_name, group_runs
 
-__all__ = ["SPECS", "Drawing", "Extra", "RowSpec", "Spec", "own", "run_name"]
+__all__ = ["SPECS", "Drawing", "Extra", "Spec", "model_name", "own", "run_name"]
 
 Run = Mapping[str, Any]
 Study = Mapping[str, Any]
@@ -65,25 +65,6 @@ class Spec:
     extras: Callable[[Study, Sequence[Run]], list[Extra]] = lambda study, runs: []
     order: Optional[Callable[[tuple[str, ...]], Any]] = None
     protocol: str = "Figures are those of the last epoch."
-
-
-@dataclass(frozen=True)
-class RowSpec:
-    """How the table of a study without training is made from its rows.
-
-    Attributes:
-        names: Titles of a row's names.
-        cells: From a row to its texts by place.
-        paper: The paper's texts by place.
-        figures: What is drawn.
-        note: What the columns are.
-    """
-
-    names: Sequence[str]
-    cells: Callable[[Run], Mapping[Place, str]]
-    paper: Callable[[], Mapping[Place, str]]
-    figures: Callable[[Study, Sequence[Run]], list[Drawing]] = lambda study, rows: []
-    note: str = ""
 
 
 # ---------------------------------------------------------------------------------------------- measures
@@ -345,10 +326,14 @@ def _layer_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _probability_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
+    def probability(run: Run) -> float:
+        return float(_axis(run))
+
+    measures = list(_TOP.values())
+    pearson = "; ".join(f"{measure.title}: {figures.correlation(runs, probability, measure)}" for measure in measures)
     return _points(runs, "probability",
-                   "Accuracy by the probability of the orthogonal form, with Pearson's r over all runs (Figure 4).",
-                   lambda run: float(_axis(run)), list(_TOP.values()), "probability π",
-                   series=lambda run: "feature", pearson=True)
+                   f"Accuracy by the probability of the orthogonal form, with Pearson's r (Figure 4). {pearson}.",
+                   probability, measures, "probability π", series=lambda run: "feature", pearson=True)
 
 
 def _epsilon_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
