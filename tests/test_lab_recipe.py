@@ -13,7 +13,7 @@ def write(tmp_path, text):
 @pytest.mark.parametrize("name", sorted(recipe.shipped()))
 def test_shipped_recipes_resolve(name):
     options, inert = recipe.resolve(recipe.load(name))
-    assert options.model == "vit_small"
+    assert options.model
     assert not inert
 
 
@@ -41,9 +41,19 @@ def test_bad_files(tmp_path, text, message):
         recipe.load(write(tmp_path, text))
 
 
-def test_missing_file_names_the_shipped():
-    with pytest.raises(LabError, match="there is no recipe 'nowhere': give a file, or one of digits, small_images"):
-        recipe.load("nowhere")
+def test_missing_file_names_the_nearest():
+    message = ("there is no recipe 'vit_s_cifar': the nearest is 'vit_s_cifar10', timm-ortho recipe --list shows all, "
+               "and a file of your own is given by its path")
+    with pytest.raises(LabError, match=message):
+        recipe.load("vit_s_cifar")
+
+
+def test_color_jitter_is_a_number_or_a_list():
+    """timm's parser takes one number; its data module also takes a list, which only YAML can give."""
+    assert recipe.resolve({"color_jitter": 0.3})[0].color_jitter == 0.3
+    assert recipe.resolve({"color_jitter": [0.4, 0.4, 0.4, "1e-1"]})[0].color_jitter == [0.4, 0.4, 0.4, 0.1]
+    with pytest.raises(LabError, match="option 'color_jitter' is 'much', but must be a number"):
+        recipe.resolve({"color_jitter": [0.4, "much"]})
 
 
 @pytest.mark.parametrize(("key", "value", "message"), [

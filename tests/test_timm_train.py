@@ -148,6 +148,25 @@ def test_trains_with_two_processes(scripts, images, tmp_path, model):
     assert found == pytest.approx(float(rows[0]["eval_top1"]), abs=0.01)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_records_what_the_environment_asks_for(scripts, images, tmp_path, monkeypatch, processes):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("TIMM_ORTHO_RECORD", str(path))
+    monkeypatch.setenv("TIMM_ORTHO_RECORD_EVERY", "4")
+
+    def steps():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [row["kind"] for row in rows[:4]] == ["attention", "mlp"] * 2
+        return [row["step"] for row in rows[::4]]  # each four times: two blocks, and the first process only
+
+    train(scripts, images, tmp_path / "first", "vit_small_ortho", processes=processes)
+    first = [0, 4, 8] if processes == 1 else [0, 4]  # of 10 and of 5 steps
+    assert steps() == first
+    train(scripts, images, tmp_path / "more", "vit_small_ortho", processes=processes, epochs=2,
+          resume=tmp_path / "first" / "run" / "last.pth.tar")
+    assert steps() == [*first, *(first[-1] + 4 + step for step in first)]
+
+
 def test_a_variant_is_unknown_without_the_device_module(scripts, images, tmp_path):
     """What --device-modules timm_ortho does, and that the test above would notice if it did nothing."""
     command = [sys.executable, scripts / "train.py", *common("vit_small_ortho", images), "--output", tmp_path]

@@ -9,6 +9,7 @@ from .connections import (
     create_connection,
 )
 from .convert import Site, UnsupportedModelError, connect, sites
+from .diagnostics import Recorder, record, representation
 from .functional import decompose, residual_update
 from .models import paper, variants  # registers the models
 from .routing import RoutingError
@@ -17,6 +18,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "RoutingError", "Site", "UnsupportedModelError", "connect", "create_connection", "decompose", "paper",
-    "residual_update", "sites", "variants",
+    "Recorder", "RoutingError", "Site", "UnsupportedModelError", "connect", "create_connection", "decompose", "paper",
+    "record", "representation", "residual_update", "sites", "variants",
 ]

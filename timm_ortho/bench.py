@@ -139,7 +139,7 @@ def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path
     try:
         # disable=None: no bar where the output is not a terminal
         progress = tqdm(total=len(groups) * (1 + options.repeats), leave=False, disable=None)
-        with _as_in_training(options.device), progress as bar:
+        with as_in_training(options.device), progress as bar:
             clock = Clock(options.device)
             for group in groups:
                 bar.set_description(" ".join(filter(None, group.labels.values())))
@@ -263,7 +263,7 @@ class Clock:
 
 
 @contextmanager
-def _as_in_training(device: torch.device) -> Iterator[None]:
+def as_in_training(device: torch.device) -> Iterator[None]:
     """cuDNN and TF32 on a GPU as timm's train.py sets them, for the time of the measurement."""
     if device.type != "cuda":
         yield

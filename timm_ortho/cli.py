@@ -1,12 +1,14 @@
 """The command line: parses, calls, prints. Errors in what the user gave are one line and exit status 2."""
 import argparse
+import importlib
 import importlib.util
 import os
 import runpy
 import shlex
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 __all__ = ["main"]
 
@@ -43,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
+    _add_study(commands)
     _add_bench(commands)
+    _add_recipe(commands)
     _add_list(commands)
     env = commands.add_parser("env", help="versions, device and backend, for a bug report")
     env.set_defaults(call=_env)
@@ -114,6 +118,87 @@ def _compare(parsed: argparse.Namespace) -> int:
         raise UsageError(error) from None
 
 
+# ------------------------------------------------------------------------------------------------ study
+def _add_study(commands: Any) -> None:
+    parser = commands.add_parser(
+        "study", help="re-run one of the paper's experiments and report it beside the paper's table")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    actions.add_parser("list", help="the studies").set_defaults(call=_study_list)
+    run = actions.add_parser(
+        "run", help="train what a study needs, and report",
+        description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C leaves a report of what is "
+                    "finished; the same command again continues.")
+    _add_study_arguments(run)
+    run.add_argument("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the "
+                                                             "seeds themselves: 0 4 7")
+    run.add_argument("--workers", "-j", type=int, default=1, metavar="N", help="runs at a time: one a GPU or CPU core")
+    run.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each run (default: 1)")
+    run.set_defaults(call=_study_run)
+    report = actions.add_parser("report", help="report what a study's folder holds, without training")
+    _add_study_arguments(report)
+    report.set_defaults(call=_study_report)
+
+
+def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", metavar="NAME", help="a study of the list, or a file")
+    add("--dataset", default="digits", metavar="NAME",
+        help="digits (default), cifar10, cifar100, tiny_imagenet, imagenet1k, or timm's name: torch/fashion_mnist, ... "
+             "(an image folder: '' with --data-dir)")
+    add("--data-dir", metavar="DIR", help="folder of the data set")
+    add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
+    add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
+    add("--option", "-o", action="append", default=[], metavar="KEY=VALUE",
+        help="any option of timm's train.py that the study does not vary")
+    add("--output", metavar="DIR", help="default: output/study/ and a name that follows from the settings")
+
+
+def _study_list(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        print(study.listing())
+    return 0
+
+
+def _study_run(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        return study.run(
+            parsed.name,
+            _study_options(parsed),
+            scale=parsed.scale,
+            seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
+            workers=parsed.workers,
+            threads=parsed.threads,
+            output=parsed.output,
+            command=parsed.command_line,
+        )
+
+
+def _study_report(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        folder = study.find(parsed.name, _study_options(parsed), parsed.scale, parsed.output)
+        print(study.report(folder, parsed.command_line))
+    return 0
+
+
+@contextmanager
+def _lab(command: str) -> Iterator[Any]:
+    """The command's module of the lab; inside it what the lab refuses is a usage error."""
+    _require(command, _LAB)
+    from .lab import LabError
+    try:
+        yield importlib.import_module(f".lab.{command}", __package__)
+    except LabError as error:
+        raise UsageError(error) from None
+
+
+def _study_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    from .lab.recipe import parse_assignment
+    given = dict(parse_assignment(text) for text in parsed.option)
+    given.update({key: getattr(parsed, key) for key in ("dataset", "data_dir", "device")
+                  if getattr(parsed, key) is not None})
+    return given
+
+
 def _require(command: str, packages: Mapping[str, str]) -> None:
     missing = sorted({package for module, package in packages.items() if importlib.util.find_spec(module) is None})
     if missing:
@@ -175,6 +260,51 @@ def _bench(parsed: argparse.Namespace) -> int:
         return bench(given, environment(), parsed.output, parsed.command_line)
     except (BenchError, LabError) as error:
         raise UsageError(error) from None
+
+
+# ----------------------------------------------------------------------------------------------- recipe
+def _add_recipe(commands: Any) -> None:
+    parser = commands.add_parser(
+        "recipe", help="the paper's recipes, for timm's train.py -c and for compare --recipe",
+        description="Prints a recipe as it is, or lists them all.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("name", nargs="?", metavar="NAME")
+    what.add_argument("--list", action="store_true", help="name, model, data set, table of the paper, its top-1 in %%")
+    parser.add_argument("--path", action="store_true", help="print where the file is, not what it holds")
+    parser.set_defaults(call=_recipe)
+
+
+def _recipe(parsed: argparse.Namespace) -> int:
+    from .lab import LabError
+    from .lab.recipe import find
+
+    if parsed.list:
+        _list_recipes()
+        return 0
+    try:
+        path = find(parsed.name)
+    except LabError as error:
+        raise UsageError(error) from None
+    print(path if parsed.path else path.read_text(encoding="utf-8"), end="\n" if parsed.path else "")
+    return 0
+
+
+def _list_recipes() -> None:
+    from .lab.paper import experiments, figures
+    from .lab.recipe import load, shipped
+
+    rows = [("name", "model", "data set", "table", "top-1 in the paper")]
+    for name in [*experiments(), *(name for name in shipped() if name not in experiments())]:
+        values = load(name)
+        dataset, table, top1 = str(values.get("dataset") or "any"), "-", "-"
+        if name in experiments():
+            experiment = experiments()[name]
+            dataset, table = figures()["datasets"][experiment.dataset]["name"], experiment.table
+            top1 = "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in experiment.top1().items())
+        rows.append((name, values["model"], dataset, table, top1))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))
 
 
 # ------------------------------------------------------------------------------------------- list, env

@@ -126,11 +126,16 @@ class HybridConnection(Connection):
         self.rho = nn.Parameter(torch.tensor(rho, device=device, dtype=dtype))
         self.theta = nn.Parameter(torch.tensor(theta, device=device, dtype=dtype))
 
-    def weights(self) -> List[Tensor]:
-        """``[a, b]`` of the update, 0-d tensors."""
+    def in_use(self) -> List[Tensor]:
+        """``[rho, theta]`` within their bounds, 0-d tensors."""
         rho = self.rho + (self.rho.clamp(min=0.0) - self.rho).detach()
         half_turn = math.pi / 2
         theta = self.theta + (self.theta.clamp(min=-half_turn, max=half_turn) - self.theta).detach()
+        return [rho, theta]
+
+    def weights(self) -> List[Tensor]:
+        """``[a, b]`` of the update, 0-d tensors."""
+        rho, theta = self.in_use()
         return [rho * theta.sin(), rho * theta.cos()]
 
     def forward(self, x: Tensor, f: Tensor) -> Tensor:

@@ -1,21 +1,29 @@
 """Norms and angles in the stream, read from the connections by forward hooks.
 
-For each site, averaged over the batch and over tokens or pixels:
+For each site, averaged over the batch and over tokens or pixels, with x the stream that the site receives and f the
+branch output (paper, Section 3.5, Figures 3 and 10 to 12):
 
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
 
-with x the stream that the site receives and f the branch output. All are taken over the channel axis, whatever the
-connection's own scope, so that the numbers of different connections can be compared.
+All are taken over the channel axis, whatever the connection's own scope, so that the numbers of different connections
+can be compared. A row of :func:`record` has besides ``parallel_share = parallel / stream`` and ``orthogonal_share``,
+of the averages: a single token may be zero (the paper's class token is, at the start), the average is not.
 """
-from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Protocol
+import math
+import warnings
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..connections import Connection, HybridConnection
 from ..functional import decompose
 
-__all__ = ["SiteDynamics", "record_dynamics"]
+__all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics"]
+
+Row = Dict[str, Any]
 
 
 class SiteLike(Protocol):
@@ -39,6 +47,35 @@ class SiteDynamics(NamedTuple):
     cosine: float
 
 
+# ---------------------------------------------------------------------------------------- one measurement
+def measure(connection: nn.Module, x: Tensor, f: Tensor) -> Tensor:
+    """``[stream, parallel, orthogonal, cosine]`` of what a connection receives, a tensor on the device of ``x``."""
+    # at least float32: the square of a float16 norm overflows at 256
+    x, f = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (x, f))
+    dim = connection.dim
+    parallel, orthogonal = decompose(x, f, dim, connection.eps)
+    squares = [part.square().sum(dim).mean() for part in (x, parallel, orthogonal)]
+    return torch.stack([*squares, nn.functional.cosine_similarity(x, f, dim=dim).mean()])
+
+
+@contextmanager
+def _watching(connections: Sequence[nn.Module], found: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside it each connection is measured before it is called; ``found`` gets its index and the measurement."""
+    def hook_of(index: int) -> Callable:
+        def hook(connection: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
+            with torch.no_grad():
+                found(index, measure(connection, *inputs[:2]))
+
+        return hook
+
+    handles = [connection.register_forward_pre_hook(hook_of(index)) for index, connection in enumerate(connections)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[SiteLike]) -> List[SiteDynamics]:
     """Run ``model`` once in evaluation mode and measure every site.
 
@@ -53,35 +90,14 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[SiteLike])
         One entry for each site, in the order of ``sites``.
     """
     sites = list(sites)
-    seen: Dict[int, SiteDynamics] = {}
-
-    def watch(index: int, site: SiteLike):
-        def hook(connection: nn.Module, inputs: Any, output: Any) -> None:
-            seen[index] = _measure(site, *inputs[:2])
-
-        return site.connection.register_forward_hook(hook)
-
-    handles = [watch(index, site) for index, site in enumerate(sites)]
-    try:
-        with _evaluation(model), torch.no_grad():
-            model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [seen[index] for index in range(len(sites))]
-
-
-def _measure(site: SiteLike, x: Tensor, f: Tensor) -> SiteDynamics:
-    # at least float32: the square of a float16 norm overflows at 256
-    dim, (x, f) = site.connection.dim, (t if t.dtype == torch.float64 else t.float() for t in (x, f))
-    parallel, orthogonal = decompose(x, f, dim, site.connection.eps)
-    squares = [part.square().sum(dim).mean().item() for part in (x, parallel, orthogonal)]
-    cosine = nn.functional.cosine_similarity(x, f, dim=dim).mean().item()
-    return SiteDynamics(site.layer, site.kind, site.name, *squares, cosine)
+    seen: Dict[int, Tensor] = {}
+    with _watching([site.connection for site in sites], seen.__setitem__), evaluation(model), torch.no_grad():
+        model(images)
+    return [SiteDynamics(site.layer, site.kind, site.name, *seen[i].tolist()) for i, site in enumerate(sites)]
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and afterwards each module in the mode it was in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -90,3 +106,260 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+# ------------------------------------------------------------------------------------- through a training
+def record(
+        model: nn.Module,
+        every: int = 50,
+        sink: Optional[Callable[[List[Row]], None]] = None,
+) -> "Recorder":
+    """Watch the stream of a model while it trains, from now on until :meth:`Recorder.close`.
+
+    Args:
+        model: Any model with connections, on any device, wrapped in DistributedDataParallel or ``torch.compile`` or
+            not; a linear model of timm's once it went through ``connect(model, "linear")``.
+        every: Forward passes from one that is recorded to the next; the first is recorded.
+        sink: Called with the rows of each recorded pass, which are then not kept.
+
+    Raises:
+        ValueError: The model has no connections, or ``every`` is not a positive whole number.
+    """
+    return Recorder(model, every, sink)
+
+
+class Recorder:
+    """Rows of what a model's connections received in training; made by :func:`record`, and a context manager.
+
+    A step is one forward pass in training mode, so that with gradient accumulation an update has several; passes in
+    evaluation mode do not count and are not recorded. There is one row for each recorded step and site:
+
+    | key | is |
+    | --- | --- |
+    | ``step`` | training passes before this one |
+    | ``layer``, ``kind``, ``name`` | of the site, as :func:`timm_ortho.sites` has them |
+    | ``stream``, ``parallel``, ``orthogonal``, ``cosine`` | as defined at the top of this file |
+    | ``parallel_share``, ``orthogonal_share`` | ``parallel`` and ``orthogonal`` over ``stream`` |
+    | ``rho``, ``theta`` | as the connection uses them where they are learned, else None |
+
+    Training is not disturbed: no random number is drawn and no bit of a result or gradient changes. The sites have
+    hooks only during a pass that is recorded, hence not while activation checkpointing runs parts of it again; copies
+    and pickles of the model (EMA, checkpoints) hold no recorder. The figures stay on the device until they are read,
+    in one transfer for each recorded step. Of several processes each records its own share of the batch.
+
+    A compiled model cannot be watched inside: a pass to be recorded is first run once more as it is written, without
+    gradients, with random numbers and buffers put back. Record the model before it first runs compiled. With
+    ``fullgraph=True`` give the compiled model, not the one in it, which would have to be left at its first line.
+
+    Attributes:
+        every: As given.
+        step: Training passes so far.
+    """
+
+    def __init__(
+            self, model: nn.Module, every: int = 50, sink: Optional[Callable[[List[Row]], None]] = None) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of steps, at least 1, got {every!r}")
+        if not _places(model):
+            raise ValueError(
+                f"{type(_unwrapped(model)).__name__} has no connections to record; "
+                f"timm_ortho.connect(model, 'linear') gives it linear ones, which change nothing")
+        self.every = every
+        self.step = 0
+        self._sink = sink
+        self._rows: List[Row] = []
+        self._unread: List[_Pass] = []
+        self._pass: Optional[_Pass] = None  # that is under way
+        self._hooks = ExitStack()  # on the sites, during that pass
+        self._handles = [
+            model.register_forward_pre_hook(_Begin(self), with_kwargs=True),
+            model.register_forward_hook(_End(self), always_call=True),
+        ]
+
+    @property
+    def rows(self) -> List[Row]:
+        """The rows so far, step by step and site by site."""
+        unread, self._unread = self._unread, []
+        for one in unread:
+            self._rows += one.rows()
+        return self._rows
+
+    def drain(self) -> List[Row]:
+        """The rows so far, which are then forgotten."""
+        rows, self._rows = self.rows, []
+        return rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """``step`` and ``rows`` in plain values, for a checkpoint."""
+        return {"step": self.step, "rows": [dict(row) for row in self.rows]}
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`: later rows are those of a training that was never interrupted."""
+        self.step, self._rows, self._unread = state["step"], [dict(row) for row in state["rows"]], []
+
+    def close(self) -> None:
+        """Stop recording; the rows stay. May be called more than once."""
+        self._hooks.close()
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------- what the hooks call
+    @torch.compiler.disable  # a compiled model calls it as Python, before its graph begins
+    def _begin(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any], traced: bool) -> None:
+        step, self.step = self.step, self.step + 1
+        if step % self.every:
+            return
+        self._pass = _Pass(step, _places(model))
+        self._hooks.enter_context(_watching([place.connection for place in self._pass.places], self._pass.add))
+        if traced or _is_compiled(model):
+            with _undisturbed(model):
+                _unwrapped(model).forward(*args, **kwargs)
+            self._end(succeeded=True)
+
+    def _end(self, succeeded: bool) -> None:
+        self._hooks.close()
+        done, self._pass = self._pass, None
+        if done is None or not succeeded:
+            return
+        if not done.figures:
+            warnings.warn(
+                "timm_ortho.record saw none of the model's connections at work: are its blocks compiled one by one, "
+                "or before they were recorded?", stacklevel=2)
+        self._unread.append(done)
+        if self._sink is not None:
+            self._sink(self.drain())
+
+
+class _Begin:
+    """The pre-hook of a recorded model. Called by a copy of the model it would count the copy's passes: it has none."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __call__(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
+        if model.training:
+            self.recorder._begin(model, args, kwargs, torch.compiler.is_compiling())
+
+    def __reduce__(self) -> Tuple:
+        return _NoHook, ()
+
+
+class _End:
+    """The hook of a recorded model, called whether the pass succeeded or not; copied as :class:`_Begin` is."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __call__(self, model: nn.Module, args: Tuple, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.recorder._end(succeeded=output is not None)
+
+    def __reduce__(self) -> Tuple:
+        return _NoHook, ()
+
+
+class _NoHook:
+    """What takes a recorder's place in copies and pickles of its model."""
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class _Place(NamedTuple):
+    """A site as it is found without the table of families, which this part of the package does not know."""
+
+    layer: int
+    kind: str
+    name: str
+    connection: Connection
+
+
+class _Pass:
+    """One forward pass that is recorded, its figures on the device."""
+
+    def __init__(self, step: int, places: List[_Place]) -> None:
+        self.step = step
+        self.places = places
+        self.figures: List[Tuple[_Place, Tensor]] = []
+
+    def add(self, index: int, figures: Tensor) -> None:
+        place = self.places[index]
+        if isinstance(place.connection, HybridConnection):
+            learned = torch.stack(place.connection.in_use()).detach()
+            figures = torch.cat([figures, learned.to(figures)])
+        self.figures.append((place, figures))
+
+    def rows(self) -> List[Row]:
+        values = iter(torch.cat([figures for _, figures in self.figures]).tolist() if self.figures else ())
+        return [self._row(place, [next(values) for _ in figures]) for place, figures in self.figures]
+
+    def _row(self, place: _Place, values: List[float]) -> Row:
+        stream, parallel, orthogonal, cosine, *learned = values
+        rho, theta = learned or (None, None)
+        return {
+            "step": self.step, "layer": place.layer, "kind": place.kind, "name": place.name,
+            "stream": stream, "parallel": parallel, "orthogonal": orthogonal,
+            "parallel_share": _ratio(parallel, stream), "orthogonal_share": _ratio(orthogonal, stream),
+            "cosine": cosine, "rho": rho, "theta": theta,
+        }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _places(model: nn.Module) -> List[_Place]:
+    """The connections of a model, with the names that they have without wrappers; layers count the blocks."""
+    places, layers = [], {}
+    for name, connection in _unwrapped(model).named_modules():
+        if isinstance(connection, Connection):
+            block, _, attribute = name.rpartition(".")
+            layer = layers.setdefault(block, len(layers))
+            places.append(_Place(layer, attribute.removeprefix("connection_"), name, connection))
+    return places
+
+
+# ------------------------------------------------------------------------------------------ wrapped models
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel or ``torch.compile`` wrapped."""
+    return _wrappers(model)[-1]
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    *wrappers, inner = _wrappers(model)
+    return inner._compiled_call_impl is not None or any("_orig_mod" in wrapper._modules for wrapper in wrappers)
+
+
+def _wrappers(model: nn.Module) -> List[nn.Module]:
+    """The model as given, what it wraps, and so on."""
+    chain = [model]
+    while True:
+        inner = chain[-1]._modules.get("_orig_mod")  # torch.compile's
+        if isinstance(chain[-1], DistributedDataParallel):
+            inner = chain[-1].module
+        if inner is None:
+            return chain
+        chain.append(inner)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Inside it the model may run: without gradients, and afterwards random numbers and buffers are as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
+    kind = next((device.type for device in devices), "cuda")  # without any, only the CPU's numbers are put back
+    with torch.random.fork_rng([device.index for device in devices], device_type=kind), torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, kept in buffers:
+                buffer.data.copy_(kept)  # of its data: autograd must not take it for a change

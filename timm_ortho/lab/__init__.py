@@ -1,6 +1,7 @@
-"""The lab: re-runs the papers' comparison on real data with timm's own factories.
+"""The lab: re-runs the papers' experiments on real data with timm's own factories.
 
-`recipe` reads timm's training YAML, `data` opens data sets, `training` does one run, `compare` a grid of runs,
+`recipe` reads timm's training YAML, `data` opens data sets, `training` does one run and `checkpoints` keeps its files;
+`grid` has what every grid of runs needs and `workers` does several at once; `compare` and `study` are such grids;
 `report` turns finished runs into a table, a page and a file of numbers. `import timm_ortho` imports nothing of it.
 """
 import json
@@ -9,20 +10,34 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LabError", "write_json", "write_text"]
+__all__ = ["DiskError", "LabError", "own_version", "write_json", "write_text"]
 
 
 class LabError(ValueError):
     """What the user gave cannot be run; the message is one line that says what is wrong and what to do."""
 
 
+class DiskError(LabError):
+    """A file cannot be written, and the next one will not be either."""
+
+
+def own_version() -> str:
+    """The version of timm-ortho, which results carry."""
+    from .. import __version__
+    return __version__
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all: whoever finds `path` finds all of it, whenever the process dies."""
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk every block counts
+        raise
     os.replace(partial, path)
 
 

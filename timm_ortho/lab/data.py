@@ -39,17 +39,18 @@ class Digits(Dataset):
 
     Args:
         training: The 1,437 training images, or the 360 others. The split is the same on every machine and every call.
+        num_samples: As many of these, the first in the order of the file; None for all.
     """
 
     classes = tuple(str(digit) for digit in range(10))
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, training: bool, num_samples: Optional[int] = None) -> None:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
         data = load_digits()
         split = train_test_split(np.arange(len(data.target)), test_size=0.2, random_state=0, stratify=data.target)
-        index = np.sort(split[0 if training else 1])
+        index = np.sort(split[0 if training else 1])[:num_samples]
         # 17 grey levels, 0 to 16
         self.images = [Image.fromarray(image) for image in np.round(data.images[index] * 255 / 16).astype(np.uint8)]
         self.targets = [int(target) for target in data.target[index]]
@@ -111,7 +112,7 @@ def open_source(options: Namespace) -> Source:
 
 def _open(options: Namespace, split: str, training: bool) -> Any:
     if options.dataset == "digits":
-        return Digits(training)
+        return Digits(training, options.train_num_samples if training else options.val_num_samples)
     try:
         return create_dataset(
             options.dataset,

@@ -5,11 +5,12 @@ Each section of the file says which table it is, and which version of the paper 
 of learning rates, the throughput and the metrics of representations.
 """
 import json
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Mapping
 
-__all__ = ["accuracy", "architecture", "figures"]
+__all__ = ["Experiment", "accuracy", "architecture", "experiments", "figures"]
 
 
 @cache
@@ -40,3 +41,60 @@ def architecture(model: str) -> str | None:
         if model == key or model in names:
             return key
     return None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A cell of one of the paper's tables of accuracies: what a recipe of this package reproduces.
+
+    Attributes:
+        architecture: The paper's key: `vit_s`, `resnetv2_34`, ...
+        dataset: `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`.
+        section: Of `figures()`: `accuracy` (Table 2) or `initialisation` (Table 7).
+    """
+
+    architecture: str
+    dataset: str
+    section: str = "accuracy"
+
+    @property
+    def name(self) -> str:
+        """The name of the recipe."""
+        return "_".join((self.architecture, self.dataset, *([] if self.section == "accuracy" else [self.section])))
+
+    @property
+    def table(self) -> str:
+        return figures()[self.section]["table"]
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The hyperparameters that the paper gives for it, those of the data set among the others."""
+        recipes = figures()["recipes"]
+        recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
+        datasets = figures()["datasets"]
+        return {**{key: value for key, value in recipe.items() if key not in datasets}, **recipe[self.dataset]}
+
+    def top1(self) -> dict[str, tuple[float, float]]:
+        """Mean and standard deviation of top-1 accuracy in percent, by label: of the connection, after the start."""
+        labels = figures()["connections"]
+        if self.section == "accuracy":
+            found = accuracy(self.architecture, self.dataset)
+            return {labels[connection]: value for connection, value in found.items()}
+        return {
+            f"{start}, {labels[connection]}": (value[0], value[1])
+            for start in ("kaiming", "xavier", "orthogonal")
+            for connection, value in figures()[self.section][start].items()
+        }
+
+
+@cache
+def experiments() -> Mapping[str, Experiment]:
+    """Those that the package has a recipe for, by the recipe's name."""
+    found = [
+        Experiment(architecture, dataset)
+        for architecture in figures()["architectures"]
+        for dataset in figures()["datasets"]
+        if accuracy(architecture, dataset)
+    ]
+    found.append(Experiment("resnetv2_50", "cifar100", "initialisation"))
+    return {experiment.name: experiment for experiment in found}

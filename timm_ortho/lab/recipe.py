@@ -19,7 +19,7 @@ import yaml
 
 from . import LabError
 
-__all__ = ["load", "known_options", "parse_assignment", "resolve", "shipped"]
+__all__ = ["find", "load", "known_options", "parse_assignment", "resolve", "shipped"]
 
 IMPLEMENTED = frozenset("""
     data_dir dataset train_split val_split train_num_samples val_num_samples dataset_download class_map input_img_mode
@@ -45,6 +45,9 @@ INERT = frozenset("""
     local_rank dist_bn no_ddp_bb synchronize_step
 """.split())
 
+# train.py's parser takes one number, but hands a list that stands in the YAML on to timm.data, which knows both.
+_NUMBER_OR_LIST = frozenset({"color_jitter"})
+
 # Where the lab's default is not timm's, and why.
 DEFAULTS = {
     "device": None,  # timm says cuda; here the machine decides
@@ -64,17 +67,27 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def find(name: str) -> Path:
+    """The file of a shipped recipe.
+
+    Raises:
+        LabError: There is none of that name; the message has the nearest.
+    """
+    known = shipped()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    raise LabError(f"there is no recipe '{name}': the nearest is '{near[0]}', timm-ortho recipe --list shows all, "
+                   "and a file of your own is given by its path")
+
+
 def load(name: str) -> dict[str, Any]:
     """Reads a recipe, given as a file or as the name of a shipped one, and checks its keys.
 
     Raises:
         LabError: There is no such file, it is no YAML mapping, or it has a key that timm does not know.
     """
-    path = Path(name)
-    if not path.is_file():
-        path = shipped().get(name)
-    if path is None:
-        raise LabError(f"there is no recipe '{name}': give a file, or one of {', '.join(shipped())}")
+    path = Path(name) if Path(name).is_file() else find(name)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -134,7 +147,7 @@ def _typed(key: str, value: Any) -> Any:
     option = known_options()[key]
     if value is None:
         return option["default"]
-    if option.get("list"):
+    if option.get("list") or (key in _NUMBER_OR_LIST and isinstance(value, (list, tuple))):
         values = value if isinstance(value, (list, tuple)) else [value]
         return [_scalar(key, option["type"], item) for item in values]
     value = _scalar(key, option["type"], value)

@@ -1,22 +1,13 @@
 """One run: one model, one seed, from the first image to `result.json`. All parts come from timm's factories.
 
-A run's folder holds, beside timm's `args.yaml`, `summary.csv`, `last.pth.tar` and `model_best.pth.tar`:
-
-| file | written | holds |
-| --- | --- | --- |
-| `history.json` | before each checkpoint | one row an epoch, the exact numbers behind `summary.csv` |
-| `dynamics.json` | before each checkpoint | the sites' norms and cosines before training and after each epoch |
-| `result.json` | once, at the end | the run's figures; a folder without it is an unfinished run |
-
-The order makes every moment safe to die in: `last.pth.tar` is replaced in one step, and whatever was written for an
-epoch that it does not hold yet is cut off when the run continues. A continued run ends with the weights of an
-uninterrupted one, because every random number follows from seed and epoch.
+What a run writes, and how it continues, is in `checkpoints`. A continued run ends with the weights of an uninterrupted
+one, because every random number follows from seed and epoch.
 """
-import json
 import math
 import time
 from argparse import Namespace
 from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -25,30 +16,42 @@ import torch
 import yaml
 from timm.data import resolve_data_config
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.models import create_model, load_checkpoint, model_parameters, resume_checkpoint
+from timm.models import create_model, model_parameters
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
-from timm.utils import (
-    AverageMeter,
-    CheckpointSaver,
-    ModelEmaV3,
-    NativeScaler,
-    accuracy,
-    dispatch_clip_grad,
-    random_seed,
-    update_summary,
-)
+from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed
 from torch import nn
 
-from ..convert import sites
-from ..diagnostics import record_dynamics
+from ..convert import connect, sites
+from ..diagnostics import record, record_dynamics
+from ..models._build import pop_connection_arguments
 from . import LabError, write_json, write_text
+from .checkpoints import Checkpoints, disk_errors, read_json
 from .data import DataStream, Source, epoch_seed, loaders
+from .features import measure_features
 
-__all__ = ["Run", "build_model", "read_result"]
+__all__ = ["Extras", "Run", "build_model"]
 
 _MODEL, _DATA = 0, 1  # the two streams of random numbers
 Progress = Callable[[int, Optional[dict]], None]  # updates done since the last call, and an epoch's row at its end
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a run does beside what timm's options can say.
+
+    Attributes:
+        switch_to: The connection that takes over in mid-training; None for no switch.
+        reinitialise: With the new connection optimizer, schedule and EMA begin anew, for as many epochs as before
+            (paper, Table 3). Otherwise all go on, and the switch comes at half of the epochs (Table 10).
+        record_every: `timm_ortho.record` looks at the connections every so many training steps; None for never.
+        representation: At the end the features of the validation images are measured and stored.
+    """
+
+    switch_to: Optional[str] = None
+    reinitialise: bool = False
+    record_every: Optional[int] = None
+    representation: bool = False
 
 
 def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Module:
@@ -80,12 +83,6 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
     return model
 
 
-def read_result(folder: Path) -> Optional[dict]:
-    """The figures of a finished run, None of an unfinished one."""
-    path = folder / "result.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
 class Run:
     """A run, made ready to train; `train` begins it or takes it up where its last checkpoint left it.
 
@@ -94,33 +91,38 @@ class Run:
         source: The data set.
         folder: Where the run's files go.
         device: Where it trains.
+        extras: What timm's options cannot say.
     """
 
-    def __init__(self, options: Namespace, source: Source, folder: Path, device: torch.device) -> None:
-        self.options, self.folder, self.device = options, folder, device
+    def __init__(
+            self,
+            options: Namespace,
+            source: Source,
+            folder: Path,
+            device: torch.device,
+            extras: Extras = Extras(),
+    ) -> None:
+        self.options, self.folder, self.device, self.extras = options, folder, device, extras
         self.model = build_model(options, source.num_classes, source.in_chans).to(device)
         if options.channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader, self.mixup = loaders(options, source, self._data_config(source), device)
+        self.updates_per_epoch = math.ceil(len(self.train_loader) / self.accumulate)
         self.train_loss = _train_loss(options).to(device)
         self.amp = _autocast(options, device)
         half = options.amp and options.amp_dtype == "float16"
         self.scaler = NativeScaler(device=device.type) if half and device.type == "cuda" else None
-        self.optimizer = create_optimizer_v2(
-            self.model, **optimizer_kwargs(_with_learning_rate(options)), **options.opt_kwargs)
-        self.ema = self._ema() if options.model_ema else None
-        self.decreasing = options.eval_metric == "loss"
-        self.updates_per_epoch = math.ceil(len(self.train_loader) / self.accumulate)
-        self.scheduler, self.epochs = create_scheduler_v2(
-            self.optimizer,
-            **scheduler_kwargs(options, decreasing_metric=self.decreasing),
-            updates_per_epoch=self.updates_per_epoch,
-        )
+        self._start_optimizer(0)
+        self.epochs, self.switch_epoch = self._plan_epochs()
         self.forward = self._compiled()
         self.data_stream = DataStream(device)
+        self.checkpoints = Checkpoints(
+            folder, options, model=self.model, optimizer=self.optimizer, model_ema=self.ema, amp_scaler=self.scaler)
         self.history: list[dict] = []
         self.dynamics: list[dict] = []
+        self.marks: list[dict] = []
+        self.recorder: Any = None
 
     @property
     def accumulate(self) -> int:
@@ -129,28 +131,42 @@ class Run:
     # ------------------------------------------------------------------------------------------ the run
     def train(self, progress: Progress = lambda updates, row: None) -> dict:
         """Trains to the end and returns what `result.json` holds."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(self.folder / "args.yaml", yaml.safe_dump(vars(self.options), default_flow_style=False))
-        saver = self._saver()
-        start = self._resume(saver)
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / "args.yaml", yaml.safe_dump(vars(self.options), default_flow_style=False))
+        if self.extras.record_every is not None:
+            self.recorder = record(self.model, every=self.extras.record_every)
+        try:
+            return self._train(progress)
+        finally:
+            if self.recorder is not None:
+                self.recorder.close()
+
+    def _train(self, progress: Progress) -> dict:
+        start = self._resume()
         progress(start * self.updates_per_epoch, self.history[-1] if self.history else None)
         probe = self._probe_images()
         if start == 0:
             self._record_dynamics(probe)
         for epoch in range(start, self.epochs):
-            self._epoch(epoch, saver, probe, progress)
+            if epoch == self.switch_epoch:
+                self._switch()
+            self._epoch(epoch, probe, progress)
         result = self._result()
-        write_json(self.folder / "result.json", result)
+        if self.extras.representation:
+            result["representation"] = self._represent()
+        with disk_errors(self.folder):
+            write_json(self.folder / "result.json", result)
         return result
 
-    def _epoch(self, epoch: int, saver: CheckpointSaver, probe: torch.Tensor, progress: Progress) -> None:
+    def _epoch(self, epoch: int, probe: torch.Tensor, progress: Progress) -> None:
         random_seed(epoch_seed(self.options.seed, epoch, _MODEL))
         self.data_stream.reseed(epoch_seed(self.options.seed, epoch, _DATA))
         _reset_peak_memory(self.device)
         began = time.perf_counter()
         train = self._train_epoch(epoch, progress)
         trained = time.perf_counter()
-        evaluated = self._evaluate(self.ema.module if self.ema is not None else self.forward)
+        evaluated = self._evaluate(self._evaluated_model())
         lr = sum(group["lr"] for group in self.optimizer.param_groups) / len(self.optimizer.param_groups)
         row = {
             "epoch": epoch,
@@ -163,18 +179,17 @@ class Run:
         }
         self.history.append(row)
         self._record_dynamics(probe)
-        metric = evaluated[self.options.eval_metric]
         # before the checkpoint, so that it holds the next epoch's learning rate
-        self.scheduler.step(epoch + 1, metric)
-        self._save(epoch, metric, saver)
+        self.scheduler.step(epoch + 1 - self.optimizer_epoch, evaluated[self.options.eval_metric])
+        self._save()
         progress(0, row)
 
     def _train_epoch(self, epoch: int, progress: Progress) -> dict:
         self.forward.train()
-        off = self.options.mixup_off_epoch
+        off, done = self.options.mixup_off_epoch, epoch - self.optimizer_epoch
         mixer = self.mixup if self.mixup is not None else self.train_loader
         if hasattr(mixer, "mixup_enabled"):
-            mixer.mixup_enabled = not (off and epoch >= off)
+            mixer.mixup_enabled = not (off and done >= off)
         if hasattr(self.train_loader.dataset, "set_epoch"):
             self.train_loader.dataset.set_epoch(epoch)
         losses, images, batches = AverageMeter(), 0, len(self.train_loader)
@@ -190,7 +205,7 @@ class Run:
             losses.update(loss.detach(), len(image))  # a tensor: reading it here would stop a GPU at every step
             images += len(image)
             if update:
-                number = epoch * self.updates_per_epoch + index // self.accumulate + 1
+                number = done * self.updates_per_epoch + index // self.accumulate + 1
                 if self.ema is not None:
                     self.ema.update(self.model, step=number)
                 self.scheduler.step_update(num_updates=number, metric=None)
@@ -217,6 +232,9 @@ class Run:
         if update:
             self.optimizer.zero_grad()
 
+    def _evaluated_model(self) -> nn.Module:
+        return self.ema.module if self.ema is not None else self.forward
+
     def _evaluate(self, model: nn.Module) -> dict:
         """Loss and accuracies over the validation set, by timm's names."""
         model.eval()
@@ -232,6 +250,53 @@ class Run:
                     meter.update(value.item(), len(image))
         return {key: meter.avg for key, meter in meters.items()}
 
+    # ------------------------------------------------------------------------- optimizer, schedule, connection
+    def _start_optimizer(self, epoch: int) -> None:
+        """Optimizer, schedule and EMA as they are before the epoch `epoch`, the first that they see."""
+        self.optimizer_epoch = epoch
+        self.optimizer = create_optimizer_v2(
+            self.model, **optimizer_kwargs(_with_learning_rate(self.options)), **self.options.opt_kwargs)
+        self.ema = self._ema() if self.options.model_ema else None
+        self.scheduler, self.scheduled_epochs = create_scheduler_v2(
+            self.optimizer,
+            **scheduler_kwargs(self.options, decreasing_metric=self.options.eval_metric == "loss"),
+            updates_per_epoch=self.updates_per_epoch,
+        )
+
+    def _plan_epochs(self) -> tuple[int, Optional[int]]:
+        """The number of epochs, and before which the connection is switched."""
+        if self.extras.switch_to is None:
+            return self.scheduled_epochs, None
+        if self.extras.reinitialise:
+            return 2 * self.scheduled_epochs, self.scheduled_epochs
+        if self.scheduled_epochs < 2:
+            raise LabError("a connection cannot be switched in the middle of one epoch: give two epochs or more")
+        return self.scheduled_epochs, self.scheduled_epochs // 2
+
+    def _switch(self) -> None:
+        """The second connection, with the optimizer that the extras ask for."""
+        arguments = pop_connection_arguments(dict(self.options.model_kwargs), self.extras.switch_to)
+        arguments["connection"] = self.extras.switch_to
+        connect(self.model, **arguments)
+        if self.ema is not None:
+            connect(self.ema.module, **arguments)
+        self.sites, self.forward = sites(self.model), self._compiled()
+        if self.extras.reinitialise:
+            self._start_optimizer(self.switch_epoch)
+            self.checkpoints.optimizer, self.checkpoints.model_ema = self.optimizer, self.ema
+
+    def _replay_schedule(self) -> None:
+        """timm's schedulers follow from the epoch, but the plateau's also from each metric: all steps are repeated."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        rows = self.history[self.optimizer_epoch:]
+        for done, row in enumerate(rows, 1):
+            self.scheduler.step(done, row[f"eval_{self.options.eval_metric}"])
+        self.scheduler.step_update(num_updates=len(rows) * self.updates_per_epoch, metric=None)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
     # ------------------------------------------------------------------------------- records and checkpoints
     def _probe_images(self) -> torch.Tensor:
         """The first validation batch: what the dynamics are measured on, the same for all runs."""
@@ -244,105 +309,62 @@ class Run:
             records = record_dynamics(self.model, probe, self.sites)
         self.dynamics.append({"epochs_done": len(self.history), "sites": [record._asdict() for record in records]})
 
-    def _save(self, epoch: int, metric: float, saver: CheckpointSaver) -> None:
-        write_json(self.folder / "history.json", self.history)
-        write_json(self.folder / "dynamics.json", self.dynamics)
-        saver.save_checkpoint(epoch, metric=metric)
-        self._write_summary()
+    def _represent(self) -> dict:
+        self.data_stream.reseed(epoch_seed(self.options.seed, 0, _DATA))
+        batches = (self._to_device(*batch)[0] for batch in self.data_stream.iterate(self.eval_loader))
+        with self.amp():
+            return measure_features(self._evaluated_model(), batches, self.folder)
 
-    def _write_summary(self) -> None:
-        """`summary.csv` anew from the history, by timm's own writer, so that a continued run repeats no row."""
-        partial_file = self.folder / ".summary.csv.partial"
-        partial_file.unlink(missing_ok=True)
-        for index, row in enumerate(self.history):
-            update_summary(
-                row["epoch"],
-                {"loss": row["train_loss"]},
-                {key: row[f"eval_{key}"] for key in ("loss", "top1", "top5")},
-                filename=str(partial_file),
-                lr=row["lr"],
-                write_header=index == 0,
-            )
-        if self.history:
-            partial_file.replace(self.folder / "summary.csv")
+    def _save(self) -> None:
+        records = {"dynamics": self.dynamics}
+        if self.recorder is not None:
+            self.marks.append({"step": self.recorder.step, "rows": len(self.recorder.rows)})
+            records["records"] = {"marks": self.marks, "rows": self.recorder.rows}
+        self.checkpoints.save(self.history, records)
 
-    def _saver(self) -> CheckpointSaver:
-        saver = CheckpointSaver(
-            self.model,
-            self.optimizer,
-            args=self.options,
-            model_ema=self.ema,
-            amp_scaler=self.scaler,
-            checkpoint_dir=str(self.folder),
-            recovery_dir=str(self.folder),
-            decreasing=self.decreasing,
-            max_history=self.options.checkpoint_hist,
-        )
-        # With hard links timm removes last.pth.tar before it moves the new one there: killed in between, a run is lost.
-        saver.can_hardlink = False
-        return saver
-
-    def _resume(self, saver: CheckpointSaver) -> int:
+    def _resume(self) -> int:
         """Restores everything from the last checkpoint and returns the epoch to begin with, 0 if there is none."""
-        last = self.folder / "last.pth.tar"
-        if not last.is_file():
+        checkpoint = self.checkpoints.load()
+        if checkpoint is None:
             return 0
+        start = checkpoint["epoch"] + 1
+        self.history = read_json(self.folder / "history.json")[:start]
+        self.dynamics = read_json(self.folder / "dynamics.json")[:start + 1]
+        if self.recorder is not None:
+            self._resume_recorder(start)
+        if self.switch_epoch is not None and start > self.switch_epoch:
+            self._switch()
         try:
-            history = json.loads((self.folder / "history.json").read_text(encoding="utf-8"))
-            dynamics = json.loads((self.folder / "dynamics.json").read_text(encoding="utf-8"))
-            start = resume_checkpoint(self.model, str(last), self.optimizer, self.scaler, log_info=False)
+            self.model.load_state_dict(checkpoint["state_dict"])
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
             if self.ema is not None:
-                load_checkpoint(self.ema.module, str(last), use_ema=True)
-        except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or json raise
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise LabError(f"{last} cannot be continued ({reason}); remove {self.folder} to train it anew") from None
-        self.history, self.dynamics = history[:start], dynamics[:start + 1]
-        self._replay_schedule(start)
-        self._restore_best(saver)
-        self._write_summary()
+                self.ema.module.load_state_dict(checkpoint["state_dict_ema"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(checkpoint[self.scaler.state_dict_key])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise LabError(f"{self.checkpoints.last} is of another model ({reason}); "
+                           f"remove {self.folder} to train it anew") from None
+        self._replay_schedule()
+        self.checkpoints.take_up(self.history)
         return start
 
-    def _replay_schedule(self, start: int) -> None:
-        """timm's schedulers follow from the epoch, but the plateau's also from each metric: all steps are repeated."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"]
-        for row in self.history:
-            self.scheduler.step(row["epoch"] + 1, row[f"eval_{self.options.eval_metric}"])
-        self.scheduler.step_update(num_updates=start * self.updates_per_epoch, metric=None)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _restore_best(self, saver: CheckpointSaver) -> None:
-        """The saver's memory of the best epochs, and the copies of the last one, which a crash may have cut short."""
-        sign = 1 if self.decreasing else -1
-        worst = math.inf
-        ranked = sorted(
-            ((row[f"eval_{self.options.eval_metric}"], row["epoch"]) for row in self.history),
-            key=lambda item: (worst if item[0] is None else sign * item[0], item[1]),
-        )
-        last = self.history[-1]["epoch"]
-        names = {epoch: self.folder / f"checkpoint-{epoch}.pth.tar" for _, epoch in ranked[:saver.max_history]}
-        saver.best_metric, saver.best_epoch = ranked[0]
-        if last in names:
-            _copy(self.folder / "last.pth.tar", names[last])
-        if last == saver.best_epoch:
-            _copy(self.folder / "last.pth.tar", self.folder / "model_best.pth.tar")
-        kept = [(str(names[epoch]), metric) for metric, epoch in ranked if epoch in names and names[epoch].is_file()]
-        saver.checkpoint_files = kept
-        for path in self.folder.glob("checkpoint-*.pth.tar"):
-            if str(path) not in {name for name, _ in kept}:
-                path.unlink()
+    def _resume_recorder(self, start: int) -> None:
+        records = read_json(self.folder / "records.json")
+        self.marks = records["marks"][:start]
+        mark = self.marks[-1]
+        self.recorder.load_state_dict({"step": mark["step"], "rows": records["rows"][:mark["rows"]]})
 
     def _result(self) -> dict:
         last = self.history[-1]
         key = f"eval_{self.options.eval_metric}"
-        best = (min if self.decreasing else max)(self.history, key=lambda row: _number(row[key], self.decreasing))
+        decreasing = self.checkpoints.decreasing
+        best = (min if decreasing else max)(self.history, key=lambda row: _number(row[key], decreasing))
         speeds = sorted(row["images_per_second"] for row in self.history)
         memory = [row["peak_memory"] for row in self.history if row["peak_memory"]]
         return {
             "model": self.options.model,
-            "connection": self.options.model_kwargs["connection"],
+            "connection": self.extras.switch_to or self.options.model_kwargs["connection"],
             "seed": self.options.seed,
             "epochs": self.epochs,
             "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -355,6 +377,8 @@ class Run:
             "peak_memory": max(memory, default=None),
             "seconds": sum(row["seconds"] for row in self.history),
             "device": _device_name(self.device),
+            "extras": asdict(self.extras),
+            "switch_epoch": self.switch_epoch,
         }
 
     # --------------------------------------------------------------------------------------------- parts
@@ -427,12 +451,6 @@ def _number(value: Optional[float], decreasing: bool) -> float:
     if value is None or math.isnan(value):
         return math.inf if decreasing else -math.inf
     return value
-
-
-def _copy(source: Path, target: Path) -> None:
-    partial_file = target.with_name(f".{target.name}.partial")
-    partial_file.write_bytes(source.read_bytes())
-    partial_file.replace(target)
 
 
 def _device_name(device: torch.device) -> str:

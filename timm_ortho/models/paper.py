@@ -19,6 +19,7 @@ from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
+from ..diagnostics import record_as_asked
 from ..functional import known_name
 from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register
 
@@ -139,7 +140,7 @@ def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_
         filters = dict(pretrained_filter_fn=checkpoint_filter_fn)
     else:
         features, filters = dict(flatten_sequential=True), {}
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         connected(model_cls, arguments),
         name,
         pretrained,
@@ -148,6 +149,7 @@ def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_
         **filters,
         **{**defaults, **kwargs},
     )
+    return record_as_asked(model)
 
 
 def _register_architectures() -> None:

@@ -12,6 +12,7 @@ from timm.models import build_model_with_cfg, get_pretrained_cfg, list_models, m
 from torch import nn
 
 from ..convert import connect, sites
+from ..diagnostics import record_as_asked
 from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register, unpretrained
 
 MODULES = ("vision_transformer", "deit", "resnetv2")  # of timm.models, all of whose blocks are in the table of families
@@ -29,7 +30,7 @@ def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_
     entry = _rebound(model_entrypoint(base), build)
     model = entry(pretrained=pretrained, pretrained_cfg=own_pretrained_cfg(name, pretrained_cfg), **kwargs)
     # an entry point may take another way to its model (use_naflex=True): then what it returns is connected, or refused
-    return model if sites(model) else connect(model, **arguments)
+    return record_as_asked(model if sites(model) else connect(model, **arguments))
 
 
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:

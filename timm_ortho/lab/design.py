@@ -1,0 +1,313 @@
+"""What a study is: one YAML file, read, checked and expanded into the runs of one scale.
+
+The keys of a file:
+
+| key | says |
+| --- | --- |
+| `title`, `paper`, `table` | the question, the paper's table or figure, its key in `paper.json` |
+| `kind` | `training` (the default), or what is computed without any: `overhead`, `parameters`, `gamma` |
+| `model` | architecture, without suffix |
+| `recipe` | where the options begin: a recipe, or `paper` for the paper's; without it what `compare` would take |
+| `options` | timm's options on top of the recipe |
+| `connections` | what each cell of the grid is run with |
+| `seeds` | how many |
+| `grid` | axis -> value -> what it changes; a list of values changes the option of the axis's name |
+| `baseline` | what differences are to: `connection: linear`, or a value of an axis |
+| `record` | steps between two looks at the connections, see `timm_ortho.record` |
+| `representation` | whether the features are measured at the end |
+| `paper_data` | the paper's data sets for this table, the first being the one that is compared with by default |
+| `arguments` | of a study without training |
+| `scales` | `smoke`, `small` and `paper`: any of the keys from `model` to `connections`, `seeds`, `grid`, `record` and
+  `arguments` again, on top of the study's; an axis as a list keeps only these values |
+
+A value of an axis may change timm's options, `model`, `recipe` and `connections`, and beyond that `connection` (the
+only one of this cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
+`connection_` are arguments of the model. What a scale or a value says of `model_kwargs` joins what was said before.
+"""
+import difflib
+import itertools
+import re
+from argparse import Namespace
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Optional, Sequence
+
+import yaml
+
+from . import LabError, recipe
+from .grid import resolve_options
+from .paper import architecture
+from .training import Extras
+
+__all__ = ["SCALES", "Design", "Variant", "load", "shipped"]
+
+SCALES = ("smoke", "small", "paper")
+KINDS = ("training", "overhead", "parameters", "gamma")
+_SCALED = frozenset("model recipe options connections seeds grid record arguments".split())
+_CELL = frozenset("model recipe connections connection switch".split())
+_NEEDED = ("title", "paper", "table", "scales")
+# Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
+_MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal"}
+
+# The paper's data sets by its names, as timm names them; the last two are class folders.
+_TIMM_NAMES = {"cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "tiny_imagenet": "", "imagenet1k": ""}
+_BY_DATA = ("num_classes", "mean", "std")  # what the paper's recipes say for their own data set only
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One cell of the grid with one connection: a run but for its seed.
+
+    Attributes:
+        cell: Axis -> value.
+        connection: The connection at the start.
+        options: timm's options; the connection is in `model_kwargs`, the seed open.
+        extras: What timm's options cannot say.
+    """
+
+    cell: Mapping[str, Any]
+    connection: str
+    options: Namespace
+    extras: Extras
+
+    @property
+    def final_connection(self) -> str:
+        return self.extras.switch_to or self.connection
+
+    def name(self, seed: int) -> str:
+        """Of its run with a seed: `lr=0.001-linear-seed0`."""
+        cell = [f"{axis}={label}" for axis, label in self.cell.items()]
+        return re.sub(r"[^\w.,=+-]", "_", "-".join([*cell, self.final_connection, f"seed{seed}"]))
+
+
+@dataclass(frozen=True)
+class Design:
+    """A study at one scale; the attributes are the keys of its file, all plain values."""
+
+    name: str
+    scale: str
+    title: str
+    paper: str
+    table: str
+    kind: str = "training"
+    model: str = "vit_small"
+    recipe: Optional[str] = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    connections: Sequence[str] = ("linear", "feature")
+    seeds: int = 3
+    grid: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    baseline: Mapping[str, Any] = field(default_factory=lambda: {"connection": "linear"})
+    record: Optional[int] = None
+    representation: bool = False
+    paper_data: Sequence[str] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> dict[str, list]:
+        return {axis: list(values) for axis, values in self.grid.items()}
+
+    def variants(self, given: Mapping[str, Any]) -> Iterator[Variant]:
+        """The grid's cells with their connections, in order.
+
+        Args:
+            given: timm's options of the command line; they override the study's but not its axes'.
+
+        Raises:
+            LabError: An option is unknown or wrong, or one that the study itself varies.
+        """
+        self._refuse_varied(given)
+        for labels in itertools.product(*self.grid.values()):
+            cell = dict(zip(self.grid, labels, strict=True))
+            changes = {"options": {}}
+            for axis, label in cell.items():
+                changes = _merged(changes, self.grid[axis][label])
+            connections = [changes["connection"]] if "connection" in changes else changes.get(
+                "connections", self.connections)
+            for connection in connections:
+                yield self._variant(cell, connection, changes, given)
+
+    def _variant(self, cell: Mapping, connection: str, changes: Mapping, given: Mapping[str, Any]) -> Variant:
+        values = _merged(_merged(self.options, given), changes["options"])
+        values["model"] = changes.get("model", given.get("model", self.model))
+        data, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
+        if base == "paper":
+            base, is_its_own = _paper_recipe(values["model"], data, self.paper_data)
+            values = {**dict.fromkeys(_BY_DATA if not is_its_own else ("num_classes",)), **values}
+        values["dataset"] = _TIMM_NAMES.get(data, data)
+        options, _ = resolve_options(values, base)
+        extras = Extras(
+            record_every=self.record,
+            representation=self.representation,
+            **_switch(connection, changes.get("switch")),
+        )
+        options.model_kwargs = _effective(options.model_kwargs, {connection, extras.switch_to or connection})
+        options.model_kwargs["connection"] = connection
+        return Variant(cell, connection, options, extras)
+
+    def _refuse_varied(self, given: Mapping[str, Any]) -> None:
+        flat = {**given, **given.get("model_kwargs", {})}
+        for axis, values in self.grid.items():
+            for changes in values.values():
+                varied = {*changes, *changes.get("options", {}), *changes.get("options", {}).get("model_kwargs", {})}
+                clash = sorted(varied.difference({"options", "model_kwargs"}).intersection(flat))
+                if clash:
+                    raise LabError(f"'{clash[0]}' is what study '{self.name}' varies along its axis '{axis}': "
+                                   "leave it out, or use timm-ortho compare")
+
+
+# ------------------------------------------------------------------------------------------ from the file
+def shipped() -> dict[str, Path]:
+    """The studies that come with the package, by name."""
+    folder = Path(str(files("timm_ortho").joinpath("studies")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load(name: str, scale: str) -> Design:
+    """Reads a study, given as a file or as the name of a shipped one, for one scale.
+
+    Raises:
+        LabError: There is no such study or scale, or the file says something that a study cannot.
+    """
+    if scale not in SCALES:
+        raise LabError(f"there is no scale '{scale}': give {', '.join(SCALES[:-1])} or {SCALES[-1]}")
+    path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
+    if path is None or not path.is_file():
+        near = difflib.get_close_matches(name, shipped(), n=1, cutoff=0.0)
+        raise LabError(f"there is no study '{name}'; the nearest is '{near[0]}' (timm-ortho study list)")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LabError(f"study '{path.stem}' is not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return _design(path.stem, scale, values)
+    except LabError as error:
+        raise LabError(f"study '{path.stem}': {error}") from None
+
+
+def _design(name: str, scale: str, values: Any) -> Design:
+    known = [key for key in Design.__dataclass_fields__ if key not in ("name", "scale")]
+    _check_keys(values, {*known, "scales"}, "it")
+    missing = [key for key in _NEEDED if key not in values]
+    if missing:
+        raise LabError(f"'{missing[0]}' is missing")
+    scales = values.pop("scales")
+    _check_keys(scales, set(SCALES), "scales")
+    if scale not in scales:
+        raise LabError(f"it has no scale '{scale}', only {', '.join(scales)}")
+    for which, changes in scales.items():
+        _check_keys(changes, _SCALED, f"scale '{which}'")
+    changes = scales[scale] or {}
+    grid = {axis: _axis(axis, given) for axis, given in (values.get("grid") or {}).items()}
+    for axis, given in (changes.get("grid") or {}).items():
+        grid[axis] = _scaled_axis(axis, grid.get(axis, {}), given)
+    merged = {**values, **changes, "grid": grid}
+    for key in ("options", "arguments"):
+        merged[key] = _merged(values.get(key) or {}, changes.get(key) or {})
+    design = Design(name=name, scale=scale, **merged)
+    _check(design)
+    return design
+
+
+def _axis(axis: str, given: Any) -> dict:
+    """An axis as value -> changes, the changes of timm's options under `options`."""
+    if isinstance(given, list):
+        given = {value: {axis: value} for value in given}
+    if not isinstance(given, dict):
+        raise LabError(f"axis '{axis}' must be a list of values, or a mapping of values to what they change")
+    return {label: _changes(axis, label, changes or {}) for label, changes in given.items()}
+
+
+def _scaled_axis(axis: str, whole: Mapping, given: Any) -> dict:
+    if isinstance(given, list) and set(given) <= set(whole):
+        return {label: whole[label] for label in given}
+    return {label: _merged(whole.get(label, {}), changes) for label, changes in _axis(axis, given).items()}
+
+
+def _changes(axis: str, label: Any, given: Mapping[str, Any]) -> dict:
+    where = f"axis '{axis}', value '{label}'"
+    if not isinstance(given, dict):
+        raise LabError(f"{where}: it must map options to values, not be {given!r}")
+    changes: dict[str, Any] = {"options": {}}
+    for key, value in given.items():
+        if key.startswith("connection_"):
+            changes["options"].setdefault("model_kwargs", {})[key] = value
+        elif key in _CELL:
+            changes[key] = value
+        elif key in recipe.known_options():
+            changes["options"] = _merged(changes["options"], {key: value})
+        else:
+            _check_keys({key: value}, {*_CELL, *recipe.known_options()}, where)
+    return changes
+
+
+def _check(design: Design) -> None:
+    if design.kind not in KINDS:
+        raise LabError(f"there is no kind '{design.kind}', only {', '.join(KINDS)}")
+    for key in design.options:
+        _check_keys({key: None}, set(recipe.known_options()), "options")
+    if not isinstance(design.seeds, int) or design.seeds < 1:
+        raise LabError(f"seeds is {design.seeds!r}, but must be a whole number of at least 1")
+    for key, value in design.baseline.items():
+        if key != "connection" and value not in design.grid.get(key, {}):
+            raise LabError(f"the baseline is {value!r} on axis '{key}', where there is no such value")
+    for values in design.grid.values():
+        for changes in values.values():
+            _switch("linear", changes.get("switch"))
+
+
+def _check_keys(given: Any, known: set[str] | frozenset[str], where: str) -> None:
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise LabError(f"{where} must be a mapping, not {given!r}")
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise LabError(f"{where} has no key '{key}'; the nearest is '{near[0]}'")
+
+
+# ------------------------------------------------------------------------------------------------ variants
+def _switch(connection: str, given: Optional[Mapping[str, str]]) -> dict[str, Any]:
+    """A file's `switch` as arguments of `Extras`."""
+    if given is None:
+        return {}
+    _check_keys(given, {"to", "optimizer"}, "switch")
+    if set(given) != {"to", "optimizer"} or given["optimizer"] not in ("kept", "reinitialised"):
+        raise LabError("switch must say to which connection (to) and whether the optimizer is kept or reinitialised")
+    again = given["optimizer"] == "reinitialised"
+    if given["to"] == connection and not again:
+        return {}  # nothing happens
+    if "hybrid" in (given["to"], connection) and not again:
+        raise LabError("an optimizer that is kept knows nothing of the parameters that hybrid adds or takes away")
+    return {"switch_to": given["to"], "reinitialise": again}
+
+
+def _paper_recipe(model: str, dataset: str, paper_data: Sequence[str]) -> tuple[str, bool]:
+    """The paper's recipe for an architecture, and whether it is the data set's own or the nearest there is."""
+    known = recipe.shipped()
+    for data in (dataset.rpartition("/")[2], *paper_data):
+        name = f"{architecture(model)}_{data}"
+        if name in known:
+            return name, data == dataset.rpartition("/")[2]
+    raise LabError(f"the paper has no recipe for {model} on {dataset or 'a folder of images'}: "
+                   "give the options of another scale, or --option recipe")
+
+
+def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:
+    """Without the arguments that make no difference, so that equal runs are seen to be equal."""
+    def counts(key: str, value: Any) -> bool:
+        if key.startswith("connection_") and connections == {"linear"}:
+            return False
+        return key not in _MODEL_DEFAULTS or value != _MODEL_DEFAULTS[key]
+
+    return {key: value for key, value in model_kwargs.items() if counts(key, value)}
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, `above` winning; what both have as a mapping is merged likewise."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
