@@ -497,7 +497,7 @@ def test_transition_points_are_where_the_traces_part(tmp_path):
     assert header == ["branch", "block", "|x|²", "cosine of x and f", "|f∥|²", "|f⊥|²"]
     assert [row[:2] for row in rows] == [["attention", "0"], ["attention", "1"], ["mlp", "0"], ["mlp", "1"]]
     for row in rows:
-        assert row[2:] == ["step 30", "step 30", "never", "never"]
+        assert row[2:] == ["step 30", "step 30", "none", "none"]
 
 
 def test_long_records_are_thinned_from_end_to_end(tmp_path):

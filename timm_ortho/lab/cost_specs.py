@@ -1,4 +1,4 @@
-"""The studies that train nothing: what `cost` measured in the layout of the paper's Tables 1 and 11, and the paper's."""
+"""The studies that train nothing: what `cost` measured, in the layout of the paper's Tables 1 and 11, beside them."""
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Mapping, Sequence
@@ -136,8 +136,8 @@ def _parameter_extras(rows: Sequence[Row]) -> list[Extra]:
             "Whole models",
             "FLOPs are those of all blocks for one image: of their matrix products and convolutions, and of their "
             "connections; what the connections add is in percent of both together.",
-            Table(["model", "connection", "sites", "parameters", "added", "FLOPs of branches", "of connections", "added",
-                   "added, %"], [
+            Table(["model", "connection", "sites", "parameters", "added", "FLOPs of branches", "of connections",
+                   "FLOPs added", "in %"], [
                 [model_name(row["model"]), connection_name(row["connection"]), *(f"{row[key]:,}" for key in _WHOLE),
                  f"{row['extra_percent']:.3f}"] for row in whole], names=2)))
     return extras

@@ -180,7 +180,7 @@ def traces(
         runs: Sequence[Run],
         kind: str,
         measure: str,
-        transitions: Mapping[str, Optional[float]],
+        transitions: Mapping[tuple[int, str], Optional[int]],
         series: Series = lambda run: run["connection"],
 ) -> Figure:
     """One measure of every site of a kind over the training steps, three panels in a row (Figures 3, 10 to 12).
@@ -189,7 +189,7 @@ def traces(
         runs: Runs with dynamics.
         kind: Kind of the sites, `mlp`.
         measure: `stream`, `parallel`, `orthogonal` or `cosine`.
-        transitions: For each site the step at which the traces part, drawn as a vertical line; None where they do not.
+        transitions: For layer and kind the step at which the traces part, a vertical line; None where they do not.
         series: The lines.
     """
     sites = site_names(runs)[kind]
@@ -200,8 +200,8 @@ def traces(
         _trace_lines(axes, runs, site, measure, series)
         if measure == "cosine":
             axes.axhline(0, color="#222222", linewidth=0.9, linestyle=(0, (4, 3)))
-        if transitions.get(site) is not None:
-            axes.axvline(transitions[site], color="#555555", linewidth=1.1, linestyle=":")
+        if transitions.get((layer, kind)) is not None:
+            axes.axvline(transitions[layer, kind], color="#555555", linewidth=1.1, linestyle=":")
         label(axes, f"block {layer}: {TITLES[measure]}", "training step")
     for axes in list(figure.axes)[len(sites):]:
         axes.remove()

@@ -1,7 +1,7 @@
-"""Every study of the paper that trains: where a run stands in the paper's table, what the paper has there, and which figures.
+"""Every study of the paper that trains: where a run stands in the paper's table, what is there, and which figures.
 
-`SPECS` is the table of contents; a study that is not in it, one of the user's own, gets `own(study)`. Studies that train
-nothing are in `cost_specs`.
+`SPECS` is the table of contents; a study that is not in it, one of the user's own, gets `own(study)`. Studies that
+train nothing are in `cost_specs`.
 """
 import re
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from typing import Any, Callable, Mapping, Optional, Sequence
 
 from matplotlib.figure import Figure
 
-# from ..diagnostics import transition_point
 from . import paper, study_figures as figures
 from .page import Table
 from .plots import finite
 from .study_tables import Measure, Paper, Place, connection_name, group_runs
+from .transition import transition_points
 
 __all__ = ["SPECS", "Drawing", "Extra", "Spec", "model_name", "own", "run_name"]
 
@@ -389,18 +389,17 @@ _DYNAMICS = {"stream": "Figure 3", "cosine": "Figures 3 and 12", "parallel": "Fi
 
 
 def _dynamics_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
-    recorded, drawings = [run for run in runs if run["dynamics"]], []
-    for kind in figures.site_names(recorded):
-        for measure, source in _DYNAMICS.items():
-            parting = {site: step for (_, site), step in transitions(recorded, kind, measure).items()}
-            drawings.append(Drawing(
-                f"{measure}_{kind}",
-                f"{figures.TITLES[measure]} in the {kind} branches, block by block (the paper's {source}). A dotted "
-                "vertical line is where the linear and the orthogonal traces part.",
-                f"Line charts of {figures.TITLES[measure]} over the training steps, a panel for each block, for "
-                f"{_lines(recorded, _connection)}.",
-                partial(figures.traces, recorded, kind, measure, parting)))
-    return [*_training(study, runs), *drawings]
+    recorded = [run for run in runs if run["dynamics"]]
+    parting = {measure: transitions(recorded, measure) for measure in _DYNAMICS}
+    return _training(study, runs) + [
+        Drawing(
+            f"{measure}_{kind}",
+            f"{figures.TITLES[measure]} in the {kind} branches, block by block (the paper's {source}). A dotted "
+            "vertical line is where the linear and the orthogonal traces part.",
+            f"Line charts of {figures.TITLES[measure]} over the training steps, a panel for each block, for "
+            f"{_lines(recorded, _connection)}.",
+            partial(figures.traces, recorded, kind, measure, parting[measure]))
+        for kind in figures.site_names(recorded) for measure, source in _DYNAMICS.items()]
 
 
 def _feature_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
@@ -413,39 +412,34 @@ def _feature_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
 
 
 # ------------------------------------------------------------------------------------------------ extras
-def transitions(runs: Sequence[Run], kind: str, measure: str) -> dict[tuple[int, str], Optional[float]]:
-    """For each site of a kind, (layer, name), the step at which the linear and the orthogonal traces part."""
-    pair = [[run for run in runs if run["connection"] == name] for name in ("linear", "feature")]
-    if not all(pair):
+def transitions(runs: Sequence[Run], measure: str) -> dict[tuple[int, str], Optional[int]]:
+    """For each site, (layer, kind), the step at which the linear and the feature traces part; {} without a pair."""
+    by_seed = [{run["seed"]: run["dynamics"] for run in runs if run["connection"] == name}
+               for name in ("linear", "feature")]
+    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    if not seeds:
         return {}
-    found = {}
-    for layer, site in figures.site_names(runs)[kind]:
-        found[layer, site] = _parting(*([figures.trace(run, site, measure) for run in group] for group in pair))
-    return found
-
-
-def _parting(linear: Sequence[tuple], orthogonal: Sequence[tuple]) -> Optional[float]:
-    return None  # TODO transition_point
+    points = transition_points(*([side[seed] for seed in seeds] for side in by_seed), measure)
+    return {(point["layer"], point["kind"]): point["step"] for point in points}
 
 
 def _transition_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
     recorded = [run for run in runs if run["dynamics"]]
-    found = {(kind, measure): transitions(recorded, kind, measure)
-             for kind in figures.site_names(recorded) for measure in _DYNAMICS}
-    sites = list(dict.fromkeys((kind, layer, site) for (kind, _), steps in found.items() for layer, site in steps))
-    if not sites:
+    found = {measure: transitions(recorded, measure) for measure in _DYNAMICS}
+    if not found["stream"]:
         return []
-    rows = [[kind, str(layer), *(_step(found[kind, measure].get((layer, site))) for measure in _DYNAMICS)]
-            for kind, layer, site in sites]
+    rows = [[kind, str(layer), *(_step(found[measure][layer, kind]) for measure in _DYNAMICS)]
+            for layer, kind in sorted(found["stream"], key=lambda site: site[::-1])]
     return [Extra(
         "Transition points",
-        "The training step after which the linear and the feature traces of a block stay apart, by "
-        "timm_ortho.diagnostics.transition_point over the seeds; “never” where they do not, in this many steps.",
+        "The training step from which on the means of the linear and the feature traces are mostly apart, by more than "
+        "a tenth of the figure's height and, where there are several seeds, with an interval of the paired differences "
+        "that does not hold zero; “none” where there is no such step.",
         Table(["branch", "block", *(figures.TITLES[measure] for measure in _DYNAMICS)], rows, names=2))]
 
 
 def _step(step: Optional[float]) -> str:
-    return "never" if step is None else f"step {step:g}"
+    return "none" if step is None else f"step {step:g}"
 
 
 def _explosion_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
