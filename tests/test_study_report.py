@@ -277,6 +277,13 @@ def test_results_make_the_same_report_again(report, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------- numbers
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests of numbers alone: drawing takes most of a report's time."""
+    monkeypatch.setattr(page, "svg", lambda draw, salt: "<svg/>")
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_numbers_are_those_of_the_runs(tmp_path):
     values = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
     text = study_report.write(*accuracy(values), [], tmp_path)
@@ -300,6 +307,7 @@ def test_numbers_are_those_of_the_runs(tmp_path):
         "mean": pytest.approx(mean), "half_width": pytest.approx(half), "pairs": 3, "reading": "not told apart"}
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("feature", "reading"), [
     ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([90.0, 91.0, 92.0], "not told apart"),
     ([91.0, 90.0, 92.1], "not told apart")])
@@ -311,6 +319,7 @@ def test_interval_decides_what_is_said(tmp_path, feature, reading):
     assert f"Of 1 difference to the baseline with a 95 % interval, {counts}." in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_pairs_are_of_one_seed(tmp_path):
     """A seed that only one side has counts for its mean but not for the difference."""
     study, runs = accuracy({"linear": [90.0, 80.0], "feature": [91.0, 82.0]}, seeds=[0, 1, 2])
@@ -323,17 +332,18 @@ def test_pairs_are_of_one_seed(tmp_path):
     assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits"][1] == "85.00 ± 7.07 (2 of 3 seeds)"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_table_2_is_the_mean_of_the_five_best_epochs(tmp_path):
     study, runs = accuracy({"linear": [0.0]})
     for epoch, value in enumerate([10.0, 60.0, 50.0, 70.0, 20.0, 40.0, 30.0]):
         runs[0]["history"] += [{**runs[0]["history"][0], "epoch": epoch + 1, "eval_top1": value}]
     study_report.write(study, runs, [], tmp_path)
-    assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits"][1] == "50.00 (1 of 1 seed)"
+    assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits"][1] == "50.00 (1 seed)"
 
 
 def test_single_seed_has_no_interval(tmp_path):
     text = study_report.write(*accuracy({"linear": [90.0], "feature": [91.0]}), [], tmp_path)
-    assert side_by_side(tmp_path)[("ViT-S", "Orthogonal-F"), "digits"][1] == "91.00 (1 of 1 seed)"
+    assert side_by_side(tmp_path)[("ViT-S", "Orthogonal-F"), "digits"][1] == "91.00 (1 seed)"
     assert tables_of(tmp_path)[1][1][4:6] == ["+1.00", "one pair: no interval"]
     assert "No difference has an interval yet: that takes two seeds or more of both sides." in text
 
@@ -373,6 +383,7 @@ def test_baseline_is_missing(name, tmp_path):
                if name != "epsilon" and entry["cell"]["connection"] == "feature")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_probability_tells_pearson(tmp_path):
     runs = runs_of("probability")
     x, y = [run["cell"]["probability"] for run in runs], [run["top1"] for run in runs]
@@ -383,9 +394,11 @@ def test_probability_tells_pearson(tmp_path):
     same = [{**run, "top1": 5.0} for run in runs]
     assert study_figures.correlation(same, lambda run: run["cell"]["probability"], measure) == "r undefined (9 runs)"
     study_report.write(study_of("probability"), runs, [], tmp_path)
+    assert side_by_side(tmp_path)[("0.5",), "top-1 %"] == ("only drawn", "82.00 ± 1.00")
     assert f"top-1 %: {text}; top-5 %: r undefined (9 runs)." in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_learning_rates_are_in_order_and_compared_at_their_own(tmp_path):
     study_report.write(study_of("learning_rate", dataset="torch/cifar10"), runs_of("learning_rate"), [], tmp_path)
     rates = [row[0] for row in tables_of(tmp_path)[0][2:]]
@@ -394,6 +407,7 @@ def test_learning_rates_are_in_order_and_compared_at_their_own(tmp_path):
     assert difference == ["1e-3", "CIFAR-10, Orthogonal-F", "Linear", "+0.00 [+0.00, +0.00]", "not told apart", "+0.41"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_switches_are_compared_with_no_switch(tmp_path):
     study_report.write(study_of("switch_kept", dataset="torch/cifar10"), runs_of("switch_kept"), [], tmp_path)
     found = side_by_side(tmp_path)
@@ -405,6 +419,7 @@ def test_switches_are_compared_with_no_switch(tmp_path):
     assert len(rows) == 6
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_cka_has_no_baseline(tmp_path):
     study_report.write(study_of("representation"), runs_of("representation"), [], tmp_path)
     found = side_by_side(tmp_path)
@@ -414,6 +429,7 @@ def test_cka_has_no_baseline(tmp_path):
     assert "linear CKA between the two" not in [row[0] for row in tables_of(tmp_path)[1]]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_groups_at_one_place_are_told_apart(tmp_path):
     runs = [run_of(connection, 0, {"layers": "all"}, top1=value)
             for connection, value in (("feature", 90.0), ("global", 80.0))]
@@ -423,6 +439,7 @@ def test_two_groups_at_one_place_are_told_apart(tmp_path):
     assert found[("all, global",), "top-1 %"][1].startswith("80.00")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_own_study_has_a_row_for_each_cell(tmp_path):
     runs = [run_of(connection, seed, {"depth": depth, "lr": 1e-4}, top1=depth + seed)
             for seed in range(2) for depth in (2, 4) for connection in ("linear", "feature")]
@@ -432,6 +449,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
 
 
 # -------------------------------------------------------------------------------------- without training
+@pytest.mark.usefixtures("undrawn")
 def test_overhead_beside_table_1b(tmp_path):
     twice = [*ROWS["overhead"], {**OVERHEAD, "dtype": "bfloat16"}]
     for rows, name in ((ROWS["overhead"], "ViT-S"), (twice, "ViT-S, tokens, float32, eager")):
@@ -445,6 +463,7 @@ def test_overhead_beside_table_1b(tmp_path):
     assert "out of memory" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_flops_beside_table_1a(tmp_path):
     text = study_report.write(study_of("parameters", kind="parameters"), ROWS["parameters"], [], tmp_path)
     found = side_by_side(tmp_path)
@@ -460,6 +479,7 @@ def test_flops_beside_table_1a(tmp_path):
     assert "3,180" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_gamma_beside_table_11(tmp_path):
     study_report.write(study_of("gamma", kind="gamma"), ROWS["gamma"], [], tmp_path)
     found = side_by_side(tmp_path)
@@ -467,10 +487,15 @@ def test_gamma_beside_table_11(tmp_path):
     assert found[("ResNetV2-18",), "γ"] == ("30.00", "30.00")
     assert found[("ResNet-1001",), "γ"] == ("0.22", "not run")
     assert found[("deit_tiny_patch16_224",), "γ"] == ("not in the paper", "16.00")
-    assert found[("ViT-L",), "width"] == ("–", "–")
+    assert found[("ViT-L",), "width"] == ("1024.00", "not run")
+    assert found[("ResNetV2-18",), "blocks"] == ("8", "8")
+    table = paper.figures()["gamma"]
+    for key, (width, blocks) in table["width_and_blocks"].items():
+        assert width / blocks == pytest.approx(table[key], abs=0.006)
 
 
 # ---------------------------------------------------------------------------------------------- the traces
+@pytest.mark.usefixtures("undrawn")
 def test_explosion_is_read_from_the_last_branch(tmp_path):
     runs = runs_of("head_norm", seeds=(0, 1))
     for run in runs:
@@ -484,6 +509,7 @@ def test_explosion_is_read_from_the_last_branch(tmp_path):
     assert rows["with", "Orthogonal-F"] == ["4.5", "54.5", "54.5", "12.1"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_learned_weights_are_those_of_the_last_record(tmp_path):
     study_report.write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
     assert tables_of(tmp_path)[2][1:] == [
@@ -491,6 +517,7 @@ def test_learned_weights_are_those_of_the_last_record(tmp_path):
         for start in ("orthogonal", "linear") for kind in ("attention", "mlp")]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_transition_points_are_where_the_traces_part(tmp_path):
     study_report.write(study_of("dynamics"), runs_of("dynamics"), [], tmp_path)
     header, *rows = tables_of(tmp_path)[2]
@@ -500,6 +527,7 @@ def test_transition_points_are_where_the_traces_part(tmp_path):
         assert row[2:] == ["step 30", "step 30", "none", "none"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_long_records_are_thinned_from_end_to_end(tmp_path):
     runs = [run_of(connection, 0, epochs=1) for connection in ("linear", "feature")]
     for run in runs:

@@ -164,8 +164,12 @@ def _gamma_cells(rows: Sequence[Row]) -> dict[Place, str]:
 
 
 def _gamma_paper(rows: Sequence[Row]) -> dict[Place, str]:
-    table = paper.figures()["gamma"]
-    return {((name,), ("γ",)): f"{table[key]:.2f}" for key, (name, _) in _GAMMA_MODELS.items()}
+    table, found = paper.figures()["gamma"], {}
+    for key, (name, _) in _GAMMA_MODELS.items():
+        width, blocks = table["width_and_blocks"][key]
+        found |= {((name,), ("γ",)): f"{table[key]:.2f}", ((name,), ("width",)): f"{width:.2f}",
+                  ((name,), ("blocks",)): str(blocks)}
+    return found
 
 
 ROW_SPECS: dict[str, RowSpec] = {

@@ -6,6 +6,7 @@ of their own; in print nothing scrolls, and neither a figure nor a row is cut.
 import base64
 import html
 import io
+import re
 from dataclasses import dataclass
 from typing import Callable, Sequence, Union
 
@@ -219,5 +220,7 @@ def figure_box(svg_text: str, alt: str, caption: str = "") -> str:
     data = base64.b64encode(svg_text.encode("utf-8")).decode("ascii")
     picture = f'<img alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}" />'
     below = f"\n<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-    return (f'<figure>\n<div class="scroll wide" role="region" tabindex="0" aria-label="{html.escape(caption or alt)}">'
+    found = re.search(r'width="([\d.]+)pt"', svg_text)
+    several = " wide" if found and float(found[1]) > 600 else ""  # panels beside each other, illegible if squeezed
+    return (f'<figure>\n<div class="scroll{several}" role="region" tabindex="0" aria-label="{html.escape(caption or alt)}">'
             f"{picture}</div>{below}\n</figure>")

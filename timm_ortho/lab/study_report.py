@@ -90,7 +90,7 @@ def _of_runs(study: Mapping[str, Any], runs: Sequence[dict], spec: Spec) -> _Con
     digits = {measure.title: measure.digits for measure in spec.measures.values()}
     texts = {place: _stated(figure, next((digits[name] for name in (*place[1], *place[0]) if name in digits), 2))
              for place, figure in stated.items()}
-    differences = tables.difference_table(found, spec.names, stated)
+    differences = tables.difference_table(found, spec.names, stated, spec.unstated)
     more: list[Block] = [Heading("Differences, seed by seed")]
     if differences.rows:
         more += [Grid(differences, "differences to the baseline"), Text(_PAIRS)]
@@ -100,12 +100,13 @@ def _of_runs(study: Mapping[str, Any], runs: Sequence[dict], spec: Spec) -> _Con
     return _Content(
         lead=_lead(found),
         table=tables.side_by_side(
-            spec.names, {entry.place: str(entry) for entry in found}, texts, title=_here(study), order=spec.order),
+            spec.names, {entry.place: str(entry) for entry in found}, texts, title=_here(study),
+            unstated=spec.unstated, order=spec.order),
         note=spec.protocol,
         more=more,
         drawings=spec.figures(study, runs) if runs else [],
         summary=[tables.plain(entry) for entry in found],
-        short=_short(found, spec.names, texts),
+        short=_short(found, spec, texts),
     )
 
 
@@ -146,10 +147,10 @@ def _be(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def _short(found: Sequence[tables.Entry], names: Sequence[str], stated: Mapping) -> Table:
-    rows = [[*entry.place[0], ", ".join(entry.place[1]), stated.get(entry.place, tables.NOT_IN_PAPER), str(entry),
+def _short(found: Sequence[tables.Entry], spec: Spec, stated: Mapping[tables.Place, str]) -> Table:
+    rows = [[*entry.place[0], ", ".join(entry.place[1]), stated.get(entry.place, spec.unstated), str(entry),
              *_compared(entry)] for entry in found]
-    return Table([*names, "figure", "paper", "here", "difference [95 %]", "reading"], rows, len(names) + 1)
+    return Table([*spec.names, "figure", "paper", "here", "difference [95 %]", "reading"], rows, len(spec.names) + 1)
 
 
 def _compared(entry: tables.Entry) -> tuple[str, str]:

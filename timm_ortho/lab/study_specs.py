@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from . import paper, study_figures as figures
 from .page import Table
 from .plots import finite
-from .study_tables import Measure, Paper, Place, connection_name, group_runs
+from .study_tables import NOT_IN_PAPER, Measure, Paper, Place, connection_name, group_runs
 from .transition import transition_points
 
 __all__ = ["SPECS", "Drawing", "Extra", "Spec", "model_name", "own", "run_name"]
@@ -55,6 +55,7 @@ class Spec:
         extras: Further tables.
         order: Sorts the rows; without it the paper's order.
         protocol: How the measured numbers are taken, where it is not simply the last epoch.
+        unstated: What stands where the paper has no figure.
     """
 
     names: Sequence[str]
@@ -65,6 +66,7 @@ class Spec:
     extras: Callable[[Study, Sequence[Run]], list[Extra]] = lambda study, runs: []
     order: Optional[Callable[[tuple[str, ...]], Any]] = None
     protocol: str = "Figures are those of the last epoch."
+    unstated: str = NOT_IN_PAPER
 
 
 # ---------------------------------------------------------------------------------------------- measures
@@ -503,10 +505,12 @@ SPECS: dict[str, Spec] = {
     "switch_kept": Spec(
         ("start → end",), _switch_place, _TOP, partial(_switch_paper, "connection_switch_continuous"), _switch_figures),
     "layer_pattern": Spec(("blocks",), partial(_axis_place, shown=str), _TOP, _layer_paper, _layer_figures),
-    "probability": Spec(("π",), _axis_place, _TOP, figures=_probability_figures, order=_numeric),
+    "probability": Spec(
+        ("π",), _axis_place, _TOP, figures=_probability_figures, order=_numeric, unstated="only drawn"),
     "epsilon": Spec(
         ("ε",), partial(_axis_place, shown=_power), {"best_top1": _BEST, "loss": _LOSS}, figures=_epsilon_figures,
-        order=_numeric, protocol="Top-1 is that of the best epoch, as in the paper, the loss that of the last."),
+        order=_numeric, protocol="Top-1 is that of the best epoch, as in the paper, the loss that of the last.",
+        unstated="only drawn"),
     "learning_rate": Spec(
         ("learning rate",), _rate_place, {"top1": _TOP1}, _rate_paper, _rate_figures, order=_numeric),
     "initialisation": Spec(

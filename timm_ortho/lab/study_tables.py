@@ -13,8 +13,8 @@ from .plots import finite
 from .report import Difference, paired_difference
 
 __all__ = [
-    "Entry", "Measure", "Place", "connection_name", "difference_table", "entries", "group_runs", "interval",
-    "plain", "reading", "side_by_side", "spread",
+    "NOT_IN_PAPER", "Entry", "Measure", "Place", "connection_name", "difference_table", "entries", "group_runs",
+    "interval", "plain", "reading", "side_by_side", "spread",
 ]
 
 NOT_RUN, NOT_IN_PAPER = "not run", "not in the paper"
@@ -76,8 +76,10 @@ class Entry:
         notes = []
         if len(self.values) < self.runs:
             notes.append(f"{self.runs - len(self.values)} of {self.runs} not finite")
-        if self.runs < self.planned or self.runs == 1:
-            notes.append(f"{self.runs} of {_count(self.planned, 'seed')}")
+        if self.runs < self.planned:
+            notes.append(f"{self.runs} of {self.planned} seeds")
+        elif self.runs == 1:
+            notes.append("1 seed")
         text = spread(*_moments(self.values.values()), self.digits)
         return f"{text} ({', '.join(notes)})" if notes else text
 
@@ -170,6 +172,7 @@ def side_by_side(
         paper: Mapping[Place, str],
         *,
         title: str = "here",
+        unstated: str = NOT_IN_PAPER,
         order: Optional[Callable[[tuple[str, ...]], Any]] = None,
 ) -> Table:
     """A table with two columns, the paper's and this run's, for each column of either; first the columns that were run.
@@ -179,6 +182,7 @@ def side_by_side(
         here: What was measured, by place.
         paper: What the paper has, by place.
         title: Title of the measured columns.
+        unstated: What stands where the paper has no figure.
         order: Sorts the rows; without it they stand as in the paper, and others below those of the same first name.
     """
     rows = list(dict.fromkeys(row for row, _ in (*paper, *here)))
@@ -188,24 +192,26 @@ def side_by_side(
     rows = sorted(rows, key=order or (lambda row: first.index(row[0])))
     return Table(
         header=[*names, *(["paper", title] * len(columns))],
-        rows=[[*row, *(text for column in columns for text in _pair(paper, here, (row, column)))] for row in rows],
+        rows=[[*row, *(text for column in columns for text in _pair(paper, here, (row, column), unstated))]
+              for row in rows],
         names=len(names),
         groups=[(", ".join(column), 2) for column in columns],
     )
 
 
-def _pair(paper: Mapping[Place, str], here: Mapping[Place, str], place: Place) -> tuple[str, str]:
+def _pair(paper: Mapping[Place, str], here: Mapping[Place, str], place: Place, unstated: str) -> tuple[str, str]:
     if place not in paper and place not in here:
         return "–", "–"
-    return paper.get(place, NOT_IN_PAPER), here.get(place, NOT_RUN)
+    return paper.get(place, unstated), here.get(place, NOT_RUN)
 
 
 # ------------------------------------------------------------------------------------------- differences
-def difference_table(found: Sequence[Entry], names: Sequence[str], paper: Paper) -> Table:
+def difference_table(found: Sequence[Entry], names: Sequence[str], paper: Paper, unstated: str) -> Table:
     """Every entry that has a baseline: the difference, how it reads, and the paper's."""
     rows = [[
         *entry.place[0], ", ".join(entry.place[1]), ", ".join(_against(entry)),
-        interval(entry.difference, entry.digits), reading(entry.difference), _paper_difference(entry, paper),
+        interval(entry.difference, entry.digits), reading(entry.difference),
+        _paper_difference(entry, paper) or unstated,
     ] for entry in found if entry.baseline is not None]
     return Table([*names, "figure", "against", "difference [95 %]", "reading", "difference in the paper"], rows,
                  names=len(names) + 1)
@@ -239,7 +245,7 @@ def _paper_difference(entry: Entry, paper: Paper) -> str:
         value = _paper_pair(paper, *places)
         if value is not None:
             texts.append(f"{dataset} {value:+.{entry.digits}f}")
-    return "; ".join(texts) or NOT_IN_PAPER
+    return "; ".join(texts)
 
 
 def _paper_pair(paper: Paper, place: Place, baseline: Place) -> Optional[float]:
