@@ -222,5 +222,5 @@ def figure_box(svg_text: str, alt: str, caption: str = "") -> str:
     below = f"\n<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
     found = re.search(r'width="([\d.]+)pt"', svg_text)
     several = " wide" if found and float(found[1]) > 600 else ""  # panels beside each other, illegible if squeezed
-    return (f'<figure>\n<div class="scroll{several}" role="region" tabindex="0" aria-label="{html.escape(caption or alt)}">'
-            f"{picture}</div>{below}\n</figure>")
+    return (f'<figure>\n<div class="scroll{several}" role="region" tabindex="0" '
+            f'aria-label="{html.escape(caption or alt)}">{picture}</div>{below}\n</figure>')
