@@ -252,7 +252,7 @@ def _expected(experiment: Experiment) -> list[str]:
     best = f", mean and standard deviation of {_runs(experiment)} runs"
     if experiment.section == "accuracy":
         best += ", of each the mean of its 5 best epochs (the 5 largest eval_top1 in its summary.csv)"
-    rows = [f"  {label:24} {mean:.2f} +- {std:.2f}   {_choice(experiment, label)}"
+    rows = [f"  {label:25} {mean:.2f} +- {std:.2f}   {_choice(experiment, label)}"
             for label, (mean, std) in experiment.top1().items()]
     return [f"Top-1 in the paper, %{best}:", *rows, *_remarks(experiment)]
 
@@ -311,7 +311,7 @@ def _commands(experiment: Experiment) -> list[str]:
     recipe = [f'-c "$(timm-ortho recipe --path {experiment.name})"', "--data-dir DATA"]
     nodes = [f"--nnodes {NODES}", f"--nproc-per-node {GPUS_PER_NODE}", "--node-rank $NODE_RANK",
              "--master-addr $MASTER_ADDR", "--master-port 29500"]
-    smoke = ["--device cpu", "--epochs 1", "-b 8", f"--train-img-sizes {side}", "--train-batches-per-epoch 3",
+    smoke = ["--device cpu", "--epochs 1", "-b 4", f"--train-img-sizes {side}", "--train-batches-per-epoch 3",
              '--val-split ""']
     parts = " [--grad-accum-steps N]" if _fits(experiment) < batch else ""
     return [

@@ -29,7 +29,10 @@ shift 3
 # importlib.metadata, not timm.__version__: in a checkout's folder `import timm` is the checkout's
 installed=$("$python" -c 'import importlib.metadata as m; print(m.version("timm"))' 2> /dev/null) \
     || die "$python has no timm: activate the environment that has it, or name its python in PYTHON"
-fetch="git clone --depth 1 --branch v${installed%.dev*} https://github.com/huggingface/pytorch-image-models \
+tag=v$installed
+[[ $installed != *.dev* ]] || tag=main  # installed from the repository
+fetch="that of timm $installed:
+git clone --depth 1 --branch $tag https://github.com/huggingface/pytorch-image-models \
 && export TIMM_DIR=\$PWD/pytorch-image-models"
 
 # ---------------------------------------------------------------------------------------------- train.py
@@ -37,11 +40,9 @@ find_script() {  # sets $script
     local folder=${TIMM_DIR:-.}
     script=$folder/train.py
     [[ -f $script ]] \
-        || die "there is no train.py in ${TIMM_DIR:-this folder, and TIMM_DIR is not set}; that of timm $installed:
-$fetch"
+        || die "there is no train.py in ${TIMM_DIR:-this folder, and TIMM_DIR is not set}; $fetch"
     grep -q -e --device-modules "$script" \
-        || die "$script is not timm's, or older than its option --device-modules; that of timm $installed:
-$fetch"
+        || die "$script is not timm's, or older than its option --device-modules; $fetch"
 }
 
 # A checkout between two releases calls itself the next one with .dev0: 1.0.32.dev0 fits 1.0.31 and 1.0.32.
@@ -61,8 +62,7 @@ check_version() {
     fi
     checkout=$(sed -n "s/^__version__ = ['\"]\(.*\)['\"].*/\1/p" "$file")
     fits "$checkout" "$installed" \
-        || die "$script is of timm ${checkout:-unknown}, but timm $installed is installed; its own:
-$fetch"
+        || die "$script is of timm ${checkout:-unknown}, but timm $installed is installed; $fetch"
 }
 
 # -------------------------------------------------------------------------------------------- processes
@@ -88,7 +88,7 @@ count_processes() {  # sets $nodes, $each, $gpus
     [[ $each =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE is '$each', but must be a number"
     if ((nodes > 1)); then
         [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] \
-            || die "NNODES is $nodes: set NODE_RANK (0 to $((nodes - 1)), each on one machine) and MASTER_ADDR (that of 0)"
+            || die "NNODES is $nodes: set NODE_RANK (0 to $((nodes - 1)), one on each) and MASTER_ADDR (that of 0)"
     fi
     if ((gpus == 0 && nodes * each > 1)); then
         die "PyTorch sees no GPU here, and timm's train.py trains in several processes on GPUs only"

@@ -103,7 +103,7 @@ def test_run_of_nothing(capsys):
 
 
 def test_own_help(capsys):
-    for arguments in (["--help"], ["run", "--help"], ["compare", "--help"], ["bench", "--help"]):
+    for arguments in (["--help"], ["run", "--help"], ["compare", "--help"], ["bench", "--help"], ["recipe", "--help"]):
         with pytest.raises(SystemExit, match="0"):
             cli.main(arguments)
         assert "timm-ortho" in capsys.readouterr().out

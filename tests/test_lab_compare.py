@@ -1,8 +1,13 @@
 """`timm-ortho compare` from its options to its report, on a few dozen images and a model that is hardly one."""
 import csv
+import errno
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ from PIL import Image
 from timm.scheduler import PlateauLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from timm_ortho.lab import LabError, compare as compare_module, data, report, training
+from timm_ortho.lab import LabError, data, grid as grid_module, recipe, report, training, write_json
 from timm_ortho.lab.compare import compare, plan
 
 # timm's ImageDataset leaves the closing of its files to the garbage collector.
@@ -108,13 +113,9 @@ def test_writes_everything(grid):
 
 def test_args_are_timms(grid):
     args = yaml.safe_load((grid / "global-seed1" / "args.yaml").read_text())
-    assert set(args) <= set(training_options())
+    assert set(args) <= set(recipe.known_options())
     assert (args["seed"], args["model"], args["device_modules"]) == (1, "vit_small_ortho", ["timm_ortho"])
     assert args["model_kwargs"] == {**TINY["model_kwargs"], "img_size": 16, "connection": "global"}
-
-
-def training_options():
-    return compare_module.recipe.known_options()
 
 
 def test_connections_train_to_different_weights(grid):
@@ -172,8 +173,8 @@ def test_finished_runs_are_not_repeated(grid, images, monkeypatch):
 def batches(images, connection, seed, **changes):
     """What a run is given to train on, and what it starts from."""
     comparison = plan(tiny(images, **changes), "small_images", [connection], [seed], "unused")
-    options = comparison.run_options(connection, seed)
-    one = training.Run(options, comparison.source, comparison.folder, torch.device("cpu"))
+    job = comparison.job(connection, seed)
+    one = training.Run(job.options, comparison.source, job.folder, torch.device("cpu"))
     seen = []
     forward = one.model.forward
     one.model.forward = lambda x: (seen.append(x.clone()), forward(x))[1]
@@ -281,10 +282,88 @@ def test_damaged_checkpoint_is_named(images, tmp_path, monkeypatch):
         stop_after(context, 1)
         run(images, output, ["linear"])
     last = output / "linear-seed0" / "last.pth.tar"
-    last.write_bytes(last.read_bytes()[:1000])
+    for path in last.parent.glob("*.pth.tar"):
+        path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(LabError, match=r"last.pth.tar cannot be continued .*; remove .*linear-seed0 to train it anew"):
         run(images, output, ["linear"])
     assert last.stat().st_size == 1000
+
+
+def test_damaged_checkpoint_gives_way_to_an_older_one(images, tmp_path, monkeypatch, capsys):
+    """The epochs in between are trained again, and come out as they were."""
+    changes = dict(epochs=4, eval_metric="top5")  # 100 % of two classes: the first epoch stays the best
+    assert run(images, tmp_path / "whole", ["feature"], **changes) == 0
+    output = tmp_path / "out"
+    with monkeypatch.context() as context:
+        stop_after(context, 3)
+        run(images, output, ["feature"], **changes)
+    last = output / "feature-seed0" / "last.pth.tar"
+    last.write_bytes(last.read_bytes()[:-5000])
+    assert run(images, output, ["feature"], **changes) == 0
+    assert "last.pth.tar cannot be read" in (said := capsys.readouterr().err)
+    assert "going back to epoch 1" in said
+    assert_same_weights(output / "feature-seed0", tmp_path / "whole" / "feature-seed0")
+    assert (last.parent / "summary.csv").read_text() == (
+        tmp_path / "whole" / "feature-seed0" / "summary.csv").read_text()
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "history", "result"])
+def test_full_disk_is_one_line_and_loses_nothing(images, tmp_path, monkeypatch, where):
+    output = tmp_path / "out"
+    with monkeypatch.context() as context:
+        stop_after(context, 3)  # the linear run is finished, the other has one epoch
+        run(images, output)
+    finished = {path: path.read_bytes() for path in (output / "linear-seed0").rglob("*") if path.is_file()}
+    with monkeypatch.context() as context:
+        fill_disk(context, where)
+        with pytest.raises(LabError, match=r"cannot write in .*feature-seed0 \(No space left on device\): make room"):
+            run(images, output)
+    assert not list((output / "feature-seed0").glob("*partial"))
+    assert not (output / "feature-seed0" / "tmp.pth.tar").exists()
+    assert all(path.read_bytes() == content for path, content in finished.items())
+    assert run(images, output) == 0
+    assert run(images, tmp_path / "whole", ["feature"]) == 0
+    assert_same_weights(output / "feature-seed0", tmp_path / "whole" / "feature-seed0")
+
+
+def fill_disk(context, where):
+    """No room for a file's last bytes: for checkpoints in torch's writer, for the others when they are synchronised."""
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if where == "checkpoint":
+        def save(_, path):
+            Path(path).write_bytes(b"half")
+            full()
+
+        context.setattr("timm.utils.checkpoint_saver.torch.save", save)
+        return
+    original = os.fsync
+
+    def fsync(descriptor):
+        if f".{where}.json" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            full()
+        original(descriptor)
+
+    context.setattr("os.fsync", fsync)
+
+
+def test_checkpoint_that_torch_cannot_write_whole(images, tmp_path):
+    """A real limit of the file size, at which torch's own writer fails: it says so in its own words."""
+    code = """
+import resource, sys
+from timm_ortho import cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    arguments = ["compare", "--data-dir", images, "--recipe", "small_images", "--connections", "linear", "--seeds", "1",
+                 "--epochs", "1", "-b", "8", "-j", "0", "--img-size", "16", "--device", "cpu", "--output",
+                 tmp_path / "out",
+                 "--model-kwargs", "embed_dim=16", "num_heads=2", "depth=2", "patch_size=8"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "timm-ortho: error: cannot write in" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out" / "linear-seed0" / "result.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------- the folder
@@ -293,6 +372,23 @@ def test_other_settings_are_refused(grid, images):
     with pytest.raises(LabError, match=r"belongs to other settings \(lr is 0.001 there and 0.5 here\): choose another"):
         run(images, grid, lr=0.5)
     assert before == {path: path.read_bytes() for path in grid.rglob("*") if path.is_file()}
+
+
+def test_results_of_another_version_are_refused(images, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    assert run(images, output, ["linear"], epochs=1) == 0
+    monkeypatch.setattr("timm_ortho.__version__", "9.9")
+    with pytest.raises(LabError, match=r"other settings \(timm_ortho is '0.*' there and '9.9' here\): choose another"):
+        run(images, output, ["linear"], epochs=1)
+
+
+def test_a_run_of_other_options_is_refused(images, tmp_path):
+    """The folder's settings are these, and one run in it was copied from elsewhere."""
+    for name, lr in (("one", 0.5), ("other", 0.1)):
+        assert run(images, tmp_path / name, ["linear"], epochs=1, lr=lr) == 0
+    (tmp_path / "one" / "linear-seed0").rename(tmp_path / "other" / "linear-seed1")
+    with pytest.raises(LabError, match=r"linear-seed1 is a run of other options \(lr is 0.5 there and 0.1 here; seed"):
+        run(images, tmp_path / "other", ["linear"], seeds=2, epochs=1, lr=0.1)
 
 
 def test_foreign_folder_is_refused(images, tmp_path):
@@ -304,7 +400,8 @@ def test_foreign_folder_is_refused(images, tmp_path):
 
 def test_folder_in_use_is_refused(images, tmp_path):
     comparison = plan(tiny(images), "small_images", ["linear"], 1, str(tmp_path / "out"))
-    with compare_module._claimed(comparison), pytest.raises(LabError, match="another timm-ortho compare is at work"):
+    claimed = grid_module.claimed(comparison.folder, "compare", vars(comparison.options), {})
+    with claimed, pytest.raises(LabError, match="another timm-ortho compare is at work"):
         run(images, tmp_path / "out", ["linear"])
 
 
@@ -431,21 +528,21 @@ def test_interval_is_students():
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "result.json"
-    training.write_json(path, {"a": float("nan"), "b": [1.0]})
+    write_json(path, {"a": float("nan"), "b": [1.0]})
     assert json.loads(path.read_text()) == {"a": None, "b": [1.0]}
     with pytest.raises(TypeError):
-        training.write_json(path, {"a": object()})
+        write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": None, "b": [1.0]}
 
 
 def test_death_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
-    training.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
 
     def die(*_):
         raise Stop
 
     monkeypatch.setattr("os.fsync", die)
     with pytest.raises(Stop):
-        training.write_json(path, {"a": 2})
+        write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}

@@ -3,6 +3,8 @@ import contextlib
 import copy
 import math
 import pickle
+import statistics
+import time
 import warnings
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 import timm_ortho
 from timm_ortho.diagnostics import record_dynamics
 from timm_ortho.diagnostics.dynamics import _places
+from timm_ortho.models._build import on_meta
 
 COLUMNS = ["step", "layer", "kind", "name", "stream", "parallel", "orthogonal", "parallel_share", "orthogonal_share",
            "cosine", "rho", "theta"]
@@ -112,7 +115,7 @@ def test_rows_are_what_one_batch_is_measured_as(connection):
 def test_sites_are_those_of_the_table_of_families(name):
     if not timm.is_model(name):
         pytest.skip(f"timm {timm.__version__} has no {name}")
-    with torch.device("meta"):
+    with on_meta():
         model = timm.create_model(name)
     assert _places(model) == timm_ortho.sites(model)
 
@@ -224,6 +227,22 @@ def test_a_pass_that_fails_leaves_no_hook_and_no_row():
     assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
 
 
+def test_a_pass_that_is_broken_off_leaves_nothing_for_the_next():
+    model = vit()
+    recorder = timm_ortho.record(model, every=2)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(images())
+    handle.remove()
+    for _ in range(2):
+        model(images())
+    assert [row["step"] for row in recorder.rows] == [2] * 4
+
+
 # ------------------------------------------------------------------------------------------- undisturbed
 AUTOCAST = dict(device_type="cpu", dtype=torch.bfloat16)
 
@@ -264,6 +283,19 @@ def test_nothing_is_hooked_but_in_a_recorded_pass():
     train(model, 3)
     assert hooked == [[1] * 4, [0] * 4, [1] * 4]
     assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
+
+
+def test_a_recorded_step_is_cheap_enough():
+    """Under 5 % when every 50th is recorded: less than 2.5 plain steps, of which it takes about a tenth."""
+    seconds = {"plain": [], "recorded": []}
+    models = {"plain": vit(depth=4, embed_dim=64), "recorded": vit(depth=4, embed_dim=64)}
+    timm_ortho.record(models["recorded"], every=1)
+    for _ in range(7):
+        for name, model in models.items():
+            began = time.perf_counter()
+            train(model, 1)
+            seconds[name].append(time.perf_counter() - began)
+    assert statistics.median(seconds["recorded"]) < 3.5 * statistics.median(seconds["plain"])
 
 
 def test_figures_are_read_once_for_each_recorded_pass(monkeypatch):

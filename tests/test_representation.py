@@ -8,6 +8,7 @@ from torch import nn
 
 import timm_ortho  # registers
 from timm_ortho import representation
+from timm_ortho.models._build import on_meta
 
 
 def randn(*shape, seed=0):
@@ -159,7 +160,7 @@ def test_features_are_what_the_classifier_receives(loader):
 
 @pytest.mark.parametrize("name", ["resnetv2_18_cifar_ortho", "resnetv2_50_ortho", "test_vit_ortho", "vit_base_ortho"])
 def test_every_family_has_features(name):
-    with torch.device("meta"):
+    with on_meta():
         model = timm.create_model(name)
     size = model.pretrained_cfg["input_size"]
     with torch.no_grad():

@@ -8,6 +8,7 @@ else a few that are made here.
 import csv
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
+
+from timm_ortho.lab.paper import experiments
+from timm_ortho.lab.recipe import shipped
 
 TIMM_DIR = os.environ.get("TIMM_DIR")
 pytestmark = [
@@ -173,3 +178,90 @@ def test_a_variant_is_unknown_without_the_device_module(scripts, images, tmp_pat
     process = subprocess.run(list(map(str, command)), cwd=scripts, text=True, capture_output=True, timeout=300)
     assert process.returncode != 0
     assert "Unknown model (vit_small_ortho)" in process.stderr
+
+
+# ---------------------------------------------------------------------------------------- the paper's recipes
+PARSE = """
+import importlib.util, json, sys
+
+spec = importlib.util.spec_from_file_location("train", sys.argv[1])
+train = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train)
+paths, sys.argv = sys.argv[2:], ["train.py"]
+parsed = {"": vars(train._parse_args()[0])}
+for path in paths:
+    train.parser.set_defaults(**parsed[""])  # what the recipe before has left there
+    sys.argv = ["train.py", "-c", path]
+    parsed[path] = vars(train._parse_args()[0])
+print(json.dumps(parsed))
+"""
+
+
+def test_every_recipe_is_parsed(scripts, tmp_path):
+    """By train.py's own parser: every key is one of its options, and holds what the file says."""
+    (tmp_path / "parse.py").write_text(PARSE)
+    paths = {name: str(shipped()[name]) for name in experiments()}
+    parsed = json.loads(call([tmp_path / "parse.py", scripts / "train.py", *paths.values()], tmp_path).splitlines()[-1])
+    plain = parsed.pop("")
+    assert len(parsed) == len(paths) == 21
+    for path in paths.values():
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        assert parsed[path] == {**plain, **values}
+        assert set(parsed[path]) == set(plain)
+
+
+SHRUNK = {
+    "vit_s_cifar10": ["img_size=32", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=3"],
+    "resnetv2_50_cifar100_initialisation": ["weight_init=xavier", "layers=(1,1,1,1)", "channels=(32,64,128,256)"],
+}
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+@pytest.mark.parametrize("sibling", ["", "_linear"])
+def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
+    """All of a recipe but its data set, the size of the model and the number of epochs."""
+    model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
+    if sibling:
+        model = model.rsplit("_", 1)[0] + sibling
+    call([scripts / "train.py", "-c", shipped()[name], "--model", model, "--data-dir", images, "--dataset", "",
+          "--device", "cpu", "--epochs", "1", "-b", "40", "--workers", "0", "--model-kwargs", *SHRUNK[name],
+          "--output", tmp_path, "--experiment", "run"], scripts)
+    with open(tmp_path / "run" / "summary.csv", newline="") as file:
+        [row] = csv.DictReader(file)
+    assert np.isfinite([float(row["train_loss"]), float(row["eval_loss"])]).all()
+    args = yaml.safe_load((tmp_path / "run" / "args.yaml").read_text())
+    assert args["model"] == model
+    assert args["color_jitter"] == ([0.4, 0.4, 0.4, 0.1] if name.startswith("vit") else 0.0)
+
+
+def smoke_command(name):
+    """The smoke run of a recipe's header, as one line."""
+    header = shipped()[name].read_text(encoding="utf-8").split("\ndevice_modules")[0].replace(" \\\n#      ", "")
+    return re.search(r"# Smoke run.*\n#   (python train\.py .*)", header)[1]
+
+
+@pytest.mark.parametrize("name", ["vit_s_cifar100", "resnetv2_18_tiny_imagenet"])
+def test_smoke_runs(scripts, images, tmp_path, name):
+    if "--train-batches-per-epoch" not in (scripts / "train.py").read_text():
+        pytest.skip("this train.py is older than --train-batches-per-epoch")
+    command = smoke_command(name).replace(f'"$(timm-ortho recipe --path {name})"', str(shipped()[name]))
+    command = command.replace("DATA", str(images)).replace("python ", f"{sys.executable} ", 1)
+    done = subprocess.run(["bash", "-c", f'{command} --dataset "" --output {tmp_path}'], cwd=scripts, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Train: 0 [   2/3 (100%)]" in done.stdout + done.stderr
+
+
+def test_train_sh_starts_it(scripts, images, tmp_path):
+    """scripts/train.sh with the real torchrun and the real train.py, on the CPU."""
+    folder = os.path.dirname(sys.executable)
+    script = Path(__file__).parent.parent / "scripts" / "train.sh"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable,
+           "TIMM_DIR": str(scripts), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", script, "vit_s_cifar10", "vit_small_linear", images, "--dataset", "", "--epochs", "1", "-b", "40",
+         "--workers", "0", "--model-kwargs", *SHRUNK["vit_s_cifar10"], "--output", tmp_path, "--experiment", "run"],
+        env=env, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "its version is not checked" in done.stderr
+    assert (tmp_path / "run" / "summary.csv").is_file()

@@ -215,6 +215,8 @@ class Recorder:
     # --------------------------------------------------------------------------------- what the hooks call
     @torch.compiler.disable  # a compiled model calls it as Python, before its graph begins
     def _begin(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any], traced: bool) -> None:
+        if self._pass is not None:  # Ctrl-C in a notebook: that pass never ended
+            self._end(succeeded=False)
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return

@@ -11,8 +11,8 @@ to Table 4)::
     linear CKA         = |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F)      X, Y: centred features of the same images
 
 the last from "Similarity of Neural Network Representations Revisited" (Kornblith et al. 2019, Section 3). The paper's
-own figures for ViT-B do not fit its definitions: exp(6.512) is 673 and not 572.9, so its entropy was taken of
-something else than its effective rank.
+own figures for ViT-B do not fit its definitions: exp(6.512) is 673 and not 572.9, so its spectral entropy and its
+effective rank cannot be of the same eigenvalues.
 
 Everything follows from sums over the images, kept by :class:`Moments` in float64: means and products of features, d x d
 numbers however many images there are. Each function takes features ``[n, d]``, or moments where they are too many.

@@ -2,7 +2,8 @@
 
 With ``TIMM_ORTHO_RECORD=FILE.jsonl`` every variant that is created records itself while it trains, every 50 passes or
 every ``TIMM_ORTHO_RECORD_EVERY``: in timm's own ``train.py``, say. It is a variable and not an argument of the model,
-because arguments are stored with a model, and whoever loads it would record too.
+because arguments are stored with a model, and whoever loads it would record too. timm's own names stay as they are: the
+baseline of ``vit_base_patch16_224_ortho`` that is recorded is the same name with ``--model-kwargs connection=linear``.
 
 A row is a line. Of several processes the first writes, its own share of each batch. A file that is there is gone on
 with: its steps go on increasing, since how many passes the checkpoint that a script resumes from had seen is not known
@@ -78,14 +79,14 @@ class _RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # the script may go elsewhere
-        self.is_open = False
+        self.begun = False
         self.failed = False
 
     def append(self, rows: List[Row]) -> None:
         if self.failed or not _is_first_process():
             return
         try:
-            self._open()
+            self._begin()
             text = "".join(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n" for row in rows)
             with open(self.path, "ab", buffering=0) as file:  # one write: whole lines, also of two processes
                 file.write(text.encode())
@@ -93,10 +94,10 @@ class _RowFile:
             self.failed = True
             warnings.warn(f"{FILE}={self.path}: {error.strerror}; nothing more is recorded", stacklevel=2)
 
-    def _open(self) -> None:
-        if not self.is_open and self.path.exists():
+    def _begin(self) -> None:
+        if not self.begun and self.path.exists():
             os.truncate(self.path, len(_complete(self.path.read_bytes())))
-        self.is_open = True
+        self.begun = True
 
 
 def _finite(value):

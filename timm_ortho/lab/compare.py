@@ -23,6 +23,7 @@ from .data import Source, open_source
 from .grid import (
     Job,
     base_name,
+    check_folders,
     check_model,
     check_run,
     claimed,
@@ -96,10 +97,11 @@ def compare(
     grown = {"connections": list(comparison.connections), "seeds": list(comparison.seeds)}
     try:
         with (claimed(folder, "compare", vars(comparison.options), grown),
-              limited_threads(threads or threads_for(jobs[0].options)),
-              writing_report(folder, lambda: report.write(folder))):
-            for number, job in enumerate(jobs, 1):
-                run_job(job, comparison.source, f"{number}/{len(jobs)}")
+              limited_threads(threads or threads_for(jobs[0].options))):
+            check_folders(jobs)
+            with writing_report(folder, lambda: report.write(folder)):
+                for number, job in enumerate(jobs, 1):
+                    run_job(job, comparison.source, f"{number}/{len(jobs)}")
     except KeyboardInterrupt:
         print("interrupted; the same command again continues where this one stopped", file=sys.stderr)
         return 130

@@ -23,7 +23,7 @@ from .data import Source
 from .training import Extras, Progress, Run, build_model
 
 __all__ = [
-    "Job", "base_name", "check_folder", "check_model", "check_run", "claimed", "device_of", "limited_threads",
+    "Job", "base_name", "check_folders", "check_model", "check_run", "claimed", "device_of", "limited_threads",
     "resolve_options", "run_job", "seeds_of", "threads_for", "train_job", "writing_report",
 ]
 
@@ -219,12 +219,21 @@ def _recorded(folder: Path, command: str, here: Mapping[str, Any]) -> dict:
 
 
 def _refuse_other(there: Mapping[str, Any], here: Mapping[str, Any], what: str, advice: str) -> None:
-    differing = [key for key in here if there.get(key) != here[key]]
+    there, here = _flat(there), _flat(here)
+    differing = [key for key in dict.fromkeys([*here, *there]) if there.get(key) != here.get(key)]
     if differing:
-        values = "; ".join(f"{key} is {_short(there.get(key))} there and {_short(here[key])} here"
+        values = "; ".join(f"{key} is {_short(there.get(key))} there and {_short(here.get(key))} here"
                            for key in differing[:3])
         more = f", and {len(differing) - 3} others differ" if len(differing) > 3 else ""
         raise LabError(f"{what} ({values}{more}): {advice}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`model_kwargs.depth` for what is inside mappings."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
 
 
 def _short(value: Any) -> str:
@@ -287,8 +296,13 @@ def threads_for(options: Namespace) -> int:
     return 1 if small else torch.get_num_threads()
 
 
-def check_folder(job: Job) -> None:
-    """Refuses a run that was begun with other options, which no continuing could put right."""
+def check_folders(jobs: Sequence[Job]) -> None:
+    """Refuses runs that were begun with other options, which no continuing could put right."""
+    for job in jobs:
+        _check_folder(job)
+
+
+def _check_folder(job: Job) -> None:
     path = job.folder / "args.yaml"
     if not path.is_file():
         return
@@ -312,7 +326,6 @@ def train_job(job: Job, source: Source, watch: Callable[[Run], Progress]) -> dic
     Raises:
         LabError: It cannot be trained or continued, or the device's memory or the disk is too small.
     """
-    check_folder(job)
     if job.options.torchcompile:
         torch.compiler.reset()  # models of one grid share their code, and its limit of recompilations
     try:
@@ -326,7 +339,6 @@ def run_job(job: Job, source: Source, number: str) -> None:
     """Trains a run unless it is finished, with a progress bar."""
     label = f"[{number}] {job.label}"
     if read_result(job.folder) is not None:
-        check_folder(job)
         tqdm.write(f"{label}: finished before", file=sys.stderr)
         return
     # disable=None: no bar where the output is not a terminal

@@ -69,7 +69,7 @@ from .design import SCALES, Design, Variant, load, shipped
 from .features import add_cka
 from .grid import (
     Job,
-    check_folder,
+    check_folders,
     check_model,
     check_run,
     claimed,
@@ -185,8 +185,7 @@ def run(
     jobs = study.jobs(seeds)
     try:
         with claimed(study.folder, "study", study.settings, {"seeds": seeds}), limited_threads(threads):
-            for job in jobs:
-                check_folder(job)
+            check_folders(jobs)
             with writing_report(study.folder, lambda: report(study.folder, command)):
                 _train(jobs, source, workers, threads)
     except KeyboardInterrupt:

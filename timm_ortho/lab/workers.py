@@ -111,10 +111,10 @@ def _work(pipe: Connection, number: int, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal's processes: the parent decides
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the loader's processes are ended, too
     torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(number % torch.cuda.device_count())
     source: Any = None
     while (job := _next(pipe)) is not None:
+        if job.options.device == "cuda":  # a device that was given by number is meant
+            torch.cuda.set_device(number % torch.cuda.device_count())
         try:
             _log_to(job.folder)
             source = source or open_source(job.options)

@@ -1,0 +1,640 @@
+"""`timm-ortho study` from its files to its report, on part of scikit-learn's digits and models that are hardly ones."""
+import inspect
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from timm.scheduler import PlateauLRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import timm_ortho
+from timm_ortho import cli
+from timm_ortho.lab import LabError, design, features, study, training, workers
+from timm_ortho.lab.changes import changes
+
+NAMES = sorted(design.shipped())
+TRAINED = [name for name in NAMES if design.load(name, "smoke").kind == "training"]
+
+# Everything that a run can do, in seconds.
+STUDY = """
+title: Does it work?
+paper: Table 0
+table: nothing
+model: vit_small
+connections: [linear, feature]
+grid:
+  lr: [1.0e-3, 1.0e-2]
+record: 2
+representation: true
+scales:
+  smoke:
+    seeds: 1
+    options:
+      workers: 0
+      epochs: 2
+      batch_size: 16
+      warmup_epochs: 0
+      train_num_samples: 64
+      val_num_samples: 32
+      img_size: 16
+      drop_path: 0.1
+      model_kwargs: {embed_dim: 16, num_heads: 2, patch_size: 8, depth: 2}
+"""
+
+
+def written(folder, text=STUDY, **changes):
+    """A study's file, with some of its keys changed."""
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(text), **changes}, sort_keys=False))
+    return str(path)
+
+
+def run(name, output, scale="smoke", workers=1, seeds=None, **given):
+    return study.run(name, {"device": "cpu", **given}, scale=scale, workers=workers, seeds=seeds, output=str(output))
+
+
+def results(output):
+    return json.loads((output / "results.json").read_text())
+
+
+def state(folder):
+    return torch.load(folder / "last.pth.tar", weights_only=False)
+
+
+def assert_same_run(one, other):
+    """Weights, optimizer, EMA and every record are bit for bit the same."""
+    for key in ("state_dict", "state_dict_ema"):
+        mine, theirs = (state(folder).get(key, {}) for folder in (one, other))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    mine, theirs = (state(folder)["optimizer"] for folder in (one, other))
+    assert mine["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
+    for name in ("dynamics.json", "records.json", "summary.csv"):
+        assert (one / name).exists() == (other / name).exists()
+        if (one / name).exists():
+            assert (one / name).read_text() == (other / name).read_text()
+    timed = ("seconds", "images_per_second", "peak_memory")
+    histories = [json.loads((folder / "history.json").read_text()) for folder in (one, other)]
+    for row in histories[0] + histories[1]:
+        for key in timed:
+            del row[key]
+    assert histories[0] == histories[1]
+
+
+# ------------------------------------------------------------------------------------ the shipped studies
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_study_is_complete(name):
+    for scale in design.SCALES:
+        found = design.load(name, scale)
+        assert found.title.endswith("?")
+        assert found.kind == "training" or not found.grid
+    header = design.shipped()[name].read_text().split("title:")[0]
+    assert f"timm-ortho study run {name}" in header
+    assert "The paper" in header
+
+
+def test_every_experiment_of_the_paper_is_there():
+    experiments = """accuracy switch_reinitialised switch_kept layer_pattern probability epsilon learning_rate
+        initialisation head_norm hybrid dynamics representation overhead parameters gamma"""
+    assert set(NAMES) == set(experiments.split())
+
+
+@pytest.mark.parametrize("scale", design.SCALES)
+@pytest.mark.parametrize("name", TRAINED)
+def test_shipped_study_expands_to_runs_that_can_be_built(name, scale, monkeypatch):
+    """Each architecture with each of its connections is built, without memory for its weights."""
+    found = design.load(name, scale)
+    variants = list(found.variants({"dataset": "digits", "device": "cpu"}))
+    assert len({variant.name(0) for variant in variants}) == len(variants)
+    built = set()
+    for variant in variants:
+        kwargs = json.dumps(variant.options.model_kwargs)
+        if (variant.options.model, kwargs) in built:
+            continue
+        built.add((variant.options.model, kwargs))
+        with timm_ortho.models._build.on_meta():
+            model = build(variant.options)
+        assert len(timm_ortho.sites(model)) > 0
+        with torch.device("meta"), torch.no_grad():
+            size = variant.options.img_size
+            assert model.eval()(torch.zeros(2, 1, size, size)).shape == (2, 10)
+
+
+def build(options):
+    options = Namespace(**vars(options))
+    options.seed, options.num_classes, options.in_chans = 0, 10, 1
+    if options.model.startswith("vit"):
+        options.model_kwargs = {"img_size": options.img_size, **options.model_kwargs}
+    return training.build_model(options, 10, 1)
+
+
+def test_header_counts_its_runs():
+    """`smoke: 4 runs`, `12 runs`, `20 runs`: what the headers say is what there is."""
+    for name in TRAINED:
+        header = " ".join(design.shipped()[name].read_text().split("title:")[0].replace("#", " ").split())
+        for scale in design.SCALES:
+            runs = study._run_count(design.load(name, scale))
+            said = header.rsplit(f" {scale}: ", 1)[1].split(" runs")[0].rpartition(" ")[2]
+            assert said == runs, (name, scale)
+
+
+# --------------------------------------------------------------------------------------- from file to grid
+def test_grid_is_cells_times_connections(tmp_path):
+    found = design.load(written(tmp_path), "smoke")
+    variants = list(found.variants({"device": "cpu"}))
+    assert [(variant.cell, variant.connection) for variant in variants] == [
+        ({"lr": lr}, connection) for lr in (1e-3, 1e-2) for connection in ("linear", "feature")]
+    assert [variant.options.lr for variant in variants] == [1e-3, 1e-3, 1e-2, 1e-2]
+    assert variants[3].name(7) == "lr=0.01-feature-seed7"
+    assert variants[0].options.model_kwargs == {
+        "embed_dim": 16, "num_heads": 2, "patch_size": 8, "depth": 2, "connection": "linear"}
+    assert variants[0].extras == training.Extras(record_every=2, representation=True)
+
+
+def test_places_go_seed_by_seed_and_share_equal_runs():
+    """An eps means nothing to linear connections: one run for all of them."""
+    found = design.load("epsilon", "small")
+    both = study.Study(replace(found, connections=["linear", "feature"]), {"device": "cpu"}, Path("x"))
+    places = list(both.places([0, 1]))
+    assert len(places) == 2 * 2 * 6
+    assert [seed for _, seed, _ in places] == [0] * 12 + [1] * 12
+    linear = {name for variant, _, name in places if variant.connection == "linear"}
+    assert linear == {"connection_eps=1e-08-linear-seed0", "connection_eps=1e-08-linear-seed1"}
+    assert len(both.jobs([0, 1])) == 2 * (6 + 1)
+
+
+def test_default_arguments_make_no_difference():
+    cells = {variant.cell["probability"]: variant for variant in
+             design.load("probability", "small").variants({"device": "cpu"})}
+    assert cells[0.0].options.model_kwargs["connection"] == "linear"
+    assert cells[0.5].options.model_kwargs["connection_prob"] == 0.5
+    assert "connection_prob" not in cells[1.0].options.model_kwargs
+
+
+def test_switches():
+    cells = {variant.cell["switch"]: variant for variant in design.load("switch_kept", "smoke").variants({})}
+    assert {cell: (v.connection, v.final_connection, v.extras.switch_to) for cell, v in cells.items()} == {
+        "LL": ("linear", "linear", None), "LO": ("linear", "feature", "feature"),
+        "OL": ("feature", "linear", "linear"), "OO": ("feature", "feature", None)}
+    cells = {v.cell["switch"]: v for v in design.load("switch_reinitialised", "smoke").variants({})}
+    assert all(variant.extras.reinitialise for variant in cells.values())
+    assert cells["LL"].extras.switch_to == "linear"
+
+
+def test_paper_scale_takes_the_papers_recipe():
+    found = design.load("accuracy", "paper")
+    variants = list(found.variants({"dataset": "cifar100", "data_dir": "x", "device": "cpu"}))
+    vit = next(variant for variant in variants if variant.cell == {"model": "vit_s"})
+    resnet = next(variant for variant in variants if variant.cell == {"model": "resnetv2_34"})
+    assert (vit.options.dataset, vit.options.batch_size, vit.options.epochs) == ("torch/cifar100", 1024, 300)
+    assert (resnet.options.lr, resnet.options.decay_rate, resnet.options.opt) == (0.1, 0.2, "momentum")
+    other = next(iter(found.variants({"dataset": "torch/fashion_mnist", "data_dir": "x", "device": "cpu"})))
+    assert other.options.batch_size == 1024
+    assert other.options.mean is None  # CIFAR's is CIFAR's
+
+
+def test_options_of_the_command_line_win():
+    found = design.load("dynamics", "smoke")
+    variant = next(found.variants({"epochs": 7, "model_kwargs": {"embed_dim": 48}}))
+    assert variant.options.epochs == 7
+    assert variant.options.model_kwargs["embed_dim"] == 48
+    assert variant.options.model_kwargs["num_heads"] == 2
+
+
+def test_changes_are_named():
+    lines = changes(design.load("hybrid", "small"), {"dataset": "digits", "device": "cpu"}, [0, 1, 2])
+    for line in ("data set: digits here, tiny_imagenet in the paper", "seeds: 3 here, 5 in the paper",
+                 "epochs: 15 here, 300 in the paper", "embed_dim: 64 here, 384 in the paper"):
+        assert line in lines
+    paper = {"dataset": "tiny_imagenet", "data_dir": "x", "device": "cpu"}
+    assert changes(design.load("hybrid", "paper"), paper, range(5)) == []
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    (dict(grdi={}), "it has no key 'grdi'; the nearest is 'grid'"),
+    (dict(title=...), "'title' is missing"),
+    (dict(scales={"tiny": {}}), "scales has no key 'tiny'"),
+    (dict(scales={"smoke": {"titel": 1}}), "scale 'smoke' has no key 'titel'"),
+    (dict(scales={"small": {}}), "it has no scale 'smoke', only small"),
+    (dict(options={"epoch": 3}), "options has no key 'epoch'; the nearest is 'epochs'"),
+    (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
+    (dict(grid={"rate": [1, 2]}), "axis 'rate', value '1' has no key 'rate'"),
+    (dict(grid={"x": {"a": {"conection": "linear"}}}), "value 'a' has no key 'conection'; the nearest is 'connection'"),
+    (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch must say to which connection"),
+    (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "knows nothing of the parameters"),
+    (dict(baseline={"lr": 5}), "the baseline is 5 on axis 'lr', where there is no such value"),
+    (dict(kind="dreaming"), "there is no kind 'dreaming'"),
+    (dict(seeds=0), "seeds is 0"),
+])
+def test_bad_study(tmp_path, changed, message):
+    values = {**yaml.safe_load(STUDY), **changed}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not ...}))
+    if "seeds" in changed:
+        path.write_text(path.read_text().replace("seeds: 1", ""))
+    with pytest.raises(LabError) as caught:
+        design.load(str(path), "smoke")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("study 'tiny': ")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["run", "acuracy"], "there is no study 'acuracy'; the nearest is 'accuracy' (timm-ortho study list)"),
+    (["run", "accuracy", "--scale", "huge"], "there is no scale 'huge': give smoke, small or paper"),
+    (["run", "learning_rate", "-o", "lr=1"], "'lr' is what study 'learning_rate' varies along its axis 'lr'"),
+    (["run", "dynamics", "-o", "epoch=1"], "timm's train.py has no option 'epoch'; the nearest is 'epochs'"),
+    (["run", "dynamics", "--dataset", "cifar10"],
+     "data set 'torch/cifar10' needs --data-dir: timm looks for its files in DATA_DIR/cifar-10-batches-py"),
+    (["run", "dynamics", "--dataset", "tiny_imagenet"],
+     "an image folder needs --data-dir: timm looks for class folders"),
+    (["run", "dynamics", "--dataset", "torch/fashion_mnist", "--data-dir", "nowhere"],
+     "let torchvision fetch them with --option dataset_download=true"),
+    (["run", "dynamics", "--seeds", "0"], "give at least one seed"),
+    (["run", "dynamics", "--workers", "0"], "one worker"),
+    (["report", "dynamics"], "has no results of study 'dynamics': timm-ortho study run dynamics makes them"),
+])
+def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["study", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_list(capsys):
+    assert cli.main(["study", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == NAMES
+    assert "Table 4" in next(line for line in lines if line.startswith("layer_pattern"))
+
+
+# --------------------------------------------------------------------------------------------- whole studies
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The file and the folder of a study that was run as a whole."""
+    folder = tmp_path_factory.mktemp("study")
+    path = written(folder)
+    assert run(path, folder / "out") == 0
+    return path, folder / "out"
+
+
+def test_shipped_study_from_run_to_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    arguments = ["layer_pattern", "--scale", "smoke", "--device", "cpu"]
+    assert cli.main(["study", "run", *arguments]) == 0
+    (output,) = Path("output", "study").iterdir()
+    written = results(output)
+    (output / "results.json").unlink()
+    capsys.readouterr()
+    assert cli.main(["study", "report", *arguments]) == 0
+    assert "0,1" in capsys.readouterr().out
+    assert time.monotonic() - began < 120
+    assert results(output)["runs"] == written["runs"]
+    assert [item["cell"]["layers"] for item in written["runs"]] == ["none", "0,1", "all"]
+    assert [item["connection"] for item in written["runs"]] == ["linear", "feature", "feature"]
+    assert written["study"]["command"] == f"timm-ortho study run {' '.join(arguments)}"
+    kwargs = [yaml.safe_load((output / f"layers={cell}-seed0" / "args.yaml").read_text())["model_kwargs"]
+              for cell in ("none-linear", "0,1-feature", "all-feature")]
+    assert [values.get("connection_layers") for values in kwargs] == [None, [0, 1], None]
+
+
+def test_results(tiny):
+    _, output = tiny
+    assert {item.name for item in output.iterdir() if item.is_dir()} >= {
+        f"lr={lr}-{connection}-seed0" for lr in ("0.001", "0.01") for connection in ("linear", "feature")}
+    found = results(output)
+    assert found["unfinished"] == []
+    assert [(item["cell"]["lr"], item["connection"]) for item in found["runs"]] == [
+        (0.001, "linear"), (0.001, "feature"), (0.01, "linear"), (0.01, "feature")]
+    for item in found["runs"]:
+        assert len(item["history"]) == 2
+        # 64 images in batches of 16, twice, every second step, two sites in two blocks
+        assert [row["step"] for row in item["dynamics"]] == [step for step in (0, 2, 4, 6) for _ in range(4)]
+        assert 1.0 <= item["representation"]["effective_rank"] <= 16.0
+    ckas = [item["representation"]["linear_cka"] for item in found["runs"]]
+    assert (ckas[0], ckas[2]) == (None, None)  # the baselines
+    assert 0.0 < ckas[1] < 1.0
+    assert found["study"]["axes"] == {"lr": [0.001, 0.01]}
+    assert (output / "report.html").is_file()
+
+
+def test_cka_is_that_of_the_features(tiny):
+    _, output = tiny
+    found = results(output)["runs"]
+    ours = features.representation.linear_cka(*(
+        features._stored(output / f"lr=0.001-{connection}-seed0") for connection in ("linear", "feature")))
+    assert found[1]["representation"]["linear_cka"] == pytest.approx(ours)
+
+
+def test_finished_study_is_not_repeated(tiny, monkeypatch):
+    path, output = tiny
+    monkeypatch.setattr(training.Run, "train", lambda *_: pytest.fail("trained again"))
+    assert run(path, output) == 0
+
+
+def test_report_needs_neither_training_nor_data(tiny, capsys, monkeypatch):
+    path, output = tiny
+    monkeypatch.setattr(study, "open_source", lambda *_: pytest.fail("opened the data"))
+    before = results(output)
+    assert cli.main(["study", "report", path, "--scale", "smoke", "--output", str(output)]) == 0
+    assert "Does it work?" in capsys.readouterr().out
+    assert results(output)["runs"] == before["runs"]
+
+
+@pytest.mark.slow
+def test_two_workers_give_the_same_numbers(tiny, tmp_path):
+    path, output = tiny
+    assert run(path, tmp_path / "out", workers=2) == 0
+    for item in results(output)["runs"]:
+        name = f"lr={item['cell']['lr']}-{item['connection']}-seed0"
+        assert_same_run(output / name, tmp_path / "out" / name)
+        assert "epoch 2/2: top-1" in (tmp_path / "out" / name / workers.LOG).read_text()
+    keys = ("top1", "loss", "best_top1", "representation", "dynamics", "probe")
+    for one, other in zip(results(output)["runs"], results(tmp_path / "out")["runs"], strict=True):
+        assert {key: one[key] for key in keys} == {key: other[key] for key in keys}
+
+
+def test_grid_may_grow_by_seeds(tmp_path):
+    path = written(tmp_path, grid={})
+    assert run(path, tmp_path / "out", seeds=1) == 0
+    assert run(path, tmp_path / "out", seeds=[4]) == 0
+    found = results(tmp_path / "out")
+    assert [(item["connection"], item["seed"]) for item in found["runs"]] == [
+        ("linear", 0), ("feature", 0), ("linear", 4), ("feature", 4)]
+
+
+def test_other_settings_and_versions_are_refused(tiny, monkeypatch):
+    path, output = tiny
+    before = {item: item.read_bytes() for item in output.rglob("*") if item.is_file()}
+    with pytest.raises(LabError, match=r"belongs to other settings \(given.epochs is None there and 3 here\)"):
+        run(path, output, epochs=3)
+    monkeypatch.setattr("timm_ortho.__version__", "9.9")
+    with pytest.raises(LabError, match=r"timm_ortho is '0.* there and '9.9' here\): choose another --output"):
+        run(path, output)
+    assert before == {item: item.read_bytes() for item in output.rglob("*") if item.is_file()}
+
+
+def test_default_folder_names_study_data_and_scale(tmp_path, monkeypatch):
+    def folder(**given):
+        return study._study("dynamics", {"device": "cpu", **given}, "small", None).folder
+
+    assert str(folder()).startswith("output/study/dynamics-digits-small-")
+    assert folder() == folder()
+    assert folder() != folder(epochs=3)
+
+
+@pytest.mark.parametrize("name", ["parameters", "gamma"])
+def test_study_without_training(name, tmp_path, capsys):
+    assert run(name, tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "rows.json").read_text())
+    assert rows[0]["model"].startswith(("vit", "resnetv2"))
+    assert results(tmp_path / "out")["runs"] == rows
+
+
+# ------------------------------------------------------------------------------------------ killed, continued
+KILLED = """
+import os, signal, sys
+from timm_ortho import cli
+from timm_ortho.lab import training
+
+original, left = training.Run._backward, [int(sys.argv[1])]
+
+def backward(self, loss, update):
+    left[0] -= 1
+    if left[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self, loss, update)
+
+training.Run._backward = backward
+cli.main(sys.argv[2:])
+"""
+
+
+def switching(optimizer, **options):
+    """One run: a connection that draws random numbers, then another, with every state that a checkpoint can hold."""
+    values = yaml.safe_load(STUDY)
+    values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
+    return dict(
+        grid={"switch": {"GF": {"connection": "global", "switch": {"to": "feature", "optimizer": optimizer},
+                                "connection_prob": 0.7}}},
+        baseline={"switch": "GF"}, scales=values["scales"])
+
+
+PLATEAU = dict(sched="plateau", sched_on_updates=False, patience_epochs=0, eval_metric="top5")
+
+
+@pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated:FutureWarning")
+@pytest.mark.parametrize(("optimizer", "options"), [
+    ("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
+    pytest.param("reinitialised", PLATEAU, marks=pytest.mark.skipif(
+        "verbose=" in inspect.getsource(PlateauLRScheduler)
+        and "verbose" not in inspect.signature(ReduceLROnPlateau).parameters,
+        reason="this timm's plateau schedule does not run on this torch")),
+])
+def test_killed_at_a_random_step_it_continues_bit_for_bit(optimizer, options, tmp_path):
+    path = written(tmp_path, **switching(optimizer, **options))
+    assert run(path, tmp_path / "whole") == 0
+    batches = 4 * 4 * (2 if optimizer == "reinitialised" else 1)
+    # not in the first epoch, after which there is nothing yet to continue from
+    step = random.randrange(5, batches)
+    command = ["study", "run", path, "--scale", "smoke", "--device", "cpu", "--output", str(tmp_path / "parts")]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(step), *command], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder = tmp_path / "parts" / "switch=GF-feature-seed0"
+    print(f"killed after {step} of {batches} steps")
+    assert state(folder)["epoch"] == step // 4 - 1
+    assert not (folder / "result.json").exists()
+    assert run(path, tmp_path / "parts") == 0
+    assert_same_run(folder, tmp_path / "whole" / folder.name)
+    assert json.loads((folder / "result.json").read_text())["connection"] == "feature"
+
+
+@pytest.mark.parametrize("epoch", range(1, 8))
+def test_continues_after_each_epoch_of_two_phases(epoch, tmp_path, whole_switch, monkeypatch):
+    """The switch comes after the fourth epoch: before it, at it and after it the checkpoint means something else."""
+    path, whole = whole_switch
+    left = [4 * epoch + 2]
+    original = training.Run._backward
+
+    def backward(self, loss, update):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        original(self, loss, update)
+
+    with monkeypatch.context() as context:
+        context.setattr(training.Run, "_backward", backward)
+        assert run(path, tmp_path / "parts") == 130
+    assert run(path, tmp_path / "parts") == 0
+    assert_same_run(tmp_path / "parts" / whole.name, whole)
+
+
+@pytest.fixture(scope="module")
+def whole_switch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("switch")
+    path = written(folder, **switching("reinitialised", model_ema=True, model_ema_decay=0.9))
+    assert run(path, folder / "whole") == 0
+    return path, folder / "whole" / "switch=GF-feature-seed0"
+
+
+def test_switch_kept_goes_on_and_reinitialised_begins_anew(tmp_path, whole_switch):
+    """The schedule tells them apart: a cosine over all epochs, or one over each half."""
+    rates = [row["lr"] for row in json.loads((whole_switch[1] / "history.json").read_text())]
+    assert len(rates) == 8
+    assert rates[:4] == rates[4:]
+    assert rates[0] > rates[3]
+    assert run(written(tmp_path, **switching("kept")), tmp_path / "out") == 0
+    kept = [row["lr"] for row in json.loads(
+        (tmp_path / "out" / "switch=GF-feature-seed0" / "history.json").read_text())]
+    assert len(kept) == 4
+    assert kept == sorted(kept, reverse=True)
+    steps = {group["step"].item() for group in state(whole_switch[1])["optimizer"]["state"].values()}
+    assert steps == {4 * 4}  # of the second optimizer
+
+
+def test_switch_replaces_the_connections_and_nothing_else(tmp_path):
+    values = switching("kept")
+    found = design.load(written(tmp_path, **values), "smoke")
+    variant = next(found.variants({"device": "cpu"}))
+    variant.options.seed = 0
+    source = study._checked_source(study.Study(found, {"device": "cpu"}, tmp_path), 0)
+    variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
+    one = training.Run(variant.options, source, tmp_path, torch.device("cpu"), variant.extras)
+    before = {key: value.clone() for key, value in one.model.state_dict().items()}
+    optimizer = one.optimizer
+    assert {type(site.connection).__name__ for site in one.sites} == {"GlobalConnection"}
+    one._switch()
+    assert {type(site.connection).__name__ for site in one.sites} == {"FeatureConnection"}
+    assert {site.connection.prob for site in one.sites} == {0.7}
+    assert one.optimizer is optimizer
+    assert all(torch.equal(value, before[key]) for key, value in one.model.state_dict().items())
+
+
+# ----------------------------------------------------------------------------------------------- processes
+def command(path, output, workers=2):
+    return [sys.executable, "-m", "timm_ortho", "study", "run", path, "--scale", "smoke", "--device", "cpu",
+            "--output", str(output), "--workers", str(workers), "-o", "epochs=60"]
+
+
+def children(pid):
+    """The processes below one, as Linux tells."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it ended
+            continue
+        if parent == pid:
+            found += [int(path.parent.name), *children(int(path.parent.name))]
+    return found
+
+
+def alive(pids):
+    def runs(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return [pid for pid in pids if runs(pid)]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def training_processes(process, output):
+    """Of the processes those that train, once two runs have an epoch."""
+    wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
+    return [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_command(sent, tmp_path):
+    output = tmp_path / "out"
+    with subprocess.Popen(command(written(tmp_path), output), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, start_new_session=True) as process:
+        pids = training_processes(process, output)
+        everything = children(process.pid)
+        assert len(pids) == 2
+        if sent == signal.SIGINT:
+            os.killpg(process.pid, sent)  # as the terminal does
+        else:
+            process.kill()
+        _, said = process.communicate(timeout=60)
+    wait_for(lambda: not alive(everything), 30)
+    if sent == signal.SIGINT:
+        assert process.returncode == 130
+        assert said.splitlines()[-1] == "interrupted; the same command again continues where this one stopped"
+        assert len(results(output)["unfinished"]) == 4
+        assert "Traceback" not in said + "".join(path.read_text() for path in output.glob("*/log.txt"))
+
+
+@linux
+@pytest.mark.slow
+def test_a_process_that_dies_takes_one_run_with_it(tmp_path, capsys):
+    output, path = tmp_path / "out", written(tmp_path)
+    with subprocess.Popen([*command(path, output)[:-1], "epochs=25"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as process:
+        os.kill(training_processes(process, output)[0], signal.SIGKILL)
+        _, said = process.communicate(timeout=200)
+    assert process.returncode == 2
+    error = said.splitlines()[-1]
+    assert "1 of 4 runs failed: lr=" in error
+    assert "its process died (SIGKILL), see " in error
+    assert error.endswith("the same command again tries them anew")
+    assert Path(error.split("see ")[1].split(";")[0]).is_file()
+    assert (len(results(output)["runs"]), len(results(output)["unfinished"])) == (3, 1)
+    assert run(path, output, epochs=25) == 0
+    assert len(results(output)["runs"]) == 4
+
+
+def test_a_run_that_cannot_be_continued_does_not_stop_the_others(tiny, tmp_path):
+    path = written(tmp_path, grid={})
+    assert run(path, tmp_path / "out") == 0
+    folder = tmp_path / "out" / "linear-seed0"
+    for file in (folder / "result.json", tmp_path / "out" / "feature-seed0" / "result.json"):
+        file.unlink()
+    for checkpoint in folder.glob("*.pth.tar"):
+        checkpoint.write_bytes(b"half")
+    failure = r"1 of 2 runs failed: linear-seed0: .*last.pth.tar cannot be continued .* remove "
+    with pytest.raises(LabError, match=failure):
+        run(path, tmp_path / "out")
+    found = results(tmp_path / "out")
+    assert [item["connection"] for item in found["runs"]] == ["feature"]
+    assert found["unfinished"] == ["linear-seed0"]
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_full_disk_stops_a_study(tmp_path, monkeypatch, count):
+    """Every other run would end likewise."""
+    path = written(tmp_path)
+    assert run(path, tmp_path / "out", seeds=1) == 0
+    finished = {item: item.read_bytes() for item in (tmp_path / "out").glob("*seed0/*")}
+    (tmp_path / "out" / "lr=0.001-linear-seed1").write_text("no folder can be made here")
+    with pytest.raises(LabError, match=r"cannot write in .*lr=0.001-linear-seed1"):
+        run(path, tmp_path / "out", seeds=2, workers=count)
+    assert all(item.read_bytes() == content for item, content in finished.items())
+    assert not (tmp_path / "out" / "lr=0.01-feature-seed1" / "result.json").exists()
