@@ -27,7 +27,7 @@ h1 { font-size: 1.5rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
 thead th { border-bottom: 1px solid #888; vertical-align: bottom; } tbody th { font-weight: 500; }
-.cells td, .cells th { white-space: nowrap; } .cells td.long { white-space: normal; min-width: 14rem; }
+.cells td, .cells th { white-space: nowrap; } .cells td.long { white-space: normal; min-width: 20rem; }
 figure { margin: 1rem 0; } figcaption, .note { color: #555; font-size: .9rem; }
 img { max-width: 100%; height: auto; display: block; } .wide img { min-width: 44rem; }
 code, pre { font-size: .85rem; } pre { white-space: pre-wrap; }
