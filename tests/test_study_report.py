@@ -400,8 +400,10 @@ def test_probability_tells_pearson(tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 def test_learning_rates_are_in_order_and_compared_at_their_own(tmp_path):
-    study_report.write(study_of("learning_rate", dataset="torch/cifar10"), runs_of("learning_rate"), [], tmp_path)
+    runs = [*runs_of("learning_rate"), run_of("linear", 0, {"lr": 1e-4}), run_of("linear", 0, {"lr": 7.5e-4})]
+    study_report.write(study_of("learning_rate", dataset="torch/cifar10"), runs, [], tmp_path)
     rates = [row[0] for row in tables_of(tmp_path)[0][2:]]
+    assert {"1e-4", "7.5e-4"} < set(rates)
     assert [float(rate) for rate in rates] == sorted(map(float, rates))
     difference = tables_of(tmp_path)[1][1]
     assert difference == ["1e-3", "CIFAR-10, Orthogonal-F", "Linear", "+0.00 [+0.00, +0.00]", "not told apart", "+0.41"]
