@@ -462,6 +462,10 @@ def test_overhead_beside_table_1b(tmp_path):
         assert found[("ResNetV2-34",), "overhead, %"] == ("5.94", "not measured")
         assert found[("ViT-S",), "overhead, %"][0] == "0.28"
         assert found[("ViT-B",), "Orthogonal-F, images/s"] == ("1,246.2", "not run")
+    for label, name in (("vit_small(img_size=64)", "ViT-S"), ("vit_small(img_size=64, depth=2)", "ViT-S (depth=2)")):
+        study_report.write(study_of("overhead", kind="overhead"), [{**OVERHEAD, "model": label}], [], tmp_path)
+        assert side_by_side(tmp_path)[(name,), "overhead, %"][1] == "2.00 [1.00, 3.50]"
+    study_report.write(study_of("overhead", kind="overhead"), twice, [], tmp_path)
     assert "out of memory" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 

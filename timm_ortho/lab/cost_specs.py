@@ -42,10 +42,17 @@ _OVERHEAD = "overhead, %"
 
 def _overhead_names(rows: Sequence[Row]) -> list[str]:
     """The rows' models, with what else tells them apart."""
-    models = [model_name(row["model"]) for row in rows]
+    models = [_overhead_model(row["model"]) for row in rows]
     details = [", ".join((row["layout"], row["dtype"], row["mode"])) for row in rows]
     return [model if models.count(model) == 1 else f"{model}, {detail}"
             for model, detail in zip(models, details, strict=True)]
+
+
+def _overhead_model(label: str) -> str:
+    """`vit_small(img_size=64)` is ViT-S, the images' size being told apart; narrower ones keep their arguments."""
+    model, _, arguments = label.partition("(")
+    others = [argument for argument in arguments.rstrip(")").split(", ") if argument.partition("=")[0] != "img_size"]
+    return f"{model_name(model)} ({', '.join(others)})" if any(others) else model_name(model)
 
 
 def _overhead_cells(rows: Sequence[Row]) -> dict[Place, str]:

@@ -223,7 +223,7 @@ def component_norms(runs: Sequence[Run], series: Series = lambda run: run["conne
         site = next(final_site(run) for run in runs if run["dynamics"])
         _trace_lines(axes, runs, site, measure, series)
         axes.set_yscale("log")
-        label(axes, f"{TITLES[measure]} of {site}", "training step")
+        label(axes, f"{TITLES[measure]}, last branch", "training step")
     _legend(figure, *figure.axes)
     return figure
 
