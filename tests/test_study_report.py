@@ -11,9 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 import scipy.stats
+from matplotlib.figure import Figure
 
 from timm_ortho.lab import LabError, cost_specs, page, paper, study_figures, study_report, study_specs, study_tables
 from timm_ortho.lab.page import Table
+from timm_ortho.lab.plots import STYLES, band, style
 
 SITES = [(layer, kind) for layer in range(2) for kind in ("attention", "mlp")]
 GRIDS = {  # study: table of the paper, axes, the baseline, and which connections a cell is run with
@@ -581,7 +583,6 @@ def test_baseline_follows_the_cell_where_it_names_no_connection():
 
 
 def test_colours_and_markers_of_connections_differ():
-    from timm_ortho.lab.plots import STYLES, style
     for key in ("color", "linestyle", "marker"):
         assert len({look[key] for look in STYLES.values()}) == len(STYLES)
     names = [f"series {index}" for index in range(28)]
@@ -593,3 +594,23 @@ def test_paper_names_every_data_set():
     assert study_specs.dataset_name("torch/fashion_mnist") == "fashion_mnist"
     assert set(paper.figures()["accuracy"]["vit_s"]) == {
         *study_specs._datasets(), "imagenet1k_first_version"}
+
+
+def test_lines_have_gaps_where_nothing_is_finite():
+    axes = Figure().subplots()
+    band(axes, [1, 2, 3, 4], [[1.0, None, math.nan, 4.0], [3.0, 5.0]], "linear")
+    x, y = axes.lines[0].get_data()
+    assert list(x) == [1, 2, 3, 4]
+    assert [value for value in y if not math.isnan(value)] == [2.0, 5.0, 4.0]
+    assert math.isnan(y[2])
+
+
+def test_runs_that_diverged_from_the_start_are_drawn(tmp_path):
+    runs = runs_of("accuracy", seeds=(0,))
+    for run in runs:
+        run.update(loss=None, top1=None)
+        for row in run["history"]:
+            row.update(train_loss=None, eval_top1=None)
+    study_report.write(study_of("accuracy"), runs, [], tmp_path)
+    assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits"][1] == "not finite (1 run)"
+    assert (tmp_path / "figures" / "training_vit_s.svg").stat().st_size > 1000
