@@ -449,8 +449,8 @@ def test_killed_at_a_random_step_it_continues_bit_for_bit(optimizer, options, tm
     path = written(tmp_path, **switching(optimizer, **options))
     assert run(path, tmp_path / "whole") == 0
     batches = 4 * 4 * (2 if optimizer == "reinitialised" else 1)
-    # not in the first epoch, after which there is nothing yet to continue from
-    step = random.randrange(5, batches)
+    # in the second half, where every part of the state counts
+    step = random.randrange(batches // 2 + 4, batches)
     command = ["study", "run", path, "--scale", "smoke", "--device", "cpu", "--output", str(tmp_path / "parts")]
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(step), *command], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -502,12 +502,17 @@ def test_switch_kept_goes_on_and_reinitialised_begins_anew(tmp_path, whole_switc
         (tmp_path / "out" / "switch=GF-feature-seed0" / "history.json").read_text())]
     assert len(kept) == 4
     assert kept == sorted(kept, reverse=True)
+    by_epoch = written(tmp_path, **switching("reinitialised", sched_on_updates=False))
+    assert run(by_epoch, tmp_path / "by_epoch") == 0
+    rates = [row["lr"] for row in json.loads(
+        (tmp_path / "by_epoch" / "switch=GF-feature-seed0" / "history.json").read_text())]
+    assert rates[:4] == rates[4:]
     steps = {group["step"].item() for group in state(whole_switch[1])["optimizer"]["state"].values()}
     assert steps == {4 * 4}  # of the second optimizer
 
 
 def test_switch_replaces_the_connections_and_nothing_else(tmp_path):
-    values = switching("kept")
+    values = switching("kept", model_ema=True)
     found = design.load(written(tmp_path, **values), "smoke")
     variant = next(found.variants({"device": "cpu"}))
     variant.options.seed = 0
@@ -520,6 +525,7 @@ def test_switch_replaces_the_connections_and_nothing_else(tmp_path):
     one._switch()
     assert {type(site.connection).__name__ for site in one.sites} == {"FeatureConnection"}
     assert {site.connection.prob for site in one.sites} == {0.7}
+    assert {type(site.connection).__name__ for site in timm_ortho.sites(one.ema.module)} == {"FeatureConnection"}
     assert one.optimizer is optimizer
     assert all(torch.equal(value, before[key]) for key, value in one.model.state_dict().items())
 
