@@ -2,7 +2,8 @@
 
 `recipe` reads timm's training YAML, `data` opens data sets, `training` does one run and `checkpoints` keeps its files;
 `grid` has what every grid of runs needs and `workers` does several at once; `compare` and `study` are such grids;
-`report` turns finished runs into a table, a page and a file of numbers. `import timm_ortho` imports nothing of it.
+`report` turns finished runs into a table, a page and a file of numbers, and `study_report` those of a study, beside the
+paper's (`study_specs` and `cost_specs` say how each is laid out). `import timm_ortho` imports nothing of it.
 """
 import json
 import math

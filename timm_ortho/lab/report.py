@@ -1,28 +1,26 @@
 """Finished runs as a table, as `results.json`, and as `report.html`, which needs no other file and no network."""
-import base64
 import html
-import io
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Callable, Iterable, Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import timm
 import torch
 import yaml
-from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
 
 from . import write_json, write_text
+from .page import Table, figure_box, html_table, page, svg, text_table
+from .plots import band, label, style
 
 __all__ = ["Difference", "paired_difference", "profile_figure", "training_figure", "write"]
 
-_COLORS = {"linear": "#555555", "feature": "#c23b22", "global": "#1f6fb4", "hybrid": "#2c8a4b"}
 _MEASURES = {
     "stream": ("stream norm |x|", lambda site: math.sqrt(site["stream"])),
     "cosine": ("cosine of x and f", lambda site: site["cosine"]),
@@ -149,12 +147,7 @@ def _cells(rows: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
 
 
 def _text_table(rows: Sequence[dict]) -> str:
-    if not rows:
-        return "no run is finished yet"
-    table = [_cells(rows)[0], *_cells(rows)[1]]
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return text_table(Table(*_cells(rows))) if rows else "no run is finished yet"
 
 
 # ------------------------------------------------------------------------------------------ the figures
@@ -165,8 +158,8 @@ def training_figure(runs: Sequence[dict]) -> Figure:
     for axes, key, title in ((left, "train_loss", "training loss"), (right, "eval_top1", "validation top-1, %")):
         for connection, group in _by_connection(runs):
             curves = [[_nan(row[key]) for row in run["history"]] for run in group]
-            _band(axes, range(1, len(curves[0]) + 1), curves, connection)
-        _label(axes, title, "epoch")
+            band(axes, range(1, len(curves[0]) + 1), curves, connection, **_line(connection))
+        label(axes, title, "epoch")
     left.legend(frameon=False)
     return figure
 
@@ -177,11 +170,11 @@ def profile_figure(runs: Sequence[dict]) -> Figure:
     for axes, (title, read) in zip(figure.subplots(1, 2), _MEASURES.values(), strict=True):
         for connection, group in _by_connection(runs):
             curves = [[_nan(read(site)) for site in run["dynamics"][-1]["sites"]] for run in group]
-            _band(axes, range(len(curves[0])), curves, connection, marker="o", markersize=3)
+            band(axes, range(len(curves[0])), curves, connection, **style(connection), markersize=3)
         sites = runs[0]["dynamics"][-1]["sites"]
         step = max(1, len(sites) // 12)
         axes.set_xticks(range(0, len(sites), step), [_site_label(site) for site in sites[::step]], rotation=60)
-        _label(axes, f"{title}, after training", "site, from the first block to the last")
+        label(axes, f"{title}, after training", "site, from the first block to the last")
     figure.axes[0].legend(frameon=False)
     return figure
 
@@ -202,29 +195,18 @@ def _dynamics_figure(runs: Sequence[dict], measure: str) -> Figure:
             named = layer in (layers[0], layers[-1]) or len(layers) <= 8
             axes.plot(epochs, curve, color=shade, linewidth=1.3, label=f"block {layer}" if named else None)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _label(axes, f"{connection}: {title}", "epochs done")
+        label(axes, f"{connection}: {title}", "epochs done")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     return figure
+
+
+def _line(connection: str) -> dict:
+    return {key: value for key, value in style(connection).items() if key != "marker"}
 
 
 def _by_connection(runs: Sequence[dict]) -> list[tuple[str, list[dict]]]:
     names = list(dict.fromkeys(run["connection"] for run in runs))
     return [(name, [run for run in runs if run["connection"] == name]) for name in names]
-
-
-def _band(axes: Axes, x: Iterable[int], curves: Sequence[Sequence[float]], connection: str, **style: Any) -> None:
-    x, color = list(x), _COLORS.get(connection)
-    columns = list(zip(*curves, strict=True))
-    (line,) = axes.plot(x, [fmean(column) for column in columns], label=connection, color=color, **style)
-    axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.15)
-
-
-def _label(axes: Axes, title: str, below: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(below, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.tick_params(labelsize=8)
 
 
 def _site_label(site: dict) -> str:
@@ -235,39 +217,15 @@ def _nan(value: Optional[float]) -> float:
     return math.nan if value is None else value
 
 
-def _svg(draw: Callable[[], Figure], alt: str) -> str:
-    """The figure as an image inside the page; as an image, so that the names inside two SVGs cannot meet."""
-    buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": alt}):
-        draw().savefig(buffer, format="svg", metadata={"Date": None})
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    return f'<img alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}">'
-
-
 # --------------------------------------------------------------------------------------------- the page
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 64rem; margin: 2rem auto;
-       padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
-img { max-width: 100%; display: block; margin: 1rem 0; } .note { color: #555; font-size: .9rem; }
-.scroll { overflow-x: auto; } code { font-size: .85rem; }
-"""
-
-
 def _page(settings: dict, versions: dict, runs: Sequence[dict], rows: Sequence[dict], unfinished: Sequence[str]) -> str:
-    title = html.escape(_title(settings))
-    parts = [f"<h1>{title}</h1>", _html_table(*_cells(rows)) if rows else "<p>No run is finished yet.</p>"]
+    parts = [html_table(Table(*_cells(rows)), "comparison") if rows else "<p>No run is finished yet.</p>"]
     if unfinished:
         parts.append(f'<p class="note">Not finished: {html.escape(", ".join(unfinished))}.</p>')
     if runs:
         parts += [_NOTE, *_figures(runs), "<h2>Every run</h2>", _run_table(runs)]
     parts += ["<h2>Settings</h2>", _settings_table({**settings["options"], **versions})]
-    body = "\n".join(parts)
-    return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style>\n'
-            f"</head>\n<body>\n{body}\n</body>\n</html>\n")
+    return page(_title(settings), parts)
 
 
 _NOTE = """<p class="note">Runs with one seed start from the same weights and see the same batches and augmentation, so
@@ -279,30 +237,28 @@ training with its data loading. Peak memory is what was allocated on a GPU, on a
 def _figures(runs: Sequence[dict]) -> list[str]:
     return [
         "<h2>Training</h2>",
-        _svg(lambda: training_figure(runs), "training loss and validation accuracy by epoch"),
+        _figure(lambda: training_figure(runs), "training loss and validation accuracy by epoch"),
         "<h2>The stream, block by block</h2>",
         '<p class="note">Measured on one validation batch, over the channel axis, averaged over tokens or pixels: x is '
         "the stream that a block receives, f what its branch adds. Lines are means over seeds, shades their range.</p>",
-        _svg(lambda: profile_figure(runs), "stream norm and cosine by site after training"),
-        _svg(lambda: _dynamics_figure(runs, "stream"), "stream norm of each block by epoch"),
-        _svg(lambda: _dynamics_figure(runs, "cosine"), "cosine of each block by epoch"),
+        _figure(lambda: profile_figure(runs), "stream norm and cosine by site after training"),
+        _figure(lambda: _dynamics_figure(runs, "stream"), "stream norm of each block by epoch"),
+        _figure(lambda: _dynamics_figure(runs, "cosine"), "cosine of each block by epoch"),
     ]
+
+
+def _figure(draw: Callable[[], Figure], alt: str) -> str:
+    return figure_box(svg(draw, alt), alt)
 
 
 def _run_table(runs: Sequence[dict]) -> str:
     header = ["run", "top-1 %", "top-5 %", "best % (epoch)", "loss", "images/s", "seconds"]
-    return _html_table(header, [[
+    return html_table(Table(header, [[
         f"{run['connection']}-seed{run['seed']}", f"{run['top1']:.2f}", f"{run['top5']:.2f}",
         f"{run['best_top1']:.2f} ({run['best_epoch'] + 1})", f"{_nan(run['loss']):.4f}",
-        f"{run['images_per_second']:,.0f}", f"{run['seconds']:.1f}"] for run in runs])
+        f"{run['images_per_second']:,.0f}", f"{run['seconds']:.1f}"] for run in runs]), "every run")
 
 
 def _settings_table(values: dict) -> str:
     rows = [[key, str(value)] for key, value in values.items() if value not in (None, "", False, {}, [])]
-    return _html_table(["setting", "value"], rows)
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+    return html_table(Table(["setting", "value"], rows), "settings", wrap=True)
