@@ -57,7 +57,7 @@ def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path) ->
         write_text(folder / picture.path, picture.svg)
     blocks = _document(study, runs, unfinished, content, pictures)
     write_text(folder / "results.json", _json(
-        {"study": study, "unfinished": unfinished, "summary": content.summary, "runs": runs}))
+        {"study": study, "unfinished": unfinished, "lead": content.lead, "summary": content.summary, "runs": runs}))
     write_text(folder / "report.md", page.markdown(_title(study), blocks))
     write_text(folder / "report.html", page.page(_title(study), [page.rendered(block) for block in blocks]))
     return _text(study, content, unfinished, folder)

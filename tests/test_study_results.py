@@ -1,0 +1,60 @@
+"""scripts/study_results.py: what of a study becomes part of the project."""
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from timm_ortho.lab import study_report
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "scripts"))
+import study_results  # noqa: E402
+
+STUDY = {
+    "name": "gamma", "title": "How wide?", "paper": "Table 11", "table": "gamma", "kind": "gamma", "scale": "small",
+    "dataset": None, "model": None, "axes": {}, "connections": [], "seeds": [], "baseline": {}, "changed": [],
+    "versions": {"timm-ortho": "0.1.0"}, "command": "timm-ortho study run gamma",
+}
+ROWS = [{"model": "vit_small", "gamma": 64.0, "width": 384.0, "blocks": 6}]
+
+
+@pytest.fixture
+def cards(tmp_path):
+    cards = tmp_path / "cards"
+    cards.mkdir()
+    (cards / "README.md").write_text(f"before\n{study_results.BEGIN}\nold\n{study_results.END}\nafter\n")
+    return cards
+
+
+def finished(folder, unfinished=()):
+    study_report.write(STUDY, ROWS, list(unfinished), folder)
+    (folder / "study.yaml").touch()
+    return folder
+
+
+def test_a_study_becomes_a_report_and_a_line_of_the_list(cards, tmp_path):
+    study_results.main([finished(tmp_path / "run")], cards)
+    kept = cards / "results" / "studies" / "gamma-small"
+    assert {path.name for path in kept.iterdir()} == {"report.md", "figures", "results.json"}
+    values = json.loads((kept / "results.json").read_text())
+    assert values["runs"] == ROWS
+    assert len(values["study"]["versions"]["commit"]) == 12
+    page = (cards / "README.md").read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert "old" not in page
+    assert "| [How wide?](results/studies/gamma-small/report.md) | Table 11 | - | see the table |" in page.splitlines()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "figures", "report.html", "report.md", "results.json", "study.yaml"]
+
+
+def test_an_unfinished_study_is_refused(cards, tmp_path):
+    with pytest.raises(SystemExit, match="unfinished runs: lr=1-linear-seed0"):
+        study_results.main([finished(tmp_path / "run", ["lr=1-linear-seed0"])], cards)
+    assert not (cards / "results").exists()
+
+
+def test_the_list_in_the_project_is_that_of_its_results():
+    cards = ROOT / "model_cards"
+    assert study_results.listing(cards) in (cards / "README.md").read_text(encoding="utf-8")
