@@ -553,9 +553,9 @@ def test_switch_replaces_the_connections_and_nothing_else(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------- processes
-def command(path, output, workers=2):
+def command(path, output, epochs=60, workers=2):
     return [sys.executable, "-m", "timm_ortho", "study", "run", path, "--scale", "smoke", "--device", "cpu",
-            "--output", str(output), "--workers", str(workers), "-o", "epochs=60"]
+            "--output", str(output), "--workers", str(workers), "-o", f"epochs={epochs}"]
 
 
 def children(pid):
@@ -602,8 +602,9 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks f
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_command(sent, tmp_path):
     output = tmp_path / "out"
-    with subprocess.Popen(command(written(tmp_path), output), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, start_new_session=True) as process:
+    endless = command(written(tmp_path), output, epochs=100_000)  # however late this process looks, they are at it
+    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:
         pids = training_processes(process, output)
         everything = children(process.pid)
         assert len(pids) == 2
@@ -624,7 +625,7 @@ def test_nothing_outlives_the_command(sent, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_dies_takes_one_run_with_it(tmp_path, capsys):
     output, path = tmp_path / "out", written(tmp_path)
-    with subprocess.Popen([*command(path, output)[:-1], "epochs=25"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    with subprocess.Popen(command(path, output, epochs=25), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True) as process:
         os.kill(training_processes(process, output)[0], signal.SIGKILL)
         _, said = process.communicate(timeout=200)
