@@ -490,6 +490,19 @@ def test_grey_images_reach_the_model_in_its_channels(given, channels):
     assert (source.in_chans, source.num_classes, source.train[0][0].shape) == (channels, 10, (channels, 16, 16))
 
 
+@pytest.mark.parametrize("given", [{"dataset": "digits"}, {}], ids=["digits", "folder"])
+def test_fewer_images_are_taken_evenly(images, given):
+    """In a folder the classes follow one another: the first images would all be of one."""
+    wanted = dict(train_num_samples=8, val_num_samples=1000)
+    whole = data.open_source(plan({**tiny(images), **given}, "small_images", ["linear"], 1, "unused").options)
+    part = data.open_source(plan({**tiny(images), **given, **wanted}, "small_images", ["linear"], 1, "unused").options)
+    assert (len(part.train), len(part.validation)) == (8, len(whole.validation))
+    assert part.num_classes == whole.num_classes
+    step = len(whole.train) / 8
+    for index in range(8):
+        assert part.train[index] == whole.train[int(index * step)]
+
+
 def test_recipe_of_another_model_keeps_its_own_arguments():
     options = plan({"model": "resnetv2_18_cifar_orthog", "device": "cpu"}, "digits", ["linear"], 1, "unused").options
     assert options.model == "resnetv2_18_cifar_ortho"

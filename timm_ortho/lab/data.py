@@ -39,18 +39,17 @@ class Digits(Dataset):
 
     Args:
         training: The 1,437 training images, or the 360 others. The split is the same on every machine and every call.
-        num_samples: As many of these, the first in the order of the file; None for all.
     """
 
     classes = tuple(str(digit) for digit in range(10))
 
-    def __init__(self, training: bool, num_samples: Optional[int] = None) -> None:
+    def __init__(self, training: bool) -> None:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
         data = load_digits()
         split = train_test_split(np.arange(len(data.target)), test_size=0.2, random_state=0, stratify=data.target)
-        index = np.sort(split[0 if training else 1])[:num_samples]
+        index = np.sort(split[0 if training else 1])
         # 17 grey levels, 0 to 16
         self.images = [Image.fromarray(image) for image in np.round(data.images[index] * 255 / 16).astype(np.uint8)]
         self.targets = [int(target) for target in data.target[index]]
@@ -64,20 +63,28 @@ class Digits(Dataset):
         return self.transform(image) if self.transform else image, self.targets[index]
 
 
-class _InMode(Dataset):
-    """Converts images for data sets that do not do it themselves, as timm's `input_img_mode` does for its own."""
+class _View(Dataset):
+    """A part of a data set, or its images in another mode, for data sets that offer neither themselves.
 
-    def __init__(self, dataset: Dataset, mode: str) -> None:
+    Args:
+        dataset: Has a length, and images that PIL made.
+        num_samples: As many of its images, evenly spaced: each class keeps its share, whether or not the classes
+            follow one another; None for all.
+        mode: Converts the images, as timm's `input_img_mode` does in its own data sets; None leaves them as they are.
+    """
+
+    def __init__(self, dataset: Any, num_samples: Optional[int] = None, mode: Optional[str] = None) -> None:
         self.dataset = dataset
+        self.index = np.arange(num_samples) * len(dataset) // num_samples if num_samples else range(len(dataset))
         self.mode = mode
         self.transform: Optional[Callable] = None
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.index)
 
     def __getitem__(self, index: int):
-        image, target = self.dataset[index]
-        image = image.convert(self.mode)
+        image, target = self.dataset[int(self.index[index])]
+        image = image.convert(self.mode) if self.mode else image
         return self.transform(image) if self.transform else image, target
 
 
@@ -105,14 +112,26 @@ def open_source(options: Namespace) -> Source:
     mode = _first_image_mode(train)
     in_chans = _in_chans(options, mode)
     wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
-    if mode is not None and wanted is not None and mode != wanted:
-        train, validation = _InMode(train, wanted), _InMode(validation, wanted)
-    return Source(train, validation, _num_classes(options, train), in_chans)
+    if mode is None or mode == wanted:
+        wanted = None
+    return Source(
+        _view(train, options.train_num_samples, wanted),
+        _view(validation, options.val_num_samples, wanted),
+        _num_classes(options, train),
+        in_chans,
+    )
+
+
+def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
+    # a data set that is a stream counts for itself: timm hands it the number
+    part = num_samples is not None and not isinstance(dataset, torch.utils.data.IterableDataset)
+    part = part and num_samples < len(dataset)
+    return _View(dataset, num_samples if part else None, mode) if part or mode else dataset
 
 
 def _open(options: Namespace, split: str, training: bool) -> Any:
     if options.dataset == "digits":
-        return Digits(training, options.train_num_samples if training else options.val_num_samples)
+        return Digits(training)
     try:
         return create_dataset(
             options.dataset,
@@ -177,7 +196,6 @@ def _in_chans(options: Namespace, mode: Optional[str]) -> int:
 def _num_classes(options: Namespace, dataset: Any) -> int:
     if options.num_classes is not None:
         return options.num_classes
-    dataset = getattr(dataset, "dataset", dataset)
     reader = getattr(dataset, "reader", None)
     for classes in (getattr(dataset, "classes", None), getattr(reader, "class_to_idx", None)):
         if classes:
