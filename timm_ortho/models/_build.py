@@ -77,13 +77,17 @@ def own_pretrained_cfg(name: str, given: Union[str, Dict, PretrainedCfg, None]) 
     return cfg
 
 
-def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: PretrainedCfg, doc: str) -> None:
-    """Register an entry point with timm, as an attribute ``name`` of the module of that name."""
+def register(
+        module: str, name: str, entry: Callable[..., nn.Module], cfgs: Dict[str, PretrainedCfg], doc: str) -> None:
+    """Register an entry point with timm, as an attribute ``name`` of the module of that name.
+
+    ``cfgs`` are its configurations by name, each with the tag of its weights if it has some.
+    """
     entry.__name__ = entry.__qualname__ = name
     entry.__module__ = module
     entry.__doc__ = doc
     home = sys.modules[module]
-    home.default_cfgs.update(generate_default_cfgs({name: cfg}))
+    home.default_cfgs.update(generate_default_cfgs(cfgs))
     setattr(home, name, register_model(entry))
 
 

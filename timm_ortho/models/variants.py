@@ -71,7 +71,7 @@ def _register_variants() -> None:
                 name, connection = base + suffix, SUFFIXES[suffix]
                 entry = partial(_create, name, base, connection)
                 doc = f"timm's {base} with the {connection} connection; arguments as there, and ``connection*``."
-                register(__name__, name, entry, unpretrained(cfg, name), doc)
+                register(__name__, name, entry, {name: unpretrained(cfg, name)}, doc)
 
 
 _register_variants()
