@@ -71,6 +71,7 @@ def export(
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
     built = _detached(model) if run is None else _built(run)
+    base_model = built.pretrained_cfg.get("hf_hub_id") if run and run.options.get("pretrained") else None
     config = _config(built, run, labels, license)
     subject = Subject(
         title=repo_id.rpartition("/")[2],
@@ -80,7 +81,7 @@ def export(
         repo_id=repo_id,
         revision=revision,
         license=license,
-        base_model=built.pretrained_cfg.get("hf_hub_id") if run and run.options.get("pretrained") else None,
+        base_model=base_model,
     )
     curve = CURVE if run is not None and run.history else None
     card = ModelCard(scrubbed(str(model_card(subject, run, curve)), token))
@@ -195,30 +196,47 @@ def _config(
         labels: Optional[Sequence[str]],
         license: Optional[str],
 ) -> dict[str, Any]:
-    """What timm writes, with what it leaves out and without what transformers stumbles over."""
+    """What timm writes, with what it leaves out and without what transformers stumbles over.
+
+    The model, which is a copy of this module's own, gets the `pretrained_cfg` that is written.
+    """
     connection = _connection_arguments(model)
-    architecture = _architecture(model, connection)
     labels = _labels(model, run, labels)
-    arguments = {key: value for key, value in creation_arguments(model).items() if not key.startswith("connection")}
+    model.pretrained_cfg = _pretrained_cfg(model, run, _architecture(model, connection), license)
     with TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
         try:
             save_config_for_hf(
-                model, path, model_config={"label_names": labels} if labels else None, model_args=arguments)
+                model,
+                path,
+                model_config={"label_names": labels} if labels else None,
+                model_args=creation_arguments(model),
+            )
         except (TypeError, ValueError) as error:
             raise PublishError(f"config.json cannot hold what the model was made with: {short(error)}") from None
         config = json.loads(path.read_text(encoding="utf-8"))
-    # timm keeps the number at the root; transformers' TimmWrapper hands both on, and Python refuses the second
-    arguments = {key: value for key, value in config.pop("model_args", {}).items() if key != "num_classes"}
-    config["architecture"] = architecture
-    config["model_args"] = {**{k: v for k, v in arguments.items() if not k.startswith("connection")}, **connection}
-    cfg = {**config.pop("pretrained_cfg"), **_data_config(model, run)}
-    cfg["num_classes"] = model.num_classes
-    if run is not None:  # what the architecture recommends for its own weights
-        cfg = {key: value for key, value in cfg.items() if key not in ("test_input_size", "test_crop_pct", "pool_size")}
-    cfg = {key: value for key, value in cfg.items() if key not in ("license", "tag")}  # of other weights
-    config["pretrained_cfg"] = {**cfg, "license": license} if license else cfg
-    return json.loads(json.dumps(config))  # lists for tuples, as it will be read
+    # num_classes: timm takes it from the root; transformers' TimmWrapper hands on both, and Python refuses the second
+    arguments = {key: value for key, value in config.get("model_args", {}).items()
+                 if key != "num_classes" and not key.startswith("connection")}
+    return {**config, "model_args": {**arguments, **connection}}
+
+
+# In a pretrained_cfg: what belongs to other weights than these.
+_OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "label_offset")
+_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # what an architecture recommends for its own weights
+
+
+def _pretrained_cfg(
+        model: nn.Module,
+        run: Optional[Run],
+        architecture: str,
+        license: Optional[str],
+) -> dict[str, Any]:
+    cfg = {**model.pretrained_cfg, **_data_config(model, run)}
+    dropped = _OF_OTHER_WEIGHTS if run is None else _OF_OTHER_WEIGHTS + _FOR_TESTS
+    cfg = {key: value for key, value in cfg.items() if key not in dropped}
+    cfg.update(architecture=architecture, num_classes=model.num_classes, custom_load=False)
+    return {**cfg, "license": license} if license else cfg
 
 
 _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
