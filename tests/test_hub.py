@@ -5,6 +5,7 @@ its own, and what it pushed is loaded in others with an empty cache.
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import timm
 import torch
 from hub_client import HubClient
 from hub_server import HubServer
+from PIL import Image
 from safetensors.torch import load_file
 from trained_runs import TINY, lab_grid, timm_run
 
@@ -22,7 +24,6 @@ from timm_ortho import cli, hub
 from timm_ortho.hub import PublishError
 
 VIT = dict(TINY, num_classes=7)
-RESNET = dict(layers=[1, 1], channels=[16, 32], stem_chs=8, num_classes=7, conv_layer=None)
 SECRET = "hf_" + "0123456789abcdef" * 2
 
 
@@ -131,6 +132,21 @@ def test_other_shapes_come_back(tmp_path, name, kwargs):
     assert (cfg["input_size"][0], len(cfg["mean"]), len(cfg["std"])) == (1, 1, 1)
 
 
+def test_tensors_lie_at_the_beginning_of_cache_lines(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("resnetv2_18_cifar_ortho", num_classes=5)
+    hub.export(model.bfloat16(), tmp_path / "out", "me/model")
+    content = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    starts = {name: (8 + length + entry["data_offsets"][0]) % 64 for name, entry in header.items()}
+    odd = {name for name, tensor in model.state_dict().items() if tensor.nbytes % 64}
+    assert {name for name, start in starts.items() if start} < odd
+    assert starts["stem.conv.weight"] == 0
+    assert "head.fc.bias" in odd
+
+
 def test_wrappers_and_layouts_make_no_difference(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("resnetv2_18_cifar_ortho", num_classes=5).eval()
@@ -168,9 +184,7 @@ def test_a_run_of_timms_script_brings_its_arguments(tmp_path):
 
 
 def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):
-    from shutil import copytree
-
-    folder = copytree(grid / "linear-seed0", tmp_path / "switched")
+    folder = shutil.copytree(grid / "linear-seed0", tmp_path / "switched")
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({**result, "connection": "global", "switch_epoch": 1}))
     hub.export(folder, tmp_path / "out", "me/model")
@@ -181,8 +195,6 @@ def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):
 
 
 def test_labels_of_the_data_set_where_it_still_is(tmp_path):
-    from PIL import Image
-
     for split in ("train", "validation"):
         for number in range(7):
             (tmp_path / "images" / split / f"kind{number}").mkdir(parents=True)
@@ -206,6 +218,7 @@ def test_no_token_reaches_a_file(grid, tmp_path, monkeypatch):
         hub.export(tiny(), tmp_path / "out", "me/model", labels=[SECRET, *"bcdefg"])
 
 
+@pytest.mark.slow  # importing transformers takes most of it
 def test_transformers_loads_the_same_model(grid, tmp_path):
     pytest.importorskip("transformers", minversion="5")
     hub.export(grid / "feature-seed0", tmp_path / "vit", "me/model")
