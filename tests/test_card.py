@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 from statistics import fmean, stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,19 +248,10 @@ def test_template_is_the_checkouts_or_the_wheels(monkeypatch, tmp_path):
 
 
 def test_class_names():
-    class Named:
-        classes = ["cat", "dog"]
-
-    class Reader:
-        class_to_idx = {"dog": 1, "cat": 0}
-
-    class Timms:
-        reader = Reader()
-
-    class Wrapped:
-        dataset = Timms()
-
-    assert class_names(Named()) == class_names(Timms()) == class_names(Wrapped()) == ["cat", "dog"]
+    torchvisions = SimpleNamespace(classes=["cat", "dog"])
+    timms = SimpleNamespace(reader=SimpleNamespace(class_to_idx={"dog": 1, "cat": 0}))
+    for dataset in (torchvisions, timms, SimpleNamespace(dataset=timms)):
+        assert class_names(dataset) == ["cat", "dog"]
     assert class_names(object()) is None
 
 

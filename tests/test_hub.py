@@ -273,7 +273,7 @@ def test_what_config_json_cannot_say_is_refused(tmp_path):
 def test_broken_weights_are_refused(tmp_path):
     model = tiny()
     model.head.weight.data[0, 0] = float("nan")
-    assert "1 of 21 tensors hold NaN or infinities, head.weight among them" in message(model, tmp_path / "out")
+    assert "1 of 24 tensors hold NaN or infinities, head.weight among them" in message(model, tmp_path / "out")
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
@@ -391,7 +391,8 @@ def client(served):
 
 def test_a_run_from_the_command_line(server, client, grid):
     run = grid / "feature-seed0"
-    pushed = client.run(f"answer(cli.main(['push', {str(run)!r}, 'me/digits', '--message', 'First', '--license', 'mit']))")
+    words = ["push", str(run), "me/digits", "--message", "First", "--license", "mit"]
+    pushed = client.run(f"answer(cli.main({words!r}))")
     assert pushed.answer == 0, pushed.output
     commit = server.repositories["me/digits"].find("main")
     assert commit.title == "First"
@@ -445,7 +446,7 @@ def test_private(server, client):
 def test_an_upload_that_breaks_off_leaves_what_was_there(server, client, path):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
-    # 4xx and 5xx on the way of the content, since the client itself repeats what only breaks off, five times
+    # content that breaks off is sent five times by the client itself, over half a minute: here it is refused
     server.fail(403 if path == "/blobs/" else "cut", path, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
     assert broken.error.startswith("PublishError: the Hub "), broken.output
@@ -481,8 +482,8 @@ def test_content_that_breaks_off_once_is_sent_again(server, client):
 FAILURES = {
     401: "the Hub does not know the token (401 from {}): log in with hf auth login, or set HF_TOKEN to a token with "
          "write access",
-    403: "the Hub does not let the token write to me/model (403 from {}): use one with write access, or propose it with "
-         "--create-pr",
+    403: "the Hub does not let the token write to me/model (403 from {}): use one with write access, or propose it "
+         "with --create-pr",
     404: "the Hub has no me/model for this token, or not that revision (404 from {}): check both names",
     429: "the Hub asks to slow down (429 from {}): wait some minutes and give the same command again",
     500: "the Hub has a failure of its own (500 from {}): try again later; me/model is as it was",
@@ -501,7 +502,8 @@ def test_a_failing_hub_is_named_within_ten_seconds(server, client, what):
     assert "During handling" not in result.output  # one line, not the client's traceback
 
 
-@pytest.mark.parametrize(("status", "path"), [(401, "/commit/"), (403, "/preupload/"), (503, "/commit/"), (500, "create")])
+@pytest.mark.parametrize(("status", "path"), [
+    (401, "/commit/"), (403, "/preupload/"), (503, "/commit/"), (500, "create")])
 def test_a_hub_that_fails_on_the_way(server, client, status, path):
     server.fail(status, path)
     result = client.run("hub.push(tiny(), 'me/model')")
@@ -527,8 +529,8 @@ def test_tokens_are_in_the_header_and_nowhere_else(server, client):
 @pytest.mark.parametrize(("endpoint", "environment", "error"), [
     ("http://127.0.0.1:9", {}, "the Hub at http://127.0.0.1:9 cannot be reached (ConnectionRefusedError: [Errno 111] "
                                "Connection refused): check the network"),
-    ("http://127.0.0.1:9", dict(HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE is set, and me/model is on the Hub: unset it, or use "
-                                                     "--dry-run"),
+    ("http://127.0.0.1:9", dict(HF_HUB_OFFLINE="1"),
+     "HF_HUB_OFFLINE is set, and me/model is on the Hub: unset it, or use --dry-run"),
 ])
 def test_without_a_network(tmp_path, endpoint, environment, error):
     with HubClient(tmp_path, endpoint, SECRET, IMPORTS, **environment) as client:
