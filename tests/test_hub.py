@@ -442,12 +442,12 @@ def test_private(server, client):
     assert server.files("me/open") == before
 
 
-@pytest.mark.parametrize("path", ["/blobs/", "/commit/"])
-def test_an_upload_that_breaks_off_leaves_what_was_there(server, client, path):
+@pytest.mark.parametrize(("what", "path", "method"), [(403, "/blobs/", "PUT"), ("cut", "/commit/", "POST")])
+def test_an_upload_that_breaks_off_leaves_what_was_there(server, client, what, path, method):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
     # content that breaks off is sent five times by the client itself, over half a minute: here it is refused
-    server.fail(403 if path == "/blobs/" else "cut", path, after=100)
+    server.fail(what, path, method, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
     assert broken.error.startswith("PublishError: the Hub "), broken.output
     assert server.files("me/model") == before
