@@ -12,7 +12,7 @@ from typing import Callable, List, Optional, Tuple, TypeVar, Union
 __all__ = ["WeightsError", "cached", "fetch", "split_revision"]
 
 LIMIT = 5.0  # seconds that the Hub has for its answer
-PATIENCE = 8.0  # seconds for all around it too: looking up its name, and what the client asks of its own accord
+PATIENCE = 7.0  # seconds for all around it too: looking up its name, and what the client asks of its own accord
 
 T = TypeVar("T")
 CacheDir = Union[str, "os.PathLike[str]", None]

@@ -39,11 +39,11 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     hf_hub_id = name.removeprefix("hf-hub:")
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
     _check_config(config, f"hf-hub:{hf_hub_id}")
-    # the folder of one commit: both files come from it, whatever happens to the branch meanwhile
-    fetch(f"{split_revision(hf_hub_id)[0]}@{config.parent.name}", SAFE, cache_dir)
-    model = timm.create_model(f"local-dir:{config.parent}", pretrained=True, **kwargs)
-    model.pretrained_cfg.pop("file", None)
-    model.pretrained_cfg.update(source="hf-hub", hf_hub_id=hf_hub_id)
+    # of one commit, whatever happens to the branch meanwhile; timm finds both in the cache then and asks nobody
+    commit = f"{split_revision(hf_hub_id)[0]}@{config.parent.name}"
+    fetch(commit, SAFE, cache_dir)
+    model = timm.create_model(f"hf-hub:{commit}", pretrained=True, cache_dir=cache_dir, **kwargs)
+    model.pretrained_cfg["hf_hub_id"] = hf_hub_id
     return model
 
 
