@@ -6,8 +6,9 @@ flag for offline work, then one request for the file's metadata; a download foll
 """
 import os
 import threading
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, List, Optional, Tuple, TypeVar, Union
+from typing import Callable, Iterator, List, Optional, Tuple, TypeVar, Union
 
 __all__ = ["WeightsError", "cached", "fetch", "split_revision"]
 
@@ -71,17 +72,14 @@ def _download(hf_hub_id: str, filename: str, cache_dir: CacheDir) -> Path:
             f"{what} is not in the cache, and HF_HUB_OFFLINE forbids to download it; unset that, or run "
             f"`hf download {repo_id} {filename}` where there is a network and bring the cache here")
     url = hf_hub_url(repo_id, filename, revision=revision)
-    try:
+    with _told(what, repo_id, revision):
         metadata = _within(PATIENCE, lambda: get_hf_file_metadata(url, timeout=LIMIT))
-        if metadata.commit_hash is None or metadata.etag is None:
-            raise WeightsError(
-                f"{what} cannot be had: {constants.ENDPOINT} answers, but not as a Hugging Face Hub does; check "
-                "HF_ENDPOINT, the proxy and the firewall")
+    if metadata.commit_hash is None or metadata.etag is None:
+        raise WeightsError(
+            f"{what} cannot be had: {constants.ENDPOINT} answers, but not as a Hugging Face Hub does; check "
+            "HF_ENDPOINT, the proxy and the firewall")
+    with _told(what, repo_id, revision, is_download=True):
         return Path(hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir, etag_timeout=LIMIT))
-    except WeightsError:
-        raise
-    except Exception as error:
-        raise WeightsError(f"{what} {_reason(error, repo_id, revision, filename)}") from error
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T:
@@ -106,8 +104,21 @@ def _within(seconds: float, function: Callable[[], T]) -> T:
 
 
 # ------------------------------------------------------------------------------------------------- why not
-def _reason(error: Exception, repo_id: str, revision: Optional[str], filename: str) -> str:
-    """What an error of the client's means, and what to do: the end of a sentence that begins with the file."""
+@contextmanager
+def _told(what: str, repo_id: str, revision: Optional[str], is_download: bool = False) -> Iterator[None]:
+    """Whatever goes wrong with the file ``what`` becomes a WeightsError."""
+    try:
+        yield
+    except Exception as error:
+        hint = "; pickles, such as pytorch_model.bin, are never read" if what.endswith(".safetensors") else ""
+        raise WeightsError(f"{what} {_reason(error, repo_id, revision, is_download, hint)}") from error
+
+
+def _reason(error: Exception, repo_id: str, revision: Optional[str], is_download: bool, hint: str) -> str:
+    """What an error of the client's means, and what to do: the end of a sentence that begins with the file.
+
+    ``hint`` is for a file that is not there.
+    """
     from huggingface_hub.utils import (
         EntryNotFoundError,
         GatedRepoError,
@@ -124,10 +135,10 @@ def _reason(error: Exception, repo_id: str, revision: Optional[str], filename: s
     if isinstance(error, RevisionNotFoundError):
         return f"cannot be had: the repository has no revision '{revision}' ({status}); see {_page(repo_id)}/refs"
     if isinstance(error, EntryNotFoundError) and status is not None:
-        return f"is not in the repository ({status}){_only_safetensors(filename)}; see {_page(repo_id)}/tree/main"
+        return f"is not in the repository ({status}), see {_page(repo_id)}/tree/{revision or 'main'}{hint}"
     if isinstance(error, HfHubHTTPError) or status is not None:
         return f"cannot be had: {_status(status, error)}"
-    return f"cannot be had: {_no_answer(error)}"
+    return f"cannot be had: {_no_answer(error, is_download)}"
 
 
 def _status(status: Optional[int], error: Exception) -> str:
@@ -144,23 +155,21 @@ def _status(status: Optional[int], error: Exception) -> str:
     return f"the Hub answered with status {status}"
 
 
-def _no_answer(error: Exception) -> str:
+def _no_answer(error: Exception, is_download: bool) -> str:
     """Where there was no whole answer. By name: each major version of the client has an HTTP library of its own."""
     from huggingface_hub import constants
 
-    names = {base.__name__ for base in type(error).__mro__}
+    names = " ".join(base.__name__ for base in type(error).__mro__)
     cause = f"{type(error).__name__}: {error}".split("\n")[0]
-    if any("Timeout" in name for name in names):
+    is_network = any(name in names for name in ("Connect", "Timeout", "Transport", "Proxy", "SSL", "Chunked"))
+    if is_download and (is_network or "Consistency check failed" in cause):
+        return (f"the download broke off ({cause}); nothing of it is kept, try again, and see that the network lets "
+                "the Hub's storage through")
+    if "Timeout" in names:
         return f"{constants.ENDPOINT} does not answer within {PATIENCE:g} s; try again later, or check the network"
-    if names & {"ConnectError", "ConnectionError", "ProxyError", "SSLError"}:
+    if is_network:
         return f"{constants.ENDPOINT} cannot be reached ({cause}); check the network, the proxy and HF_ENDPOINT"
-    if names & {"TransportError", "ChunkedEncodingError"} or "Consistency check failed" in cause:
-        return f"the download broke off ({cause}); nothing of it is kept, try again"
     return cause
-
-
-def _only_safetensors(filename: str) -> str:
-    return "; pickles, such as pytorch_model.bin, are never read" if filename.endswith(".safetensors") else ""
 
 
 def _log_in() -> str:
