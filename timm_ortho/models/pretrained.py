@@ -183,7 +183,7 @@ def weights(name: str) -> Optional[Weights]:
         return None
     tagged = f"{cfg.architecture}.{cfg.tag}" if cfg.tag else cfg.architecture
     if cfg.file:
-        return Weights(tagged, "this package", Path(cfg.file))
+        return Weights(tagged, "this package", Path(cfg.file) if Path(cfg.file).is_file() else None)
     return Weights(tagged, f"hf-hub:{cfg.hf_hub_id}", _cached(cfg))
 
 
