@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_study(commands)
     _add_bench(commands)
     _add_recipe(commands)
+    _add_push(commands)
     _add_list(commands)
     env = commands.add_parser("env", help="versions, device and backend, for a bug report")
     env.set_defaults(call=_env)
@@ -305,6 +306,56 @@ def _list_recipes() -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         print("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))
+
+
+# ------------------------------------------------------------------------------------------------- push
+def _add_push(commands: Any) -> None:
+    parser = commands.add_parser(
+        "push", help="publish a trained model on the Hugging Face Hub",
+        description="Publishes the weights of one run with a config.json and a model card: safetensors only, loaded "
+                    "again and compared before they are sent. The token is that of hf auth login, or HF_TOKEN.")
+    add = parser.add_argument
+    add("model", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or the folder of one run, of timm's train.py or of "
+                                                   "timm-ortho compare or study")
+    add("repo_id", metavar="REPO_ID", help="owner/name")
+    add("--ema", action="store_true", help="the EMA weights")
+    add("--labels", metavar="FILE", help="names of the classes, one a line (default: those that the run knows)")
+    add("--license", metavar="NAME", help="as the Hub names it: apache-2.0, mit, ... (default: left open)")
+    add("--private", action="store_true", default=None, help="a repository that is made is private")
+    add("--revision", metavar="BRANCH", help="made where there is none (default: main)")
+    add("--create-pr", action="store_true", help="propose the commit instead of making it")
+    add("--message", dest="commit_message", default="Add model", metavar="TEXT", help="the commit's title")
+    add("--dry-run", action="store_true", help="write the folder and print the card; nothing is sent")
+    add("--output", metavar="DIR", help="of a dry run (default: output/push/OWNER--NAME)")
+    parser.set_defaults(call=_push)
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    _require("push", {"matplotlib": "matplotlib"})
+    from .hub import PublishError, export, push
+
+    what = {name: getattr(parsed, name) for name in ("ema", "license", "revision")}
+    try:
+        if parsed.labels is not None:
+            what["labels"] = _lines(parsed.labels)
+        if parsed.dry_run:
+            folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
+            print(export(parsed.model, folder, parsed.repo_id, **what))
+            print(f"nothing was sent; the files are in {folder}", file=sys.stderr)
+            return 0
+        how = {name: getattr(parsed, name) for name in ("private", "create_pr", "commit_message")}
+        commit = push(parsed.model, parsed.repo_id, **what, **how)
+    except PublishError as error:
+        raise UsageError(error) from None
+    print(commit.pr_url or commit.commit_url)
+    return 0
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
 
 
 # ------------------------------------------------------------------------------------------- list, env

@@ -13,7 +13,8 @@ from ..convert import connect
 from ..functional import known_name
 
 __all__ = [
-    "SUFFIXES", "connected", "on_meta", "own_pretrained_cfg", "pop_connection_arguments", "register", "unpretrained",
+    "SUFFIXES", "connected", "creation_arguments", "keep_arguments", "on_meta", "own_pretrained_cfg",
+    "pop_connection_arguments", "register", "unpretrained",
 ]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
@@ -75,6 +76,24 @@ def own_pretrained_cfg(name: str, given: Union[str, Dict, PretrainedCfg, None]) 
     if cfg is None:
         raise RuntimeError(f"Invalid pretrained tag ({given}) for {name}.")
     return cfg
+
+
+# Of what timm.create_model was given: what says nothing about the model that came of it.
+_PASSING = frozenset((
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "pretrained_model_args", "cache_dir",
+    "scriptable", "device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate",
+))
+
+
+def keep_arguments(model: nn.Module, kwargs: Dict[str, Any]) -> nn.Module:
+    """Keep with a model what its entry point was given: timm does from 1.0.31 on, and only in ``create_model``."""
+    model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _PASSING}
+    return model
+
+
+def creation_arguments(model: nn.Module) -> Dict[str, Any]:
+    """The arguments that a variant was made with, but for connections; {} for models of timm's own."""
+    return dict(getattr(model, "creation_arguments", {}))
 
 
 def register(

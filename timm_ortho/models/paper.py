@@ -23,7 +23,7 @@ from torch import nn
 
 from ..diagnostics import record_as_asked
 from ..functional import known_name
-from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register
+from ._build import SUFFIXES, connected, keep_arguments, own_pretrained_cfg, pop_connection_arguments, register
 from .pretrained import checkpoint_filter_fn, pretrained_cfgs, readable
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
@@ -141,6 +141,7 @@ ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str
 
 def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_cfg=None, **kwargs) -> nn.Module:
     arguments = pop_connection_arguments(kwargs, default)
+    given = dict(kwargs)
     model_cls, _, defaults = ARCHITECTURES[base]
     cfg = own_pretrained_cfg(name, pretrained_cfg)
     if pretrained:
@@ -160,7 +161,7 @@ def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_
         **filters,
         **{**defaults, **kwargs},
     )
-    return record_as_asked(model)
+    return keep_arguments(record_as_asked(model), given)
 
 
 def _register_architectures() -> None:

@@ -13,7 +13,15 @@ from torch import nn
 
 from ..convert import connect, sites
 from ..diagnostics import record_as_asked
-from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register, unpretrained
+from ._build import (
+    SUFFIXES,
+    connected,
+    keep_arguments,
+    own_pretrained_cfg,
+    pop_connection_arguments,
+    register,
+    unpretrained,
+)
 
 MODULES = ("vision_transformer", "deit", "resnetv2")  # of timm.models, all of whose blocks are in the table of families
 
@@ -30,7 +38,8 @@ def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_
     entry = _rebound(model_entrypoint(base), build)
     model = entry(pretrained=pretrained, pretrained_cfg=own_pretrained_cfg(name, pretrained_cfg), **kwargs)
     # an entry point may take another way to its model (use_naflex=True): then what it returns is connected, or refused
-    return record_as_asked(model if sites(model) else connect(model, **arguments))
+    model = model if sites(model) else connect(model, **arguments)
+    return keep_arguments(record_as_asked(model), kwargs)
 
 
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:
