@@ -362,7 +362,7 @@ def _lines(file: str) -> list[str]:
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="the registered variants")
     parser.add_argument("pattern", nargs="?", default="*", help="as in timm.list_models: 'vit_small*'")
-    parser.add_argument("--weights", action="store_true", help="what has weights, from where, and whether they are here")
+    parser.add_argument("--weights", action="store_true", help="what has weights, from where, and if they are here")
     parser.set_defaults(call=_list)
 
 
@@ -389,7 +389,7 @@ def _list_weights(pattern: str) -> int:
 
     names = [name for name in timm.list_pretrained(pattern) if _is_ours(name)]
     if not names:
-        raise UsageError(f"no variant that matches '{pattern}' has weights; timm-ortho list --weights shows all that have")
+        raise UsageError(f"no variant that matches '{pattern}' has weights; timm-ortho list --weights shows those that do")
     rows = [("name", "size", "from", "here")]
     for found in map(weights, names):
         size = found.file.stat().st_size if found.file else 4 * _parameters(_model_on_meta(found.name))

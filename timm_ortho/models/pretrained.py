@@ -19,6 +19,8 @@ from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_f
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from ._build import SUFFIXES
+
 __all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "readable", "weights", "weights_file"]
 
 _AUTHORS = dict(
@@ -44,7 +46,7 @@ def _shipped(name: str) -> Dict[str, Any]:
 # model: tag: what its configuration has beyond the architecture's
 _OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
     "vit_base_ortho": {"authors_in1k": _AUTHORS},
-    **{name: {"digits": _shipped(f"{name}.digits")} for name in ("vit_test_ortho", "vit_test_orthog", "vit_test_linear")},
+    **{f"vit_test{suffix}": {"digits": _shipped(f"vit_test{suffix}.digits")} for suffix in SUFFIXES},
 }
 
 
