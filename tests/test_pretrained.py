@@ -366,8 +366,8 @@ def test_list_of_weights(tmp_path, small):
 def test_list_of_weights_of_nothing(capsys):
     assert cli.main(["list", "--weights", "resnetv2_18*"]) == 2
     error = capsys.readouterr().err
-    assert error == ("timm-ortho: error: no variant that matches 'resnetv2_18*' has weights; timm-ortho list --weights "
-                     "shows those that do\n")
+    assert error == ("timm-ortho: error: no variant that matches 'resnetv2_18*' has weights: timm-ortho list --weights "
+                     "shows which do\n")
 
 
 @pytest.mark.skipif(

@@ -389,7 +389,7 @@ def _list_weights(pattern: str) -> int:
 
     names = [name for name in timm.list_pretrained(pattern) if _is_ours(name)]
     if not names:
-        raise UsageError(f"no variant that matches '{pattern}' has weights; timm-ortho list --weights shows those that do")
+        raise UsageError(f"no variant that matches '{pattern}' has weights: timm-ortho list --weights shows which do")
     rows = [("name", "size", "from", "here")]
     for found in map(weights, names):
         size = found.file.stat().st_size if found.file else 4 * _parameters(_model_on_meta(found.name))
