@@ -13,7 +13,7 @@ from .diagnostics import Recorder, record, representation
 from .functional import decompose, residual_update
 from .models import paper, variants  # registers the models
 from .models.preflight import WeightsError
-from .models.repository import pull
+from .models.pulling import pull
 from .routing import RoutingError
 
 __version__ = "0.1.0"

@@ -21,7 +21,9 @@ from ..diagnostics import record_as_asked
 from ..functional import known_name
 from .loading import checked, located, naming_the_source, restore_source
 
-__all__ = ["SUFFIXES", "create", "on_meta", "pop_connection_arguments", "register", "unpretrained"]
+__all__ = [
+    "SUFFIXES", "create", "creation_arguments", "on_meta", "pop_connection_arguments", "register", "unpretrained",
+]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
@@ -69,7 +71,7 @@ def create(
         # an entry point may take another way to its model (use_naflex=True): it is connected now, or refused
         model = model if sites(model) else connect(model, **arguments)
     restore_source(model, cfg)
-    return record_as_asked(model)
+    return keep_arguments(record_as_asked(model), kwargs)
 
 
 def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[str, Any]:
@@ -119,6 +121,24 @@ def _own_pretrained_cfg(name: str, given: Union[str, Dict, PretrainedCfg, None])
     if cfg is None:
         raise RuntimeError(f"Invalid pretrained tag ({given}) for {name}.")
     return cfg
+
+
+# Of what timm.create_model was given: what says nothing about the model that came of it.
+_PASSING = frozenset((
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "pretrained_model_args", "cache_dir",
+    "scriptable", "device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate",
+))
+
+
+def keep_arguments(model: nn.Module, kwargs: Dict[str, Any]) -> nn.Module:
+    """Keep with a model what its entry point was given: timm does from 1.0.31 on, and only in ``create_model``."""
+    model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _PASSING}
+    return model
+
+
+def creation_arguments(model: nn.Module) -> Dict[str, Any]:
+    """The arguments that a variant was made with, but for connections; {} for models of timm's own."""
+    return dict(getattr(model, "creation_arguments", {}))
 
 
 def register(

@@ -119,10 +119,14 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
     Returns:
         A filter that raises WeightsError unless every tensor is there, has its shape and is finite.
     """
+    source = _name(cfg.source, cfg.hf_hub_id, cfg.file)
 
     def filtered(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
         if filter_fn is not None:
-            state_dict = filter_fn(state_dict, model)
+            try:
+                state_dict = filter_fn(state_dict, model)
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise WeightsError(f"{source}: no checkpoint of {cfg.architecture}: {error}") from error
         own = model.state_dict()
         if not any(map(_is_learned_connection, state_dict)):
             state_dict = {**state_dict, **{name: own[name] for name in own if _is_learned_connection(name)}}
@@ -133,7 +137,6 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
             *_not_finite(state_dict),
         ]
         if found:
-            source = _name(cfg.source, cfg.hf_hub_id, cfg.file)
             raise WeightsError(f"{source}: the weights do not fit {cfg.architecture}: {'; '.join(found)}")
         return state_dict
 

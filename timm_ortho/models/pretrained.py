@@ -17,6 +17,7 @@ from timm.models import PretrainedCfg, get_pretrained_cfg
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_fn
 from torch import Tensor, nn
 
+from ._build import SUFFIXES
 from .preflight import cached
 
 __all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "weights", "weights_file"]
@@ -44,7 +45,7 @@ def _shipped(name: str) -> Dict[str, Any]:
 # model: tag: what its configuration has beyond the architecture's
 _OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
     "vit_base_ortho": {"authors_in1k": _AUTHORS},
-    **{name: {"digits": _shipped(f"{name}.digits")} for name in ("vit_test_ortho", "vit_test_orthog", "vit_test_linear")},
+    **{f"vit_test{suffix}": {"digits": _shipped(f"vit_test{suffix}.digits")} for suffix in SUFFIXES},
 }
 
 
