@@ -15,13 +15,13 @@ last epoch:
 The third puts the figures of all runs into ``model_cards/results``, which the card is made from.
 """
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import timm
 import torch
 from safetensors.torch import save_file
+from study_results import commit_before
 
 import timm_ortho
 from timm_ortho.lab.data import Digits
@@ -42,13 +42,17 @@ def main(folder: Path) -> None:
         name = f"vit_test{suffix}"
         last = folder / f"{connection}-seed{SEED}" / "last.pth.tar"  # the run's top-1 is of its last epoch
         model = timm.create_model(name, checkpoint_path=str(last)).eval()
-        about = {"model": name, "connection": connection, "data": "digits", "seed": SEED, "commit": commit(),
+        about = {"model": name, "connection": connection, "data": "digits", "seed": SEED,
+                 "commit": commit_before(folder / "compare.yaml"),
                  "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
                  "timm_ortho": timm_ortho.__version__, "timm": timm.__version__, "torch": str(torch.__version__)}
         file = weights_file(f"{name}.digits")
         file.parent.mkdir(exist_ok=True)
         save_file(model.state_dict(), file, metadata={key: str(value) for key, value in about.items()})
-        save_file(check_tensors(model), file.with_suffix(".tensors.safetensors"))
+        checked_by = file.with_suffix(".tensors.safetensors")
+        save_file(check_tensors(model), checked_by)
+        for path in (file, checked_by):
+            path.chmod(0o644)  # safetensors writes files that only their owner can read
         print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 1000:.0f} kB  top-1 {runs[connection]['top1']:.2f} %")
 
 
@@ -63,13 +67,9 @@ def check_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         features = model.forward_features(images)
         pre_logits = model.forward_head(features, pre_logits=True)
         output = model(images)
-    return {"input": images, "target": torch.arange(10), "features": features, "pre_logits": pre_logits,
-            "output": output}
-
-
-def commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()[:12]
+    found = {"input": images, "target": torch.arange(10), "features": features, "pre_logits": pre_logits,
+             "output": output}
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}  # no views
 
 
 if __name__ == "__main__":

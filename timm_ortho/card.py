@@ -1,6 +1,7 @@
 """Model cards, made from `model_cards/template.md` with huggingface_hub's card classes.
 
-Every figure on a card comes from a `runs.Run`, and a `Run` is read from files; no function here takes a figure.
+Every figure on a card comes from a `runs.Run` or a `runs.RecordedStudy`, and those are read from files; no function
+here takes a figure.
 """
 import math
 import re
@@ -11,9 +12,9 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .runs import Run
+from .runs import RecordedStudy, Run
 
-__all__ = ["CITATIONS", "Subject", "draw_curve", "model_card", "template"]
+__all__ = ["CITATIONS", "Subject", "draw_curve", "model_card", "study_card", "template"]
 
 CURVE = "training.png"
 _TIMM = "https://github.com/huggingface/pytorch-image-models"
@@ -126,9 +127,8 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         run: Where the figures come from; without one the card says that nothing was measured.
         curve: The figure of the training curve, relative to the card; see `draw_curve`.
     """
-    card = ModelCard.from_template(
+    return _filled(
         _data(subject, run),
-        template_path=str(template()),
         title=subject.title,
         summary=_summary(subject, run),
         about=subject.about,
@@ -142,7 +142,8 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         figures=list(_figures(run)) if run else [],
         result_notes=_result_notes(run),
         comparison=[_compared(row) for row in run.comparison] if run else [],
-        baseline=run.comparison[0]["baseline"] if run and run.comparison else "",
+        comparison_head=["connection", "top-1 %, mean ± std", f"difference to {_baseline(run)}", "seeds"],
+        comparison_note=f"Runs with different connections, paired by seed: the same start, the same batches. {_PAIRS}",
         curve=curve,
         recipe=list(_recipe(run.options)) if run else [],
         options=_yaml(run.options) if run else "",
@@ -150,6 +151,36 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         limits=[*subject.limits, *_limits(subject, run)],
         citation="\n\n".join(_citations(subject, run)),
     )
+
+
+def study_card(study: RecordedStudy, report: str) -> ModelCard:
+    """The card of a study's results.
+
+    Args:
+        study: What was run, and its figures.
+        report: The study's whole report, relative to the card.
+    """
+    about = study.about
+    subject = Subject(title=f"{about['title']} ({about['paper']})", dataset=about["dataset"])
+    with_paper = f"The paper's figures beside these, with figures and all settings: [{report}]({report})."
+    scale = [f"Scaled down from the paper: {'; '.join(about['changed'])}."] if about["changed"] else []
+    return _filled(
+        _data(subject, None),
+        title=subject.title,
+        summary=f"Results of the study `{about['name']}` at scale `{about['scale']}`{_study_of(about)}.",
+        result_notes=[note for note in (study.lead, with_paper) if note],
+        comparison=[_studied(row) for row in study.rows],
+        comparison_head=["setting", "figure", "mean ± std", "difference to the baseline", "seeds"],
+        comparison_note=f"Settings are paired by seed: the same start, the same batches. {_PAIRS}",
+        made_with=_made_with({"made_with": {**about["versions"], "command": f"`{about['command']}`"}}),
+        limits=[*scale, *(_limits(subject, None) if about["dataset"] else [_UNTRAINED])],
+        citation="\n\n".join([CITATIONS["orthogonal"], CITATIONS["timm"]]),
+    )
+
+
+def _filled(data: ModelCardData, **sections: Any) -> ModelCard:
+    """The template with its sections filled in; one that is empty, or not given, is left out."""
+    card = ModelCard.from_template(data, template_path=str(template()), **sections)
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)
     return card
 
@@ -238,7 +269,8 @@ def _summary(subject: Subject, run: Optional[Run]) -> str:
     what = f"`{subject.config['architecture']}`" if subject.config else "Results of `timm-ortho compare`"
     kind = f" with {connection} residual connections" if connection else ""
     trained = f", trained on {_dataset(subject, run)[0]}" if run or subject.dataset else ""
-    return f"{what}{kind}{trained}. Made with [timm]({_TIMM}) and timm-ortho."
+    made = "Made" if run else "Loads"
+    return f"{what}{kind}{trained}. {made} with [timm]({_TIMM}) and timm-ortho."
 
 
 def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
@@ -291,18 +323,43 @@ def _result_notes(run: Optional[Run]) -> list[str]:
     return notes
 
 
+_PAIRS = ("Differences are of such pairs; in brackets is Student's 95 % interval of their mean, and one that holds "
+          "zero tells nothing apart.")
+
+
+_UNTRAINED = "Nothing was trained for it: it says nothing about accuracy."
+
+
+def _baseline(run: Optional[Run]) -> str:
+    return run.comparison[0]["baseline"] if run and run.comparison else ""
+
+
+def _study_of(about: Mapping[str, Any]) -> str:
+    if not about["dataset"]:
+        return ", which needs no training"
+    title = DATASETS.get(about["dataset"], (about["dataset"],))[0]
+    return f": {about['model']} on {title}, {len(about['seeds'])} seeds"
+
+
+def _studied(row: Mapping[str, Any]) -> list[str]:
+    spread = f" ± {row['std']:.2g}" if row["std"] is not None else ""
+    mean = "not finite" if row["mean"] is None else f"{row['mean']:.4g}{spread}"
+    return [", ".join(row["row"]), ", ".join(row["column"]), mean, _difference(row["difference"], ".3g"),
+            ", ".join(map(str, row["seeds"]))]
+
+
 def _compared(row: Mapping[str, Any]) -> list[str]:
     spread = f" ± {row['top1_std']:.2f}" if row["top1_std"] is not None else ""
     return [row["connection"], f"{row['top1_mean']:.2f}{spread}", _difference(row["difference"]),
             ", ".join(map(str, row["seeds"]))]
 
 
-def _difference(difference: Optional[Mapping[str, Any]]) -> str:
+def _difference(difference: Optional[Mapping[str, Any]], form: str = ".2f") -> str:
     if difference is None:
         return "-"
     mean, half = difference["mean"], difference["half_width"]
-    interval = "(one pair, no interval)" if half is None else f"[{mean - half:+.2f}, {mean + half:+.2f}]"
-    return f"{mean:+.2f} {interval}"
+    interval = "(one pair, no interval)" if half is None else f"[{mean - half:+{form}}, {mean + half:+{form}}]"
+    return f"{mean:+{form}} {interval}"
 
 
 def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

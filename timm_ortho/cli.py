@@ -362,12 +362,15 @@ def _lines(file: str) -> list[str]:
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="the registered variants")
     parser.add_argument("pattern", nargs="?", default="*", help="as in timm.list_models: 'vit_small*'")
+    parser.add_argument("--weights", action="store_true", help="what has weights, from where, and if they are here")
     parser.set_defaults(call=_list)
 
 
 def _list(parsed: argparse.Namespace) -> int:
     import timm
 
+    if parsed.weights:
+        return _list_weights(parsed.pattern)
     names = [name for name in timm.list_models(parsed.pattern) if _is_ours(name)]
     if not names:
         raise UsageError(f"no variant matches '{parsed.pattern}'; try timm-ortho list '*{parsed.pattern.strip('*')}*'")
@@ -376,6 +379,29 @@ def _list(parsed: argparse.Namespace) -> int:
     for name in names:
         print(_describe(name, width), flush=True)
     return 0
+
+
+def _list_weights(pattern: str) -> int:
+    """No network is asked: the size of what is not here yet is that of its parameters in float32."""
+    import timm
+
+    from .models.pretrained import weights
+
+    names = [name for name in timm.list_pretrained(pattern) if _is_ours(name)]
+    if not names:
+        raise UsageError(f"no variant that matches '{pattern}' has weights: timm-ortho list --weights shows which do")
+    rows = [("name", "size", "from", "here")]
+    for found in map(weights, names):
+        size = found.file.stat().st_size if found.file else 4 * _parameters(_model_on_meta(found.name))
+        rows.append((found.name, _bytes(size), found.source, "here" if found.file else "not downloaded"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, size, source, here in rows:
+        print(f"{name:{widths[0]}}  {size:>{widths[1]}}  {source:{widths[2]}}  {here}")
+    return 0
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
 def _is_ours(name: str) -> bool:
@@ -389,15 +415,25 @@ def _describe(name: str, width: int) -> str:
 
     from .connections import CONNECTIONS
     from .convert import sites
-    from .models._build import on_meta
 
-    with on_meta():
-        model = timm.create_model(name)
+    model = _model_on_meta(name)
     found = sites(model)
     used = sorted({kind for site in found for kind, cls in CONNECTIONS.items() if type(site.connection) is cls})
     weights = "yes" if timm.is_model_pretrained(name) else "none"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{name:{width}}  {parameters:>14,}  {len(found):>5}  {', '.join(used):10}  {weights}"
+    return f"{name:{width}}  {_parameters(model):>14,}  {len(found):>5}  {', '.join(used):10}  {weights}"
+
+
+def _model_on_meta(name: str) -> Any:
+    import timm
+
+    from .models._build import on_meta
+
+    with on_meta():
+        return timm.create_model(name)
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _env(parsed: argparse.Namespace) -> int:

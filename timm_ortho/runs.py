@@ -5,6 +5,7 @@
 | timm's `train.py` | `args.yaml`, or the `args` inside the checkpoint | `summary.csv` |
 | `timm-ortho compare`, `study` | `args.yaml` | `history.json`, `result.json`, the same of the other seeds' runs |
 | `compare`, figures only | `settings` in `results.json` | `runs` in `results.json` |
+| `study`, figures only | - | `summary` in `results.json` |
 
 Both kinds of run evaluate the EMA weights where there are any, so the figures of such a run are not those of its plain
 weights. Checkpoints are read with torch's restricted unpickler: nothing in them is executed.
@@ -22,7 +23,7 @@ import torch
 import yaml
 from timm.models import clean_state_dict
 
-__all__ = ["CheckpointRun", "PublishError", "RecordedRun", "Run", "class_names"]
+__all__ = ["CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "class_names"]
 
 _OF_GRID = ("compare.yaml", "study.yaml")
 _SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
@@ -150,6 +151,31 @@ class RecordedRun(Run):
         self.ema = self.evaluates_ema
         self.peers = {run["seed"]: run["top1"] for run in runs} if connection is not None else {}
         self.comparison = results["summary"]
+
+
+class RecordedStudy:
+    """A finished study of which a repository keeps the figures.
+
+    Args:
+        path: `results.json` of the study.
+
+    Attributes:
+        about: What was run: `name`, `title`, `paper`, `scale`, `model`, `dataset`, `seeds`, `changed`, `command`, ...
+        lead: What the intervals say, in one sentence; empty for a study without training.
+        rows: Its figures: `row` and `column` of the paper's table, `mean`, `std`, `seeds`, `difference`.
+
+    Raises:
+        PublishError: The file is not a finished study's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        results = _read_json(path)
+        try:
+            self.about, self.lead, self.rows = (results[key] for key in ("study", "lead", "summary"))
+        except (KeyError, TypeError):
+            raise PublishError(f"{path} is not a study's results.json") from None
+        if results.get("unfinished"):
+            raise PublishError(f"{path} is of an unfinished study: the command that began it continues it")
 
 
 def _settings(results: Mapping[str, Any], connection: Optional[str], seed: Optional[int]) -> dict[str, Any]:
