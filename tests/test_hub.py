@@ -389,7 +389,7 @@ def client(served):
     return served[1]
 
 
-def test_a_run_from_the_command_line(server, client, grid):
+def test_a_run_from_the_command_line(server, client, grid, tmp_path):
     run = grid / "feature-seed0"
     words = ["push", str(run), "me/digits", "--message", "First", "--license", "mit"]
     pushed = client.run(f"answer(cli.main({words!r}))")
@@ -403,8 +403,9 @@ def test_a_run_from_the_command_line(server, client, grid):
     top1 = json.loads((run / "result.json").read_text())["top1"]
     assert f"| top-1 of these weights, % | {top1:.2f} |" in card
     again = client.run("answer(logits(pull('me/digits'), 1, 16))")
-    expected = client.run(f"hub.export({str(run)!r}, pathlib.Path('out'), 'me/digits'); "
-                          "answer(logits(timm.create_model('local-dir:out', pretrained=True).eval(), 1, 16))")
+    hub.export(run, tmp_path / "out", "me/digits")
+    expected = client.run(f"model = timm.create_model('local-dir:{tmp_path / 'out'}', pretrained=True).eval(); "
+                          "answer(logits(model, 1, 16))")
     assert again.answer == expected.answer, again.output
 
 
