@@ -3,7 +3,7 @@
     python scripts/make_recipes.py            writes them
     python scripts/make_recipes.py --check    names those that differ from what would be written, exit status 1
 
-`digits.yaml` and `small_images.yaml`, which are not the paper's, are written by hand.
+`digits.yaml`, `small_images.yaml` and `vit_test_digits.yaml`, which are not the paper's, are written by hand.
 """
 import argparse
 import json

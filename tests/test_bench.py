@@ -17,6 +17,7 @@ from timm_ortho import bench, bench_report, cli, sites
 from timm_ortho.bench import Candidate, measure, saved_bytes
 from timm_ortho.bench_report import COLUMNS, Result
 from timm_ortho.functional import plain_update
+from timm_ortho.provenance import commit_of
 
 ROOT = Path(__file__).parents[1]
 FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "triton", "triton-compiled", "copy"]
@@ -317,7 +318,7 @@ def test_machine_columns(operator_run):
 
 
 def test_no_commit_outside_a_checkout():
-    assert bench_report._commit(ROOT / "timm_ortho") == ""  # though a folder further up has one
+    assert commit_of(ROOT / "timm_ortho") == ""  # though a folder further up has one
 
 
 def test_plot(operator_run):

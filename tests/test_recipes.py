@@ -58,7 +58,7 @@ def table(name):
 # ------------------------------------------------------------------------------------- keys and values
 def test_the_recipes_are_all_there():
     assert list(paper.experiments()) == NAMES
-    assert set(recipe.shipped()) == {*NAMES, "digits", "small_images"}
+    assert set(recipe.shipped()) == {*NAMES, "digits", "small_images", "vit_test_digits"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -387,7 +387,7 @@ def test_recipe_prints_the_file(capsys, name):
 def test_recipe_list(capsys):
     assert cli.main(["recipe", "--list"]) == 0
     rows = {line.split()[0]: re.split(r"  +", line)[1:] for line in capsys.readouterr().out.splitlines()}
-    assert list(rows) == ["name", *NAMES, "digits", "small_images"]
+    assert list(rows) == ["name", *NAMES, "digits", "small_images", "vit_test_digits"]
     assert rows["resnetv2_34_cifar100"] == [
         "resnetv2_34_cifar_ortho", "CIFAR-100", "Table 2",
         "Linear 78.92 ± 0.31; Orthogonal-F 78.97 ± 0.04; Orthogonal-G 78.71 ± 0.24"]

@@ -17,8 +17,6 @@ import csv
 import io
 import os
 import platform
-import shutil
-import subprocess
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,6 +26,8 @@ import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from .provenance import commit_of, first_line
 
 __all__ = ["COLUMNS", "Result", "figure", "machine", "quantiles", "rows", "tables", "write"]
 
@@ -142,25 +142,11 @@ def machine(device: torch.device, environment: Mapping[str, str], command: str) 
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "",
-        "commit": _commit(Path(__file__).parents[1]),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "",
+        "commit": commit_of(Path(__file__).parents[1]),
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _commit(root: Path) -> str:
-    """Of the checkout that the package is in, with -dirty; empty if it is installed."""
-    if not (root / ".git").exists():  # or a repository further up, around the environment, would answer
-        return ""
-    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-
-
-def _output(*command: str) -> str:
-    """First line that a program prints; empty if it is not there or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    return (subprocess.run(command, capture_output=True, text=True).stdout.splitlines() or [""])[0].strip()
 
 
 # ----------------------------------------------------------------------------------------- table, CSV, plot

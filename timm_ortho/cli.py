@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_study(commands)
     _add_bench(commands)
     _add_recipe(commands)
+    _add_push(commands)
     _add_list(commands)
     env = commands.add_parser("env", help="versions, device and backend, for a bug report")
     env.set_defaults(call=_env)
@@ -307,16 +308,69 @@ def _list_recipes() -> None:
         print("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))
 
 
+# ------------------------------------------------------------------------------------------------- push
+def _add_push(commands: Any) -> None:
+    parser = commands.add_parser(
+        "push", help="publish a trained model on the Hugging Face Hub",
+        description="Publishes the weights of one run with a config.json and a model card: safetensors only, loaded "
+                    "again and compared before they are sent. The token is that of hf auth login, or HF_TOKEN.")
+    add = parser.add_argument
+    add("model", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or the folder of one run, of timm's train.py or of "
+                                                   "timm-ortho compare or study")
+    add("repo_id", metavar="REPO_ID", help="owner/name")
+    add("--ema", action="store_true", help="the EMA weights")
+    add("--labels", metavar="FILE", help="names of the classes, one a line (default: those that the run knows)")
+    add("--license", metavar="NAME", help="as the Hub names it: apache-2.0, mit, ... (default: left open)")
+    add("--private", action="store_true", default=None, help="a repository that is made is private")
+    add("--revision", metavar="BRANCH", help="made where there is none (default: main)")
+    add("--create-pr", action="store_true", help="propose the commit instead of making it")
+    add("--message", dest="commit_message", default="Add model", metavar="TEXT", help="the commit's title")
+    add("--dry-run", action="store_true", help="write the folder and print the card; nothing is sent")
+    add("--output", metavar="DIR", help="of a dry run (default: output/push/OWNER--NAME)")
+    parser.set_defaults(call=_push)
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    _require("push", {"matplotlib": "matplotlib"})
+    from .hub import PublishError, export, push
+
+    what = {name: getattr(parsed, name) for name in ("ema", "license", "revision")}
+    try:
+        if parsed.labels is not None:
+            what["labels"] = _lines(parsed.labels)
+        if parsed.dry_run:
+            folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
+            print(export(parsed.model, folder, parsed.repo_id, **what))
+            print(f"nothing was sent; the files are in {folder}", file=sys.stderr)
+            return 0
+        how = {name: getattr(parsed, name) for name in ("private", "create_pr", "commit_message")}
+        commit = push(parsed.model, parsed.repo_id, **what, **how)
+    except PublishError as error:
+        raise UsageError(error) from None
+    print(commit.pr_url or commit.commit_url)
+    return 0
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
+
+
 # ------------------------------------------------------------------------------------------- list, env
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="the registered variants")
     parser.add_argument("pattern", nargs="?", default="*", help="as in timm.list_models: 'vit_small*'")
+    parser.add_argument("--weights", action="store_true", help="what has weights, from where, and if they are here")
     parser.set_defaults(call=_list)
 
 
 def _list(parsed: argparse.Namespace) -> int:
     import timm
 
+    if parsed.weights:
+        return _list_weights(parsed.pattern)
     names = [name for name in timm.list_models(parsed.pattern) if _is_ours(name)]
     if not names:
         raise UsageError(f"no variant matches '{parsed.pattern}'; try timm-ortho list '*{parsed.pattern.strip('*')}*'")
@@ -325,6 +379,29 @@ def _list(parsed: argparse.Namespace) -> int:
     for name in names:
         print(_describe(name, width), flush=True)
     return 0
+
+
+def _list_weights(pattern: str) -> int:
+    """No network is asked: the size of what is not here yet is that of its parameters in float32."""
+    import timm
+
+    from .models.pretrained import weights
+
+    names = [name for name in timm.list_pretrained(pattern) if _is_ours(name)]
+    if not names:
+        raise UsageError(f"no variant that matches '{pattern}' has weights: timm-ortho list --weights shows which do")
+    rows = [("name", "size", "from", "here")]
+    for found in map(weights, names):
+        size = found.file.stat().st_size if found.file else 4 * _parameters(_model_on_meta(found.name))
+        rows.append((found.name, _bytes(size), found.source, "here" if found.file else "not downloaded"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, size, source, here in rows:
+        print(f"{name:{widths[0]}}  {size:>{widths[1]}}  {source:{widths[2]}}  {here}")
+    return 0
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
 def _is_ours(name: str) -> bool:
@@ -338,15 +415,25 @@ def _describe(name: str, width: int) -> str:
 
     from .connections import CONNECTIONS
     from .convert import sites
-    from .models._build import on_meta
 
-    with on_meta():
-        model = timm.create_model(name)
+    model = _model_on_meta(name)
     found = sites(model)
     used = sorted({kind for site in found for kind, cls in CONNECTIONS.items() if type(site.connection) is cls})
     weights = "yes" if timm.is_model_pretrained(name) else "none"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{name:{width}}  {parameters:>14,}  {len(found):>5}  {', '.join(used):10}  {weights}"
+    return f"{name:{width}}  {_parameters(model):>14,}  {len(found):>5}  {', '.join(used):10}  {weights}"
+
+
+def _model_on_meta(name: str) -> Any:
+    import timm
+
+    from .models._build import on_meta
+
+    with on_meta():
+        return timm.create_model(name)
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _env(parsed: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
 from timm.utils import random_seed
 from torch.utils.data import Dataset
 
+from ..runs import class_names
 from . import LabError
 
 __all__ = ["DataStream", "Digits", "Source", "loaders", "open_source", "epoch_seed"]
@@ -96,6 +97,7 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
+    labels: Optional[list[str]] = None  # names of the classes, where the data set has them
 
 
 def open_source(options: Namespace) -> Source:
@@ -109,16 +111,18 @@ def open_source(options: Namespace) -> Source:
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
     train, validation = _open(options, options.train_split, True), _open(options, options.val_split, False)
     _refuse_same_images(options, train, validation)
-    mode = _first_image_mode(train)
+    mode, classes = _first_image_mode(train), class_names(train)
     in_chans = _in_chans(options, mode)
     wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
     if mode is None or mode == wanted:
         wanted = None
+    num_classes = _num_classes(options, classes)
     return Source(
         _view(train, options.train_num_samples, wanted),
         _view(validation, options.val_num_samples, wanted),
-        _num_classes(options, train),
+        num_classes,
         in_chans,
+        labels=classes if classes and len(classes) == num_classes else None,
     )
 
 
@@ -193,13 +197,11 @@ def _in_chans(options: Namespace, mode: Optional[str]) -> int:
     return 1 if (options.input_img_mode or mode) == "L" else 3
 
 
-def _num_classes(options: Namespace, dataset: Any) -> int:
+def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
     if options.num_classes is not None:
         return options.num_classes
-    reader = getattr(dataset, "reader", None)
-    for classes in (getattr(dataset, "classes", None), getattr(reader, "class_to_idx", None)):
-        if classes:
-            return len(classes)
+    if classes:
+        return len(classes)
     raise LabError(f"data set '{options.dataset}' does not say how many classes it has: give --option num_classes=N")
 
 

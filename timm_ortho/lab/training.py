@@ -25,6 +25,7 @@ from torch import nn
 from ..convert import connect, sites
 from ..diagnostics import record, record_dynamics
 from ..models._build import pop_connection_arguments
+from ..provenance import made_with
 from . import LabError, write_json, write_text
 from .checkpoints import Checkpoints, disk_errors, read_json
 from .data import DataStream, Source, epoch_seed, loaders
@@ -103,6 +104,7 @@ class Run:
             extras: Extras = Extras(),
     ) -> None:
         self.options, self.folder, self.device, self.extras = options, folder, device, extras
+        self.made_with, self.labels = made_with(), source.labels
         self.model = build_model(options, source.num_classes, source.in_chans).to(device)
         if options.channels_last:
             self.model.to(memory_format=torch.channels_last)
@@ -379,6 +381,8 @@ class Run:
             "device": _device_name(self.device),
             "extras": asdict(self.extras),
             "switch_epoch": self.switch_epoch,
+            "labels": self.labels,
+            "made_with": self.made_with,
         }
 
     # --------------------------------------------------------------------------------------------- parts

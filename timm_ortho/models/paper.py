@@ -2,26 +2,28 @@
 
 ``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``, each with
 the suffixes ``_ortho``, ``_orthog`` and ``_linear``: timm has no baseline of its own for them. Built from timm's
-VisionTransformer and ResNetV2.
+VisionTransformer and ResNetV2. ``vit_test`` (32, 4, 2) is not the paper's: the same ViT, small enough that trained
+weights are part of the package.
 
 Where they differ from the authors' code, and why:
   * a ResNetV2 block that changes shape projects its input after the first norm and activation, as timm's and He et
     al.'s pre-activation blocks do; the authors project the raw input.
 """
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, Dict, Tuple
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import BatchNormAct2d, LayerNorm, NormMlpClassifierHead, create_conv2d
-from timm.models import PretrainedCfg, build_model_with_cfg
+from timm.models import PretrainedCfg
 from timm.models.resnetv2 import ResNetV2
-from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ..diagnostics import record_as_asked
 from ..functional import known_name
-from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_arguments, register
+from ._build import SUFFIXES, create, register
+from .pretrained import checkpoint_filter_fn, pretrained_cfgs
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it
@@ -119,12 +121,16 @@ _CIFAR_CFG = PretrainedCfg(
     mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
     num_classes=10, first_conv="stem.conv", classifier="head.fc", license="apache-2.0",
 )
+_TEST_CFG = replace(
+    _VIT_CFG, input_size=(3, 8, 8), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.38, 0.38, 0.38), num_classes=10,
+)
 _BASIC = dict(basic=True, bottle_ratio=1.0, channels=(64, 128, 256, 512))
 
 # name: class, configuration, arguments
 ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str, Any]]] = {
     "vit_small": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=384, depth=6, num_heads=6)),
     "vit_base": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)),
+    "vit_test": (PaperVisionTransformer, _TEST_CFG, dict(patch_size=2, embed_dim=32, depth=4, num_heads=2)),
     "resnetv2_18_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(2, 2, 2, 2), **_BASIC)),
     "resnetv2_34_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 6, 3), **_BASIC)),
     "resnetv2_50_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 6, 3))),
@@ -132,31 +138,26 @@ ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str
 }
 
 
-def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_cfg=None, **kwargs) -> nn.Module:
-    arguments = pop_connection_arguments(kwargs, default)
+def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     model_cls, _, defaults = ARCHITECTURES[base]
-    if model_cls is PaperVisionTransformer:
-        features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
-        filters = dict(pretrained_filter_fn=checkpoint_filter_fn)
-    else:
-        features, filters = dict(flatten_sequential=True), {}
-    model = build_model_with_cfg(
-        connected(model_cls, arguments),
-        name,
-        pretrained,
-        pretrained_cfg=own_pretrained_cfg(name, pretrained_cfg),
-        feature_cfg=features,
-        **filters,
-        **{**defaults, **kwargs},
-    )
-    return record_as_asked(model)
+
+    def entry(build: Callable[..., nn.Module], pretrained: bool, **kwargs) -> nn.Module:
+        if model_cls is PaperVisionTransformer:
+            features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
+            filters = dict(pretrained_filter_fn=checkpoint_filter_fn)
+        else:
+            features, filters = dict(flatten_sequential=True), {}
+        return build(model_cls, name, pretrained, feature_cfg=features, **filters, **{**defaults, **kwargs})
+
+    return create(name, default, entry, **kwargs)
 
 
 def _register_architectures() -> None:
     for base, (_, cfg, _) in ARCHITECTURES.items():
         for suffix, connection in SUFFIXES.items():
-            doc = f"The paper's {base} with the {connection} connection; arguments as timm's, and ``connection*``."
-            register(__name__, base + suffix, partial(_create, base + suffix, base, connection), cfg, doc)
+            doc = f"{base} with the {connection} connection; arguments as timm's, and ``connection*``."
+            name = base + suffix
+            register(__name__, name, partial(_create, name, base, connection), pretrained_cfgs(name, cfg), doc)
 
 
 _register_architectures()

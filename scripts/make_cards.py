@@ -1,0 +1,158 @@
+"""Make the model cards in model_cards/: one for each set of weights and of results that this repository has.
+
+    python scripts/make_cards.py             writes them
+    python scripts/make_cards.py --check     says which are not what this would write, exit status 1 if there are any
+
+| card | of | figures from |
+| --- | --- | --- |
+| `NAME.TAG.md` | weights, see `timm-ortho list --weights` | `results/vit_test_digits.json`, for those that ship |
+| `compare_NAME.md` | a comparison of connections | `results/NAME.json`, which scripts/readme_results.py wrote |
+| `study_NAME.md` | a study | `results/studies/NAME/results.json`, which scripts/study_results.py wrote |
+
+`timm_ortho.card` writes all of them, from `model_cards/template.md`. Figures of other people's weights are their
+paper's, from `timm_ortho/lab/paper.json`, and said to be so.
+"""
+import json
+import sys
+from pathlib import Path
+from typing import Iterator, NamedTuple, Optional
+
+import timm
+from huggingface_hub import ModelCard
+from timm.models import get_pretrained_cfg
+
+import timm_ortho  # noqa: F401  registers the models
+from timm_ortho.card import Subject, draw_curve, model_card, study_card
+from timm_ortho.lab.paper import experiments
+from timm_ortho.models._build import SUFFIXES, on_meta
+from timm_ortho.runs import RecordedRun, RecordedStudy, Run
+
+ROOT = Path(__file__).parents[1]
+CARDS = ROOT / "model_cards"
+BY_HAND = ("README.md", "template.md")
+SEED = 0  # of the weights that ship: scripts/make_test_weights.py
+
+
+class Card(NamedTuple):
+    """A card that is to be, by the stem of its file's name."""
+
+    name: str
+    card: ModelCard
+    run: Optional[Run] = None  # whose training curve it shows, as NAME.png
+
+
+def main(check: bool, folder: Path = CARDS) -> int:
+    cards = list(all_cards(folder))
+    wanted = {f"{card.name}.md": str(card.card).rstrip() + "\n" for card in cards}
+    curves = {f"{card.name}.png": card.run for card in cards if card.run}
+    stale = [name for name, text in wanted.items() if not is_written(folder / name, text)]
+    stale += [name for name in curves if not (folder / name).is_file()]
+    strangers = sorted({path.name for path in folder.glob("*.md")} - wanted.keys() - set(BY_HAND))
+    if check:
+        for name in stale:
+            print(f"{folder.name}/{name} is not what its results say: run scripts/make_cards.py", file=sys.stderr)
+        for name in strangers:
+            print(f"{folder.name}/{name} is of nothing that this repository has", file=sys.stderr)
+        return 1 if stale or strangers else 0
+    for name, text in wanted.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for name, run in curves.items():
+        draw_curve(run, folder / name)
+    print(f"{len(cards)} cards in {folder}; of nothing that is there: {', '.join(strangers) or 'none'}")
+    return 0
+
+
+def is_written(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
+
+
+def all_cards(folder: Path) -> Iterator[Card]:
+    for name in timm.list_pretrained():
+        if timm.model_entrypoint(name).__module__.startswith("timm_ortho."):
+            yield of_shipped(name, folder) if get_pretrained_cfg(name).file else of_authors(name)
+    for path in sorted((folder / "results").glob("*.json")):
+        yield of_comparison(path)
+    for path in sorted((folder / "results" / "studies").glob("*/results.json")):
+        card = study_card(RecordedStudy(path), (path.parent / "report.md").relative_to(folder).as_posix())
+        yield Card(f"study_{path.parent.name}", card)
+
+
+# ------------------------------------------------------------------------------------------------ weights
+def of_shipped(name: str, folder: Path) -> Card:
+    """The card of weights that are part of the package."""
+    architecture, _, data = name.partition(".")
+    run = RecordedRun(folder / "results" / f"vit_test_{data}.json", connection_of(architecture), SEED)
+    about = (
+        "These weights are part of timm-ortho, in float32, and load without any network. They are small on purpose: "
+        "for tests, for a first look, for trying out tools.\n\n"
+        f"`timm-ortho compare --recipe vit_test_{data}` trains them, with seed {SEED} of the seeds below, and "
+        "`scripts/make_test_weights.py` puts them into the package with the tensors that the tests check them by.")
+    return Card(name, model_card(subject(name, about=about, license="apache-2.0"), run, curve=f"{name}.png"), run)
+
+
+def of_authors(name: str) -> Card:
+    """The card of the authors' weights, which are on the Hub; nothing of them has been measured here."""
+    cfg = get_pretrained_cfg(name)
+    experiment = experiments()["vit_b_imagenet1k"]
+    mean, std = experiment.top1()["Orthogonal-F"]
+    about = (
+        f"The weights belong to Giyeong Oh and the other authors of [the paper]({paper_url(cfg)}). They stand in their "
+        f"repository [{cfg.hf_hub_id}](https://huggingface.co/{cfg.hf_hub_id}), in transformers' layout; "
+        f"`pretrained=True` downloads `{cfg.hf_hub_filename}` from there, maps it onto this architecture and folds the "
+        "class token's position embedding into the class token. There is no copy in this repository or package.\n\n"
+        f"**The paper's number, not one measured here:** {mean:.2f} ± {std:.2f} % top-1 on ImageNet-1k for ViT-B with "
+        f"Orthogonal-F ({experiment.table}; mean and standard deviation of three runs). Whether these weights are "
+        "of one of those runs is not known here.\n\n"
+        "**Licence:** that of the weights is not known here, so none is stated; ask their repository. The authors' "
+        f"[code]({cfg.origin_url}) calls itself Apache-2.0 in its package metadata.")
+    limits = [
+        "Not loaded here: the mapping is tested on random weights in the same layout, against a plain implementation "
+        "of it, to 1e-4 in the logits.",
+        "The resolution, crop, mean and std are those of this package's recipe `vit_b_imagenet1k`.",
+    ]
+    return Card(name, model_card(subject(name, about=about, license=None, dataset="imagenet1k", limits=limits)))
+
+
+def subject(name: str, **more) -> Subject:
+    architecture = name.partition(".")[0]
+    with on_meta():
+        model = timm.create_model(name)
+    config = {
+        "architecture": architecture,
+        "num_classes": model.num_classes,
+        "model_args": {"connection": connection_of(architecture)},
+        "pretrained_cfg": model.pretrained_cfg,
+    }
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Subject(title=name, config=config, parameters=parameters, load=name, **more)
+
+
+def connection_of(architecture: str) -> str:
+    return next(connection for suffix, connection in SUFFIXES.items() if architecture.endswith(suffix))
+
+
+def paper_url(cfg) -> str:
+    return f"https://arxiv.org/abs/{cfg.paper_ids.removeprefix('arXiv:')}"
+
+
+# ------------------------------------------------------------------------------------------------ results
+def of_comparison(path: Path) -> Card:
+    """The card of a comparison of connections: results without weights."""
+    run = RecordedRun(path)
+    base = run.options["model"].removesuffix("_ortho")
+    settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    figure = f"compare_{path.stem}.svg"
+    connections, seeds = (", ".join(map(str, settings[key])) for key in ("connections", "seeds"))
+    about = (
+        f"`{base}` with {connections} connections, seeds {seeds}. "
+        f"Every run's figures are in [`results/{path.name}`](results/{path.name}).\n\n"
+        f"![norm of the stream and cosine between stream and branch output, by depth]({figure})")
+    data = run.options["dataset"].rpartition("/")[2]
+    what = Subject(title=f"{base} on {data}: connections compared", about=about)
+    return Card(f"compare_{path.stem}", model_card(what, run))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in ([], ["--check"]):
+        raise SystemExit(__doc__)
+    raise SystemExit(main(check=sys.argv[1:] == ["--check"]))

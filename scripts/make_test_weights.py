@@ -1,0 +1,78 @@
+"""Put the weights of a finished comparison into the package, with tensors to check them by.
+
+    timm-ortho compare --recipe vit_test_digits --output output/vit_test_digits
+    python scripts/make_test_weights.py output/vit_test_digits
+    python scripts/readme_results.py output/vit_test_digits vit_test_digits
+
+The second command writes, for each connection, two files in ``timm_ortho/weights``, from the run with seed 0 after its
+last epoch:
+
+    vit_test_ortho.digits.safetensors           the weights, in float32; in the header what the run was and reached
+    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each digit, as the model gets it
+                                                output: the logits; features, pre_logits: as timm's tests store them
+                                                target: the digits
+
+The third puts the figures of all runs into ``model_cards/results``, which the card is made from.
+"""
+import json
+import sys
+from pathlib import Path
+
+import timm
+import torch
+from safetensors.torch import save_file
+from study_results import commit_before
+
+import timm_ortho
+from timm_ortho.lab.data import Digits
+from timm_ortho.models._build import SUFFIXES
+from timm_ortho.models.pretrained import weights_file
+
+ROOT = Path(__file__).parents[1]
+SEED = 0
+
+
+def main(folder: Path) -> None:
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    runs = {run["connection"]: run for run in results["runs"] if run["seed"] == SEED}
+    missing = [connection for connection in SUFFIXES.values() if connection not in runs]
+    if missing:
+        raise SystemExit(f"{folder} has no finished run with seed {SEED} of {', '.join(missing)}")
+    for suffix, connection in SUFFIXES.items():
+        name = f"vit_test{suffix}"
+        last = folder / f"{connection}-seed{SEED}" / "last.pth.tar"  # the run's top-1 is of its last epoch
+        model = timm.create_model(name, checkpoint_path=str(last)).eval()
+        about = {"model": name, "connection": connection, "data": "digits", "seed": SEED,
+                 "commit": commit_before(folder / "compare.yaml"),
+                 "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
+                 "timm_ortho": timm_ortho.__version__, "timm": timm.__version__, "torch": str(torch.__version__)}
+        file = weights_file(f"{name}.digits")
+        file.parent.mkdir(exist_ok=True)
+        save_file(model.state_dict(), file, metadata={key: str(value) for key, value in about.items()})
+        checked_by = file.with_suffix(".tensors.safetensors")
+        save_file(check_tensors(model), checked_by)
+        for path in (file, checked_by):
+            path.chmod(0o644)  # safetensors writes files that only their owner can read
+        print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 1000:.0f} kB  top-1 {runs[connection]['top1']:.2f} %")
+
+
+def check_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What one pass over ten images gives, one of each digit: float32, [10, ...]."""
+    held_out = Digits(training=False)
+    held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
+    chosen = [held_out.targets.index(digit) for digit in range(10)]
+    held_out.images = [image.convert("RGB") for image in held_out.images]
+    images = torch.stack([held_out[index][0] for index in chosen])
+    with torch.no_grad():
+        features = model.forward_features(images)
+        pre_logits = model.forward_head(features, pre_logits=True)
+        output = model(images)
+    found = {"input": images, "target": torch.arange(10), "features": features, "pre_logits": pre_logits,
+             "output": output}
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}  # no views
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,389 @@
+"""Weights: the authors' layout read exactly, the small ones that ship, and the list of what there is."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from timm.models import get_pretrained_cfg
+from torch import nn
+
+from timm_ortho import WeightsError, cli, sites
+from timm_ortho.lab import recipe
+from timm_ortho.lab.data import Digits
+from timm_ortho.models import pretrained
+from timm_ortho.models._build import on_meta
+from timm_ortho.models.paper import ARCHITECTURES
+
+TESTED = ["vit_test_ortho", "vit_test_orthog", "vit_test_linear"]
+ROOT = Path(__file__).parents[1]
+
+
+# ------------------------------------------------------------- a ViT as the layout describes it, in plain torch
+class Layer(nn.Module):
+    """One layer: tensors by the layout's names, LayerNorms without parameters, orthogonal sums over the channels."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.attention = nn.ModuleDict({
+            "attention": nn.ModuleDict({part: nn.Linear(width, width) for part in ("query", "key", "value")}),
+            "output": nn.ModuleDict({"dense": nn.Linear(width, width)}),
+        })
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, 4 * width)})
+        self.output = nn.ModuleDict({"dense": nn.Linear(4 * width, width)})
+
+
+class Described(nn.Module):
+    """The authors' model from the description of its layout: nothing here is timm's or this package's."""
+
+    def __init__(self, size=224, patch=16, width=768, depth=12, heads=12, classes=1000):
+        super().__init__()
+        self.heads = heads
+        self.vit = nn.Module()
+        self.vit.embeddings = nn.Module()
+        self.vit.embeddings.cls_token = nn.Parameter(torch.empty(1, 1, width))
+        self.vit.embeddings.position_embeddings = nn.Parameter(torch.empty(1, 1 + (size // patch) ** 2, width))
+        self.vit.embeddings.patch_embeddings = nn.ModuleDict({"projection": nn.Conv2d(3, width, patch, patch)})
+        self.vit.encoder = nn.ModuleDict({"layer": nn.ModuleList([Layer(width) for _ in range(depth)])})
+        self.vit.layernorm = nn.LayerNorm(width, eps=1e-6)
+        self.classifier = nn.Linear(width, classes)
+
+    def forward(self, images):
+        embeddings = self.vit.embeddings
+        patches = embeddings.patch_embeddings["projection"](images).flatten(2).transpose(1, 2)
+        x = torch.cat([embeddings.cls_token.expand(len(images), -1, -1), patches], 1)
+        x = x + embeddings.position_embeddings
+        for layer in self.vit.encoder["layer"]:
+            x = add_orthogonal(x, self.attend(layer.attention, normed(x)))
+            hidden = nn.functional.gelu(layer.intermediate["dense"](normed(x)), approximate="tanh")
+            x = add_orthogonal(x, layer.output["dense"](hidden))
+        return self.classifier(self.vit.layernorm(x)[:, 0])
+
+    def attend(self, attention, x):
+        batch, tokens, width = x.shape
+        q, k, v = (attention["attention"][part](x).view(batch, tokens, self.heads, -1).transpose(1, 2)
+                   for part in ("query", "key", "value"))
+        weights = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1)
+        return attention["output"]["dense"]((weights @ v).transpose(1, 2).reshape(batch, tokens, width))
+
+
+def normed(x):
+    return nn.functional.layer_norm(x, x.shape[-1:], eps=1e-6)
+
+
+def add_orthogonal(x, f):
+    return x + f - (x * f).sum(-1, keepdim=True) / ((x * x).sum(-1, keepdim=True) + 1e-6) * x
+
+
+def described(**sizes):
+    """With random weights, large enough for attention that is not uniform and for branches that count."""
+    with torch.device("meta"):
+        model = Described(**sizes)
+    model.to_empty(device="cpu").requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        limit = 2.5 * (p[0].numel() ** -0.5 if p.ndim > 1 else 0.2)
+        p.uniform_(-limit, limit, generator=generator)
+    return model.eval()
+
+
+SMALL = dict(size=64, patch=16, width=48, depth=2, heads=3)
+SMALL_ARGUMENTS = dict(img_size=64, patch_size=16, embed_dim=48, depth=2, num_heads=3)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A narrow model in the layout, and its file."""
+    model = described(**SMALL)
+    path = tmp_path_factory.mktemp("small") / "model.safetensors"
+    save_file(model.state_dict(), path)
+    return model, path
+
+
+def from_file(path, name="vit_base_ortho", **arguments):
+    """What `pretrained=True` does, with the file beside the configuration instead of on the Hub."""
+    return timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=dict(file=str(path)), **{**SMALL_ARGUMENTS, **arguments}).eval()
+
+
+def images(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_path):
+    theirs = described()
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
+    assert len(shapes) == 2 + 2 + 12 * 12 + 2 + 2
+    assert shapes["vit.embeddings.position_embeddings"] == (1, 197, 768)
+    assert shapes["vit.encoder.layer.11.attention.attention.key.weight"] == (768, 768)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    x = images(1, 3, 224, 224)
+    expected = theirs(x)
+    overlay = dict(file=str(tmp_path / "model.safetensors"))
+    ours = timm.create_model(
+        "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()  # a faster start
+    assert expected.std() > 0.3
+    torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_nothing_of_the_position_embedding_is_lost(small):
+    theirs, path = small
+    model, tensors = from_file(path), load_file(path)
+    position = tensors["vit.embeddings.position_embeddings"]
+    assert torch.equal(model.cls_token, tensors["vit.embeddings.cls_token"] + position[:, :1])
+    assert torch.equal(model.pos_embed, position[:, 1:])
+    x = images(2, 3, 64, 64)
+    torch.testing.assert_close(model(x), theirs(x), atol=1e-4, rtol=0)
+    unfolded = from_file(path, no_embed_class=False)  # timm's own way has a row for the class token
+    assert torch.equal(unfolded.pos_embed, position)
+    torch.testing.assert_close(unfolded(x), theirs(x), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_other_resolutions_are_resampled_as_timm_does_it(small):
+    _, path = small
+    model = from_file(path, img_size=96)
+    position = load_file(path)["vit.embeddings.position_embeddings"]
+    resampled = timm.layers.resample_abs_pos_embed(position[:, 1:], (6, 6), num_prefix_tokens=0)
+    assert torch.equal(model.pos_embed, resampled)
+    assert model(images(1, 3, 96, 96)).isfinite().all()
+    patch = from_file(path, patch_size=8).patch_embed.proj.weight
+    assert patch.shape[-2:] == (8, 8)
+    assert torch.equal(patch, timm.layers.resample_patch_embed(
+        load_file(path)["vit.embeddings.patch_embeddings.projection.weight"], [8, 8]))
+
+
+@torch.no_grad()
+def test_channels_and_classes_adapt_as_timms_do(small):
+    theirs, path = small
+    x = images(2, 1, 64, 64)
+    expected = theirs(x.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(from_file(path, in_chans=1)(x), expected, atol=1e-4, rtol=0)
+    model = from_file(path, num_classes=7)
+    assert model(x.expand(-1, 3, -1, -1)).shape == (2, 7)
+    assert torch.equal(model.norm.weight, theirs.vit.layernorm.weight)
+    headless = from_file(path, num_classes=0)(x.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(theirs.classifier(headless), expected, atol=1e-4, rtol=0)
+    features = from_file(path, features_only=True, out_indices=[1])(x.expand(-1, 3, -1, -1))
+    assert [tuple(f.shape) for f in features] == [(2, 48, 4, 4)]
+
+
+@torch.no_grad()
+def test_any_connection_starts_from_the_weights(small):
+    theirs, path = small
+    x = images(2, 3, 64, 64)
+    hybrid = from_file(path, connection="hybrid")  # starts as the orthogonal form
+    assert any(".connection_" in name for name in hybrid.state_dict())
+    torch.testing.assert_close(hybrid(x), theirs(x), atol=1e-4, rtol=0)
+    linear = from_file(path, connection="linear")(x)
+    assert (linear - theirs(x)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("num_classes", [1000, 7])
+def test_a_checkpoint_that_is_not_whole_is_refused_whatever_the_head(small, tmp_path, num_classes):
+    tensors = load_file(small[1])
+    gone = "vit.encoder.layer.1.attention.attention.key.bias"
+    lacking, surplus = tmp_path / "lacking.safetensors", tmp_path / "surplus.safetensors"
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, lacking)
+    save_file({**tensors, "vit.encoder.layer.0.layernorm_before.weight": torch.ones(48)}, surplus)
+    with pytest.raises(WeightsError, match=rf"in transformers' layout and, of 32 tensors, lacks 1 \({gone}\)"):
+        from_file(lacking, num_classes=num_classes)
+    with pytest.raises(WeightsError, match=r"has too much: 1 \(vit.encoder.layer.0.layernorm_before.weight\)"):
+        from_file(surplus, num_classes=num_classes)
+    with pytest.raises(WeightsError, match=r"lacks 12 \(vit.encoder.layer.2.*, \.\.\.\)"):
+        from_file(small[1], depth=3, num_classes=num_classes)
+    save_file({**tensors, "vit.layernorm.weight": torch.ones(3)}, lacking)
+    with pytest.raises(WeightsError, match=r"of another shape are norm\.weight \(\(3,\), not \(48,\)\)"):
+        from_file(lacking, num_classes=num_classes)
+
+
+def test_a_checkpoint_in_timms_layout_stays_as_it_is():
+    model = timm.create_model("vit_test_ortho")
+    state = model.state_dict()
+    filtered = pretrained.checkpoint_filter_fn(dict(state), model)
+    assert filtered.keys() == state.keys()
+    assert all(torch.equal(filtered[name], state[name]) for name in state)
+
+
+# --------------------------------------------------------------------------------------------- configurations
+def test_the_authors_configuration():
+    cfg = get_pretrained_cfg("vit_base_ortho")
+    assert cfg == get_pretrained_cfg("vit_base_ortho.authors_in1k")
+    assert (cfg.hf_hub_id, cfg.hf_hub_filename) == ("BootsofLagrangian/ortho-vit-b-imagenet1k-hf", "model.safetensors")
+    assert cfg.license is None  # not known: ours is of the code
+    values = recipe.load("vit_b_imagenet1k")
+    assert cfg.input_size == (3, values["img_size"], values["img_size"])
+    assert (list(cfg.mean), list(cfg.std), cfg.crop_pct) == (values["mean"], values["std"], values["crop_pct"])
+    assert cfg.num_classes == values["num_classes"]
+
+
+def test_only_what_has_weights_says_so():
+    ours = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
+    assert [name for name in ours if timm.is_model_pretrained(name)] == ["vit_base_ortho", *TESTED]
+    assert timm.list_pretrained("vit_test_*") == [f"{name}.digits" for name in sorted(TESTED)]
+    for name in ("vit_base_orthog", "vit_base_linear", "vit_small_ortho"):
+        with on_meta(), pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
+            timm.create_model(name, pretrained=True)
+    with pytest.raises(RuntimeError, match=r"Invalid pretrained tag \(digits\) for vit_base_ortho"):
+        timm.create_model("vit_base_ortho.digits", pretrained=True)
+
+
+@pytest.mark.skipif(
+    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
+def test_no_path_of_this_machine_is_saved_with_a_model(tmp_path):
+    model = timm.create_model("vit_test_ortho", pretrained=True)
+    assert model.pretrained_cfg["tag"] == "digits"
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    text = (tmp_path / "config.json").read_text()
+    assert str(ROOT) not in text
+    assert "safetensors" not in text
+    assert json.loads(text)["architecture"] == "vit_test_ortho"
+
+
+# ------------------------------------------------------------------------------------------ the small weights
+@torch.no_grad()
+@pytest.mark.parametrize("name", TESTED)
+def test_shipped_weights_give_the_stored_logits(name):
+    file = pretrained.weights_file(f"{name}.digits")
+    stored = load_file(file.with_suffix(".tensors.safetensors"))
+    model = timm.create_model(f"{name}.digits", pretrained=True).eval()
+    assert stored["input"].shape == (10, *model.pretrained_cfg["input_size"])
+    close = dict(atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.forward_features(stored["input"]), stored["features"], **close)
+    torch.testing.assert_close(model.forward_head(stored["features"], pre_logits=True), stored["pre_logits"], **close)
+    torch.testing.assert_close(model(stored["input"]), stored["output"], **close)
+    assert (stored["output"].argmax(1) == stored["target"]).sum() >= 9
+    assert file.stat().st_size < 300_000
+    others = [timm.create_model(other, pretrained=True).eval()(stored["input"]) for other in TESTED if other != name]
+    assert all((other - stored["output"]).abs().max() > 0.1 for other in others)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TESTED)
+def test_shipped_weights_reach_what_their_header_says(name):
+    model = timm.create_model(name, pretrained=True).eval()
+    held_out = Digits(training=False)
+    held_out.images = [image.convert("RGB") for image in held_out.images]
+    held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
+    x = torch.stack([held_out[index][0] for index in range(len(held_out))])
+    target = torch.tensor(held_out.targets)
+    top1 = 100 * (model(x).argmax(1) == target).double().mean().item()
+    with safe_open(pretrained.weights_file(f"{name}.digits"), "pt") as file:
+        about = file.metadata()
+    assert about["model"] == name
+    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # one image of 360
+    results = json.loads((ROOT / "model_cards" / "results" / "vit_test_digits.json").read_text())
+    run, = [run for run in results["runs"] if (run["connection"], run["seed"]) == (about["connection"], 0)]
+    assert run["top1"] == float(about["top1"])
+    stored = load_file(pretrained.weights_file(f"{name}.digits").with_suffix(".tensors.safetensors"))
+    first = x[[held_out.targets.index(digit) for digit in range(10)]]
+    torch.testing.assert_close(first, stored["input"])
+
+
+def test_shipped_weights_load_without_any_network(tmp_path):
+    code = """
+import socket
+def refuse(*args, **kwargs): raise AssertionError("asked the network")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
+import timm, timm_ortho
+for name in ("vit_test_ortho", "vit_test_orthog", "vit_test_linear.digits"):
+    model = timm.create_model(name, pretrained=True)
+    print(model.pretrained_cfg["architecture"], model.pos_embed.std().item() > 0.05)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "HF_HOME": str(tmp_path)},
+                          capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"{name} True" for name in TESTED], done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_shipped_weights_adapt():
+    stored = load_file(pretrained.weights_file("vit_test_ortho.digits").with_suffix(".tensors.safetensors"))
+    grey = timm.create_model("vit_test_ortho", pretrained=True, in_chans=1).eval()
+    torch.testing.assert_close(grey(stored["input"][:, :1]), stored["output"], atol=1e-4, rtol=1e-4)
+    larger = timm.create_model("vit_test_ortho", pretrained=True, img_size=16, num_classes=3).eval()
+    assert larger(images(2, 3, 16, 16)).shape == (2, 3)
+    hybrid = timm.create_model("vit_test_ortho", pretrained=True, connection="hybrid").eval()
+    assert {type(site.connection).__name__ for site in sites(hybrid)} == {"HybridConnection"}
+    torch.testing.assert_close(hybrid(stored["input"]), stored["output"], atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- list --weights
+REPOSITORY = "models--BootsofLagrangian--ortho-vit-b-imagenet1k-hf"
+
+
+def put_into_cache(home, file):
+    """A file where huggingface_hub keeps what it has downloaded."""
+    commit = "0" * 40
+    folder = home / "hub" / REPOSITORY
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit / "model.safetensors").write_bytes(Path(file).read_bytes())
+
+
+def listed(home, *arguments):
+    """Rows of `timm-ortho list --weights` in a process that cannot reach any network."""
+    code = """
+import socket, sys
+def refuse(*args, **kwargs): raise AssertionError("asked the network")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
+from timm_ortho.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    environment = {**os.environ, "HF_HOME": str(home)}
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        environment.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", code, "list", "--weights", *arguments], env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+
+
+def test_list_of_weights(tmp_path, small):
+    head, *rows = listed(tmp_path)
+    assert [head[0], *head[1].split()] == ["name", "size", "from", "here"]
+    assert [name for name, _ in rows] == ["vit_base_ortho.authors_in1k", *(f"{name}.digits" for name in sorted(TESTED))]
+    texts = dict(rows)
+    assert texts["vit_base_ortho.authors_in1k"].split() == [
+        "346", "MB", "hf-hub:BootsofLagrangian/ortho-vit-b-imagenet1k-hf", "not", "downloaded"]
+    size = round(pretrained.weights_file("vit_test_ortho.digits").stat().st_size / 1000)
+    assert texts["vit_test_ortho.digits"].split() == [f"{size}", "kB", "this", "package", "here"]
+    put_into_cache(tmp_path, small[1])
+    size = round(small[1].stat().st_size / 1000)
+    rows = listed(tmp_path, "vit_base*")[1:]
+    assert [(name, text.split()) for name, text in rows] == [("vit_base_ortho.authors_in1k", [
+        f"{size}", "kB", "hf-hub:BootsofLagrangian/ortho-vit-b-imagenet1k-hf", "here"])]
+
+
+def test_list_of_weights_of_nothing(capsys):
+    assert cli.main(["list", "--weights", "resnetv2_18*"]) == 2
+    error = capsys.readouterr().err
+    assert error == ("timm-ortho: error: no variant that matches 'resnetv2_18*' has weights: timm-ortho list --weights "
+                     "shows which do\n")
+
+
+@pytest.mark.skipif(
+    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
+def test_the_authors_weights_load_from_the_cache_by_name(tmp_path, small):
+    """The way over huggingface_hub, on old timm too, which would unpickle a file of this name."""
+    put_into_cache(tmp_path, small[1])
+    code = f"""
+import socket
+def refuse(*args, **kwargs): raise AssertionError("asked the network")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
+import timm, torch, timm_ortho
+from safetensors.torch import load_file
+model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})
+print(torch.equal(model.norm.weight, load_file({str(small[1])!r})["vit.layernorm.weight"]))
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr

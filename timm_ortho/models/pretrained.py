@@ -1,0 +1,155 @@
+"""Weights that exist: where they are, what images they want, and how a checkpoint of another layout is read.
+
+| name | weights | from |
+| --- | --- | --- |
+| ``vit_base_ortho.authors_in1k`` | the authors' ViT-B of ImageNet-1k | their repository on the Hub |
+| ``vit_test_{ortho,orthog,linear}.digits`` | 0.2 MB each, for tests and first steps | ``timm_ortho/weights`` |
+
+A new set of weights is an entry of ``_OF_ARCHITECTURE``; no other variant has any, and ``pretrained=True`` is then
+timm's error.
+"""
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from timm.models import PretrainedCfg, get_pretrained_cfg
+from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_fn
+from torch import Tensor, nn
+
+from ._build import SUFFIXES
+from .preflight import cached
+
+__all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "weights", "weights_file"]
+
+_AUTHORS = dict(
+    hf_hub_id="BootsofLagrangian/ortho-vit-b-imagenet1k-hf",
+    hf_hub_filename="model.safetensors",  # without it timm asks for a pickle where this one cannot be had
+    crop_pct=1.0,  # recipes/vit_b_imagenet1k.yaml: validation on the whole image, as in the authors' code
+    license=None,  # the repository's is not known here
+    origin_url="https://github.com/BootsofLagrangian/ortho-residual",
+    paper_name="Revisiting Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks",
+    paper_ids="arXiv:2505.11881",
+)
+
+
+def weights_file(name: str) -> Path:
+    """The file in this package with the weights of ``name``, a model with its tag, whether it exists or not."""
+    return Path(__file__).parents[1] / "weights" / f"{name}.safetensors"
+
+
+def _shipped(name: str) -> Dict[str, Any]:
+    return dict(file=str(weights_file(name)), label_names=tuple("0123456789"))
+
+
+# model: tag: what its configuration has beyond the architecture's
+_OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
+    "vit_base_ortho": {"authors_in1k": _AUTHORS},
+    **{f"vit_test{suffix}": {"digits": _shipped(f"vit_test{suffix}.digits")} for suffix in SUFFIXES},
+}
+
+
+def pretrained_cfgs(name: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
+    """The configurations of a model by name and tag; ``cfg`` itself, by name, for one that has no weights."""
+    tags = _OF_ARCHITECTURE.get(name)
+    return {f"{name}.{tag}": replace(cfg, **own) for tag, own in tags.items()} if tags else {name: cfg}
+
+
+# ---------------------------------------------------------------------------------- transformers' layout
+def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """Reads a checkpoint of the paper's ViT: timm's layout, or transformers' as the authors publish it.
+
+    Position and patch embeddings are resampled to the model's as timm does it.
+
+    Args:
+        state_dict: The checkpoint's tensors by name.
+        model: The model that they are for.
+
+    Raises:
+        ValueError: The checkpoint is in transformers' layout and has tensors too few or too many.
+    """
+    if "vit.embeddings.cls_token" in state_dict:
+        state_dict = _from_transformers(state_dict, model)
+    return timm_filter_fn(state_dict, model)
+
+
+_QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
+_BLOCK = {  # timm's: transformers'; neither LayerNorm of a block has parameters
+    "attn.qkv": _QKV,
+    "attn.proj": ("attention.output.dense",),
+    "mlp.fc1": ("intermediate.dense",),
+    "mlp.fc2": ("output.dense",),
+}
+_AROUND = {
+    "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
+    "norm": "vit.layernorm",
+    "head": "classifier",
+}
+
+
+def _transformers_names(depth: int) -> Dict[str, Tuple[str, ...]]:
+    """Of each tensor in timm's layout, the tensors that it is made of: one, or query, key and value."""
+    names = {"cls_token": ("vit.embeddings.cls_token",), "pos_embed": ("vit.embeddings.position_embeddings",)}
+    for kind in ("weight", "bias"):
+        names.update({f"{own}.{kind}": (f"{theirs}.{kind}",) for own, theirs in _AROUND.items()})
+        for layer in range(depth):
+            names.update({
+                f"blocks.{layer}.{own}.{kind}": tuple(f"vit.encoder.layer.{layer}.{part}.{kind}" for part in parts)
+                for own, parts in _BLOCK.items()})
+    return names
+
+
+def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """transformers' tensors under timm's names.
+
+    transformers adds position_embeddings, [1, 1 + patches, width], to all tokens and this ViT to the patches only: the
+    class token's row goes into the class token, which makes the same sum.
+    """
+    names = _transformers_names(len(model.blocks))
+    known = [source for sources in names.values() for source in sources]
+    _refuse_others(state_dict, known)
+    converted = {
+        own: torch.cat([state_dict[source] for source in sources])
+        for own, sources in names.items() if sources[0] in state_dict
+    }
+    if model.no_embed_class:
+        position = converted["pos_embed"]
+        converted["cls_token"] = converted["cls_token"] + position[:, :1]
+        converted["pos_embed"] = position[:, 1:]
+    return converted
+
+
+def _refuse_others(state_dict: Dict[str, Tensor], known: Sequence[str]) -> None:
+    """Here and not in timm, which tolerates both where the number of classes is another: random weights would stay."""
+    missing = [name for name in known if name not in state_dict and not name.startswith("classifier.")]
+    surplus = sorted(state_dict.keys() - set(known))
+    if missing or surplus:
+        found = [f"{what} {len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+                 for what, names in (("lacks", missing), ("has too much:", surplus)) if names]
+        raise ValueError(f"the checkpoint is in transformers' layout and, of {len(known)} tensors, {'; '.join(found)}")
+
+
+# ------------------------------------------------------------------------------------- what there is
+class Weights(NamedTuple):
+    """A set of weights and where it is.
+
+    Attributes:
+        name: Of the model with its tag, for ``timm.create_model``.
+        source: ``this package``, or ``hf-hub:`` with the repository.
+        file: On this machine: in the package, or in huggingface_hub's cache; None if it is not there yet.
+    """
+
+    name: str
+    source: str
+    file: Optional[Path]
+
+
+def weights(name: str) -> Optional[Weights]:
+    """The weights of a registered model, with or without tag; None if it has none. Asks no network."""
+    cfg = get_pretrained_cfg(name)
+    if cfg is None or not cfg.has_weights:
+        return None
+    tagged = f"{cfg.architecture}.{cfg.tag}" if cfg.tag else cfg.architecture
+    if cfg.file:
+        return Weights(tagged, "this package", Path(cfg.file))
+    return Weights(tagged, f"hf-hub:{cfg.hf_hub_id}", cached(cfg.hf_hub_id, cfg.hf_hub_filename))

@@ -1,0 +1,369 @@
+"""A model, or what a training run left, as a folder that is a repository of the Hugging Face Hub.
+
+| file | holds |
+| --- | --- |
+| `model.safetensors` | the weights; no pickle is ever written |
+| `config.json` | architecture, the arguments that make this model of it, connection included, images, labels |
+| `README.md` | the card, see `card` |
+| `training.png` | the training curve, where it is a run; it takes matplotlib |
+
+The folder is loaded again before anybody gets to see it, and has to give the same logits to the bit.
+"""
+import json
+import re
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Optional, Union
+
+import timm
+import torch
+from huggingface_hub import ModelCard, get_token
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from safetensors.torch import load_file
+from timm.data import create_dataset, resolve_data_config
+from timm.models import is_model, model_entrypoint
+from timm.models._hub import save_config_for_hf
+from timm.utils import unwrap_model
+from torch import nn
+
+from .card import CURVE, Subject, draw_curve, model_card
+from .connections import CONNECTIONS, FeatureConnection, HybridConnection, LinearConnection
+from .convert import connect, sites
+from .models._build import creation_arguments, pop_connection_arguments
+from .runs import CheckpointRun, PublishError, Run, class_names
+
+__all__ = ["Model", "check_id", "export", "scrubbed", "short"]
+
+Model = Union[nn.Module, str, Path]
+
+FILES = ("model.safetensors", "config.json", "README.md", CURVE)
+
+
+def export(
+        model: Model,
+        folder: Path,
+        repo_id: str,
+        *,
+        ema: bool = False,
+        labels: Optional[Sequence[str]] = None,
+        license: Optional[str] = None,
+        revision: Optional[str] = None,
+        token: Optional[str] = None,
+) -> ModelCard:
+    """Write what `hub.push` would send into a folder, and load it again.
+
+    Args:
+        model, repo_id, ema, labels, license, revision: As there.
+        folder: Replaced if it holds nothing but an earlier export.
+        token: What the texts must not hold, beside the token in use and what looks like one.
+
+    Returns:
+        The card.
+
+    Raises:
+        PublishError: It cannot be published, or the folder holds other files.
+    """
+    check_id(repo_id)
+    run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
+    if run is None and ema:
+        raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
+    built = _detached(model) if run is None else _built(run)
+    base_model = built.pretrained_cfg.get("hf_hub_id") if run and run.options.get("pretrained") else None
+    config = _config(built, run, labels, license)
+    subject = Subject(
+        title=repo_id.rpartition("/")[2],
+        config=config,
+        parameters=sum(parameter.numel() for parameter in built.parameters()),
+        load=f"hf-hub:{repo_id}" + (f"@{revision}" if revision else ""),
+        repo_id=repo_id,
+        revision=revision,
+        license=license,
+        base_model=base_model,
+    )
+    curve = CURVE if run is not None and run.history else None
+    card = ModelCard(scrubbed(str(model_card(subject, run, curve)), token))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        _write(Path(scratch), built, config, card, token)
+        if curve:
+            draw_curve(run, Path(scratch, curve))
+        _verify(Path(scratch), built, config)
+        _move(Path(scratch), folder)
+    return card
+
+
+def check_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+        valid = repo_id.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise PublishError(f"'{repo_id}' is not the name of a repository: give it as owner/name, of letters, digits, "
+                           "'-', '_' and '.'")
+
+
+def scrubbed(text: str, token: Optional[str]) -> str:
+    """The text without tokens: those in use, what looks like one, and what stands before an @ in an address."""
+    for secret in filter(None, (token, get_token())):
+        text = text.replace(secret, "***")
+    text = re.sub(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}", "***", text)
+    return re.sub(r"(?<=://)[^/@\s]+@", "***@", text)
+
+
+# --------------------------------------------------------------------------------------------- the model
+def _detached(model: nn.Module) -> nn.Module:
+    """A copy on the CPU, in evaluation mode, out of the wrappers of DDP and torch.compile."""
+    bare = unwrap_model(model)
+    bare = getattr(bare, "_orig_mod", bare)
+    if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
+        raise PublishError(f"{type(bare).__name__} is not a classifier that timm.create_model made: it has no "
+                           "pretrained_cfg or no num_classes, and config.json could not say how to make it")
+    return deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
+
+
+def _built(run: CheckpointRun) -> nn.Module:
+    """The run's model, made as timm's train.py makes it, with the run's weights."""
+    options = run.options
+    kwargs = dict(options.get("model_kwargs") or {})
+    size = options.get("input_size")
+    try:
+        model = timm.create_model(
+            options["model"],
+            in_chans=options.get("in_chans") or (size[0] if size else 3),
+            num_classes=options.get("num_classes"),
+            global_pool=options.get("gp"),
+            bn_momentum=options.get("bn_momentum"),
+            bn_eps=options.get("bn_eps"),
+            **kwargs,
+        )
+        if run.connection != kwargs.get("connection"):  # it was switched in mid-training
+            connect(model, **{**pop_connection_arguments(kwargs, run.connection), "connection": run.connection})
+        model.load_state_dict(run.state_dict)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise PublishError(f"{run.path} is not of the model that its arguments describe, '{options['model']}': "
+                           f"{short(error)}") from None
+    return model.eval()
+
+
+def _connection_arguments(model: nn.Module) -> dict[str, Any]:
+    """The arguments of a variant that give a model the connections that this one has; {} for timm's own model."""
+    found = sites(model)
+    carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
+    if not found:
+        return {}
+    if not carrying:
+        return {"connection": "linear"}
+    kinds = {(type(site.connection), site.connection.eps, getattr(site.connection, "prob", 1.0)) for site in carrying}
+    layers = sorted({site.layer for site in carrying})
+    if len(kinds) > 1 or len(carrying) != sum(site.layer in layers for site in found):
+        raise PublishError("the model's connections differ from site to site in more than being linear or not, which "
+                           "no arguments of a variant can say: connect it with one connection")
+    (cls, eps, prob), = kinds
+    name = next(name for name, known in CONNECTIONS.items() if known is cls)
+    arguments = {"connection": name, "connection_eps": eps}
+    if issubclass(cls, FeatureConnection):
+        arguments["connection_prob"] = prob
+    if cls is HybridConnection:
+        arguments["connection_start"] = carrying[0].connection.start
+    if layers != sorted({site.layer for site in found}):
+        arguments["connection_layers"] = layers
+    return arguments
+
+
+def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
+    """The registered name under which the model's connections can be had."""
+    name = model.pretrained_cfg.get("architecture")
+    if not name or not is_model(name):
+        raise PublishError(f"architecture '{name}' is not registered with timm, so nobody could load the model: make "
+                           "it with timm.create_model")
+    ours = model_entrypoint(name).__module__.startswith("timm_ortho.")
+    if ours or not connection:
+        return name
+    if not is_model(f"{name}_ortho"):
+        raise PublishError(f"there is no variant of '{name}' whose arguments could say its connections: timm-ortho "
+                           "list shows those that there are")
+    return f"{name}_ortho"
+
+
+# -------------------------------------------------------------------------------------------- config.json
+def _config(
+        model: nn.Module,
+        run: Optional[Run],
+        labels: Optional[Sequence[str]],
+        license: Optional[str],
+) -> dict[str, Any]:
+    """What timm writes, with what it leaves out and without what transformers stumbles over.
+
+    The model, which is a copy of this module's own, gets the `pretrained_cfg` that is written.
+    """
+    connection = _connection_arguments(model)
+    labels = _labels(model, run, labels)
+    model.pretrained_cfg = _pretrained_cfg(model, run, _architecture(model, connection), license)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        try:
+            save_config_for_hf(
+                model,
+                path,
+                model_config={"label_names": labels} if labels else None,
+                model_args=creation_arguments(model),
+            )
+        except (TypeError, ValueError) as error:
+            raise PublishError(f"config.json cannot hold what the model was made with: {short(error)}") from None
+        config = json.loads(path.read_text(encoding="utf-8"))
+    # num_classes: timm takes it from the root; transformers' TimmWrapper hands on both, and Python refuses the second
+    arguments = {key: value for key, value in config.get("model_args", {}).items()
+                 if key != "num_classes" and not key.startswith("connection")}
+    return {**config, "model_args": {**arguments, **connection}}
+
+
+# In a pretrained_cfg: what belongs to other weights than these.
+_OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "label_offset")
+_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # what an architecture recommends for its own weights
+
+
+def _pretrained_cfg(
+        model: nn.Module,
+        run: Optional[Run],
+        architecture: str,
+        license: Optional[str],
+) -> dict[str, Any]:
+    cfg = {**model.pretrained_cfg, **_data_config(model, run)}
+    dropped = _OF_OTHER_WEIGHTS if run is None else _OF_OTHER_WEIGHTS + _FOR_TESTS
+    cfg = {key: value for key, value in cfg.items() if key not in dropped}
+    cfg.update(architecture=architecture, num_classes=model.num_classes, custom_load=False)
+    return {**cfg, "license": license} if license else cfg
+
+
+_DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
+def _data_config(model: nn.Module, run: Optional[Run]) -> dict[str, Any]:
+    """How images are made ready: as in the run, or as the architecture's configuration has it."""
+    options = run.options if run is not None else {}
+    given = {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None}
+    channels = _channels(model)
+    config = resolve_data_config({**given, "in_chans": channels}, model=model)
+    for key in ("mean", "std"):
+        if len(config[key]) != channels:  # as timm's loaders do it
+            config[key] = (sum(config[key]) / len(config[key]),) * channels
+    size = config["input_size"][-2:]
+    if model.pretrained_cfg.get("fixed_input_size"):
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    return {**config, "input_size": (channels, *size)}
+
+
+def _channels(model: nn.Module) -> int:
+    name = model.pretrained_cfg.get("first_conv")
+    name = name[0] if isinstance(name, (tuple, list)) else name
+    weight = model.get_submodule(name).weight if name else None
+    return weight.shape[1] if weight is not None and weight.ndim == 4 else model.pretrained_cfg["input_size"][0]
+
+
+def _labels(model: nn.Module, run: Optional[Run], given: Optional[Sequence[str]]) -> Optional[list[str]]:
+    if given is not None:
+        if len(given) != model.num_classes:
+            raise PublishError(f"there are {len(given)} labels for {model.num_classes} classes: give one for each, in "
+                               "the order of the classifier's outputs")
+        return list(given)
+    if run is not None:
+        found = run.result.get("labels") or _labels_of_data(run.options)
+    else:
+        found = model.pretrained_cfg.get("label_names")
+    return list(found) if found and len(found) == model.num_classes else None
+
+
+def _labels_of_data(options: Mapping[str, Any]) -> Optional[list[str]]:
+    """The class names of the data set, where it still lies where the run had it."""
+    root = options.get("data_dir") or options.get("data")
+    name = options.get("dataset") or ""
+    if not root or not Path(root).is_dir() or name.partition("/")[0] in ("hfds", "hfids", "tfds", "wds"):
+        return None
+    try:
+        return class_names(create_dataset(
+            name, root=root, split=options.get("val_split") or "validation", is_training=False,
+            class_map=options.get("class_map") or ""))
+    except (RuntimeError, OSError, AssertionError, ValueError, ImportError):
+        return None  # moved or incomplete: then the repository has numbers for labels, which is no error
+
+
+# -------------------------------------------------------------------------------------------- the folder
+def _write(folder: Path, model: nn.Module, config: Mapping[str, Any], card: ModelCard, token: Optional[str]) -> None:
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    broken = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken:
+        raise PublishError(f"{len(broken)} of {len(weights)} tensors hold NaN or infinities, {broken[0]} among them: "
+                           "the training diverged, and nobody can use these weights")
+    _save(weights, folder / "model.safetensors")
+    text = json.dumps(config, indent=2)
+    if scrubbed(text, token) != text:
+        raise PublishError("config.json would hold what looks like a token: take it out of the model's arguments and "
+                           "labels")
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    card.save(folder / "README.md")
+
+
+_LINE = 64  # bytes
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes safetensors in which each tensor of whole cache lines begins with one.
+
+    transformers computes with the file as it lies in memory, and CPU kernels choose by the address how they add: from
+    safetensors' own writer a ResNet's logits come out different in the last bit. Hence the padding of the header, which
+    the format allows, and the tensors that would push the others off their places at the end.
+    """
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _LINE)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            file.write(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Loads the folder anew and compares, weights and logits, to the bit."""
+    images = torch.randn(2, *config["pretrained_cfg"]["input_size"], generator=torch.Generator().manual_seed(0))
+    dtype = next(model.parameters()).dtype
+    try:
+        loaded = timm.create_model(f"local-dir:{folder}").to(dtype)
+        loaded.load_state_dict(load_file(folder / "model.safetensors"))
+        with torch.no_grad():
+            same = torch.equal(loaded.eval()(images.to(dtype)), model(images.to(dtype)))
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise PublishError(f"config.json does not make this model again: {short(error)}. What it was made with is "
+                           "stored; what was changed by hand afterwards cannot be") from None
+    if not same:
+        raise PublishError("the model that config.json makes has other logits than this one: it was changed by hand "
+                           "after it was made, in a way that arguments cannot say")
+
+
+def _move(scratch: Path, folder: Path) -> None:
+    if folder.exists():
+        strangers = [item.name for item in folder.iterdir() if item.name not in FILES] if folder.is_dir() else ["it"]
+        if strangers:
+            raise PublishError(f"{folder} holds other things ('{strangers[0]}'): choose another --output")
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for item in scratch.iterdir():
+        shutil.move(item, folder / item.name)
+
+
+def short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__

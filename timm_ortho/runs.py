@@ -1,0 +1,287 @@
+"""What a training run left behind: options, figures and weights, read from its files and from nothing else.
+
+| run of | options | figures |
+| --- | --- | --- |
+| timm's `train.py` | `args.yaml`, or the `args` inside the checkpoint | `summary.csv` |
+| `timm-ortho compare`, `study` | `args.yaml` | `history.json`, `result.json`, the same of the other seeds' runs |
+| `compare`, figures only | `settings` in `results.json` | `runs` in `results.json` |
+| `study`, figures only | - | `summary` in `results.json` |
+
+Both kinds of run evaluate the EMA weights where there are any, so the figures of such a run are not those of its plain
+weights. Checkpoints are read with torch's restricted unpickler: nothing in them is executed.
+"""
+import csv
+import json
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Optional
+
+import torch
+import yaml
+from timm.models import clean_state_dict
+
+__all__ = ["CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "class_names"]
+
+_OF_GRID = ("compare.yaml", "study.yaml")
+_SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
+
+
+class PublishError(ValueError):
+    """What was given cannot be published; one line that says what is wrong and what to do."""
+
+
+def class_names(dataset: Any) -> Optional[list[str]]:
+    """The names of a data set's classes in the order of their labels, where a torchvision or timm data set has them."""
+    dataset = getattr(dataset, "dataset", dataset)
+    index = getattr(getattr(dataset, "reader", None), "class_to_idx", None)
+    names = getattr(dataset, "classes", None) or (sorted(index, key=index.get) if index else None)
+    return [str(name) for name in names] if names else None
+
+
+class Run:
+    """A run's options and figures. Every figure is from the files that the constructors of the subclasses read.
+
+    Attributes:
+        options: timm's options.
+        history: A row for each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`.
+        result: What the lab says at the end of a run; {} for a run of timm's `train.py`.
+        peers: Last epoch's top-1 in percent by seed, of the finished runs that differ in nothing but the seed.
+        comparison: The rows of `timm-ortho compare`'s table, [] where the run is not part of one.
+        epoch: After which the weights were saved; None where no weights are meant.
+        ema: Whether they are the EMA weights.
+    """
+
+    options: Mapping[str, Any]
+    history: list[dict]
+    result: Mapping[str, Any]
+    peers: Mapping[int, float]
+    comparison: list[dict]
+    epoch: Optional[int]
+    ema: bool
+
+    @property
+    def evaluates_ema(self) -> bool:
+        return bool(self.options.get("model_ema")) and not self.options.get("model_ema_force_cpu")
+
+    @property
+    def evaluated(self) -> Optional[dict]:
+        """The row of the history that was measured on these very weights; None where there is none."""
+        if self.ema != self.evaluates_ema:
+            return None
+        return next((row for row in self.history if row["epoch"] == self.epoch), None)
+
+    @property
+    def chosen_on_validation(self) -> bool:
+        """Whether the epoch is not the last, which is to say, somebody chose it by its validation figures."""
+        return bool(self.history) and self.epoch is not None and self.epoch != self.history[-1]["epoch"]
+
+    @property
+    def connection(self) -> Optional[str]:
+        """The connection that the weights were last trained with, None where only the architecture says it."""
+        switched = self.result.get("switch_epoch")
+        if switched is not None and self.epoch is not None and self.epoch < switched:
+            return self.options["model_kwargs"]["connection"]
+        return self.result.get("connection") or (self.options.get("model_kwargs") or {}).get("connection")
+
+    @property
+    def top1_mean(self) -> Optional[float]:
+        return fmean(self.peers.values()) if self.peers else None
+
+    @property
+    def top1_std(self) -> Optional[float]:
+        """The sample's standard deviation over seeds, None for fewer than two."""
+        return stdev(self.peers.values()) if len(self.peers) > 1 else None
+
+
+class CheckpointRun(Run):
+    """A run with its weights.
+
+    Args:
+        path: A checkpoint, or the folder of one run, of which the last checkpoint is taken.
+        ema: Take the EMA weights.
+
+    Attributes:
+        path: The checkpoint.
+        state_dict: The weights.
+
+    Raises:
+        PublishError: There is no such thing, it is not of one finished run, or it has no EMA weights.
+    """
+
+    def __init__(self, path: Path, ema: bool = False) -> None:
+        self.path = _checkpoint_file(path)
+        folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
+        self.options = _options(folder, checkpoint, self.path)
+        self.state_dict = _weights(checkpoint, ema, self.path)
+        self.epoch, self.ema = checkpoint.get("epoch"), ema
+        self.history = _history(folder)
+        self.result, self.peers, self.comparison = {}, {}, []
+        if (folder / "history.json").is_file():
+            self.result = _finished(folder)
+            self.peers = _peers(folder, self.options)
+            self.comparison = _comparison(folder.parent, self.result["connection"])
+
+
+class RecordedRun(Run):
+    """A run of `timm-ortho compare` of which a repository keeps the figures.
+
+    Args:
+        path: `results.json` of the comparison.
+        connection: Which of its connections; None for the comparison as a whole.
+        seed: Which seed's weights are meant; None for no weights.
+
+    Raises:
+        PublishError: The file has no such run.
+    """
+
+    def __init__(self, path: Path, connection: Optional[str] = None, seed: Optional[int] = None) -> None:
+        results = _read_json(path)
+        runs = [run for run in results["runs"] if connection in (None, run["connection"])]
+        mine = [run for run in runs if seed in (None, run["seed"])]
+        if not mine:
+            known = ", ".join(f"{run['connection']}-seed{run['seed']}" for run in results["runs"])
+            raise PublishError(f"{path} has no run of connection {connection}, seed {seed}: it has {known}")
+        one = mine[0] if seed is not None else {"connection": connection, "history": []}  # a mean has no history
+        self.options, self.history = _settings(results, connection, seed), one["history"]
+        self.result = {"made_with": _made_with(results), **one}
+        self.epoch = self.history[-1]["epoch"] if self.history else None
+        self.ema = self.evaluates_ema
+        self.peers = {run["seed"]: run["top1"] for run in runs} if connection is not None else {}
+        self.comparison = results["summary"]
+
+
+class RecordedStudy:
+    """A finished study of which a repository keeps the figures.
+
+    Args:
+        path: `results.json` of the study.
+
+    Attributes:
+        about: What was run: `name`, `title`, `paper`, `scale`, `model`, `dataset`, `seeds`, `changed`, `command`, ...
+        lead: What the intervals say, in one sentence; empty for a study without training.
+        rows: Its figures: `row` and `column` of the paper's table, `mean`, `std`, `seeds`, `difference`.
+
+    Raises:
+        PublishError: The file is not a finished study's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        results = _read_json(path)
+        try:
+            self.about, self.lead, self.rows = (results[key] for key in ("study", "lead", "summary"))
+        except (KeyError, TypeError):
+            raise PublishError(f"{path} is not a study's results.json") from None
+        if results.get("unfinished"):
+            raise PublishError(f"{path} is of an unfinished study: the command that began it continues it")
+
+
+def _settings(results: Mapping[str, Any], connection: Optional[str], seed: Optional[int]) -> dict[str, Any]:
+    options = dict(results["settings"]["options"], seed=seed)
+    if connection is not None:
+        options["model_kwargs"] = {**options["model_kwargs"], "connection": connection}
+    return options
+
+
+def _made_with(results: Mapping[str, Any]) -> dict[str, str]:
+    return {**results["versions"], **({"commit": results["commit"]} if results.get("commit") else {})}
+
+
+# -------------------------------------------------------------------------------------------- the files
+def _checkpoint_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise PublishError(f"there is no checkpoint or run folder '{path}'")
+    for name in ("last.pth.tar", "model_best.pth.tar"):
+        if (path / name).is_file():
+            return path / name
+    runs = sorted(item.name for item in path.iterdir() if (item / "args.yaml").is_file())
+    if runs:
+        raise PublishError(f"{path} holds {len(runs)} runs: give one of them, as {path / runs[0]}")
+    raise PublishError(f"{path} holds no checkpoint (last.pth.tar, model_best.pth.tar): give a folder that timm's "
+                       "train.py or timm-ortho compare wrote, or a checkpoint")
+
+
+def _read_checkpoint(path: Path) -> dict:
+    torch.serialization.add_safe_globals([Namespace])  # what timm stores as args
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
+        reason = " ".join(str(error).split())[:200]
+        raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {reason})") from None
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise PublishError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'")
+    return checkpoint
+
+
+def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What the run was given; of the two places the checkpoint's knows what train.py completed (num_classes)."""
+    inside = checkpoint.get("args")
+    options = dict(vars(inside)) if isinstance(inside, Namespace) else {}
+    if (folder / "args.yaml").is_file():
+        try:
+            given = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
+            options.update({key: value for key, value in given.items() if value is not None or key not in options})
+        except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({reason})") from None
+    if not options.get("model"):
+        raise PublishError(f"{path} has neither an args.yaml beside it nor its arguments inside, so nothing says which "
+                           "model it is: build the model, load the weights and give it to timm_ortho.hub.push")
+    return options
+
+
+def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
+    if ema and not checkpoint.get("state_dict_ema"):
+        raise PublishError(f"{path} has no EMA weights: leave --ema away, or train with --model-ema")
+    return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
+
+
+def _history(folder: Path) -> list[dict]:
+    """The lab's rows, or those of the table that timm's train.py writes."""
+    if (folder / "history.json").is_file():
+        return _read_json(folder / "history.json")
+    if not (folder / "summary.csv").is_file():
+        return []
+    with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
+        rows = [{key: float(value) for key, value in row.items() if key and value} for row in csv.DictReader(file)]
+    by_epoch = {int(row["epoch"]): {**row, "epoch": int(row["epoch"])} for row in rows}  # a resumed run repeats some
+    return [by_epoch[epoch] for epoch in sorted(by_epoch)]
+
+
+def _finished(folder: Path) -> dict:
+    if not (folder / "result.json").is_file():
+        raise PublishError(f"the run in {folder} is not finished: the command that began it continues it")
+    return _read_json(folder / "result.json")
+
+
+def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
+    match = _SEED.fullmatch(folder.name)
+    if match is None or not any((folder.parent / name).is_file() for name in _OF_GRID):
+        return {}
+    found = {}
+    for other in folder.parent.iterdir():
+        also = _SEED.fullmatch(other.name)
+        if also is None or also["kind"] != match["kind"] or not (other / "result.json").is_file():
+            continue
+        theirs = yaml.safe_load((other / "args.yaml").read_text(encoding="utf-8"))
+        if {**theirs, "seed": None} == {**options, "seed": None}:
+            found[int(also["seed"])] = _read_json(other / "result.json")["top1"]
+    return {seed: found[seed] for seed in sorted(found)}
+
+
+def _comparison(grid: Path, connection: str) -> list[dict]:
+    if not (grid / "compare.yaml").is_file() or not (grid / "results.json").is_file():
+        return []
+    summary = _read_json(grid / "results.json")["summary"]
+    return summary if connection in [row["connection"] for row in summary] else []
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PublishError(f"{path} cannot be read ({type(error).__name__})") from None
