@@ -72,8 +72,9 @@ class HubClient:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._process.stdin.close()
+        self._process.kill()  # it holds nothing that would have to be written
         self._process.wait()
+        self._process.stdin.close()
         self._process.stdout.close()
 
     def run(self, code: str) -> Result:

@@ -103,16 +103,16 @@ class Repository:
         return self.commits[oid]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
-    """One request as it came in; ``status`` is 0 where it got no whole answer."""
+    """One request as it came in; ``status`` is 0 while, and where, it gets no whole answer."""
 
     method: str
     host: str
     path: str
     headers: dict[str, str]  # lower-case names
-    body: bytes
-    status: int
+    body: bytes = b""
+    status: int = 0
 
     @property
     def token(self) -> Optional[str]:
@@ -348,10 +348,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _serve(self) -> None:
-        self.status, self.body = 0, b""
         parts = urlsplit(self.path)
         self.query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
         self.fault = self.hub.take_fault(self.command, parts.path)
+        headers = {key.lower(): value for key, value in self.headers.items()}
+        self.record = Recorded(self.command, headers.get("host", ""), self.path, headers)
+        with self.hub.lock:
+            self.hub.requests.append(self.record)
         try:
             self._read_body()
             self._act(parts.path)
@@ -359,11 +362,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(answer)
         except OSError:
             self.close_connection = True
-        finally:
-            headers = {key.lower(): value for key, value in self.headers.items()}
-            request = Recorded(self.command, headers.get("host", ""), self.path, headers, self.body, self.status)
-            with self.hub.lock:
-                self.hub.requests.append(request)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
 
@@ -371,12 +369,12 @@ class _Handler(BaseHTTPRequestHandler):
         is_cut = self.fault and self.fault.what == CUT and self.command in ("POST", "PUT")
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             while (size := int(self.rfile.readline().split(b";")[0], 16)) > 0:
-                self.body += self.rfile.read(size)
+                self.record.body += self.rfile.read(size)
                 self.rfile.readline()
             self.rfile.readline()
         else:
             length = int(self.headers.get("Content-Length") or 0)
-            self.body = self.rfile.read(min(length, self.fault.after) if is_cut else length)
+            self.record.body = self.rfile.read(min(length, self.fault.after) if is_cut else length)
         if is_cut:
             raise ConnectionResetError("cut")
 
@@ -394,6 +392,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         raise _Answer(404, f"this Hub has no {self.command} {path}")
 
+    @property
+    def body(self) -> bytes:
+        return self.record.body
+
     # ------------------------------------------------------------------------------------------ answers
     def send(self, status: int, content: bytes = b"", **headers: str) -> None:
         """An answer; under a ``cut`` only the first bytes of its content, though all are promised."""
@@ -408,7 +410,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[:self.fault.after])
             self.wfile.flush()
             raise ConnectionResetError("cut")
-        self.status = status
+        self.record.status = status
         self.wfile.write(content)
 
     def json(self, value: Any, status: int = 200, **headers: str) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from timm_ortho import cli, sites
+from timm_ortho import WeightsError, cli, sites
 from timm_ortho.lab import recipe
 from timm_ortho.lab.data import Digits
 from timm_ortho.models import pretrained
@@ -193,14 +193,14 @@ def test_a_checkpoint_that_is_not_whole_is_refused_whatever_the_head(small, tmp_
     lacking, surplus = tmp_path / "lacking.safetensors", tmp_path / "surplus.safetensors"
     save_file({name: tensor for name, tensor in tensors.items() if name != gone}, lacking)
     save_file({**tensors, "vit.encoder.layer.0.layernorm_before.weight": torch.ones(48)}, surplus)
-    with pytest.raises(ValueError, match=rf"in transformers' layout and, of 32 tensors, lacks 1 \({gone}\)"):
+    with pytest.raises(WeightsError, match=rf"in transformers' layout and, of 32 tensors, lacks 1 \({gone}\)"):
         from_file(lacking, num_classes=num_classes)
-    with pytest.raises(ValueError, match=r"has too much: 1 \(vit.encoder.layer.0.layernorm_before.weight\)"):
+    with pytest.raises(WeightsError, match=r"has too much: 1 \(vit.encoder.layer.0.layernorm_before.weight\)"):
         from_file(surplus, num_classes=num_classes)
-    with pytest.raises(ValueError, match=r"lacks 12 \(vit.encoder.layer.2.*, \.\.\.\)"):
+    with pytest.raises(WeightsError, match=r"lacks 12 \(vit.encoder.layer.2.*, \.\.\.\)"):
         from_file(small[1], depth=3, num_classes=num_classes)
     save_file({**tensors, "vit.layernorm.weight": torch.ones(3)}, lacking)
-    with pytest.raises(RuntimeError, match=r"size mismatch for norm\.weight"):
+    with pytest.raises(WeightsError, match=r"of another shape are norm\.weight \(\(3,\), not \(48,\)\)"):
         from_file(lacking, num_classes=num_classes)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from huggingface_hub import CommitInfo, HfApi, constants, get_token
 from huggingface_hub.utils import RepositoryNotFoundError
@@ -31,7 +31,7 @@ def push(
         revision: Optional[str] = None,
         create_pr: bool = False,
         commit_message: str = "Add model",
-        token: Optional[str] = None,
+        token: Union[str, bool, None] = None,
 ) -> CommitInfo:
     """Publish a model in a repository on the Hub, which is made where there is none.
 
@@ -46,7 +46,7 @@ def push(
         revision: The branch, made where there is none; None for main.
         create_pr: Propose the commit instead of making it.
         commit_message: The commit's title.
-        token: None for the one of `hf auth login` or HF_TOKEN.
+        token: None for the one of `hf auth login` or HF_TOKEN, False for none.
 
     Returns:
         The commit, with `commit_url` and `pr_url`.
@@ -56,14 +56,14 @@ def push(
     """
     check_id(repo_id)
     api = HfApi(token=token, library_name="timm-ortho")
-    secret = token or get_token()
+    secret = get_token() if token is None else token or None
     existing = _asking(api, repo_id, secret, lambda: _existing(api, repo_id), "cannot be reached", "check the network")
     if private and existing is not None and not existing.private:
         raise PublishError(f"{repo_id} is there already and public, so what is pushed would be too: make it private on "
                            "its settings page, or choose another name; nothing was sent")
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, "repository")
-        export(model, folder, repo_id, ema=ema, labels=labels, license=license, revision=revision, token=token)
+        export(model, folder, repo_id, ema=ema, labels=labels, license=license, revision=revision, token=secret)
         return _asking(
             api, repo_id, secret,
             lambda: _upload(api, folder, repo_id, private, revision, create_pr, commit_message),

@@ -12,6 +12,7 @@ The folder is loaded again before anybody gets to see it, and has to give the sa
 import json
 import re
 import shutil
+import struct
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -22,7 +23,7 @@ import timm
 import torch
 from huggingface_hub import ModelCard, get_token
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from timm.data import create_dataset, resolve_data_config
 from timm.models import is_model, model_entrypoint
 from timm.models._hub import save_config_for_hf
@@ -71,6 +72,7 @@ def export(
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
     built = _detached(model) if run is None else _built(run)
+    base_model = built.pretrained_cfg.get("hf_hub_id") if run and run.options.get("pretrained") else None
     config = _config(built, run, labels, license)
     subject = Subject(
         title=repo_id.rpartition("/")[2],
@@ -80,7 +82,7 @@ def export(
         repo_id=repo_id,
         revision=revision,
         license=license,
-        base_model=built.pretrained_cfg.get("hf_hub_id") if run and run.options.get("pretrained") else None,
+        base_model=base_model,
     )
     curve = CURVE if run is not None and run.history else None
     card = ModelCard(scrubbed(str(model_card(subject, run, curve)), token))
@@ -121,7 +123,7 @@ def _detached(model: nn.Module) -> nn.Module:
     if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
         raise PublishError(f"{type(bare).__name__} is not a classifier that timm.create_model made: it has no "
                            "pretrained_cfg or no num_classes, and config.json could not say how to make it")
-    return deepcopy(bare).cpu().eval()
+    return deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
 
 
 def _built(run: CheckpointRun) -> nn.Module:
@@ -195,30 +197,47 @@ def _config(
         labels: Optional[Sequence[str]],
         license: Optional[str],
 ) -> dict[str, Any]:
-    """What timm writes, with what it leaves out and without what transformers stumbles over."""
+    """What timm writes, with what it leaves out and without what transformers stumbles over.
+
+    The model, which is a copy of this module's own, gets the `pretrained_cfg` that is written.
+    """
     connection = _connection_arguments(model)
-    architecture = _architecture(model, connection)
     labels = _labels(model, run, labels)
-    arguments = {key: value for key, value in creation_arguments(model).items() if not key.startswith("connection")}
+    model.pretrained_cfg = _pretrained_cfg(model, run, _architecture(model, connection), license)
     with TemporaryDirectory() as folder:
         path = Path(folder, "config.json")
         try:
             save_config_for_hf(
-                model, path, model_config={"label_names": labels} if labels else None, model_args=arguments)
+                model,
+                path,
+                model_config={"label_names": labels} if labels else None,
+                model_args=creation_arguments(model),
+            )
         except (TypeError, ValueError) as error:
             raise PublishError(f"config.json cannot hold what the model was made with: {short(error)}") from None
         config = json.loads(path.read_text(encoding="utf-8"))
-    # timm keeps the number at the root; transformers' TimmWrapper hands both on, and Python refuses the second
-    arguments = {key: value for key, value in config.pop("model_args", {}).items() if key != "num_classes"}
-    config["architecture"] = architecture
-    config["model_args"] = {**{k: v for k, v in arguments.items() if not k.startswith("connection")}, **connection}
-    cfg = {**config.pop("pretrained_cfg"), **_data_config(model, run)}
-    cfg["num_classes"] = model.num_classes
-    if run is not None:  # what the architecture recommends for its own weights
-        cfg = {key: value for key, value in cfg.items() if key not in ("test_input_size", "test_crop_pct", "pool_size")}
-    cfg = {key: value for key, value in cfg.items() if key not in ("license", "tag")}  # of other weights
-    config["pretrained_cfg"] = {**cfg, "license": license} if license else cfg
-    return json.loads(json.dumps(config))  # lists for tuples, as it will be read
+    # num_classes: timm takes it from the root; transformers' TimmWrapper hands on both, and Python refuses the second
+    arguments = {key: value for key, value in config.get("model_args", {}).items()
+                 if key != "num_classes" and not key.startswith("connection")}
+    return {**config, "model_args": {**arguments, **connection}}
+
+
+# In a pretrained_cfg: what belongs to other weights than these.
+_OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "label_offset")
+_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # what an architecture recommends for its own weights
+
+
+def _pretrained_cfg(
+        model: nn.Module,
+        run: Optional[Run],
+        architecture: str,
+        license: Optional[str],
+) -> dict[str, Any]:
+    cfg = {**model.pretrained_cfg, **_data_config(model, run)}
+    dropped = _OF_OTHER_WEIGHTS if run is None else _OF_OTHER_WEIGHTS + _FOR_TESTS
+    cfg = {key: value for key, value in cfg.items() if key not in dropped}
+    cfg.update(architecture=architecture, num_classes=model.num_classes, custom_load=False)
+    return {**cfg, "license": license} if license else cfg
 
 
 _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -280,13 +299,41 @@ def _write(folder: Path, model: nn.Module, config: Mapping[str, Any], card: Mode
     if broken:
         raise PublishError(f"{len(broken)} of {len(weights)} tensors hold NaN or infinities, {broken[0]} among them: "
                            "the training diverged, and nobody can use these weights")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _save(weights, folder / "model.safetensors")
     text = json.dumps(config, indent=2)
     if scrubbed(text, token) != text:
         raise PublishError("config.json would hold what looks like a token: take it out of the model's arguments and "
                            "labels")
     (folder / "config.json").write_text(text, encoding="utf-8")
     card.save(folder / "README.md")
+
+
+_LINE = 64  # bytes
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes safetensors in which each tensor of whole cache lines begins with one.
+
+    transformers computes with the file as it lies in memory, and CPU kernels choose by the address how they add: from
+    safetensors' own writer a ResNet's logits come out different in the last bit. Hence the padding of the header, which
+    the format allows, and the tensors that would push the others off their places at the end.
+    """
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _LINE)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            file.write(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:

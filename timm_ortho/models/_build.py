@@ -1,20 +1,28 @@
-"""What the entry points of ``variants`` and ``paper`` share: arguments, configurations, registration."""
+"""What the entry points of ``variants`` and ``paper`` share: arguments, configurations, weights, registration."""
 import sys
 from dataclasses import fields, replace
 from typing import Any, Callable, Dict, Union
 
 import torch
-from timm.models import PretrainedCfg, generate_default_cfgs, get_pretrained_cfg, register_model
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_pretrained_cfg,
+    register_model,
+    resolve_pretrained_cfg,
+)
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..connections import CONNECTIONS
-from ..convert import connect
+from ..convert import connect, sites
+from ..diagnostics import record_as_asked
 from ..functional import known_name
+from .loading import checked, located, naming_the_source, restore_source
 
 __all__ = [
-    "SUFFIXES", "connected", "creation_arguments", "keep_arguments", "on_meta", "own_pretrained_cfg",
-    "pop_connection_arguments", "register", "unpretrained",
+    "SUFFIXES", "create", "creation_arguments", "on_meta", "pop_connection_arguments", "register", "unpretrained",
 ]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
@@ -27,6 +35,43 @@ _ARGUMENTS = {
     "connection_layers": "layers",
     "connection_start": "start",
 }
+
+
+def create(
+        name: str, default: str, entry: Callable[..., nn.Module], /, pretrained: bool = False,
+        pretrained_cfg: Union[str, Dict, PretrainedCfg, None] = None, **kwargs) -> nn.Module:
+    """A variant: built as timm builds it, connected before its weights are loaded, with weights that fit.
+
+    Args:
+        name: The variant.
+        default: Its connection, unless ``kwargs`` say otherwise.
+        entry: Called with a ``build_model_with_cfg`` to build with, and with the arguments of an entry point.
+        pretrained: Load weights.
+        pretrained_cfg: Another configuration than its own, or the tag of one.
+        kwargs: What else ``timm.create_model`` was given.
+
+    Raises:
+        ValueError: An argument that begins with ``connection`` and is none, or has a value that is none.
+        WeightsError: The weights cannot be had, or do not fit; config.json on the Hub does not.
+    """
+    with naming_the_source(pretrained_cfg):
+        arguments = pop_connection_arguments(kwargs, default)
+        given = _own_pretrained_cfg(name, pretrained_cfg)
+        cfg = resolve_pretrained_cfg(name, given, kwargs.get("pretrained_cfg_overlay"))
+        if pretrained:
+            overlay = {**(kwargs.get("pretrained_cfg_overlay") or {}), **located(cfg, kwargs.get("cache_dir"))}
+            kwargs["pretrained_cfg_overlay"] = overlay
+
+        def build(model_cls: Callable[..., nn.Module], *args, pretrained_filter_fn=None, **kwargs) -> nn.Module:
+            filter_fn = checked(pretrained_filter_fn, cfg, kwargs)
+            return build_model_with_cfg(
+                _connected(model_cls, arguments), *args, pretrained_filter_fn=filter_fn, **kwargs)
+
+        model = entry(build, pretrained=pretrained, pretrained_cfg=given, **kwargs)
+        # an entry point may take another way to its model (use_naflex=True): it is connected now, or refused
+        model = model if sites(model) else connect(model, **arguments)
+    restore_source(model, cfg)
+    return keep_arguments(record_as_asked(model), kwargs)
 
 
 def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[str, Any]:
@@ -42,7 +87,7 @@ def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[st
     return taken
 
 
-def connected(model_cls: Callable[..., nn.Module], arguments: Dict[str, Any]) -> Callable[..., nn.Module]:
+def _connected(model_cls: Callable[..., nn.Module], arguments: Dict[str, Any]) -> Callable[..., nn.Module]:
     """A constructor of models that have their connections from the start.
 
     ``build_model_with_cfg`` calls it before it loads weights and before it takes a model apart for ``features_only``:
@@ -68,7 +113,7 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     return replace(cfg, **{name: defaults[name] for name in _OF_WEIGHTS}, architecture=architecture)
 
 
-def own_pretrained_cfg(name: str, given: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
+def _own_pretrained_cfg(name: str, given: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
     """The configuration that a variant is built with: the one given, or its own by tag, never its base's."""
     if given and not isinstance(given, str):
         return given

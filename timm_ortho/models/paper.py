@@ -16,15 +16,14 @@ from typing import Any, Callable, Dict, Tuple
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import BatchNormAct2d, LayerNorm, NormMlpClassifierHead, create_conv2d
-from timm.models import PretrainedCfg, build_model_with_cfg
+from timm.models import PretrainedCfg
 from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ..diagnostics import record_as_asked
 from ..functional import known_name
-from ._build import SUFFIXES, connected, keep_arguments, own_pretrained_cfg, pop_connection_arguments, register
-from .pretrained import checkpoint_filter_fn, pretrained_cfgs, readable
+from ._build import SUFFIXES, create, register
+from .pretrained import checkpoint_filter_fn, pretrained_cfgs
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it
@@ -139,29 +138,18 @@ ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str
 }
 
 
-def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_cfg=None, **kwargs) -> nn.Module:
-    arguments = pop_connection_arguments(kwargs, default)
-    given = dict(kwargs)
+def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     model_cls, _, defaults = ARCHITECTURES[base]
-    cfg = own_pretrained_cfg(name, pretrained_cfg)
-    if pretrained:
-        overlay = kwargs.get("pretrained_cfg_overlay")
-        kwargs["pretrained_cfg_overlay"] = readable(name, cfg, overlay, kwargs.get("cache_dir"))
-    if model_cls is PaperVisionTransformer:
-        features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
-        filters = dict(pretrained_filter_fn=checkpoint_filter_fn)
-    else:
-        features, filters = dict(flatten_sequential=True), {}
-    model = build_model_with_cfg(
-        connected(model_cls, arguments),
-        name,
-        pretrained,
-        pretrained_cfg=cfg,
-        feature_cfg=features,
-        **filters,
-        **{**defaults, **kwargs},
-    )
-    return keep_arguments(record_as_asked(model), given)
+
+    def entry(build: Callable[..., nn.Module], pretrained: bool, **kwargs) -> nn.Module:
+        if model_cls is PaperVisionTransformer:
+            features = dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter")
+            filters = dict(pretrained_filter_fn=checkpoint_filter_fn)
+        else:
+            features, filters = dict(flatten_sequential=True), {}
+        return build(model_cls, name, pretrained, feature_cfg=features, **filters, **{**defaults, **kwargs})
+
+    return create(name, default, entry, **kwargs)
 
 
 def _register_architectures() -> None:

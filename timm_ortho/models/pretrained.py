@@ -10,18 +10,17 @@ timm's error.
 """
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
-import timm
 import torch
-from timm.models import PretrainedCfg, get_pretrained_cfg, resolve_pretrained_cfg
+from timm.models import PretrainedCfg, get_pretrained_cfg
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_fn
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 from ._build import SUFFIXES
+from .preflight import cached
 
-__all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "readable", "weights", "weights_file"]
+__all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "weights", "weights_file"]
 
 _AUTHORS = dict(
     hf_hub_id="BootsofLagrangian/ortho-vit-b-imagenet1k-hf",
@@ -56,36 +55,11 @@ def pretrained_cfgs(name: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
     return {f"{name}.{tag}": replace(cfg, **own) for tag, own in tags.items()} if tags else {name: cfg}
 
 
-def readable(name: str, cfg: Union[Dict, PretrainedCfg], overlay: Optional[Dict], cache_dir: Any) -> Optional[Dict]:
-    """``pretrained_cfg_overlay`` with which the installed timm can read the weights of a configuration.
-
-    Before 1.0.29 timm unpickles whatever ``hf_hub_filename`` names: a safetensors file is then fetched here and handed
-    over by its path.
-    """
-    if TorchVersion(timm.__version__) >= (1, 0, 29):
-        return overlay
-    whole = resolve_pretrained_cfg(name, cfg, overlay)
-    if whole.file or whole.state_dict or not (whole.hf_hub_filename or "").endswith(".safetensors"):
-        return overlay
-    from huggingface_hub import hf_hub_download
-
-    repo_id, revision = _split(whole.hf_hub_id)
-    file = hf_hub_download(repo_id, whole.hf_hub_filename, revision=revision, cache_dir=cache_dir)
-    return {**(overlay or {}), "file": file}
-
-
-def _split(hf_hub_id: str) -> Tuple[str, Optional[str]]:
-    """``organisation/name@revision``, as timm writes it."""
-    repo_id, _, revision = hf_hub_id.partition("@")
-    return repo_id, revision or None
-
-
 # ---------------------------------------------------------------------------------- transformers' layout
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
     """Reads a checkpoint of the paper's ViT: timm's layout, or transformers' as the authors publish it.
 
-    Position and patch embeddings are resampled to the model's as timm does it. A model with learned connections keeps
-    its own where the checkpoint has none, so that ``connection="hybrid"`` starts from any of these weights.
+    Position and patch embeddings are resampled to the model's as timm does it.
 
     Args:
         state_dict: The checkpoint's tensors by name.
@@ -96,15 +70,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     """
     if "vit.embeddings.cls_token" in state_dict:
         state_dict = _from_transformers(state_dict, model)
-    state_dict = timm_filter_fn(state_dict, model)
-    if not any(_is_learned_connection(name) for name in state_dict):
-        own = model.state_dict()
-        state_dict.update({name: own[name] for name in own if _is_learned_connection(name)})
-    return state_dict
-
-
-def _is_learned_connection(name: str) -> bool:
-    return ".connection_" in name
+    return timm_filter_fn(state_dict, model)
 
 
 _QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
@@ -185,13 +151,5 @@ def weights(name: str) -> Optional[Weights]:
         return None
     tagged = f"{cfg.architecture}.{cfg.tag}" if cfg.tag else cfg.architecture
     if cfg.file:
-        return Weights(tagged, "this package", Path(cfg.file) if Path(cfg.file).is_file() else None)
-    return Weights(tagged, f"hf-hub:{cfg.hf_hub_id}", _cached(cfg))
-
-
-def _cached(cfg: PretrainedCfg) -> Optional[Path]:
-    from huggingface_hub import try_to_load_from_cache
-
-    repo_id, revision = _split(cfg.hf_hub_id)
-    found = try_to_load_from_cache(repo_id, cfg.hf_hub_filename, revision=revision)
-    return Path(found) if isinstance(found, str) else None
+        return Weights(tagged, "this package", Path(cfg.file))
+    return Weights(tagged, f"hf-hub:{cfg.hf_hub_id}", cached(cfg.hf_hub_id, cfg.hf_hub_filename))

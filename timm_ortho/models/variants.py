@@ -11,17 +11,7 @@ from typing import Any, Callable, Dict
 from timm.models import build_model_with_cfg, get_pretrained_cfg, list_models, model_entrypoint
 from torch import nn
 
-from ..convert import connect, sites
-from ..diagnostics import record_as_asked
-from ._build import (
-    SUFFIXES,
-    connected,
-    keep_arguments,
-    own_pretrained_cfg,
-    pop_connection_arguments,
-    register,
-    unpretrained,
-)
+from ._build import SUFFIXES, create, register, unpretrained
 
 MODULES = ("vision_transformer", "deit", "resnetv2")  # of timm.models, all of whose blocks are in the table of families
 
@@ -29,17 +19,11 @@ default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = []  # and appends to it
 
 
-def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_cfg=None, **kwargs) -> nn.Module:
-    arguments = pop_connection_arguments(kwargs, default)
+def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
+    def entry(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
+        return _rebound(model_entrypoint(base), build)(**kwargs)
 
-    def build(model_cls: Callable[..., nn.Module], variant: str, *args, **kwargs) -> nn.Module:
-        return build_model_with_cfg(connected(model_cls, arguments), variant, *args, **kwargs)
-
-    entry = _rebound(model_entrypoint(base), build)
-    model = entry(pretrained=pretrained, pretrained_cfg=own_pretrained_cfg(name, pretrained_cfg), **kwargs)
-    # an entry point may take another way to its model (use_naflex=True): then what it returns is connected, or refused
-    model = model if sites(model) else connect(model, **arguments)
-    return keep_arguments(record_as_asked(model), kwargs)
+    return create(name, default, entry, **kwargs)
 
 
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:

@@ -1,0 +1,540 @@
+"""`timm-ortho push` and `timm_ortho.hub`: what is written, that it comes back to the bit, and what is refused.
+
+The upper half needs no server; in the lower one the real client pushes to the Hub of `hub_server.py`, from processes of
+its own, and what it pushed is loaded in others with an empty cache.
+"""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from hub_client import HubClient
+from hub_server import HubServer
+from PIL import Image
+from safetensors.torch import load_file
+from trained_runs import TINY, lab_grid, timm_run
+
+import timm_ortho
+from timm_ortho import cli, hub
+from timm_ortho.hub import PublishError
+
+VIT = dict(TINY, num_classes=7)
+SECRET = "hf_" + "0123456789abcdef" * 2
+
+
+def tiny(name="vit_small_ortho", seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return timm.create_model(name, **{**VIT, **kwargs}).eval()
+
+
+def loaded(folder):
+    return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+
+
+def config(folder):
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def logits(model, chans=3, size=16):
+    images = torch.randn(2, chans, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(images)
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    return lab_grid(tmp_path_factory.mktemp("grid") / "compared", seeds=2)
+
+
+# ------------------------------------------------------------------------------------------ what is written
+def test_the_folder(tmp_path):
+    model = tiny()
+    card = hub.export(model, tmp_path / "out", "me/model")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    assert (tmp_path / "out" / "README.md").read_text(encoding="utf-8") == str(card)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == model.state_dict().keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items())
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "arguments"), [
+    ("vit_small_ortho", {}, dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
+    ("vit_small_orthog", dict(connection_prob=0.25, connection_eps=1e-4, connection_layers=[1]),
+     dict(connection="global", connection_eps=1e-4, connection_prob=0.25, connection_layers=[1])),
+    ("vit_small_linear", {}, dict(connection="linear")),
+    ("vit_small_ortho", dict(connection="linear"), dict(connection="linear")),
+    ("vit_small_ortho", dict(connection="hybrid", connection_start="linear"),
+     dict(connection="hybrid", connection_eps=1e-6, connection_start="linear")),
+])
+def test_connections_are_restored(tmp_path, name, kwargs, arguments):
+    model = tiny(name, **kwargs)
+    hub.export(model, tmp_path / "out", "me/model")
+    written = config(tmp_path / "out")
+    assert written["architecture"] == name
+    assert {k: v for k, v in written["model_args"].items() if k.startswith("connection")} == arguments
+    again = loaded(tmp_path / "out")
+    assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_learned_connections_are_weights(tmp_path):
+    model = tiny(connection="hybrid")
+    with torch.no_grad():
+        for site in timm_ortho.sites(model):
+            site.connection.rho.fill_(0.5)
+            site.connection.theta.fill_(0.3)
+    hub.export(model, tmp_path / "out", "me/model")
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
+
+
+def test_connections_as_they_are_and_not_as_they_were_made(tmp_path):
+    model = timm_ortho.connect(tiny(), "global", eps=1e-3, layers=[0])
+    hub.export(model, tmp_path / "out", "me/model")
+    assert config(tmp_path / "out")["model_args"]["connection"] == "global"
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
+
+
+def test_a_connected_model_of_timms_is_a_variant(tmp_path):
+    torch.manual_seed(0)
+    model = timm_ortho.connect(timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3), "global").eval()
+    hub.export(model, tmp_path / "out", "me/model")
+    assert config(tmp_path / "out")["architecture"] == "vit_tiny_patch16_224_ortho"
+    assert "tag" not in config(tmp_path / "out")["pretrained_cfg"]
+    assert torch.equal(logits(loaded(tmp_path / "out"), size=32), logits(model, size=32))
+
+
+def test_an_entry_point_that_was_called_directly(tmp_path):
+    torch.manual_seed(0)
+    model = timm.model_entrypoint("vit_small_ortho")(**VIT).eval()
+    hub.export(model, tmp_path / "out", "me/model")
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [
+    ("resnetv2_18_cifar_ortho", dict(head_norm=True, in_chans=1, num_classes=5)),
+    ("resnetv2_18_orthog", dict(in_chans=1, num_classes=5)),
+    ("vit_small_ortho", dict(VIT, in_chans=1, global_pool="avg")),
+])
+def test_other_shapes_come_back(tmp_path, name, kwargs):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **kwargs).eval()
+    hub.export(model, tmp_path / "out", "me/model")
+    again = loaded(tmp_path / "out")
+    size = 16 if "vit" in name else 32
+    assert torch.equal(logits(again, 1, size), logits(model, 1, size))
+    cfg = config(tmp_path / "out")["pretrained_cfg"]
+    assert (cfg["input_size"][0], len(cfg["mean"]), len(cfg["std"])) == (1, 1, 1)
+
+
+def test_tensors_lie_at_the_beginning_of_cache_lines(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("resnetv2_18_cifar_ortho", num_classes=5)
+    hub.export(model.bfloat16(), tmp_path / "out", "me/model")
+    content = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    starts = {name: (8 + length + entry["data_offsets"][0]) % 64 for name, entry in header.items()}
+    odd = {name for name, tensor in model.state_dict().items() if tensor.nbytes % 64}
+    assert {name for name, start in starts.items() if start} < odd
+    assert starts["stem.conv.weight"] == 0
+    assert "head.fc.bias" in odd
+
+
+def test_wrappers_and_layouts_make_no_difference(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("resnetv2_18_cifar_ortho", num_classes=5).eval()
+    hub.export(model, tmp_path / "a", "me/model")
+    model.to(memory_format=torch.channels_last).train()
+    hub.export(torch.compile(model), tmp_path / "b", "me/model")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    assert config(tmp_path / "a") == config(tmp_path / "b")
+    assert model.training  # the model itself stays as it was
+
+
+def test_a_run_brings_data_labels_and_curve(grid, tmp_path):
+    hub.export(grid / "feature-seed0", tmp_path / "out", "me/model", license="mit")
+    written = config(tmp_path / "out")
+    assert written["label_names"] == [str(digit) for digit in range(10)]
+    assert written["model_args"]["connection"] == "feature"
+    cfg = written["pretrained_cfg"]
+    assert (cfg["input_size"], cfg["mean"], cfg["std"], cfg["license"]) == ([1, 16, 16], [0.3], [0.38], "mit")
+    assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
+    checkpoint = torch.load(grid / "feature-seed0" / "last.pth.tar", weights_only=False)
+    assert all(torch.equal(tensor, checkpoint["state_dict"][name])
+               for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items())
+
+
+def test_a_run_of_timms_script_brings_its_arguments(tmp_path):
+    folder = timm_run(tmp_path / "run", ema=True, model_kwargs=dict(TINY, connection="global", connection_eps=1e-3))
+    for ema, key in ((False, "state_dict"), (True, "state_dict_ema")):
+        hub.export(folder / "last.pth.tar", tmp_path / "out", "me/model", ema=ema)
+        written, stored = config(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+        checkpoint = torch.load(folder / "last.pth.tar", weights_only=False)
+        assert all(torch.equal(tensor, checkpoint[key][name]) for name, tensor in stored.items())
+        assert written["model_args"]["connection_eps"] == 1e-3
+        assert (written["num_classes"], written["pretrained_cfg"]["interpolation"]) == (7, "bilinear")
+    assert not torch.equal(checkpoint["state_dict"]["head.weight"], checkpoint["state_dict_ema"]["head.weight"])
+
+
+def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):
+    folder = shutil.copytree(grid / "linear-seed0", tmp_path / "switched")
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "connection": "global", "switch_epoch": 1}))
+    hub.export(folder, tmp_path / "out", "me/model")
+    assert config(tmp_path / "out")["model_args"]["connection"] == "global"
+    (folder / "result.json").write_text(json.dumps({**result, "connection": "global", "switch_epoch": 2}))
+    hub.export(folder, tmp_path / "out", "me/model")
+    assert config(tmp_path / "out")["model_args"]["connection"] == "linear"
+
+
+def test_labels_of_the_data_set_where_it_still_is(tmp_path):
+    for split in ("train", "validation"):
+        for number in range(7):
+            (tmp_path / "images" / split / f"kind{number}").mkdir(parents=True)
+            Image.new("RGB", (4, 4)).save(tmp_path / "images" / split / f"kind{number}" / "0.png")
+    folder = timm_run(tmp_path / "run", dataset="", data_dir=str(tmp_path / "images"))
+    hub.export(folder, tmp_path / "out", "me/model")
+    assert config(tmp_path / "out")["label_names"] == [f"kind{number}" for number in range(7)]
+    hub.export(folder, tmp_path / "out", "me/model", labels=list("abcdefg"))
+    assert config(tmp_path / "out")["label_names"] == list("abcdefg")
+
+
+def test_no_token_reaches_a_file(grid, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "my-own-token")
+    folder = timm_run(tmp_path / "run", wandb_project=SECRET, experiment="my-own-token", other="third-token",
+                      url="https://user:password@host/data")
+    card = str(hub.export(folder, tmp_path / "out", "me/model", token="third-token"))
+    for secret in (SECRET, "my-own-token", "third-token", "password"):
+        assert secret not in card
+    assert "https://***@host/data" in card
+    with pytest.raises(PublishError, match="would hold what looks like a token"):
+        hub.export(tiny(), tmp_path / "out", "me/model", labels=[SECRET, *"bcdefg"])
+
+
+@pytest.mark.slow  # importing transformers takes most of it
+def test_transformers_loads_the_same_model(grid, tmp_path):
+    pytest.importorskip("transformers", minversion="5")
+    hub.export(grid / "feature-seed0", tmp_path / "vit", "me/model")
+    torch.manual_seed(0)
+    resnet = timm.create_model("resnetv2_18_orthog", num_classes=5, connection_prob=0.5)
+    hub.export(resnet, tmp_path / "resnet", "me/model")
+    code = """
+import sys, timm, torch, timm_ortho
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+for folder, chans, size in ((sys.argv[1], 1, 16), (sys.argv[2], 3, 64)):
+    theirs = AutoModelForImageClassification.from_pretrained(folder).eval()
+    ours = timm.create_model("local-dir:" + folder, pretrained=True).eval()
+    images = torch.randn(2, chans, size, size)
+    assert torch.equal(theirs(images).logits, ours(images))
+    kinds = [type(site.connection).__name__ for site in timm_ortho.sites(theirs)]
+    assert kinds == [type(site.connection).__name__ for site in timm_ortho.sites(ours)] and kinds
+    print(kinds[0], theirs.config.num_labels, theirs.config.id2label[0])
+    assert AutoImageProcessor.from_pretrained(folder).data_config["mean"] == tuple(ours.pretrained_cfg["mean"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "vit"), str(tmp_path / "resnet")], capture_output=True, text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["FeatureConnection 10 0", "GlobalConnection 5 LABEL_0"]
+
+
+# ---------------------------------------------------------------------------------------- what is refused
+def message(model, folder, repo_id="me/model", **kwargs):
+    with pytest.raises(PublishError) as error:
+        hub.export(model, folder, repo_id, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_config_json_cannot_say_is_refused(tmp_path):
+    changed = tiny()
+    changed.blocks[0].mlp.act = torch.nn.ReLU()
+    assert "has other logits than this one: it was changed by hand" in message(changed, tmp_path / "out")
+    grown = tiny()
+    grown.more = torch.nn.Linear(2, 2)
+    assert "config.json does not make this model again" in message(grown, tmp_path / "out")
+    mixed = tiny()
+    timm_ortho.connect(mixed.blocks[0], "global")
+    assert "connections differ from site to site" in message(mixed, tmp_path / "out")
+    assert "is not a classifier that timm.create_model made" in message(torch.nn.Linear(2, 2), tmp_path / "out")
+    unknown = tiny()
+    unknown.pretrained_cfg = {**unknown.pretrained_cfg, "architecture": "vit_unheard_of"}
+    assert "'vit_unheard_of' is not registered with timm" in message(unknown, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_weights_are_refused(tmp_path):
+    model = tiny()
+    model.head.weight.data[0, 0] = float("nan")
+    assert "1 of 24 tensors hold NaN or infinities, head.weight among them" in message(model, tmp_path / "out")
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    args = (folder / "args.yaml").read_text()
+    (folder / "args.yaml").write_text(args.replace("depth: 2", "depth: 3"))
+    assert "is not of the model that its arguments describe, 'vit_small_ortho'" in message(folder, tmp_path / "out")
+    (folder / "args.yaml").write_text(args.replace("model: vit_small_ortho", "model: vit_smalll"))
+    assert "'vit_smalll': Unknown model (vit_smalll)" in message(folder, tmp_path / "out")
+
+
+def test_other_wrong_words(tmp_path):
+    assert "there are 2 labels for 7 classes" in message(tiny(), tmp_path / "out", labels=["a", "b"])
+    for name in ("model", "me/model/x", "me/-model", "me/mo del"):
+        assert f"'{name}' is not the name of a repository: give it as owner/name" in message(
+            tiny(), tmp_path / "out", name)
+    assert "a model has no EMA weights" in message(tiny(), tmp_path / "out", ema=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    assert "holds other things ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
+    assert (tmp_path / "full" / "thesis.tex").exists()
+
+
+def test_command_line(grid, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    folder = Path("output/push/me--digits")
+    assert printed.out.strip() == (folder / "README.md").read_text(encoding="utf-8").strip()
+    assert printed.err.endswith(f"nothing was sent; the files are in {folder}\n")
+    Path("labels").write_text("\n".join("abcdefghij") + "\n")
+    assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--output", "out", "--labels",
+                     "labels", "--license", "mit", "--revision", "v2"]) == 0
+    assert "hf-hub:me/digits@v2" in capsys.readouterr().out
+    assert config(Path("out"))["label_names"] == list("abcdefghij")
+    assert cli.main(["push", str(grid), "me/digits", "--dry-run"]) == 2
+    assert capsys.readouterr().err == (
+        f"timm-ortho: error: {grid} holds 4 runs: give one of them, as {grid / 'feature-seed0'}\n")
+    assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--labels", "none"]) == 2
+    assert capsys.readouterr().err == "timm-ortho: error: none cannot be read: No such file or directory\n"
+
+
+# ------------------------------------------------------------------------------------------------- the Hub
+IMPORTS = """
+import json, pathlib, sys, huggingface_hub, timm, torch
+import timm_ortho
+from timm_ortho import cli, hub
+
+def make(name, **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(name, **kwargs).eval()
+
+def tiny(seed=0):
+    torch.manual_seed(seed)
+    return timm.create_model("vit_small_ortho", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2).eval()
+
+def logits(model, chans=3, size=32):
+    with torch.no_grad():
+        return model(torch.randn(2, chans, size, size, generator=torch.Generator().manual_seed(1))).tolist()
+
+def pull(name):
+    return timm.create_model("hf-hub:" + name, pretrained=True).eval()
+"""
+MODELS = {  # the first is larger than the 10 MB above which nothing travels inside a commit
+    "me/vit": ("vit_small_orthog", dict(img_size=32, patch_size=8, depth=2, num_classes=7, connection_prob=0.5)),
+    "me/resnet": ("resnetv2_18_cifar_ortho", dict(
+        channels=[16, 16, 32, 32], head_norm=True, num_classes=5, connection_layers=[0, 3])),
+}
+
+
+@pytest.mark.parametrize("uploads", ["regular", "lfs", "xet"])
+def test_what_is_pushed_comes_back_to_the_bit(tmp_path, uploads):
+    xet = {"HF_HUB_DISABLE_XET": "0" if uploads == "xet" else "1"}
+    with HubServer(tmp_path, uploads) as server:
+        token = server.add_user("me")
+        with HubClient(tmp_path, server.endpoint, token, IMPORTS, **xet) as client:
+            for repo_id, (name, kwargs) in MODELS.items():
+                pushed = client.run(f"model = make({name!r}, **{kwargs!r}); hub.push(model, {repo_id!r}); answer("
+                                    "[logits(model), [repr(site) for site in timm_ortho.sites(model)]])")
+                assert pushed.error is None, pushed.output
+                client.forget()
+                pulled = client.run(f"model = pull({repo_id!r}); answer("
+                                    "[logits(model), [repr(site) for site in timm_ortho.sites(model)]])")
+                assert pulled.answer == pushed.answer, pulled.output
+                assert token not in pushed.output + pulled.output
+        sizes = {repo_id: server.repositories[repo_id].find("main").files for repo_id in MODELS}
+        assert sizes["me/vit"]["model.safetensors"].size > 10_000_000
+        for files in sizes.values():
+            assert files.keys() == {".gitattributes", "model.safetensors", "config.json", "README.md"}
+        assert server.leaks(token) == []
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), IMPORTS) as client:
+        yield server, client
+
+
+@pytest.fixture
+def server(served):
+    server, client = served
+    server.heal()
+    for held in (server.repositories, server.blobs, server.parts):
+        held.clear()
+    server.requests.clear()
+    client.forget()
+    return server
+
+
+@pytest.fixture
+def client(served):
+    return served[1]
+
+
+def test_a_run_from_the_command_line(server, client, grid):
+    run = grid / "feature-seed0"
+    words = ["push", str(run), "me/digits", "--message", "First", "--license", "mit"]
+    pushed = client.run(f"answer(cli.main({words!r}))")
+    assert pushed.answer == 0, pushed.output
+    commit = server.repositories["me/digits"].find("main")
+    assert commit.title == "First"
+    assert f"{server.endpoint}/me/digits/commit/{commit.oid}\n" in pushed.output
+    assert commit.files.keys() >= {"training.png", "README.md"}
+    card = server.files("me/digits")["README.md"].decode()
+    assert "license: mit" in card
+    top1 = json.loads((run / "result.json").read_text())["top1"]
+    assert f"| top-1 of these weights, % | {top1:.2f} |" in card
+    again = client.run("answer(logits(pull('me/digits'), 1, 16))")
+    expected = client.run(f"hub.export({str(run)!r}, pathlib.Path('out'), 'me/digits'); "
+                          "answer(logits(timm.create_model('local-dir:out', pretrained=True).eval(), 1, 16))")
+    assert again.answer == expected.answer, again.output
+
+
+def test_a_revision_is_a_branch_and_main_stays(server, client):
+    assert client.run("hub.push(tiny(), 'me/model')").error is None
+    pushed = client.run("hub.push(tiny(1), 'me/model', revision='v2'); answer(logits(tiny(1), 3, 16))")
+    assert pushed.error is None, pushed.output
+    client.forget()
+    assert client.run("answer(logits(pull('me/model@v2'), 3, 16))").answer == pushed.answer
+    assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(), 3, 16))").answer is True
+    assert 'hf-hub:me/model@v2"' in server.files("me/model", "v2")["README.md"].decode()
+    assert client.run("hub.push(tiny(2), 'me/model', revision='v2')").error is None  # a branch that is there
+
+
+def test_a_pull_request_changes_nothing_but_itself(server, client):
+    assert client.run("hub.push(tiny(), 'me/model')").error is None
+    before = server.files("me/model")
+    result = client.run("answer(hub.push(tiny(1), 'me/model', create_pr=True).pr_url)")
+    assert result.answer == f"{server.endpoint}/me/model/discussions/1", result.output
+    assert server.files("me/model") == before
+    proposed = client.run("answer(logits(pull('me/model@refs/pr/1'), 3, 16) == logits(tiny(1), 3, 16))")
+    assert proposed.answer is True, proposed.output
+    line = client.run("sys.exit(cli.main(['push', 'none', 'me/model', '--create-pr']))")
+    assert "there is no checkpoint or run folder 'none'" in line.output
+
+
+def test_private(server, client):
+    assert client.run("hub.push(tiny(), 'me/secret', private=True)").error is None
+    assert server.repositories["me/secret"].private
+    assert client.run("hub.push(tiny(1), 'me/secret', private=True)").error is None
+    assert client.run("hub.push(tiny(), 'me/open')").error is None
+    before = server.files("me/open")
+    refused = client.run("hub.push(tiny(1), 'me/open', private=True)")
+    assert refused.error.startswith("PublishError: me/open is there already and public, so what is pushed would be too")
+    assert server.files("me/open") == before
+
+
+@pytest.mark.parametrize(("what", "path", "method"), [(403, "/blobs/", "PUT"), ("cut", "/commit/", "POST")])
+def test_an_upload_that_breaks_off_leaves_what_was_there(server, client, what, path, method):
+    assert client.run("hub.push(tiny(), 'me/model')").error is None
+    before = server.files("me/model")
+    # content that breaks off is sent five times by the client itself, over half a minute: here it is refused
+    server.fail(what, path, method, after=100)
+    broken = client.run("hub.push(tiny(1), 'me/model')")
+    assert broken.error.startswith("PublishError: the Hub "), broken.output
+    assert server.files("me/model") == before
+    client.forget()
+    assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(), 3, 16))").answer is True
+    server.heal()
+    assert client.run("hub.push(tiny(1), 'me/model')").error is None
+    client.forget()
+    assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(1), 3, 16))").answer is True
+
+
+def test_a_first_upload_that_breaks_off_leaves_nothing_that_loads(server, client):
+    server.fail("cut", "/commit/", after=100)
+    broken = client.run("hub.push(tiny(), 'me/model')")
+    assert "broke off the upload" in broken.error
+    assert broken.error.endswith("me/model is as it was, and the same command again completes it")
+    assert server.files("me/model").keys() == {".gitattributes"}
+    assert client.run("pull('me/model')").error is not None
+    server.heal()
+    client.forget()
+    assert client.run("hub.push(tiny(), 'me/model')").error is None
+    assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(), 3, 16))").answer is True
+
+
+def test_content_that_breaks_off_once_is_sent_again(server, client):
+    server.fail("cut", "/blobs/", method="PUT", times=1, after=100)
+    assert client.run("hub.push(tiny(), 'me/model')").error is None
+    client.forget()
+    assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(), 3, 16))").answer is True
+
+
+FAILURES = {
+    401: "the Hub does not know the token (401 from {}): log in with hf auth login, or set HF_TOKEN to a token with "
+         "write access",
+    403: "the Hub does not let the token write to me/model (403 from {}): use one with write access, or propose it "
+         "with --create-pr",
+    404: "the Hub has no me/model for this token, or not that revision (404 from {}): check both names",
+    429: "the Hub asks to slow down (429 from {}): wait some minutes and give the same command again",
+    500: "the Hub has a failure of its own (500 from {}): try again later; me/model is as it was",
+    503: "the Hub has a failure of its own (503 from {}): try again later; me/model is as it was",
+    "silence": "the Hub at {} cannot be reached (TimeoutError: timed out): check the network",
+    "cut": "the Hub at {} cannot be reached (RemoteProtocolError: ",
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_failing_hub_is_named_within_ten_seconds(server, client, what):
+    server.fail(what)
+    result = client.run("hub.push(tiny(), 'me/model')")
+    assert result.error.startswith("PublishError: " + FAILURES[what].format(server.endpoint))
+    assert result.seconds < 10
+    assert "During handling" not in result.output  # one line, not the client's traceback
+
+
+@pytest.mark.parametrize(("status", "path"), [
+    (401, "/commit/"), (403, "/preupload/"), (503, "/commit/"), (500, "create")])
+def test_a_hub_that_fails_on_the_way(server, client, status, path):
+    server.fail(status, path)
+    result = client.run("hub.push(tiny(), 'me/model')")
+    assert result.error == "PublishError: " + FAILURES[status].format(server.endpoint)
+    assert result.seconds < 10
+
+
+def test_tokens_are_in_the_header_and_nowhere_else(server, client):
+    other, reader = server.add_user("other"), server.add_user("me", role="read")
+    server.create_repo("me/model")
+    before = server.files("me/model")
+    bad = "hf_" + "x" * 34
+    for token in (other, reader, bad):
+        result = client.run(f"hub.push(tiny(), 'me/model', token={token!r})")
+        assert result.error == "PublishError: " + FAILURES[401 if token == bad else 403].format(server.endpoint)
+        assert token not in result.output + result.error
+        assert server.leaks(token) == []
+    assert server.files("me/model") == before
+    anonymous = client.run("hub.push(tiny(), 'me/model', token=False)")
+    assert anonymous.error.startswith("PublishError: the Hub does not know who is asking (401 from ")
+
+
+@pytest.mark.parametrize(("endpoint", "environment", "error"), [
+    ("http://127.0.0.1:9", {}, "the Hub at http://127.0.0.1:9 cannot be reached (ConnectionRefusedError: [Errno 111] "
+                               "Connection refused): check the network"),
+    ("http://127.0.0.1:9", dict(HF_HUB_OFFLINE="1"),
+     "HF_HUB_OFFLINE is set, and me/model is on the Hub: unset it, or use --dry-run"),
+])
+def test_without_a_network(tmp_path, endpoint, environment, error):
+    with HubClient(tmp_path, endpoint, SECRET, IMPORTS, **environment) as client:
+        result = client.run("hub.push(tiny(), 'me/model')")
+    assert result.error == f"PublishError: {error}"
+    assert result.seconds < 10
+    assert SECRET not in result.output

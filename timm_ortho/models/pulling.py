@@ -1,0 +1,62 @@
+"""A model out of a repository or a folder with a config.json, with the same care as one by its registered name."""
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Dict, Union
+
+import timm
+from torch import nn
+
+from .loading import SAFE
+from .preflight import CacheDir, WeightsError, fetch, split_revision
+
+__all__ = ["pull"]
+
+
+def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
+    """A pretrained model of the Hub or of a folder, as ``timm.create_model("hf-hub:...", pretrained=True)`` makes it.
+
+    timm asks the Hub for config.json by itself, which takes it 23 seconds to minutes where there is no answer and ends
+    in "check your connection". This asks once, says within seconds what is wrong, and then has timm build the model
+    from files on this machine. What is in the cache is taken where the Hub gives nothing.
+
+    Args:
+        source: ``organisation/name``, with ``@revision`` if it is not the default branch and with or without
+            ``hf-hub:``; or a folder, as ``local-dir:DIR`` or as a Path.
+        cache_dir: The cache, if it is not huggingface_hub's own.
+        kwargs: What ``timm.create_model`` takes, before what config.json says.
+
+    Raises:
+        WeightsError: config.json or the weights cannot be had, or do not make a model.
+    """
+    name = f"local-dir:{source}" if isinstance(source, Path) else source
+    if name.startswith("local-dir:"):
+        folder = Path(name.removeprefix("local-dir:"))
+        if not (folder / "config.json").is_file():
+            raise WeightsError(f"{name}: there is no config.json in it")
+        _check_config(folder / "config.json", name)
+        return timm.create_model(name, pretrained=True, **kwargs)
+    hf_hub_id = name.removeprefix("hf-hub:")
+    config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
+    _check_config(config, f"hf-hub:{hf_hub_id}")
+    # of one commit, whatever happens to the branch meanwhile; timm finds both in the cache then and asks nobody
+    commit = f"{split_revision(hf_hub_id)[0]}@{config.parent.name}"
+    fetch(commit, SAFE, cache_dir)
+    model = timm.create_model(f"hf-hub:{commit}", pretrained=True, cache_dir=cache_dir, **kwargs)
+    model.pretrained_cfg["hf_hub_id"] = hf_hub_id
+    return model
+
+
+def _check_config(file: Path, source: str) -> None:
+    """A config.json that says which model it is of, and of one that is registered."""
+    try:
+        config: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        architecture = config["architecture"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{source}: its config.json is none of timm's: {type(error).__name__}: {error}") from error
+    if not timm.is_model(architecture):
+        nearest = difflib.get_close_matches(str(architecture), timm.list_models(), n=1)
+        hint = f"; did they mean '{nearest[0]}'?" if nearest else ""
+        raise WeightsError(
+            f"{source}: its config.json names the architecture '{architecture}', which is not registered with timm "
+            f"{timm.__version__}: import the package that has it, or update timm{hint}")
