@@ -368,6 +368,19 @@ def test_a_configuration_that_names_a_pickle_is_refused(hub, client, name):
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("architecture", ["vit_small_ortho", "test_vit"])
+def test_a_repository_that_names_a_pickle_is_refused(hub, client, saved, tmp_path, architecture):
+    mark = tmp_path / "executed"
+
+    def change(config):
+        config.update(architecture=architecture, model_args={})
+        config["pretrained_cfg"]["hf_hub_filename"] = "evil.bin"
+
+    hub.commit("me/vit", {**with_config(saved["me/vit"][0], change), "evil.bin": pickle.dumps(Evil(mark))})
+    refused(client.run(BY_PULL), "hf-hub:me/vit: evil.bin is no safetensors file, and pickles are never read")
+    assert not mark.exists()
+
+
 def with_config(files, change):
     config = json.loads(files["config.json"])
     change(config)

@@ -146,7 +146,7 @@ class RecordedRun(Run):
             raise PublishError(f"{path} has no run of connection {connection}, seed {seed}: it has {known}")
         one = mine[0] if seed is not None else {"connection": connection, "history": []}  # a mean has no history
         self.options, self.history = _settings(results, connection, seed), one["history"]
-        self.result = {"made_with": _made_with(results), **one}
+        self.result = {**one, "made_with": {**_made_with(results), **(one.get("made_with") or {})}}
         self.epoch = self.history[-1]["epoch"] if self.history else None
         self.ema = self.evaluates_ema
         self.peers = {run["seed"]: run["top1"] for run in runs} if connection is not None else {}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .preflight import CacheDir, WeightsError, fetch
 
-__all__ = ["checked", "located", "naming_the_source", "restore_source"]
+__all__ = ["SAFE", "checked", "in_folder", "located", "naming_the_source", "restore_source", "safe_name"]
 
 SAFE = "model.safetensors"
 Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
@@ -30,14 +30,15 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
     Raises:
         WeightsError: The weights cannot be had, are cut short, or are no safetensors.
     """
+    source = _name(cfg.source, cfg.hf_hub_id, cfg.file)
     if cfg.source == "local-dir":
-        file = _in_folder(Path(cfg.file))
+        file = in_folder(Path(cfg.file))
     elif cfg.hf_hub_id and (cfg.source == "hf-hub" or not (cfg.file or cfg.state_dict)):
-        file = fetch(cfg.hf_hub_id, _safe_name(cfg), cache_dir)
+        file = fetch(cfg.hf_hub_id, safe_name(source, cfg.hf_hub_filename), cache_dir)
     else:
         return {}
-    _check_header(file, _name(cfg.source, cfg.hf_hub_id, cfg.file))
-    return {"file": str(file), "source": ""}
+    _check_header(file, source)
+    return {"file": str(file), "source": "", "custom_load": False}
 
 
 def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
@@ -70,22 +71,20 @@ def _name(source: Optional[str], hf_hub_id: Optional[str], file: Optional[str]) 
     return f"hf-hub:{hf_hub_id}" if hf_hub_id and (source == "hf-hub" or not file) else str(file or "the weights")
 
 
-def _safe_name(cfg: PretrainedCfg) -> str:
-    name = cfg.hf_hub_filename or SAFE
+def safe_name(source: str, filename: Optional[str]) -> str:
+    """The file that a configuration names, or the one that has weights where it names none."""
+    name = filename or SAFE
     if not name.endswith(".safetensors"):
-        raise WeightsError(f"hf-hub:{cfg.hf_hub_id}: {name} is no safetensors file, and pickles are never read")
+        raise WeightsError(f"{source}: {name} is no safetensors file, and pickles are never read")
     return name
 
 
-def _in_folder(folder: Path) -> Path:
-    """The folder's weights: ``model.safetensors``, or its only safetensors."""
-    found = sorted(folder.glob("*.safetensors"))
-    if folder / SAFE in found:
-        return folder / SAFE
-    if len(found) == 1:
-        return found[0]
-    held = ", ".join(sorted(path.name for path in folder.iterdir()))
-    raise WeightsError(f"local-dir:{folder}: there is no {SAFE} among {held}; pickles are never read")
+def in_folder(folder: Path) -> Path:
+    """The weights in a folder, which timm too prefers to whatever else is there."""
+    if not (folder / SAFE).is_file():
+        held = ", ".join(sorted(path.name for path in folder.iterdir()))
+        raise WeightsError(f"local-dir:{folder}: there is no {SAFE} among {held}; pickles are never read")
+    return folder / SAFE
 
 
 def _check_header(file: Path, source: str) -> None:

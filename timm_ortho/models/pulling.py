@@ -7,7 +7,7 @@ from typing import Any, Dict, Union
 import timm
 from torch import nn
 
-from .loading import SAFE
+from .loading import SAFE, in_folder, safe_name
 from .preflight import CacheDir, WeightsError, fetch, split_revision
 
 __all__ = ["pull"]
@@ -35,6 +35,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
         if not (folder / "config.json").is_file():
             raise WeightsError(f"{name}: there is no config.json in it")
         _check_config(folder / "config.json", name)
+        in_folder(folder)
         return timm.create_model(name, pretrained=True, **kwargs)
     hf_hub_id = name.removeprefix("hf-hub:")
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
@@ -48,11 +49,12 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
 
 
 def _check_config(file: Path, source: str) -> None:
-    """A config.json that says which model it is of, and of one that is registered."""
+    """A config.json that is of a registered model, timm's own included, and that names no pickle."""
     try:
         config: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         architecture = config["architecture"]
-    except (ValueError, KeyError, TypeError) as error:
+        filename = config.get("pretrained_cfg", config).get("hf_hub_filename")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WeightsError(f"{source}: its config.json is none of timm's: {type(error).__name__}: {error}") from error
     if not timm.is_model(architecture):
         nearest = difflib.get_close_matches(str(architecture), timm.list_models(), n=1)
@@ -60,3 +62,4 @@ def _check_config(file: Path, source: str) -> None:
         raise WeightsError(
             f"{source}: its config.json names the architecture '{architecture}', which is not registered with timm "
             f"{timm.__version__}: import the package that has it, or update timm{hint}")
+    safe_name(source, filename)
