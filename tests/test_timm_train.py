@@ -17,9 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+import torch
 import yaml
 from PIL import Image
 
+import timm_ortho
 from timm_ortho.lab.paper import experiments
 from timm_ortho.lab.recipe import shipped
 
@@ -103,11 +106,11 @@ def common(model, images):
             "--batch-size", "40", "--workers", "0", "--no-prefetcher", "--device", "cpu"]
 
 
-def train(scripts, images, output, model, *, processes=1, epochs=1, resume=None):
+def train(scripts, images, output, model, *options, processes=1, epochs=1, resume=None):
     """Trains; returns the rows of its summary.csv."""
     command = [scripts / "train.py", *common(model, images), "--device-modules", "timm_ortho",
                "--epochs", str(epochs), "--warmup-epochs", "0", "--opt", "adamw", "--lr", "1e-3", "--no-aug",
-               "--output", output, "--experiment", "run"]
+               "--output", output, "--experiment", "run", *options]
     if resume:
         command += ["--resume", resume]
     if processes > 1:
@@ -143,6 +146,21 @@ def test_trains_resumes_and_validates(scripts, images, tmp_path, model):
     assert float(more[-1]["train_loss"]) < float(first[0]["train_loss"])
     found = validate(scripts, images, model, tmp_path / "more" / "run" / "last.pth.tar", tmp_path / "more.json")
     assert found == pytest.approx(float(more[-1]["eval_top1"]), abs=0.01)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_what_it_wrote_is_pushed(scripts, images, tmp_path, ema):
+    """The checkpoint as a repository: its weights, its model's arguments, and its top-1 on the card."""
+    [row] = train(scripts, images, tmp_path, "vit_small_ortho", *(["--model-ema"] if ema else []))
+    checkpoint, folder = tmp_path / "run" / "last.pth.tar", tmp_path / "pushed"
+    card = call(["-m", "timm_ortho", "push", checkpoint, "me/model", "--dry-run", "--output", folder,
+                 *(["--ema"] if ema else [])], tmp_path)
+    assert f"| top-1 of these weights, % | {float(row['eval_top1']):.2f} |" in card
+    saved = torch.load(checkpoint, weights_only=False)["state_dict_ema" if ema else "state_dict"]
+    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert [type(site.connection).__name__ for site in timm_ortho.sites(loaded)] == 4 * ["FeatureConnection"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
+    assert sorted(os.listdir(folder)) == ["README.md", "config.json", "model.safetensors", "training.png"]
 
 
 @pytest.mark.parametrize("model", MODELS)
