@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -558,6 +559,17 @@ def command(path, output, epochs=60, workers=2):
             "--output", str(output), "--workers", str(workers), "-o", f"epochs={epochs}"]
 
 
+@contextmanager
+def started(command):
+    """A process that hears Ctrl-C, though what started pytest may not (a shell's background job), and ends with us."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # where a test fails: or its end would be waited for
+
+
 def children(pid):
     """The processes below one, as Linux tells."""
     found = []
@@ -603,8 +615,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks f
 def test_nothing_outlives_the_command(sent, tmp_path):
     output = tmp_path / "out"
     endless = command(written(tmp_path), output, epochs=100_000)  # however late this process looks, they are at it
-    with subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True) as process:
+    with started(endless) as process:
         pids = training_processes(process, output)
         everything = children(process.pid)
         assert len(pids) == 2
@@ -625,8 +636,7 @@ def test_nothing_outlives_the_command(sent, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_dies_takes_one_run_with_it(tmp_path, capsys):
     output, path = tmp_path / "out", written(tmp_path)
-    with subprocess.Popen(command(path, output, epochs=25), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True) as process:
+    with started(command(path, output, epochs=25)) as process:
         os.kill(training_processes(process, output)[0], signal.SIGKILL)
         _, said = process.communicate(timeout=200)
     assert process.returncode == 2
