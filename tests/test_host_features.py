@@ -108,10 +108,16 @@ def test_fx(arguments, connection):
     torch.testing.assert_close(gradients(traced, images()), gradients(model, images()), rtol=1e-4, atol=1e-5)
 
 
-def test_fx_features_of_timm():
-    arguments = MODELS["resnetv2"]  # timm's ViTs hand out features by their getter
-    features = timm.create_model(**arguments, features_only=True, feature_cls="fx", out_indices=(1,))
-    assert features(images())[0].shape == (2, 16, 32, 32)
+@pytest.mark.parametrize("arguments", [  # timm's ViTs hand out features by their getter
+    MODELS["resnetv2"],
+    dict(model_name="resnetv2_18_ortho", layers=(1, 1, 1, 1), channels=(8, 16, 16, 32), stem_chs=8),
+], ids=lambda arguments: arguments["model_name"])
+def test_fx_features_of_timm(arguments):
+    """In a graph no site can be seen any more."""
+    features, expected = (create(arguments, features_only=True, feature_cls=way, out_indices=(1, 2))(images())
+                          for way in ("fx", "list"))
+    assert [len(found) for found in features] == [2, 2]
+    torch.testing.assert_close(features, expected)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)

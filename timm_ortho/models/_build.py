@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..connections import CONNECTIONS
-from ..convert import connect, sites
+from ..convert import connect
 from ..diagnostics import record_as_asked
 from ..functional import known_name
 from .loading import checked, located, naming_the_source, restore_source
@@ -62,14 +62,18 @@ def create(
             overlay = {**(kwargs.get("pretrained_cfg_overlay") or {}), **located(cfg, kwargs.get("cache_dir"))}
             kwargs["pretrained_cfg_overlay"] = overlay
 
+        is_connected = False
+
         def build(model_cls: Callable[..., nn.Module], *args, pretrained_filter_fn=None, **kwargs) -> nn.Module:
+            nonlocal is_connected
+            is_connected = True
             filter_fn = checked(pretrained_filter_fn, cfg, kwargs)
             return build_model_with_cfg(
                 _connected(model_cls, arguments), *args, pretrained_filter_fn=filter_fn, **kwargs)
 
         model = entry(build, pretrained=pretrained, pretrained_cfg=given, **kwargs)
         # an entry point may take another way to its model (use_naflex=True): it is connected now, or refused
-        model = model if sites(model) else connect(model, **arguments)
+        model = model if is_connected else connect(model, **arguments)
     restore_source(model, cfg)
     return keep_arguments(record_as_asked(model), kwargs)
 
