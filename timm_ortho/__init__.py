@@ -13,11 +13,13 @@ from .diagnostics import Recorder, record, representation
 from .functional import decompose, residual_update
 from .models import paper, variants  # registers the models
 from .routing import RoutingError
+from .skips import SKIPS, Skip, create_skip
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "Recorder", "RoutingError", "Site", "UnsupportedModelError", "connect", "create_connection", "decompose", "paper",
-    "record", "representation", "residual_update", "sites", "variants",
+    "CONNECTIONS", "SKIPS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection",
+    "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "UnsupportedModelError", "connect",
+    "create_connection", "create_skip", "decompose", "paper", "record", "representation", "residual_update", "sites",
+    "variants",
 ]

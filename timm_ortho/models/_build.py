@@ -25,6 +25,10 @@ _ARGUMENTS = {
     "connection_prob": "prob",
     "connection_layers": "layers",
     "connection_start": "start",
+    "skip": "skip",
+    "skip_branches": "skip_branches",
+    "skip_rank": "skip_rank",
+    "skip_seed": "skip_seed",
 }
 
 
@@ -32,10 +36,10 @@ def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[st
     """Take the connection arguments out of a variant's ``kwargs``, as arguments of :func:`timm_ortho.connect`.
 
     Raises:
-        ValueError: An argument that begins with ``connection`` and is none.
+        ValueError: An argument that begins with ``connection`` or ``skip`` and is none.
     """
     taken = {"connection": connection}
-    for name in [name for name in kwargs if name.startswith("connection")]:
+    for name in [name for name in kwargs if name.startswith(("connection", "skip"))]:
         taken[_ARGUMENTS[known_name("argument", name, _ARGUMENTS)]] = kwargs.pop(name)
     known_name("connection", taken["connection"], CONNECTIONS)
     return taken
