@@ -39,8 +39,7 @@ def test_projects_against_the_transformed_stream(connection, skip):
 
 
 def test_gradients_through_both():
-    x, f = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
-    x, f = x.detach().requires_grad_(), f.detach().requires_grad_()
+    x, f = (torch.randn(3, 12, dtype=torch.float64, requires_grad=True) for _ in range(2))
     for connection in ("linear", "feature", "hybrid"):
         module = create_connection(connection, skip=create_skip("orthogonal_random", 12)).double()
         assert torch.autograd.gradcheck(module, (x, f))

@@ -7,7 +7,7 @@ from .connections import Connection, create_connection
 from .families import FAMILIES, TIMM, Family, family_of, is_residual, routed_class
 from .skips import Skip, create_skip
 
-__all__ = ["Site", "UnsupportedModelError", "connect", "sites"]
+__all__ = ["Site", "UnsupportedModelError", "connect", "sites", "stream_width"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -154,13 +154,13 @@ def _make_skips(
     """
     places = [(block, family) for block, family in blocks for _ in family.sites]
     skips = [
-        create_skip(skip, _stream_width(block), dim=family.dim, count=len(places), site=site, **arguments)
+        create_skip(skip, stream_width(block), dim=family.dim, count=len(places), site=site, **arguments)
         for site, (block, family) in enumerate(places)
     ]
     return iter([None] * len(skips) if skip == "identity" else skips)
 
 
-def _stream_width(block: nn.Module) -> int:
+def stream_width(block: nn.Module) -> int:
     """Channels that a block adds to the stream: what its last linear layer or convolution puts out."""
     last = [module for module in block.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1]
     return last.out_features if isinstance(last, nn.Linear) else last.out_channels

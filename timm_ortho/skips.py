@@ -13,8 +13,9 @@ From "Orthogonal and Idempotent Transformations for Learning Deep Neural Network
 | ``scaled`` | I / L for L residual additions, so that y = x / L + f | C |
 
 Widths that are no power of two have a Kronecker factor for each prime factor of C, the largest first. For a prime p,
-M is p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), cas = cos + sin: Hartley's matrix with its rows in reverse
-order, which is Eq. 26 for p = 2 and, like it, orthogonal without a zero. A random rotation is uniform over SO(p).
+M is p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), cas = cos + sin: Hartley's matrix with its rows in
+reverse order, which is Eq. 26 for p = 2 and, like it, orthogonal without a zero. A random rotation is uniform over
+SO(p).
 
 P is never formed. The idempotent maps are one mean over the branches; the Kronecker forms are a butterfly, a step for
 each prime factor, log2(C) of them for a power of two. Steps are fused, several at a time, into products with a small
@@ -174,6 +175,8 @@ class Skip(nn.Module):
         rank: Of P.
     """
 
+    matrices: List[List[List[float]]]
+
     def __init__(
             self,
             name: str,
@@ -192,7 +195,7 @@ class Skip(nn.Module):
         self.own = own
         self.mean = mean
         self.branches = branches
-        self.matrices: List[List[List[float]]] = _fused(factors or [])
+        self.matrices = _fused(factors or [])
         self._tensors: Dict[Any, List[Tensor]] = {}  # of `matrices`, by device and dtype
 
     @property
@@ -387,7 +390,8 @@ def create_skip(
         raise ValueError(f"branches and rank say the same thing: give one, got branches={branches} and rank={rank}")
     if skip.startswith("idempotent"):
         if branches is not None and width % branches:
-            raise ValueError(f"branches must divide the width of the stream, got {branches} branches of {width} channels")
+            raise ValueError(
+                f"branches must divide the width of the stream, got {branches} branches of {width} channels")
     elif rank not in (None, width):
         raise ValueError(f"{skip} has full rank, {width} for this stream, got rank={rank}")
     return SKIPS[skip](width, dim, branches=branches, rank=rank, count=count, seed=seed, site=site)
