@@ -126,7 +126,7 @@ def test_arguments_of_variants(name):
     small = dict(img_size=32) if "vit" in name else {}
     model = timm.create_model(name, num_classes=2, skip="idempotent_cmr", skip_branches=4, **small)
     assert {site.connection.skip.branches for site in sites(model)} == {4}
-    with pytest.raises(ValueError, match="unknown argument 'skip_branch'.*did you mean 'skip_branches'"):
+    with pytest.raises(ValueError, match=r"unknown argument 'skip_branch'.*did you mean 'skip_branches'"):
         timm.create_model(name, skip_branch=4)
 
 

@@ -305,7 +305,8 @@ def test_repr():
                                                "channels"),
     ({"skip": "idempotent_cmr", "branches": 0}, "branches must be a whole number of at least 1, got 0"),
     ({"skip": "idempotent_cmr", "branches": 2.0}, "branches must be a whole number of at least 1, got 2.0"),
-    ({"skip": "idempotent_mr", "rank": 0}, "idempotent_mr of 12 channels has no rank 0, its ranks are 1, 2, 3, 4, 6, 12"),
+    ({"skip": "idempotent_mr", "rank": 0}, "idempotent_mr of 12 channels has no rank 0, its ranks are 1, 2, 3, 4, 6, "
+                                           "12"),
     ({"skip": "idempotent_cmr", "rank": 12}, "idempotent_cmr of 12 channels has no rank 12, its ranks are 0, 6, 8, 9, "
                                              "10, 11"),
     ({"skip": "idempotent_cmr", "rank": -1}, "idempotent_cmr of 12 channels has no rank -1, its ranks are 0, 6, 8, 9, "

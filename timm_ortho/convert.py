@@ -58,8 +58,8 @@ def connect(
         prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
         layers: Indices of the blocks that carry the connection, the others being linear; None for all.
         start: Where ``hybrid`` starts: ``orthogonal`` or ``linear``.
-        skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par + b f_orth
-            with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
+        skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par +
+            b f_orth with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
             ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the model's L additions), see
             :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut.
         skip_branches: B of the idempotent ones; None for as many as there are channels.

@@ -32,6 +32,7 @@ from contextlib import nullcontext
 from itertools import repeat
 from statistics import NormalDist
 from typing import Any, Callable, ContextManager, Dict, List, Optional
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,10 @@ def _without_autocast(device: torch.device) -> ContextManager:
     return nullcontext()
 
 
+# A map's matrices on the devices and in the dtypes that they were asked for: no state, never copied, saved or rounded.
+_TENSORS: "WeakKeyDictionary[Skip, Dict[Any, List[Tensor]]]" = WeakKeyDictionary()
+
+
 class Skip(nn.Module):
     """A fixed linear map of the stream, ``forward(x) -> P x``; :func:`create_skip` makes one by name.
 
@@ -196,7 +201,6 @@ class Skip(nn.Module):
         self.mean = mean
         self.branches = branches
         self.matrices = _fused(factors or [])
-        self._tensors: Dict[Any, List[Tensor]] = {}  # of `matrices`, by device and dtype
 
     @property
     def rank(self) -> int:
@@ -276,14 +280,12 @@ class Skip(nn.Module):
         return _as_stream(y, x, self.dim)
 
     def _factors(self, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
+        made = _TENSORS.setdefault(self, {})
         key = (device, dtype)
-        if key not in self._tensors:
+        if key not in made:
             with torch.inference_mode(False):
-                self._tensors[key] = [torch.tensor(matrix, dtype=dtype, device=device) for matrix in self.matrices]
-        return self._tensors[key]
-
-    def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_tensors": {}}
+                made[key] = [torch.tensor(matrix, dtype=dtype, device=device) for matrix in self.matrices]
+        return made[key]
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """P as a dense matrix, [width, width], on the CPU: for checks and for small widths."""

@@ -30,8 +30,8 @@ __all__ = ["ChangeOfBasis", "SkipRewriteError", "absorb", "diagonalise"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Of a routed block class and a kind of site: the layer that begins the branch and the one that ends it. Only blocks in which
-# nothing acts on the stream itself but the skip.
+# Of a routed block class and a kind of site: the layer that begins the branch and the one that ends it. Only blocks in
+# which nothing acts on the stream itself but the skip.
 _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("vision_transformer_Block", "attention"): ("norm1", "drop_path1"),
     ("vision_transformer_Block", "mlp"): ("norm2", "drop_path2"),
@@ -182,8 +182,8 @@ def _places(model: nn.Module, verb: str, kind: str) -> List[_Place]:
         place = _Place(site, block, torch.empty(0))
         if _key(place) not in _BRANCHES:
             raise SkipRewriteError(
-                f"cannot {verb} {name}: {site.name} is in a {_key(place)[0]}, where the stream may be normalised, gated or "
-                f"activated, which no change of basis passes; it can be done in "
+                f"cannot {verb} {name}: {site.name} is in a {_key(place)[0]}, where the stream may be normalised, gated "
+                f"or activated, which no change of basis passes; it can be done in "
                 f"{', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__

@@ -24,10 +24,12 @@ What the paper leaves open, and what is done here:
 import math
 from collections import OrderedDict
 from functools import partial
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional, Union
 
+import torch
 from timm.layers import BatchNormAct2d, create_conv2d
 from timm.models import PretrainedCfg, build_model_with_cfg
+from timm.models._features import feature_take_indices
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
@@ -36,6 +38,8 @@ from ._build import SUFFIXES, connected, own_pretrained_cfg, pop_connection_argu
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["SkipNetwork"]  # and appends to it
+
+Indices = Optional[Union[int, List[int]]]
 
 
 def _branch_conv(in_chs: int, out_chs: int, kernel_size: int, branches: Optional[int] = 1, **kwargs) -> nn.Module:
@@ -82,6 +86,17 @@ class SkipNetwork(ResNetV2):
             info["reduction"] //= 4
         self.init_weights(zero_init_last=zero_init_last)
 
+    def forward_intermediates(self, x: torch.Tensor, indices: Indices = None, *args, **kwargs):
+        """As timm's, for the stem and three stages; timm counts on four."""
+        return super().forward_intermediates(x, self._levels(indices), *args, **kwargs)
+
+    def prune_intermediate_layers(self, indices: Indices = 1, *args, **kwargs):
+        """As timm's, likewise."""
+        return super().prune_intermediate_layers(self._levels(indices), *args, **kwargs)
+
+    def _levels(self, indices: Indices) -> List[int]:
+        return feature_take_indices(len(self.feature_info), indices)[0]
+
     def init_weights(self, zero_init_last: bool = True) -> None:
         super().init_weights(zero_init_last=zero_init_last)
         for name, module in self.named_modules():
@@ -117,7 +132,7 @@ def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_
         name,
         pretrained,
         pretrained_cfg=own_pretrained_cfg(name, pretrained_cfg),
-        feature_cfg=dict(flatten_sequential=True),
+        feature_cfg=dict(flatten_sequential=True, out_indices=(0, 1, 2, 3)),
         **kwargs,
     )
     return record_as_asked(model)
