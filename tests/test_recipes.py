@@ -31,6 +31,7 @@ NAMES = [
     *(f"resnetv2_{depth}_{data}" for depth in (18, 34, 50, 101) for data in ("cifar10", "cifar100", "tiny_imagenet")),
     "resnetv2_50_cifar100_initialisation",
 ]
+SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # of another paper, see test_skip_studies.py
 
 
 def text(name):
@@ -58,7 +59,7 @@ def table(name):
 # ------------------------------------------------------------------------------------- keys and values
 def test_the_recipes_are_all_there():
     assert list(paper.experiments()) == NAMES
-    assert set(recipe.shipped()) == {*NAMES, "digits", "small_images"}
+    assert set(recipe.shipped()) == {*NAMES, *SKIPNETS, "digits", "small_images"}
 
 
 @pytest.mark.parametrize("name", NAMES)

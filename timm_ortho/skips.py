@@ -49,6 +49,7 @@ _PIECE = 2 ** 18  # elements; with what is made of them they fit the last cache 
 
 
 # -------------------------------------------------------------------------------------------- the map, plainly
+@torch.jit.script_if_tracing  # a trace would have the sizes of one stream in it
 def plain_skip(
         x: Tensor,
         f: Optional[Tensor],
@@ -245,10 +246,10 @@ class Skip(nn.Module):
         arguments = self.own, self.mean, self.branches, self.matrices, self.dim
         if has_torch_function_variadic(x, f):  # FX proxies and tensor subclasses: one call of the plain form
             return handle_torch_function(plain_skip, (x, f), x, f, *arguments)
-        self.check(x)
         if is_recorded() or torch.compiler.is_compiling():
             with _without_autocast(x.device):
                 return plain_skip(x, f, *arguments)
+        self.check(x)
         return _Transformed.apply(x, f, self, False)
 
     def check(self, x: Tensor) -> None:

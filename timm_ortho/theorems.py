@@ -182,8 +182,8 @@ def _places(model: nn.Module, verb: str, kind: str) -> List[_Place]:
         place = _Place(site, block, torch.empty(0))
         if _key(place) not in _BRANCHES:
             raise SkipRewriteError(
-                f"cannot {verb} {name}: {site.name} is in a {_key(place)[0]}, where the stream may be normalised, gated "
-                f"or activated, which no change of basis passes; it can be done in "
+                f"cannot {verb} {name}: {site.name} is in a {_key(place)[0]}, where the stream may be normalised, "
+                f"gated or activated, which no change of basis passes; it can be done in "
                 f"{', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
