@@ -139,3 +139,38 @@ def test_recorded_is_the_stream_that_the_block_hands_on():
     with record(model, every=1) as recorder:
         model(images())
     assert min(row["stream"] for row in recorder.rows) > 0
+
+
+@pytest.mark.parametrize("skip", ["idempotent_cmr", "orthogonal_tp"])
+@pytest.mark.parametrize("connection", ["linear", "feature"])
+def test_compiles_as_one_graph(connection, skip):
+    torch._dynamo.reset()
+    model, x = connect(tiny("basic").double(), connection, skip=skip), images().double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for form in (model, compiled):
+        model.zero_grad()
+        form(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_autocast_trains():
+    model = connect(tiny("basic"), "feature", skip="orthogonal_random")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(images())
+    y.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.skipif(
+    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
+def test_restored_with_its_transforms(tmp_path):
+    """What the Hub does, through a folder: the rotations are no part of the weights and come back by their seed."""
+    arguments = dict(num_classes=5, skip="orthogonal_random", skip_seed=3, layers=(1, 1, 1))
+    model = timm.create_model("skipnet_20_ortho", **arguments).eval()
+    timm.models.save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
+    restored = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(restored(x), model(x))
+    assert not torch.allclose(connect(restored, "feature", skip="orthogonal_random")(x), model(x))
