@@ -228,6 +228,8 @@ def _add_bench(commands: Any) -> None:
     add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures for both variants "
                                                     "(default: vit_small_ortho and resnetv2_50_ortho, on a GPU four)")
     add("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the models")
+    add("--skips", nargs="+", metavar="NAME", help="models with these transforms of the stream, over the identity, in "
+                                                   "place of orthogonal variants: orthogonal_tp, ...")
     add("--img-size", type=int, metavar="N", help="default: each architecture's own")
     add("--batch-size", "-b", type=int, metavar="N", help="default: 8, 16 for vit_small_ortho, on a GPU 256")
     add("--shapes", nargs="+", metavar="SHAPE", help="of the operator's tensors: tokens as 16x197x384, NCHW as "
@@ -243,7 +245,8 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(call=_bench)
 
 
-_MEASURED = ("what", "models", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats", "quick")
+_MEASURED = (
+    "what", "models", "skips", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats", "quick")
 
 
 def _bench(parsed: argparse.Namespace) -> int:
