@@ -5,6 +5,7 @@
     python scripts/timm_tests.py --marked     the same, of timm's tests only those that timm's CI runs: much quicker
     python scripts/timm_tests.py --spread     about a dozen variants, one of each kind of block
     python scripts/timm_tests.py --only vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
+    python scripts/timm_tests.py --only test_vit_ortho resnetv2_18_ortho --skip orthogonal_tp
 
 `tests/test_models.py` comes out of timm's source distribution, of the very version that is installed; it is downloaded
 into a cache folder and never becomes part of this project. Only `tests/` is unpacked, so that the installed timm is
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Dict, Iterable, List, Optional
 
@@ -39,11 +41,12 @@ SPREAD = (
     "resnetv2_18_ortho",  # PreActBasic
     "resnetv2_50_orthog", "resnetv2_50d_gn_ortho", "resnetv2_50x1_bit_orthog",  # PreActBottleneck
     "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
-    "vit_small_ortho", "resnetv2_18_cifar_orthog",  # the papers' own
+    "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own
 )
 SUFFIXES = ("_ortho", "_orthog", "_linear")
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
-WANTED, OUTCOMES = "TIMM_TESTS_WANTED", "TIMM_TESTS_OUTCOMES"  # how this script talks to itself as a plugin
+WANTED, OUTCOMES, SKIP = (  # how this script talks to itself as a plugin
+    "TIMM_TESTS_WANTED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
 
 PYTEST_INI = """[pytest]
 markers =
@@ -69,10 +72,14 @@ def pytest_configure(config) -> None:
 
     # timm's feature tests choose models by module: in this process each variant stands in its architecture's module too
     for name, module in list(_registry._model_to_module.items()):
-        if module in ("variants", "paper"):
-            own = "resnetv2" if name.startswith("resnetv2") else "vision_transformer"
+        if module in ("variants", "paper", "skip_networks"):
+            own = "resnetv2" if name.startswith(("resnetv2", "skipnet")) else "vision_transformer"
             home = _registry._model_to_module.get(architecture(name), own)
             _registry._module_to_models[home].add(name)
+    skip = os.environ.get(SKIP)
+    for name in json.loads(os.environ[WANTED]) if skip else ():
+        if architecture(name) != name:
+            _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
 
 
 def pytest_collection_modifyitems(config, items: list) -> None:
@@ -120,6 +127,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--spread", action="store_true", help="about a dozen variants, one of each kind of block")
     choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
+    parser.add_argument("--skip", metavar="NAME", help="with --only: the variants with this transform of the stream")
     parser.add_argument("--marked", action="store_true",
                         help="only the tests with a marker, which are those that timm's CI runs")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
@@ -130,6 +138,9 @@ def main(argv: Optional[List[str]] = None) -> int:
                         help="architectures of a full run that are tested at once (default: 1); the largest need 10 GB")
     args = parser.parse_args(argv)
 
+    if args.skip and not args.only:
+        parser.error("--skip is for --only")
+    os.environ[SKIP] = args.skip or ""
     bases = variants_and_bases()
     if args.only:
         unknown = sorted(set(args.only) - bases.keys())
