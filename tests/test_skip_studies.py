@@ -87,4 +87,12 @@ def test_from_run_to_report(name, tmp_path, monkeypatch, capsys):
     else:
         assert "rank / width" in said
     assert "Wang et al. (2017)" in report
-    assert results
+    assert results["study"]["paper"] == study_specs.paper.section(name)["table"] + " of Wang et al. (2017)"
+
+
+def test_listed_recipes(capsys):
+    assert cli.main(["recipe", "--list"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("skipnet_svhn"))
+    assert "SVHN" in line
+    assert "Table 2 of Wang et al. (2017)" in line
+    assert "Idempotent-MR 97.59 ± 0.05" in line

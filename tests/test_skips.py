@@ -138,6 +138,12 @@ def test_random_is_a_rotation_of_its_own_at_each_site(width):
     assert torch.equal(p, create_skip("orthogonal_random", width).matrix())
 
 
+def test_random_is_a_rotation_for_every_draw():
+    """No reflection among the 3 x 3 factors either, which a QR decomposition gives half of the time."""
+    for site in range(12):
+        assert torch.linalg.det(create_skip("orthogonal_random", 3, site=site).matrix()).item() == pytest.approx(1.0)
+
+
 def test_random_does_not_depend_on_torch():
     """What a checkpoint relies on: the numbers follow from seed and site alone."""
     before = torch.get_rng_state()

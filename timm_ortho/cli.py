@@ -293,7 +293,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
 
 
 def _list_recipes() -> None:
-    from .lab.paper import experiments, figures
+    from .lab.paper import experiments, figures, skip_recipe
     from .lab.recipe import load, shipped
 
     rows = [("name", "model", "data set", "table", "top-1 in the paper")]
@@ -303,11 +303,18 @@ def _list_recipes() -> None:
         if name in experiments():
             experiment = experiments()[name]
             dataset, table = figures()["datasets"][experiment.dataset]["name"], experiment.table
-            top1 = "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in experiment.top1().items())
+            top1 = _top1(experiment.top1())
+        elif skip_recipe(name):
+            dataset, table, figures_by_skip = skip_recipe(name)
+            table, top1 = f"{table} of Wang et al. (2017)", _top1(figures_by_skip)
         rows.append((name, values["model"], dataset, table, top1))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         print("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))
+
+
+def _top1(by_label: Mapping[str, Sequence[float]]) -> str:
+    return "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in by_label.items())
 
 
 # ------------------------------------------------------------------------------------------- list, env

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Mapping
 
-__all__ = ["Experiment", "accuracy", "architecture", "experiments", "figures", "section", "skip_figures"]
+__all__ = ["Experiment", "accuracy", "architecture", "experiments", "figures", "section", "skip_figures", "skip_recipe"]
 
 
 @cache
@@ -25,6 +25,15 @@ def figures() -> Mapping[str, Any]:
 def skip_figures() -> Mapping[str, Any]:
     """Everything in `paper_skips.json`: names, a section for each table, and the `recipe`."""
     return json.loads(files(__package__).joinpath("paper_skips.json").read_text(encoding="utf-8"))
+
+
+def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
+    """Data set, table, and top-1 by skip of a recipe for the networks of Wang et al.; None of any other recipe."""
+    found, (network, _, data) = skip_figures(), name.partition("_")
+    if network != "skipnet" or data not in found["datasets"]:
+        return None
+    top1 = {found["skips"][skip]: by_data[data] for skip, by_data in found["skips_branch4"]["20"].items()}
+    return found["datasets"][data], found["skips_branch4"]["table"], top1
 
 
 def section(table: str | None) -> Mapping[str, Any]:

@@ -426,7 +426,7 @@ def _dynamics_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
 
 def _skip_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     return [drawing for depth in dict.fromkeys(run["cell"]["depth"] for run in runs) for drawing in _training(
-        study, [run for run in runs if run["cell"]["depth"] == depth], _skip, f"depth {depth}")]
+        study, [run for run in runs if run["cell"]["depth"] == depth], _skip, f"Depth {depth}")]
 
 
 def _rank_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:

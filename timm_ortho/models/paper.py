@@ -155,7 +155,7 @@ def _create(name: str, base: str, default: str, /, pretrained=False, pretrained_
 def _register_architectures() -> None:
     for base, (_, cfg, _) in ARCHITECTURES.items():
         for suffix, connection in SUFFIXES.items():
-            doc = f"The paper's {base} with the {connection} connection; arguments as timm's, and ``connection*``."
+            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
             register(__name__, base + suffix, partial(_create, base + suffix, base, connection), cfg, doc)
 
 
