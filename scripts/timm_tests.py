@@ -5,16 +5,21 @@
     python scripts/timm_tests.py --marked     the same, of timm's tests only those that timm's CI runs: much quicker
     python scripts/timm_tests.py --spread     about a dozen variants, one of each kind of block
     python scripts/timm_tests.py --only vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
+    python scripts/timm_tests.py --only test_vit_ortho resnetv2_18_ortho --skip orthogonal_tp
 
 `tests/test_models.py` comes out of timm's source distribution, of the very version that is installed; it is downloaded
 into a cache folder and never becomes part of this project. Only `tests/` is unpacked, so that the installed timm is
 the one under test. In the process that runs them this file is a pytest plugin (`-p timm_tests`): it registers the
 variants before timm's tests list their models, keeps the tests of the models asked for, and writes down each outcome.
 
+A process that dies, for want of memory or of time, is followed by another for the tests that are left, the one that it
+died in first; that test has failed if the new process dies in it as well.
+
 A test that a variant fails is run on the architecture it was made from as well. Where that fails too, or where timm's
 own lists leave the architecture out of that test, it is reported but not held against the variant.
 """
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -23,8 +28,9 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional
+from typing import Dict, Iterable, List, Optional, Tuple
 
 # One variant for each kind of block, stem, norm and head, the quick ones of each; both scopes in turn.
 SPREAD = (
@@ -39,11 +45,12 @@ SPREAD = (
     "resnetv2_18_ortho",  # PreActBasic
     "resnetv2_50_orthog", "resnetv2_50d_gn_ortho", "resnetv2_50x1_bit_orthog",  # PreActBottleneck
     "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
-    "vit_small_ortho", "resnetv2_18_cifar_orthog",  # the papers' own
+    "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own
 )
 SUFFIXES = ("_ortho", "_orthog", "_linear")
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
-WANTED, OUTCOMES = "TIMM_TESTS_WANTED", "TIMM_TESTS_OUTCOMES"  # how this script talks to itself as a plugin
+WANTED, ENDED, OUTCOMES, SKIP = (  # how this script talks to itself as a plugin
+    "TIMM_TESTS_WANTED", "TIMM_TESTS_ENDED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
 
 PYTEST_INI = """[pytest]
 markers =
@@ -69,18 +76,22 @@ def pytest_configure(config) -> None:
 
     # timm's feature tests choose models by module: in this process each variant stands in its architecture's module too
     for name, module in list(_registry._model_to_module.items()):
-        if module in ("variants", "paper"):
-            own = "resnetv2" if name.startswith("resnetv2") else "vision_transformer"
+        if module in ("variants", "paper", "skip_networks"):
+            own = "resnetv2" if name.startswith(("resnetv2", "skipnet")) else "vision_transformer"
             home = _registry._model_to_module.get(architecture(name), own)
             _registry._module_to_models[home].add(name)
+    skip = os.environ.get(SKIP)
+    for name in json.loads(os.environ[WANTED]) if skip else ():
+        if architecture(name) != name:
+            _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
 
 
 def pytest_collection_modifyitems(config, items: list) -> None:
     """Keeps the tests that have one of the wanted models among their parameters."""
-    wanted = json.loads(os.environ[WANTED])
+    wanted, ended = json.loads(os.environ[WANTED]), set(json.loads(os.environ[ENDED]))
 
     def keep(item) -> bool:
-        functions = wanted.get(_model_of(item))
+        functions = wanted.get(_model_of(item)) if item.nodeid not in ended else None
         return functions is not None and (not functions or item.originalname in functions)
 
     kept = [item for item in items if keep(item)]
@@ -88,6 +99,7 @@ def pytest_collection_modifyitems(config, items: list) -> None:
     items[:] = kept
     for item in items:
         item.user_properties.append(("timm_test", [_model_of(item), item.originalname]))
+    _write({"collected": [[item.nodeid, _model_of(item), item.originalname] for item in items]})
 
 
 def _model_of(item) -> Optional[str]:
@@ -98,6 +110,10 @@ def _model_of(item) -> Optional[str]:
 
 def pytest_runtest_logstart(nodeid: str, location) -> None:
     _write({"started": nodeid})
+
+
+def pytest_runtest_teardown(item) -> None:
+    gc.collect()  # graphs of FX hold models of gigabytes in cycles
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -120,6 +136,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--spread", action="store_true", help="about a dozen variants, one of each kind of block")
     choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
+    parser.add_argument("--skip", metavar="NAME", help="with --only: the variants with this transform of the stream")
     parser.add_argument("--marked", action="store_true",
                         help="only the tests with a marker, which are those that timm's CI runs")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
@@ -130,6 +147,9 @@ def main(argv: Optional[List[str]] = None) -> int:
                         help="architectures of a full run that are tested at once (default: 1); the largest need 10 GB")
     args = parser.parse_args(argv)
 
+    if args.skip and not args.only:
+        parser.error("--skip is for --only")
+    os.environ[SKIP] = args.skip or ""
     bases = variants_and_bases()
     if args.only:
         unknown = sorted(set(args.only) - bases.keys())
@@ -274,11 +294,32 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bo
 
 def call_pytest(
         tests: Path, wanted: Dict[str, List[str]], timeout: float, marked: bool, verbose: bool) -> List[dict]:
-    """Runs pytest once. `wanted`: model -> names of test functions, empty for all."""
+    """Runs pytest, again for what is left where a process dies. `wanted`: model -> names of tests, empty for all."""
+    ended: Dict[str, dict] = {}  # of each test, by pytest's id
+    while True:
+        records, how, log = _one_process(tests, wanted, list(ended), timeout, marked, verbose)
+        collected = {one: dict(model=model, test=test) for r in records for one, model, test in r.get("collected", ())}
+        ended.update((r["ended"], {key: r[key] for key in ("model", "test", "outcome", "message")})
+                     for r in records if "ended" in r)
+        started = [record["started"] for record in records if "started" in record]
+        if started and started[0] not in ended:  # a process of its own was not enough for it either
+            message = f"the process died in it ({how})"
+            ended[started[0]] = dict(collected[started[0]], outcome="failed", message=message)
+        if not started or collected.keys() <= ended.keys():
+            break
+    if not ended and not verbose:
+        print(log[-3000:])
+    return list(ended.values())
+
+
+def _one_process(tests: Path, wanted: Dict[str, List[str]], ended: List[str], timeout: float, marked: bool,
+                 verbose: bool) -> Tuple[List[dict], str, str]:
+    """What the plugin wrote, how the process ended and what it printed."""
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch) / "outcomes.jsonl"
         outcomes.touch()
-        env = dict(os.environ, **{WANTED: json.dumps(wanted), OUTCOMES: str(outcomes)})
+        env = dict(
+            os.environ, **{WANTED: json.dumps(wanted), ENDED: json.dumps(ended), OUTCOMES: str(outcomes)})
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), env.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "pytest", str(tests), "-c", str(tests.parents[1] / "pytest.ini")]
         command += ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "-W", "ignore", "-q", "--tb=short"]
@@ -289,19 +330,7 @@ def call_pytest(
             how, log = f"exit status {process.returncode}", process.stdout or ""
         except subprocess.TimeoutExpired as late:
             how, log = f"stopped after {timeout:.0f} s", str(late.stdout or "")
-        records = [json.loads(line) for line in outcomes.read_text().splitlines()]
-
-    ended = {record["ended"] for record in records if "ended" in record}
-    results = [{key: record[key] for key in ("model", "test", "outcome", "message")}
-               for record in records if "ended" in record]
-    for record in records:
-        if record.get("started", "") and record["started"] not in ended:  # the process died in it
-            test, _, parameters = record["started"].rpartition("::")[2].partition("[")
-            model = next((name for name in wanted if parameters.rstrip("]").split("-")[-1] == name), next(iter(wanted)))
-            results.append(dict(model=model, test=test, outcome="failed", message=f"the process died in it ({how})"))
-    if not results and not verbose:
-        print(log[-3000:])
-    return results
+        return [json.loads(line) for line in outcomes.read_text().splitlines()], how, log
 
 
 def counted(results: Iterable[dict]) -> str:

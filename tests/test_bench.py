@@ -407,6 +407,20 @@ def architecture(name="vit_small_ortho", **arguments):
     return bench._architecture(name, 2, None, dict(dict(img_size=32, depth=1, embed_dim=32, num_heads=2), **arguments))
 
 
+def test_transforms_of_the_stream_are_measured_against_the_identity(tmp_path):
+    rows = run(tmp_path, "--what", "models", "--models", "skipnet_20_branch4_ortho", "--model-kwargs", "layers=[1,1,1]",
+               "--skips", "orthogonal_tp", "scaled", "--no-compile", "--repeats", "1", "-b", "2")
+    assert {row["candidate"] for row in rows} == {"linear", "orthogonal_tp", "scaled"}
+    assert all(float(row["ratio_p50"]) > 0 for row in rows)
+    models = bench._twins(bench._architecture("skipnet_20", 2, None, {"layers": (1, 1, 1)}, ["idempotent_mr"]))
+    found = {name: [site.connection.skip for site in sites(model)] for name, model in models.items()}
+    assert set(found) == {"linear", "idempotent_mr"}
+    assert set(found["linear"]) == {None}
+    assert {skip.name for skip in found["idempotent_mr"]} == {"idempotent_mr"}
+    weights = [model.state_dict() for model in models.values()]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
 def test_twins_differ_in_their_connections_only():
     twins = bench._twins(architecture("vit_small"))
     assert list(twins) == ["linear", "ortho", "orthog"]
@@ -581,6 +595,8 @@ def test_nothing_to_draw_is_no_error(tmp_path):
 # ----------------------------------------------------------------------------------------- the command line
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--what", "modles"], "unknown part 'modles', known are 'operator', 'models'; did you mean 'models'?"),
+    (["--skips", "ortho_tp"], "unknown skip 'ortho_tp', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
+                              "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
     (["--dtypes", "float23"], "unknown dtype 'float23'"),
     (["--device", "tpu"], "unknown device 'tpu', known are 'cpu', 'cuda'"),
     (["--device", "cpu:x"], "--device cpu:x:"),

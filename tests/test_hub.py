@@ -83,6 +83,23 @@ def test_connections_are_restored(tmp_path, name, kwargs, arguments):
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize(("name", "kwargs"), [
+    ("vit_small_ortho", dict(skip="orthogonal_random", skip_seed=3)),
+    ("vit_small_linear", dict(skip="scaled")),
+    ("vit_small_orthog", dict(skip="idempotent_cmr", skip_branches=4)),
+    ("vit_small_ortho", dict(skip="idempotent_mr", skip_rank=8)),
+])
+def test_transforms_of_the_stream_are_restored(tmp_path, name, kwargs):
+    model = tiny(name, **kwargs)
+    card = str(hub.export(model, tmp_path / "out", "me/model"))
+    assert {k: v for k, v in config(tmp_path / "out")["model_args"].items() if k.startswith("skip")} == kwargs
+    assert f"{kwargs['skip']}: " in card
+    assert "arXiv:1707.05974" in card
+    again = loaded(tmp_path / "out")
+    assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
+    assert torch.equal(logits(again), logits(model))
+
+
 def test_learned_connections_are_weights(tmp_path):
     model = tiny(connection="hybrid")
     with torch.no_grad():
@@ -264,6 +281,11 @@ def test_what_config_json_cannot_say_is_refused(tmp_path):
     timm_ortho.connect(mixed.blocks[0], "global")
     assert "connections differ from site to site" in message(mixed, tmp_path / "out")
     assert "is not a classifier that timm.create_model made" in message(torch.nn.Linear(2, 2), tmp_path / "out")
+    transformed = tiny(skip="orthogonal_tp")
+    timm_ortho.sites(transformed)[1].connection.skip = None
+    assert "give all its sites one skip" in message(transformed, tmp_path / "out")
+    rewritten = timm_ortho.absorb(tiny(skip="orthogonal_tp"))
+    assert "rewritten by timm_ortho.absorb or diagonalise" in message(rewritten, tmp_path / "out")
     unknown = tiny()
     unknown.pretrained_cfg = {**unknown.pretrained_cfg, "architecture": "vit_unheard_of"}
     assert "'vit_unheard_of' is not registered with timm" in message(unknown, tmp_path / "out")

@@ -107,7 +107,8 @@ def test_shipped_study_is_complete(name):
 
 def test_every_experiment_of_the_paper_is_there():
     experiments = """accuracy switch_reinitialised switch_kept layer_pattern probability epsilon learning_rate
-        initialisation head_norm hybrid dynamics representation overhead parameters gamma"""
+        initialisation head_norm hybrid dynamics representation overhead parameters gamma
+        skips_single skips_branch4 skips_depthwise skip_rank"""
     assert set(NAMES) == set(experiments.split())
 
 

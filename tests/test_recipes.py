@@ -31,6 +31,7 @@ NAMES = [
     *(f"resnetv2_{depth}_{data}" for depth in (18, 34, 50, 101) for data in ("cifar10", "cifar100", "tiny_imagenet")),
     "resnetv2_50_cifar100_initialisation",
 ]
+SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # of another paper, see test_skip_studies.py
 
 
 def text(name):
@@ -58,7 +59,7 @@ def table(name):
 # ------------------------------------------------------------------------------------- keys and values
 def test_the_recipes_are_all_there():
     assert list(paper.experiments()) == NAMES
-    assert set(recipe.shipped()) == {*NAMES, "digits", "small_images", "vit_test_digits"}
+    assert set(recipe.shipped()) == {*NAMES, *SKIPNETS, "digits", "small_images", "vit_test_digits"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -387,7 +388,7 @@ def test_recipe_prints_the_file(capsys, name):
 def test_recipe_list(capsys):
     assert cli.main(["recipe", "--list"]) == 0
     rows = {line.split()[0]: re.split(r"  +", line)[1:] for line in capsys.readouterr().out.splitlines()}
-    assert list(rows) == ["name", *NAMES, "digits", "small_images", "vit_test_digits"]
+    assert list(rows) == ["name", *NAMES, "digits", *SKIPNETS, "small_images", "vit_test_digits"]
     assert rows["resnetv2_34_cifar100"] == [
         "resnetv2_34_cifar_ortho", "CIFAR-100", "Table 2",
         "Linear 78.92 ± 0.31; Orthogonal-F 78.97 ± 0.04; Orthogonal-G 78.71 ± 0.24"]
@@ -395,6 +396,7 @@ def test_recipe_list(capsys):
         "Table 7", "kaiming, Linear 77.78 ± 0.16; kaiming, Orthogonal-G 77.54 ± 0.20; xavier, Linear 77.43 ± 0.37; "
         "xavier, Orthogonal-G 77.09 ± 0.31; orthogonal, Linear 77.40 ± 0.33; orthogonal, Orthogonal-G 77.22 ± 0.24"]
     assert rows["digits"] == ["vit_small", "digits", "-", "-"]
+    assert rows["skipnet_cifar100"][:3] == ["skipnet_20_branch4_linear", "CIFAR-100", "Table 2 of Wang et al. (2017)"]
 
 
 def test_unknown_recipe(capsys):

@@ -11,15 +11,18 @@ from .connections import (
 from .convert import Site, UnsupportedModelError, connect, sites
 from .diagnostics import Recorder, record, representation
 from .functional import decompose, residual_update
-from .models import paper, variants  # registers the models
+from .models import paper, skip_networks, variants  # registers the models
 from .models.preflight import WeightsError
 from .models.pulling import pull
 from .routing import RoutingError
+from .skips import SKIPS, Skip, create_skip
+from .theorems import SkipRewriteError, absorb, diagonalise
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "Recorder", "RoutingError", "Site", "UnsupportedModelError", "WeightsError", "connect", "create_connection",
-    "decompose", "paper", "pull", "record", "representation", "residual_update", "sites", "variants",
+    "CONNECTIONS", "SKIPS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection",
+    "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "SkipRewriteError", "UnsupportedModelError",
+    "WeightsError", "absorb", "connect", "create_connection", "create_skip", "decompose", "diagonalise", "paper",
+    "pull", "record", "representation", "residual_update", "sites", "skip_networks", "variants",
 ]

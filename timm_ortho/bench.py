@@ -33,6 +33,7 @@ from .connections import LinearConnection, known_name
 from .convert import connect, sites
 from .functional import choose_backend, plain_update, residual_update
 from .models._build import SUFFIXES, on_meta
+from .skips import SKIPS
 
 __all__ = ["DEFAULTS", "BenchError", "bench"]
 
@@ -68,13 +69,17 @@ class BenchError(ValueError):
 
 
 class Architecture(NamedTuple):
-    """A model: its name without suffix, the suffixes of its variants, their arguments, and the shape of a batch."""
+    """A model: its name without suffix, the suffixes of its variants, their arguments, and the shape of a batch.
+
+    With `skips` it is measured with these transforms of the stream in place of variants, all with linear connections.
+    """
 
     base: str
     suffixes: Sequence[str]
     arguments: Mapping[str, Any]
     batch: tuple[int, ...]
     layouts: Sequence[str]
+    skips: Sequence[str] = ()
 
     @property
     def label(self) -> str:
@@ -121,7 +126,7 @@ def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path
 
     Args:
         given: Options that replace the defaults of the device: those of `DEFAULTS`, `device`, `quick`, `img_size`,
-            `model_kwargs`.
+            `model_kwargs`, `skips`.
         environment: Versions and machine, as `timm-ortho env` prints them.
         output: Folder of the files.
         command: The command line, for the CSV.
@@ -167,7 +172,9 @@ def resolve(given: Mapping[str, Any]) -> Namespace:
     given = {key: value for key, value in given.items() if value is not None}
     quick, device = given.pop("quick", False), _device(given.pop("device", None))
     options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **given}, device=device)
-    for kind, names, known in (("part", options.what, PARTS), ("dtype", options.dtypes, DTYPES)):
+    skips = given.get("skips", ())
+    chosen = ("part", options.what, PARTS), ("dtype", options.dtypes, DTYPES), ("skip", skips, SKIPS)
+    for kind, names, known in chosen:
         for name in names:
             _known(kind, name, known)
     for name in ("repeats", "batch_size", "img_size"):
@@ -178,7 +185,8 @@ def resolve(given: Mapping[str, Any]) -> Namespace:
         options.models = dict.fromkeys(options.models, options.batch_size)
     short = SHORT if quick and "models" not in given else {}
     options.models = [
-        _architecture(name, batch, given.get("img_size"), {**short.get(name, {}), **given.get("model_kwargs", {})})
+        _architecture(
+            name, batch, given.get("img_size"), {**short.get(name, {}), **given.get("model_kwargs", {})}, skips)
         for name, batch in options.models.items() if "models" in options.what]
     return options
 
@@ -209,7 +217,13 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _architecture(name: str, batch: int, img_size: Optional[int], arguments: Mapping[str, Any]) -> Architecture:
+def _architecture(
+        name: str,
+        batch: int,
+        img_size: Optional[int],
+        arguments: Mapping[str, Any],
+        skips: Sequence[str] = (),
+) -> Architecture:
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     base = name.removesuffix(suffix)
     if suffix == "_linear" or not timm.is_model(f"{base}_ortho"):
@@ -228,7 +242,7 @@ def _architecture(name: str, batch: int, img_size: Optional[int], arguments: Map
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)
     layouts = ("nchw", "channels_last") if sites(model)[0].connection.dim == 1 else ("tokens",)
-    return Architecture(base, [suffix] if suffix else ["_ortho", "_orthog"], arguments, batch, layouts)
+    return Architecture(base, [suffix] if suffix else ["_ortho", "_orthog"], arguments, batch, layouts, skips)
 
 
 # -------------------------------------------------------------------------------------------------- the clock
@@ -497,6 +511,8 @@ def _model_candidates(
 
 def _twins(architecture: Architecture) -> dict[str, nn.Module]:
     """The variants, and before them the first once more with linear connections; all with the same weights."""
+    if architecture.skips:
+        return _with_skips(architecture)
     suffixes = architecture.suffixes
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -506,6 +522,18 @@ def _twins(architecture: Architecture) -> dict[str, nn.Module]:
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict(), strict=False)  # --model-kwargs connection=hybrid has more
     return dict(zip(("linear", *(suffix[1:] for suffix in suffixes)), models, strict=True))
+
+
+def _with_skips(architecture: Architecture) -> dict[str, nn.Module]:
+    """The architecture with linear connections: once as it is, and with each transform of the stream."""
+    models = {}
+    for name in ("linear", *architecture.skips):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = timm.create_model(architecture.base + architecture.suffixes[0], **architecture.arguments)
+        skip = {} if name == "linear" else {"skip": name, "skip_branches": architecture.arguments.get("skip_branches")}
+        models[name] = connect(model, "linear", **skip)
+    return models
 
 
 def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, compiled: bool) -> Candidate:

@@ -36,6 +36,14 @@ CONNECTIONS = {
     "hybrid": "hybrid: both parts, with two learned weights at each addition",
 }
 
+SKIPS = {
+    "idempotent_mr": "idempotent_mr: the mean of the branches (Idempotent-MR)",
+    "idempotent_cmr": "idempotent_cmr: what each branch has beyond their mean (Idempotent-CMR)",
+    "orthogonal_tp": "orthogonal_tp: a Kronecker power of one rotation (Orthogonal-TP)",
+    "orthogonal_random": "orthogonal_random: a Kronecker product of random rotations",
+    "scaled": "scaled: x / L for L residual additions",
+}
+
 CITATIONS = {
     "orthogonal": """@inproceedings{oh2025revisiting,
   title     = {Revisiting Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks},
@@ -56,6 +64,12 @@ CITATIONS = {
   author    = {He, Kaiming and Zhang, Xiangyu and Ren, Shaoqing and Sun, Jian},
   booktitle = {European Conference on Computer Vision},
   year      = {2016}
+}""",
+    "skips": """@article{wang2017orthogonal,
+  title   = {Orthogonal and Idempotent Transformations for Learning Deep Neural Networks},
+  author  = {Wang, Jingdong and Xing, Yajie and Zhang, Kexin and Zhang, Cha},
+  journal = {arXiv preprint arXiv:1707.05974},
+  year    = {2017}
 }""",
     "timm": """@misc{rw2019timm,
   author       = {Wightman, Ross},
@@ -282,6 +296,8 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     connection = arguments.pop("connection", None)
     if connection:
         yield "connection", CONNECTIONS[connection]
+    if "skip" in arguments:
+        yield "transform of the stream", SKIPS[arguments.pop("skip")]
     for key, value in arguments.items():
         yield f"`{key}`", f"`{value}`"
     if subject.parameters is not None:
@@ -406,6 +422,8 @@ def _citations(subject: Subject, run: Optional[Run]) -> Iterator[str]:
         yield CITATIONS["vit"]
     if architecture.startswith(("resnetv2", "resnet")):
         yield CITATIONS["resnetv2"]
+    if subject.config and "skip" in (subject.config.get("model_args") or {}):
+        yield CITATIONS["skips"]
     yield CITATIONS["timm"]
 
 

@@ -229,6 +229,8 @@ def _add_bench(commands: Any) -> None:
     add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures for both variants "
                                                     "(default: vit_small_ortho and resnetv2_50_ortho, on a GPU four)")
     add("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the models")
+    add("--skips", nargs="+", metavar="NAME", help="models with these transforms of the stream, over the identity, in "
+                                                   "place of orthogonal variants: orthogonal_tp, ...")
     add("--img-size", type=int, metavar="N", help="default: each architecture's own")
     add("--batch-size", "-b", type=int, metavar="N", help="default: 8, 16 for vit_small_ortho, on a GPU 256")
     add("--shapes", nargs="+", metavar="SHAPE", help="of the operator's tensors: tokens as 16x197x384, NCHW as "
@@ -244,7 +246,8 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(call=_bench)
 
 
-_MEASURED = ("what", "models", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats", "quick")
+_MEASURED = (
+    "what", "models", "skips", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats", "quick")
 
 
 def _bench(parsed: argparse.Namespace) -> int:
@@ -291,7 +294,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
 
 
 def _list_recipes() -> None:
-    from .lab.paper import experiments, figures
+    from .lab.paper import experiments, figures, skip_recipe
     from .lab.recipe import load, shipped
 
     rows = [("name", "model", "data set", "table", "top-1 in the paper")]
@@ -301,11 +304,18 @@ def _list_recipes() -> None:
         if name in experiments():
             experiment = experiments()[name]
             dataset, table = figures()["datasets"][experiment.dataset]["name"], experiment.table
-            top1 = "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in experiment.top1().items())
+            top1 = _top1(experiment.top1())
+        elif skip_recipe(name):
+            dataset, table, figures_by_skip = skip_recipe(name)
+            table, top1 = f"{table} of Wang et al. (2017)", _top1(figures_by_skip)
         rows.append((name, values["model"], dataset, table, top1))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         print("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))
+
+
+def _top1(by_label: Mapping[str, Sequence[float]]) -> str:
+    return "; ".join(f"{label} {mean:.2f} ± {std:.2f}" for label, (mean, std) in by_label.items())
 
 
 # ------------------------------------------------------------------------------------------------- push

@@ -8,6 +8,9 @@
 | ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
 
 The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked here, when a connection is made.
+
+A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skips`). Then x stands for P x everywhere
+above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
 """
 import math
 from typing import Dict, List, Optional, Type
@@ -39,6 +42,7 @@ class Connection(nn.Module):
         eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
         dims: Axes of one projection, None for every axis but the batch.
         keep: What autograd keeps for the backward pass, see :func:`timm_ortho.functional.residual_update`.
+        skip: Transform of the stream, a :class:`timm_ortho.skips.Skip`, or None for the stream as it is.
     """
 
     dims: Optional[List[int]]
@@ -50,9 +54,17 @@ class Connection(nn.Module):
         self.eps = float(eps)
         self.keep = keep
         self.dims = [dim]
+        self.skip = None
+
+    def carried(self, x: Tensor) -> Tensor:
+        """``P x``, the stream that the branch output is compared with and added to."""
+        if self.skip is None:
+            return x
+        return self.skip(x)
 
     def join(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
         """The update with weights a and b, in the form that eager mode or TorchScript wants."""
+        x = self.carried(x)
         if torch.jit.is_scripting():
             return plain_update(x, f, parallel, orthogonal, self.dims, self.eps)
         else:
@@ -67,7 +79,9 @@ class LinearConnection(Connection):
     """The residual connection as it always was: y = x + f. ``eps`` plays no part; diagnostics read it."""
 
     def forward(self, x: Tensor, f: Tensor) -> Tensor:
-        return x + f
+        if self.skip is None:
+            return x + f
+        return self.skip.add(x, f)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
@@ -162,10 +176,14 @@ def create_connection(
         prob: float = 1.0,
         start: str = "orthogonal",
         keep: str = "output",
+        skip: Optional[nn.Module] = None,
         device=None,
         dtype=None,
 ) -> Connection:
     """Make a connection by name. Arguments that the named one has no use for are checked and otherwise ignored.
+
+    ``skip`` is a module that maps the stream x to P x and has ``add(x, f) -> P x + f``, as those of
+    :func:`timm_ortho.skips.create_skip`.
 
     Raises:
         ValueError: An unknown name, or a value outside its range.
@@ -175,9 +193,12 @@ def create_connection(
     check_prob(prob)
     known_name("start", start, STARTS)
     if issubclass(cls, FeatureConnection):
-        return cls(dim, eps, prob, keep)
-    if cls is HybridConnection:
+        made = cls(dim, eps, prob, keep)
+    elif cls is HybridConnection:
         if prob != 1.0:
             raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
-        return cls(dim, eps, start, device=device, dtype=dtype)
-    return cls(dim, eps)
+        made = cls(dim, eps, start, device=device, dtype=dtype)
+    else:
+        made = cls(dim, eps)
+    made.skip = skip
+    return made

@@ -1,12 +1,13 @@
 """The one door through which a model gets its connections."""
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from torch import nn
 
 from .connections import Connection, create_connection
 from .families import FAMILIES, TIMM, Family, family_of, is_residual, routed_class
+from .skips import Skip, create_skip
 
-__all__ = ["Site", "UnsupportedModelError", "connect", "sites"]
+__all__ = ["Site", "UnsupportedModelError", "connect", "sites", "stream_width"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -39,6 +40,10 @@ def connect(
         prob: float = 1.0,
         layers: Optional[Sequence[int]] = None,
         start: str = "orthogonal",
+        skip: str = "identity",
+        skip_branches: Optional[int] = None,
+        skip_rank: Optional[int] = None,
+        skip_seed: int = 0,
 ) -> ModelT:
     """Give every residual addition of a model a connection, in place, or replace those it has.
 
@@ -53,6 +58,13 @@ def connect(
         prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
         layers: Indices of the blocks that carry the connection, the others being linear; None for all.
         start: Where ``hybrid`` starts: ``orthogonal`` or ``linear``.
+        skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par +
+            b f_orth with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
+            ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the model's L additions), see
+            :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut.
+        skip_branches: B of the idempotent ones; None for as many as there are channels.
+        skip_rank: Their rank, in place of ``skip_branches``; a rank that all widths of the model must allow.
+        skip_seed: Of ``orthogonal_random``, which draws another rotation for each addition.
 
     Returns:
         The same model.
@@ -66,10 +78,11 @@ def connect(
     chosen = _chosen_layers(layers, len(blocks))
     arguments = dict(eps=eps, prob=prob, start=start)
     create_connection(connection, **arguments)  # raises before anything is changed, even if no layer is chosen
+    skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
     for layer, (block, family) in enumerate(blocks):
         here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
-        converted.append((block, routed_class(family), _make_connections(block, family, here)))
+        converted.append((block, routed_class(family), _make_connections(block, family, here, skips)))
     for block, cls, connections in converted:
         block.__class__ = cls
         for name, module in connections.items():
@@ -121,10 +134,33 @@ def _chosen_layers(layers: Optional[Sequence[int]], count: int) -> Sequence[int]
     return set(layers)
 
 
-def _make_connections(block: nn.Module, family: Family, arguments: Dict) -> Dict[str, Connection]:
+def _make_connections(
+        block: nn.Module, family: Family, arguments: Dict, skips: Iterator[Optional[Skip]]) -> Dict[str, Connection]:
     parameter = next(block.parameters(), None)
     where = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
     return {
-        attribute: create_connection(dim=family.dim, keep=family.keep, **where, **arguments).train(block.training)
+        attribute: create_connection(
+            dim=family.dim, keep=family.keep, skip=next(skips), **where, **arguments).train(block.training)
         for attribute in family.sites.values()
     }
+
+
+def _make_skips(
+        blocks: Sequence[Tuple[nn.Module, Family]], skip: str, **arguments: Any) -> Iterator[Optional[Skip]]:
+    """The transform of each site in order, None for the stream as it is.
+
+    Raises:
+        ValueError: Unknown, or not for a width of the model.
+    """
+    places = [(block, family) for block, family in blocks for _ in family.sites]
+    skips = [
+        create_skip(skip, stream_width(block), dim=family.dim, count=len(places), site=site, **arguments)
+        for site, (block, family) in enumerate(places)
+    ]
+    return iter([None] * len(skips) if skip == "identity" else skips)
+
+
+def stream_width(block: nn.Module) -> int:
+    """Channels that a block adds to the stream: what its last linear layer or convolution puts out."""
+    last = [module for module in block.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1]
+    return last.out_features if isinstance(last, nn.Linear) else last.out_channels

@@ -413,7 +413,7 @@ def residual_update(
         return x + f
     if chosen == "triton" and torch.compiler.is_compiling():
         return _kernels().operator(x, f, parallel, orthogonal, dims, eps, keep == "branch")
-    if _is_recorded():
+    if is_recorded():
         return plain_update(x, f, parallel, orthogonal, dims, eps)
     if not _needs_gradient(x, f, parallel, orthogonal):
         return _without_gradient(x, f, parallel, orthogonal, dims, eps, chosen)
@@ -431,7 +431,7 @@ def _needs_gradient(*inputs: Weight) -> bool:
     return torch.is_grad_enabled() and any(isinstance(i, Tensor) and i.requires_grad for i in inputs)
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Whether what is called ends up in a file: by ``torch.export`` or ``torch.jit.trace``."""
     is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # the first from torch 2.7
     return is_exporting() or torch.jit.is_tracing()

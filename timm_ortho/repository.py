@@ -32,9 +32,10 @@ from torch import nn
 
 from .card import CURVE, Subject, draw_curve, model_card
 from .connections import CONNECTIONS, FeatureConnection, HybridConnection, LinearConnection
-from .convert import connect, sites
-from .models._build import creation_arguments, pop_connection_arguments
+from .convert import Site, connect, sites
+from .models._build import creation_arguments, is_of_connections, pop_connection_arguments
 from .runs import CheckpointRun, PublishError, Run, class_names
+from .theorems import ChangeOfBasis
 
 __all__ = ["Model", "check_id", "export", "scrubbed", "short"]
 
@@ -120,6 +121,9 @@ def _detached(model: nn.Module) -> nn.Module:
     """A copy on the CPU, in evaluation mode, out of the wrappers of DDP and torch.compile."""
     bare = unwrap_model(model)
     bare = getattr(bare, "_orig_mod", bare)
+    if any(isinstance(module, ChangeOfBasis) for module in bare.modules()):
+        raise PublishError("the model was rewritten by timm_ortho.absorb or diagonalise, which no arguments of a "
+                           "variant can say: publish the one that it was made from")
     if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
         raise PublishError(f"{type(bare).__name__} is not a classifier that timm.create_model made: it has no "
                            "pretrained_cfg or no num_classes, and config.json could not say how to make it")
@@ -153,11 +157,12 @@ def _built(run: CheckpointRun) -> nn.Module:
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
     """The arguments of a variant that give a model the connections that this one has; {} for timm's own model."""
     found = sites(model)
-    carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
     if not found:
         return {}
+    transform = _skip_arguments(found)
+    carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
     if not carrying:
-        return {"connection": "linear"}
+        return {"connection": "linear", **transform}
     kinds = {(type(site.connection), site.connection.eps, getattr(site.connection, "prob", 1.0)) for site in carrying}
     layers = sorted({site.layer for site in carrying})
     if len(kinds) > 1 or len(carrying) != sum(site.layer in layers for site in found):
@@ -172,7 +177,17 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
         arguments["connection_start"] = carrying[0].connection.start
     if layers != sorted({site.layer for site in found}):
         arguments["connection_layers"] = layers
-    return arguments
+    return {**arguments, **transform}
+
+
+def _skip_arguments(found: Sequence[Site]) -> dict[str, Any]:
+    """Those that give its sites the transforms of the stream that they have; {} for the stream as it is."""
+    skips = [site.connection.skip for site in found]
+    asked = [{} if skip is None else getattr(skip, "asked", None) for skip in skips]
+    if asked[0] is None or any(one != asked[0] for one in asked):
+        raise PublishError("the model's transforms of the stream are not those of one timm_ortho.connect(skip=...), "
+                           "which no arguments of a variant can say: give all its sites one skip")
+    return asked[0]
 
 
 def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
@@ -218,7 +233,7 @@ def _config(
         config = json.loads(path.read_text(encoding="utf-8"))
     # num_classes: timm takes it from the root; transformers' TimmWrapper hands on both, and Python refuses the second
     arguments = {key: value for key, value in config.get("model_args", {}).items()
-                 if key != "num_classes" and not key.startswith("connection")}
+                 if key != "num_classes" and not is_of_connections(key)}
     return {**config, "model_args": {**arguments, **connection}}
 
 

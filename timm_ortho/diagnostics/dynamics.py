@@ -1,7 +1,7 @@
 """Norms and angles in the stream, read from the connections by forward hooks.
 
-For each site, averaged over the batch and over tokens or pixels, with x the stream that the site receives and f the
-branch output (paper, Section 3.5, Figures 3 and 10 to 12):
+For each site, averaged over the batch and over tokens or pixels, with x the stream that the site receives (transformed,
+if the connection has a skip transform) and f the branch output (paper, Section 3.5, Figures 3 and 10 to 12):
 
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
 
@@ -51,6 +51,7 @@ class SiteDynamics(NamedTuple):
 def measure(connection: nn.Module, x: Tensor, f: Tensor) -> Tensor:
     """``[stream, parallel, orthogonal, cosine]`` of what a connection receives, a tensor on the device of ``x``."""
     # at least float32: the square of a float16 norm overflows at 256
+    x = connection.carried(x)
     x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
     dim = connection.dim
     parallel, orthogonal = decompose(x, f, dim, connection.eps)

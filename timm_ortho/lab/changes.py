@@ -1,6 +1,7 @@
 """In words, what a scale and a data set changed: its options, data, grid and seeds against the paper's."""
 from typing import Any, Iterator, Mapping, Sequence
 
+from ..models import skip_networks
 from ..models.paper import ARCHITECTURES
 from . import LabError
 from .design import Design, Variant, load
@@ -61,7 +62,7 @@ def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[
 def _options(variant: Variant) -> dict[str, Any]:
     """What is compared: the architecture, its arguments, and timm's options."""
     model = base_name(variant.options.model)
-    own = ARCHITECTURES[model][2] if model in ARCHITECTURES else {}
+    own = ARCHITECTURES[model][2] if model in ARCHITECTURES else skip_networks.ARCHITECTURES.get(model, {})
     kwargs = {key: value for key, value in variant.options.model_kwargs.items()
               if not key.startswith("connection") and key != "img_size"}  # which is an option already
     options = {key: value for key, value in vars(variant.options).items() if key not in _NOT_COMPARED}

@@ -4,7 +4,7 @@ The keys of a file:
 
 | key | says |
 | --- | --- |
-| `title`, `paper`, `table` | the question, the paper's table or figure, its key in `paper.json` |
+| `title`, `paper`, `table` | the question, the paper's table or figure, its key in `paper.json` or the file beside it |
 | `kind` | `training` (the default), or what is computed without any: `overhead`, `parameters`, `gamma` |
 | `model` | architecture, without suffix |
 | `recipe` | where the options begin: a recipe, or `paper` for the paper's; without it what `compare` would take |
@@ -50,8 +50,9 @@ _NEEDED = ("title", "paper", "table", "scales")
 # Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal"}
 
-# The paper's data sets by its names, as timm names them; the last two are class folders.
-_TIMM_NAMES = {"cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "tiny_imagenet": "", "imagenet1k": ""}
+# The paper's data sets by its names, as timm names them; the last three are class folders.
+_TIMM_NAMES = {
+    "cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "svhn": "", "tiny_imagenet": "", "imagenet1k": ""}
 _BY_DATA = ("num_classes", "mean", "std")  # what the paper's recipes say for their own data set only
 
 
@@ -287,7 +288,7 @@ def _paper_recipe(model: str, dataset: str, paper_data: Sequence[str]) -> tuple[
     """The paper's recipe for an architecture, and whether it is the data set's own or the nearest there is."""
     known = recipe.shipped()
     for data in (dataset.rpartition("/")[2], *paper_data):
-        name = f"{architecture(model)}_{data}"
+        name = f"{'skipnet' if model.startswith('skipnet_') else architecture(model)}_{data}"
         if name in known:
             return name, data == dataset.rpartition("/")[2]
     raise LabError(f"the paper has no recipe for {model} on {dataset or 'a folder of images'}: "

@@ -1,5 +1,7 @@
 """The figures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), from `paper.json` beside this file.
 
+Those of "Orthogonal and Idempotent Transformations" (Wang et al., 2017) are in `paper_skips.json`.
+
 Each section of the file says which table it is, and which version of the paper it was taken from: the first version
 (arXiv 2505.11881v1) has the appendices, the final one (NeurIPS 2025) other figures for ViTs on ImageNet-1k, the sweep
 of learning rates, the throughput and the metrics of representations.
@@ -10,13 +12,33 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Mapping
 
-__all__ = ["Experiment", "accuracy", "architecture", "experiments", "figures"]
+__all__ = ["Experiment", "accuracy", "architecture", "experiments", "figures", "section", "skip_figures", "skip_recipe"]
 
 
 @cache
 def figures() -> Mapping[str, Any]:
     """Everything in `paper.json`: a section for each table, the `recipes`, and the hours of training (`compute`)."""
     return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
+
+
+@cache
+def skip_figures() -> Mapping[str, Any]:
+    """Everything in `paper_skips.json`: names, a section for each table, and the `recipe`."""
+    return json.loads(files(__package__).joinpath("paper_skips.json").read_text(encoding="utf-8"))
+
+
+def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
+    """Data set, table, and top-1 by skip of a recipe for the networks of Wang et al.; None of any other recipe."""
+    found, (network, _, data) = skip_figures(), name.partition("_")
+    if network != "skipnet" or data not in found["datasets"]:
+        return None
+    top1 = {found["skips"][skip]: by_data[data] for skip, by_data in found["skips_branch4"]["20"].items()}
+    return found["datasets"][data], found["skips_branch4"]["table"], top1
+
+
+def section(table: str | None) -> Mapping[str, Any]:
+    """A table or figure by the key that a study gives it, of either paper; nothing of any other."""
+    return figures().get(table) or skip_figures().get(table) or {}
 
 
 def accuracy(model: str, dataset: str) -> dict[str, tuple[float, float]]:

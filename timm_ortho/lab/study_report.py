@@ -217,7 +217,7 @@ def _is_training(study: Mapping[str, Any]) -> bool:
 
 
 def _table_note(study: Mapping[str, Any], note: str) -> str:
-    section = paper.figures().get(study.get("table"), {})
+    section = paper.section(study.get("table"))
     protocol = section.get("protocol") or section.get("definition")
     texts = [
         "Means ± standard deviation over the seeds." if _is_training(study) else "",

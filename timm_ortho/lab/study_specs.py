@@ -267,6 +267,26 @@ def _feature_paper() -> Paper:
     return {**found, cka: [table["linear_cka_between_the_two"]]}
 
 
+def _skip(run: Run) -> str:
+    """The transform of the stream, as its paper calls it."""
+    return paper.skip_figures()["skips"].get(str(run["cell"]["skip"]), str(run["cell"]["skip"]))
+
+
+def _skip_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
+    key = study["dataset"].rpartition("/")[2]
+    return (str(run["cell"]["depth"]), _skip(run)), (paper.skip_figures()["datasets"].get(key, key or "own images"),)
+
+
+def _skip_paper(table: str) -> Paper:
+    found = paper.skip_figures()
+    return {
+        ((depth, found["skips"][skip]), (found["datasets"][dataset],)): figure
+        for depth, by_skip in found[table].items() if isinstance(by_skip, dict)
+        for skip, by_dataset in by_skip.items()
+        for dataset, figure in by_dataset.items()
+    }
+
+
 def _own_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
     return (*(_shown(value) for value in run["cell"].values()), connection_name(run["connection"])), (measure.title,)
 
@@ -285,7 +305,7 @@ def _training(
     of = f"{what}: t" if what else "T"
     return [Drawing(
         "_".join(["training", *re.findall(r"\w+", what.lower())]),
-        f"{of}raining loss and validation accuracy by epoch, and accuracy by time (the paper's Figure 2).",
+        f"{of}raining loss and validation accuracy by epoch, and accuracy by time (as in Figure 2 of Oh et al.).",
         f"{of}raining loss and top-1 by epoch, and top-1 by minutes, as line charts for {_lines(runs, series)}.",
         partial(figures.training, runs, series))]
 
@@ -404,6 +424,16 @@ def _dynamics_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
         for kind in figures.site_names(recorded) for measure, source in _DYNAMICS.items()]
 
 
+def _skip_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
+    return [drawing for depth in dict.fromkeys(run["cell"]["depth"] for run in runs) for drawing in _training(
+        study, [run for run in runs if run["cell"]["depth"] == depth], _skip, f"Depth {depth}")]
+
+
+def _rank_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
+    return _points(runs, "rank", "Accuracy by the rank of the skip connection, as a share of the width (Figure 2).",
+                   lambda run: float(_axis(run)), [_TOP1], "rank / width")
+
+
 def _feature_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     measured = [run for run in runs if run["representation"]]
     if not measured:
@@ -519,6 +549,10 @@ SPECS: dict[str, Spec] = {
         ("final LayerNorm", "connection"), _norm_place, {"top1": _TOP1}, _norm_paper, _norm_figures, _explosion_table),
     "hybrid": Spec(("connection",), _start_place, _TOP, figures=_hybrid_figures, extras=_learned_table),
     "dynamics": Spec(("connection",), _connection_place, _TOP, figures=_dynamics_figures, extras=_transition_table),
+    **{name: Spec(("depth", "skip"), _skip_place, {"top1": _TOP1}, partial(_skip_paper, name), _skip_figures)
+       for name in ("skips_single", "skips_branch4", "skips_depthwise")},
+    "skip_rank": Spec(
+        ("rank / width",), _axis_place, _TOP, figures=_rank_figures, order=_numeric, unstated="only drawn"),
     "representation": Spec(
         ("metric",), _feature_place, _FEATURES, _feature_paper, _feature_figures,
         protocol="Of the features before the classifier, after the last epoch."),

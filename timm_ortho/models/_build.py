@@ -22,7 +22,8 @@ from ..functional import known_name
 from .loading import checked, located, naming_the_source, restore_source
 
 __all__ = [
-    "SUFFIXES", "create", "creation_arguments", "on_meta", "pop_connection_arguments", "register", "unpretrained",
+    "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta", "pop_connection_arguments", "register",
+    "unpretrained",
 ]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
@@ -34,6 +35,10 @@ _ARGUMENTS = {
     "connection_prob": "prob",
     "connection_layers": "layers",
     "connection_start": "start",
+    "skip": "skip",
+    "skip_branches": "skip_branches",
+    "skip_rank": "skip_rank",
+    "skip_seed": "skip_seed",
 }
 
 
@@ -51,7 +56,7 @@ def create(
         kwargs: What else ``timm.create_model`` was given.
 
     Raises:
-        ValueError: An argument that begins with ``connection`` and is none, or has a value that is none.
+        ValueError: An argument that begins with ``connection`` or ``skip_`` and is none, or has a value that is none.
         WeightsError: The weights cannot be had, or do not fit; config.json on the Hub does not.
     """
     with naming_the_source(pretrained_cfg):
@@ -82,13 +87,18 @@ def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[st
     """Take the connection arguments out of a variant's ``kwargs``, as arguments of :func:`timm_ortho.connect`.
 
     Raises:
-        ValueError: An argument that begins with ``connection`` and is none.
+        ValueError: An argument that begins with ``connection`` or ``skip_`` and is none.
     """
     taken = {"connection": connection}
-    for name in [name for name in kwargs if name.startswith("connection")]:
+    for name in [name for name in kwargs if is_of_connections(name)]:
         taken[_ARGUMENTS[known_name("argument", name, _ARGUMENTS)]] = kwargs.pop(name)
     known_name("connection", taken["connection"], CONNECTIONS)
     return taken
+
+
+def is_of_connections(name: str) -> bool:
+    """Whether an argument of a variant is one for :func:`timm_ortho.connect`, and not for timm's model."""
+    return name == "skip" or name.startswith(("connection", "skip_"))
 
 
 def _connected(model_cls: Callable[..., nn.Module], arguments: Dict[str, Any]) -> Callable[..., nn.Module]:

@@ -155,7 +155,7 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
 def _register_architectures() -> None:
     for base, (_, cfg, _) in ARCHITECTURES.items():
         for suffix, connection in SUFFIXES.items():
-            doc = f"{base} with the {connection} connection; arguments as timm's, and ``connection*``."
+            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
             name = base + suffix
             register(__name__, name, partial(_create, name, base, connection), pretrained_cfgs(name, cfg), doc)
 

@@ -63,7 +63,7 @@ def _register_variants() -> None:
             for suffix in ("_ortho", "_orthog"):
                 name, connection = base + suffix, SUFFIXES[suffix]
                 entry = partial(_create, name, base, connection)
-                doc = f"timm's {base} with the {connection} connection; arguments as there, and ``connection*``."
+                doc = f"timm's {base}, {connection} connection; arguments as there, ``connection*`` and ``skip*``."
                 register(__name__, name, entry, {name: unpretrained(cfg, name)}, doc)
 
 

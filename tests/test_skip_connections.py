@@ -1,0 +1,176 @@
+"""Skip transforms under every connection, in whole models, as arguments of variants, and in what records the stream."""
+import copy
+
+import pytest
+import timm
+import torch
+from timm.models import resnetv2, vision_transformer as vit
+
+from timm_ortho import SKIPS, connect, create_connection, create_skip, decompose, record, sites
+
+SKIP_NAMES = [name for name in SKIPS if name != "identity"]
+
+
+def tiny(kind):
+    torch.manual_seed(0)
+    if kind == "vit":
+        return vit.VisionTransformer(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
+    return resnetv2.ResNetV2(
+        layers=(1, 2), channels=(32, 64), num_classes=3, stem_chs=16, basic=kind == "basic",
+        norm_layer=timm.layers.BatchNormAct2d)
+
+
+def images():
+    return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("skip", SKIP_NAMES)
+@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+def test_projects_against_the_transformed_stream(connection, skip):
+    x, f = torch.randn(2, 2, 12, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    transform = create_skip(skip, 12, dim=1, branches=4, count=3)
+    px = transform(x)
+    parallel, orthogonal = decompose(px, f, (1, 2, 3) if connection == "global" else 1)
+    expected = px + orthogonal + (parallel if connection == "linear" else 0)
+    module = create_connection(connection, dim=1, skip=transform).double()
+    torch.testing.assert_close(module(x, f), expected)
+    torch.testing.assert_close(torch.jit.script(module)(x, f), expected)
+    torch.testing.assert_close(torch.fx.symbolic_trace(module)(x, f), expected)
+
+
+def test_gradients_through_both():
+    x, f = (torch.randn(3, 12, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for connection in ("linear", "feature", "hybrid"):
+        module = create_connection(connection, skip=create_skip("orthogonal_random", 12)).double()
+        assert torch.autograd.gradcheck(module, (x, f))
+
+
+@pytest.mark.parametrize("skip", SKIP_NAMES)
+@pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck"])
+def test_every_site_of_a_model(kind, skip):
+    """What each linear site hands on is P x + f, with the P of its width, in its place; gradients reach everything."""
+    model = connect(tiny(kind), "linear", skip=skip)
+    found = sites(model)
+    checked = []
+
+    def check(site):
+        def hook(module, inputs, y):
+            x, f = inputs
+            p = module.skip.matrix(x.dtype)
+            expected = (x.movedim(module.dim, -1) @ p.T).movedim(-1, module.dim) + f
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+            checked.append(site.name)
+        return hook
+
+    for site in found:
+        site.connection.register_forward_hook(check(site))
+    model(images()).square().sum().backward()
+    assert checked == [site.name for site in found]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_which_transforms_a_model_gets():
+    def transforms(**arguments):
+        return [site.connection.skip for site in sites(connect(tiny("basic"), "feature", **arguments))]
+
+    assert [skip.width for skip in transforms(skip="orthogonal_tp")] == [32, 64, 64]
+    assert [skip.branches for skip in transforms(skip="idempotent_mr")] == [32, 64, 64]
+    assert [skip.rank for skip in transforms(skip="idempotent_cmr", skip_branches=4)] == [24, 48, 48]
+    assert [skip.branches for skip in transforms(skip="idempotent_mr", skip_rank=16)] == [2, 4, 4]
+    assert [skip.own for skip in transforms(skip="scaled")] == [1 / 3] * 3
+    second, third = transforms(skip="orthogonal_random")[1:]
+    assert not torch.equal(second.matrix(), third.matrix())
+    other = transforms(skip="orthogonal_random", skip_seed=1)[1]
+    assert not torch.equal(second.matrix(), other.matrix())
+    assert [site.connection.skip.own for site in sites(connect(tiny("vit"), skip="scaled"))] == [1 / 4] * 4
+    assert transforms() == [None] * 3
+
+
+def test_layers_choose_connections_not_transforms():
+    model = connect(tiny("basic"), "feature", layers=[1], skip="orthogonal_tp")
+    assert [type(site.connection).__name__ for site in sites(model)] == [
+        "LinearConnection", "FeatureConnection", "LinearConnection"]
+    assert all(site.connection.skip is not None for site in sites(model))
+
+
+def test_there_and_back():
+    model, x = connect(tiny("vit"), "linear"), images()
+    keys, expected = list(model.state_dict()), model(x)
+    connect(model, "feature", skip="orthogonal_random")
+    assert list(model.state_dict()) == keys
+    assert not torch.allclose(model(x), expected)
+    assert torch.equal(connect(model, "linear")(x), expected)
+
+
+def test_copies_keep_their_transforms():
+    model, x = connect(tiny("basic"), "feature", skip="orthogonal_random").eval(), images()
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"skip": "orthogonl_tp"}, "unknown skip 'orthogonl_tp'.*did you mean 'orthogonal_tp'"),
+    ({"skip": "idempotent_mr", "skip_branches": 64}, "branches must divide .* got 64 branches of 32 channels"),
+    ({"skip": "idempotent_cmr", "skip_rank": 48}, "idempotent_cmr of 32 channels has no rank 48, its ranks are 0, 16"),
+    ({"skip_rank": 3}, "identity has full rank, 32 for this stream, got rank=3"),
+])
+def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
+    model = connect(tiny("basic"), "global", skip="orthogonal_tp")
+    before = [site.connection for site in sites(model)]
+    with pytest.raises(ValueError, match=message):
+        connect(model, "feature", **arguments)
+    assert [site.connection for site in sites(model)] == before
+
+
+@pytest.mark.parametrize("name", ["test_vit_ortho", "resnetv2_18_orthog", "vit_small_linear"])
+def test_arguments_of_variants(name):
+    small = dict(img_size=32) if "vit" in name else {}
+    model = timm.create_model(name, num_classes=2, skip="idempotent_cmr", skip_branches=4, **small)
+    assert {site.connection.skip.branches for site in sites(model)} == {4}
+    with pytest.raises(ValueError, match=r"unknown argument 'skip_branch'.*did you mean 'skip_branches'"):
+        timm.create_model(name, skip_branch=4)
+
+
+def test_recorded_is_the_stream_that_the_block_hands_on():
+    model = connect(tiny("basic"), "feature", skip="idempotent_cmr", skip_rank=0)  # P = 0: there is no stream
+    with record(model, every=1) as recorder:
+        model(images())
+    assert {row["stream"] for row in recorder.rows} == {0.0}
+    model = connect(tiny("basic"), "linear", skip="orthogonal_tp")
+    with record(model, every=1) as recorder:
+        model(images())
+    assert min(row["stream"] for row in recorder.rows) > 0
+
+
+@pytest.mark.parametrize("skip", ["idempotent_cmr", "orthogonal_tp"])
+@pytest.mark.parametrize("connection", ["linear", "feature"])
+def test_compiles_as_one_graph(connection, skip):
+    torch._dynamo.reset()
+    model, x = connect(tiny("basic").double(), connection, skip=skip), images().double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for form in (model, compiled):
+        model.zero_grad()
+        form(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_autocast_trains():
+    model = connect(tiny("basic"), "feature", skip="orthogonal_random")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(images())
+    y.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.skipif(
+    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
+def test_restored_with_its_transforms(tmp_path):
+    """What the Hub does, through a folder: the rotations are no part of the weights and come back by their seed."""
+    arguments = dict(num_classes=5, skip="orthogonal_random", skip_seed=3, layers=(1, 1, 1))
+    model = timm.create_model("skipnet_20_ortho", **arguments).eval()
+    timm.models.save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
+    restored = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(restored(x), model(x))
+    assert not torch.allclose(connect(restored, "feature", skip="orthogonal_random")(x), model(x))

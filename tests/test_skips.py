@@ -1,0 +1,338 @@
+"""Skip transforms: exact properties, parity with dense matrices, gradients, and the forms that compilers want."""
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from timm_ortho.skips import SKIPS, create_skip
+
+WIDTHS = [1, 2, 12, 74, 192]
+MAPS = {  # name: skip, arguments
+    "identity": ("identity", {}),
+    "mr": ("idempotent_mr", {}),
+    "cmr": ("idempotent_cmr", {}),
+    "tp": ("orthogonal_tp", {}),
+    "random": ("orthogonal_random", {}),
+    "scaled": ("scaled", {"count": 5}),
+}
+LAYOUTS = {  # shape of a stream of c channels, and its channel axis
+    "tokens": lambda c: (torch.randn(3, 5, c), -1),
+    "nchw": lambda c: (torch.randn(2, c, 3, 5), 1),
+    "channels_last": lambda c: (torch.randn(2, c, 3, 5).to(memory_format=torch.channels_last), 1),
+    "one_pixel": lambda c: (torch.randn(4, c, 1, 1), 1),
+    "strided": lambda c: (torch.randn(2, 3, 2 * c)[..., ::2], -1),
+    "vector": lambda c: (torch.randn(c), 0),
+    "channels_first": lambda c: (torch.randn(c, 7, 2), 0),
+}
+
+
+def dense(name, width, branches=None, **arguments):
+    """P by its definition, Eq. 24 to 26, in float64."""
+    eye = torch.eye(width, dtype=torch.float64)
+    if name.startswith("idempotent"):
+        branches = branches or width
+        average = torch.kron(torch.ones(branches, branches), torch.eye(width // branches)).double() / branches
+        return average if name == "idempotent_mr" else eye - average
+    if name == "orthogonal_tp" and width & (width - 1) == 0:
+        product = torch.ones(1, 1, dtype=torch.float64)
+        for _ in range(int(math.log2(width))):
+            product = torch.kron(product, torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=torch.float64) / math.sqrt(2))
+        return product
+    if name == "scaled":
+        return eye / arguments["count"]
+    return eye if name == "identity" else create_skip(name, width, **arguments).matrix()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+# -------------------------------------------------------------------------------------------- exact properties
+@pytest.mark.parametrize("branches", [1, 2, 4, 16])
+@pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
+def test_idempotent_exactly(name, branches):
+    """On integers that B divides every sum is exact, and P P x is P x bit for bit; so is the matrix, 1/B being a power
+    of two."""
+    skip = create_skip(name, 32, branches=branches)
+    x = branches * torch.randint(-100, 100, (5, 32)).float()
+    assert torch.equal(skip(skip(x)), skip(x))
+    p = skip.matrix()
+    assert torch.equal(p @ p, p)
+    assert torch.equal(p, p.T)
+
+
+@pytest.mark.parametrize("branches", [3, 12])
+@pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
+def test_idempotent_of_other_widths(name, branches):
+    skip = create_skip(name, 12, branches=branches)
+    x = torch.randn(5, 12, dtype=torch.float64)
+    torch.testing.assert_close(skip(skip(x)), skip(x), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("branches", [1, 2, None])
+def test_ranks(width, branches):
+    branches = branches if width > 1 else None
+    mr, cmr = (create_skip(name, width, branches=branches) for name in ("idempotent_mr", "idempotent_cmr"))
+    average = width // (branches or width)
+    assert (mr.rank, cmr.rank) == (average, width - average)
+    for skip in (mr, cmr):
+        assert torch.linalg.matrix_rank(skip.matrix()).item() == skip.rank
+        again = create_skip(skip.name, width, rank=skip.rank)
+        assert torch.equal(again.matrix(), skip.matrix())
+    torch.testing.assert_close(mr.matrix() + cmr.matrix(), torch.eye(width, dtype=torch.float64))
+
+
+def test_no_skip_connection_is_rank_0():
+    x = torch.randn(3, 8)
+    assert not create_skip("idempotent_cmr", 8, rank=0)(x).any()
+    assert torch.equal(create_skip("idempotent_mr", 8, rank=8)(x), x)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
+def test_orthogonal(name, width):
+    skip = create_skip(name, width)
+    p = skip(torch.eye(width)).T.double()  # in float32, by the fast path
+    torch.testing.assert_close(p.T @ p, torch.eye(width).double(), rtol=0, atol=1e-6)
+    assert skip.rank == width
+    torch.testing.assert_close(skip.transpose(skip(torch.eye(width))), torch.eye(width), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
+def test_many_stay_orthogonal(name):
+    """Norms are kept through 110 blocks, forward and backward."""
+    skips = [create_skip(name, 96, dim=1, site=site) for site in range(110)]
+    x = torch.randn(2, 96, 4, 4, requires_grad=True)
+    y = x
+    for skip in skips:
+        y = skip(y)
+    g = torch.randn_like(y)
+    y.backward(g)
+    torch.testing.assert_close(y.norm(dim=1), x.norm(dim=1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(x.grad.norm(dim=1), g.norm(dim=1), rtol=1e-5, atol=0)
+    product = torch.linalg.multi_dot([skip.matrix() for skip in skips])
+    torch.testing.assert_close(product @ product.T, torch.eye(96, dtype=torch.float64))
+
+
+def test_tp_is_the_papers():
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    torch.testing.assert_close(create_skip("orthogonal_tp", 2)(x).T, torch.tensor([[1.0, -1.0], [1.0, 1.0]]) / 2 ** 0.5)
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 7, 11, 13, 37])
+def test_tp_of_a_prime_mixes_all_channels(width):
+    assert create_skip("orthogonal_tp", width).matrix().abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("width", [2, 3, 6, 16])
+def test_random_is_a_rotation_of_its_own_at_each_site(width):
+    p, q, other = (create_skip("orthogonal_random", width, site=site, seed=seed).matrix()
+                   for site, seed in ((0, 0), (1, 0), (0, 1)))
+    assert torch.linalg.det(p).item() == pytest.approx(1.0)
+    assert not torch.allclose(p, q)
+    assert not torch.allclose(p, other)
+    assert torch.equal(p, create_skip("orthogonal_random", width).matrix())
+
+
+def test_random_is_a_rotation_for_every_draw():
+    """No reflection among the 3 x 3 factors either, which a QR decomposition gives half of the time."""
+    for site in range(12):
+        assert torch.linalg.det(create_skip("orthogonal_random", 3, site=site).matrix()).item() == pytest.approx(1.0)
+
+
+def test_random_does_not_depend_on_torch():
+    """What a checkpoint relies on: the numbers follow from seed and site alone."""
+    before = torch.get_rng_state()
+    p = create_skip("orthogonal_random", 2, seed=3, site=7).matrix()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert p[0].tolist() == pytest.approx([-0.29598868469501455, 0.9551914460109634], abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------- parity with dense matrices
+@pytest.mark.parametrize("width", [1, 2, 12, 35, 256])
+@pytest.mark.parametrize("name", MAPS)
+def test_dense(name, width):
+    skip, arguments = MAPS[name]
+    p = dense(skip, width, **arguments)
+    for layout in LAYOUTS.values():
+        x, dim = layout(width)
+        x = x.double()
+        module = create_skip(skip, width, dim=dim, **arguments)
+        y = module(x)
+        torch.testing.assert_close(y, (x.movedim(dim, -1) @ p.T).movedim(-1, dim))
+        torch.testing.assert_close(module.transpose(x), (x.movedim(dim, -1) @ p).movedim(-1, dim))
+        torch.testing.assert_close(module.matrix(), p)
+        f = torch.randn_like(x)
+        torch.testing.assert_close(module.add(x, f), y + f)
+
+
+def test_keeps_the_memory_format():
+    x = torch.randn(2, 24, 3, 5).to(memory_format=torch.channels_last)
+    module = create_skip("orthogonal_tp", 24, dim=1)
+    assert module(x).is_contiguous(memory_format=torch.channels_last)
+    assert module(x.contiguous()).is_contiguous()
+
+
+@pytest.mark.parametrize("branches", [2, 4])
+@pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
+def test_branches_are_blocks_of_channels(name, branches):
+    x = torch.randn(3, 2, 24, dtype=torch.float64)
+    p = dense(name, 24, branches)
+    torch.testing.assert_close(create_skip(name, 24, branches=branches)(x), x @ p.T)
+
+
+@pytest.mark.parametrize("layout", ["tokens", "nchw", "channels_last"])
+@pytest.mark.parametrize("name", ["mr", "cmr", "tp", "random"])
+def test_pieces(name, layout, monkeypatch):
+    """A stream larger than a piece: the same, with f or without, and the gradients too."""
+    monkeypatch.setattr("timm_ortho.skips._PIECE", 100)
+    skip, arguments = MAPS[name]
+    x, dim = LAYOUTS[layout](24)
+    x = x.double().requires_grad_()
+    p = dense(skip, 24, **arguments)
+    module = create_skip(skip, 24, dim=dim, **arguments)
+    expected = (x.movedim(dim, -1) @ p.T).movedim(-1, dim)
+    f, g = torch.randn_like(x, requires_grad=True), torch.randn_like(x)
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(module.add(x, f), expected + f)
+    found = torch.autograd.grad(module.add(x, f), (x, f), g)
+    torch.testing.assert_close(found, torch.autograd.grad(expected + f, (x, f), g))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MAPS)
+def test_rounds_once(name, dtype):
+    """As near to the truth in float64 as the dtype allows: the matrix is not rounded, nor is anything in between."""
+    skip, arguments = MAPS[name]
+    x = (300 * torch.randn(5, 192)).to(dtype)
+    module = create_skip(skip, 192, **arguments)
+    error = (module(x).double() - module(x.double())).abs()
+    assert module(x).dtype == dtype
+    assert (error <= 1.01 * torch.finfo(dtype).eps * module(x.double()).abs() + 1e-3).all()
+
+
+@pytest.mark.parametrize("name", ["cmr", "tp", "random"])
+def test_autocast_leaves_the_stream_alone(name):
+    skip, arguments = MAPS[name]
+    module, x = create_skip(skip, 48, **arguments), torch.randn(3, 48, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+        z = module.add(x, torch.randn(3, 48, dtype=torch.bfloat16))
+    assert torch.equal(y, module(x))
+    assert z.dtype == torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------- gradients
+@pytest.mark.parametrize(("name", "layout"), [
+    ("mr", "nchw"), ("cmr", "tokens"), ("tp", "channels_last"), ("random", "strided"), ("scaled", "tokens")])
+def test_gradcheck(name, layout):
+    skip, arguments = MAPS[name]
+    x, dim = LAYOUTS[layout](6)
+    x, f = x.double().requires_grad_(), torch.randn(x.shape, dtype=torch.float64, requires_grad=True)
+    module = create_skip(skip, 6, dim=dim, **arguments)
+    assert torch.autograd.gradcheck(module, (x,), check_forward_ad=True)
+    assert torch.autograd.gradcheck(module.add, (x, f), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda t: module(t).square(), (x,))
+
+
+def test_func_transforms():
+    module, x = create_skip("orthogonal_tp", 12), torch.randn(4, 12, dtype=torch.float64)
+    jacobian = torch.func.vmap(torch.func.jacrev(module))(x)
+    torch.testing.assert_close(jacobian, module.matrix().expand(4, 12, 12))
+
+
+def test_keeps_nothing_for_the_backward_pass():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        create_skip("orthogonal_random", 24).add(
+            torch.randn(3, 24, requires_grad=True), torch.randn(3, 24, requires_grad=True))
+    assert kept == []
+
+
+# --------------------------------------------------------------------------------------------------- other forms
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize("name", ["cmr", "tp", "scaled"])
+def test_torchscript_fx_and_trace(name, layout):
+    skip, arguments = MAPS[name]
+    x, dim = LAYOUTS[layout](24)
+    module = create_skip(skip, 24, dim=dim, **arguments)
+    expected = module(x)
+    for form in (torch.jit.script(module), torch.fx.symbolic_trace(module), torch.jit.trace(module, x)):
+        torch.testing.assert_close(form(x), expected)
+
+
+@pytest.mark.parametrize("name", ["cmr", "random"])
+def test_export(name):
+    skip, arguments = MAPS[name]
+    x, module = torch.randn(2, 3, 24), create_skip(skip, 24, **arguments)
+    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
+
+
+def test_copies_and_pickles():
+    module, x = create_skip("orthogonal_random", 24, site=4), torch.randn(3, 24)
+    expected = module(x)  # its tensors are made now, and stay behind
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.half()):
+        assert torch.equal(other(x), expected)
+    assert not module.state_dict()
+    assert b"torch._utils" not in pickle.dumps(module)
+
+
+def test_inference_mode_does_not_spoil_training():
+    module, x = create_skip("orthogonal_tp", 24), torch.randn(3, 24, requires_grad=True)
+    with torch.inference_mode():
+        module(x)
+    module(x).sum().backward()
+    torch.func.jacrev(module)(x)
+
+
+def test_made_on_the_meta_device():
+    with torch.device("meta"):
+        module = create_skip("orthogonal_random", 21)
+    x = torch.randn(2, 21)
+    torch.testing.assert_close(module(x), create_skip("orthogonal_random", 21)(x))
+    assert module(x.to("meta")).shape == x.shape
+
+
+def test_repr():
+    assert repr(create_skip("idempotent_mr", 64, dim=1, branches=4)) == (
+        "Skip('idempotent_mr', width=64, dim=1, branches=4, rank=16)")
+    assert repr(create_skip("orthogonal_tp", 64)) == "Skip('orthogonal_tp', width=64, dim=-1, rank=64)"
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"skip": "orthogonal"}, "unknown skip 'orthogonal', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
+                             "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
+    ({"skip": "idempotent_mr", "branches": 5}, "branches must divide the width of the stream, got 5 branches of 12 "
+                                               "channels"),
+    ({"skip": "idempotent_cmr", "branches": 0}, "branches must be a whole number of at least 1, got 0"),
+    ({"skip": "idempotent_cmr", "branches": 2.0}, "branches must be a whole number of at least 1, got 2.0"),
+    ({"skip": "idempotent_mr", "rank": 0}, "idempotent_mr of 12 channels has no rank 0, its ranks are 1, 2, 3, 4, 6, "
+                                           "12"),
+    ({"skip": "idempotent_cmr", "rank": 12}, "idempotent_cmr of 12 channels has no rank 12, its ranks are 0, 6, 8, 9, "
+                                             "10, 11"),
+    ({"skip": "idempotent_cmr", "rank": -1}, "idempotent_cmr of 12 channels has no rank -1, its ranks are 0, 6, 8, 9, "
+                                             "10, 11"),
+    ({"skip": "idempotent_mr", "rank": 3, "branches": 4}, "branches and rank say the same thing: give one, got "
+                                                          "branches=4 and rank=3"),
+    ({"skip": "orthogonal_tp", "rank": 6}, "orthogonal_tp has full rank, 12 for this stream, got rank=6"),
+    ({"skip": "scaled", "count": 0}, "count must be a whole number of at least 1, got 0"),
+    ({"skip": "orthogonal_random", "seed": "1"}, "seed must be a whole number, got '1'"),
+])
+def test_bad_arguments(kwargs, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
+        create_skip(width=12, **kwargs)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", SKIPS)
+def test_another_width(name):
+    module = create_skip(name, 12, dim=1)
+    for call in (module, module.transpose):
+        with pytest.raises(ValueError, match=rf"skip '{name}' is for 12 channels on axis 1, got a stream of shape "
+                                             r"\(2, 24, 3\)"):
+            call(torch.randn(2, 24, 3))

@@ -1,0 +1,127 @@
+"""absorb and diagonalise: other skips and the same outputs, in float64, for weights that have left their start."""
+import pytest
+import timm
+import torch
+from timm.models import resnetv2, vision_transformer as vit
+from torch import nn
+
+from timm_ortho import SkipRewriteError, absorb, connect, diagonalise, sites
+from timm_ortho.theorems import ChangeOfBasis, Coordinates
+
+MODELS = {
+    "vit": lambda: vit.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3, init_values=0.5, pre_norm=True),
+    "basic": lambda: resnet(basic=True, layers=(2, 1)),
+    "bottleneck": lambda: resnet(layers=(2, 2)),
+    "single": lambda: timm.create_model("skipnet_20_linear", layers=(2, 2, 1)),
+    "branch4": lambda: timm.create_model("skipnet_20_branch4_linear", layers=(2, 2, 1)),
+    "depthwise": lambda: timm.create_model("skipnet_20_depthwise_linear", layers=(1, 2, 1), channels=(8, 16, 32)),
+}
+CASES = [(kind, "linear") for kind in MODELS] + [("vit", "feature"), ("branch4", "hybrid"), ("basic", "global")]
+
+
+def resnet(**kwargs):
+    return resnetv2.ResNetV2(
+        channels=(32, 64), num_classes=3, stem_chs=16, norm_layer=timm.layers.BatchNormAct2d, **kwargs)
+
+
+def build(kind, connection="linear", **kwargs):
+    """A model in float64 whose norms and biases have left their starting points."""
+    torch.manual_seed(0)
+    model = connect(MODELS[kind](), connection, **kwargs).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.add_(0.3 * torch.rand_like(buffer))
+    return model
+
+
+def images():
+    return torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def changes(model):
+    return [module for module in model.modules() if isinstance(module, ChangeOfBasis)]
+
+
+@pytest.mark.parametrize("skip", ["orthogonal_tp", "orthogonal_random"])
+@pytest.mark.parametrize(("kind", "connection"), CASES)
+def test_absorb(kind, connection, skip):
+    model = build(kind, connection, skip=skip)
+    expected = model(images())
+    other = absorb(model)
+    torch.testing.assert_close(other(images()), expected, rtol=0, atol=1e-5)
+    assert all(site.connection.skip is None for site in sites(other))
+    assert len(changes(other)) > len(sites(other))
+    assert not changes(model)
+    assert torch.equal(model(images()), expected)
+    without = connect(other, connection) if connection != "hybrid" else other
+    torch.testing.assert_close(without(images()), expected, rtol=0, atol=1e-5)  # there is no skip left to replace
+    assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3  # which made a difference
+
+
+@pytest.mark.parametrize("skip", ["idempotent_mr", "idempotent_cmr"])
+@pytest.mark.parametrize(("kind", "connection"), CASES)
+def test_diagonalise(kind, connection, skip):
+    model = build(kind, connection, skip=skip, skip_branches=4)
+    expected = model(images())
+    other = diagonalise(model)
+    torch.testing.assert_close(other(images()), expected, rtol=0, atol=1e-5)
+    for site, before in zip(sites(other), sites(model), strict=True):
+        skip = site.connection.skip
+        assert isinstance(skip, Coordinates)
+        assert set(skip.kept.tolist()) <= {0.0, 1.0}
+        assert skip.kept.sum().item() == before.connection.skip.rank
+    assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3
+
+
+def test_theorem_1_for_one_q():
+    """Eq. 12 and 13 by their letters: z_1 = Q^L x_1, and F_i between Q^(i-L-1) and Q^(L-i)."""
+    model = build("vit", skip="orthogonal_tp")
+    q, count = sites(model)[0].connection.skip.matrix(), len(sites(model))
+    other = absorb(model)
+    torch.testing.assert_close(other.norm_pre[1].matrix, torch.linalg.matrix_power(q, count))
+    for index, block in enumerate(other.blocks):
+        for number, norm, end in ((2 * index + 1, block.norm1, block.drop_path1), (
+                2 * index + 2, block.norm2, block.drop_path2)):
+            before = torch.linalg.matrix_power(q.T, count + 1 - number)
+            torch.testing.assert_close(norm[0].matrix, before)
+            if number < count:
+                torch.testing.assert_close(end[1].matrix, torch.linalg.matrix_power(q, count - number))
+            else:
+                assert isinstance(end, nn.Identity)
+
+
+def test_hybrid_model_saves_and_loads():
+    model = build("branch4", skip="orthogonal_random")
+    other, fresh = absorb(model), absorb(build("branch4", skip="orthogonal_random", skip_seed=1))
+    fresh.load_state_dict(other.state_dict())
+    torch.testing.assert_close(fresh(images()), other(images()))
+
+
+def test_trains_on():
+    other = diagonalise(build("basic", skip="idempotent_cmr", skip_branches=2)).train()
+    other(images()).square().sum().backward()
+    assert all(p.grad is not None for p in other.parameters())
+
+
+@pytest.mark.parametrize(("rewrite", "model", "words"), [
+    (absorb, lambda: build("basic", skip="scaled"),
+     ["absorb is for orthogonal skips", "'scaled'", "stages.0.blocks.0"]),
+    (absorb, lambda: build("basic", skip="idempotent_mr"), ["absorb is for orthogonal skips", "'idempotent_mr'"]),
+    (diagonalise, lambda: build("basic", skip="orthogonal_tp"), ["for idempotent skips", "'orthogonal_tp'"]),
+    (absorb, MODELS["vit"], ["VisionTransformer has no connections", "timm_ortho.connect"]),
+    (absorb, lambda: connect(resnet(layers=(1, 1), preact=False), "linear", skip="orthogonal_tp"),
+     ["cannot absorb ResNetV2", "resnetv2_Bottleneck", "normalised, gated or activated", "resnetv2_PreActBasic"]),
+    (absorb, lambda: connect(vit.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2, block_fn=vit.ParallelScalingBlock), "linear"),
+     ["cannot absorb VisionTransformer", "ParallelScalingBlock"]),
+    (absorb, lambda: connect(nn.Sequential(MODELS["vit"]()), "linear"),
+     ["cannot absorb Sequential", "VisionTransformer and ResNetV2 only"]),
+])
+def test_refused(rewrite, model, words):
+    with pytest.raises(SkipRewriteError) as error:
+        rewrite(model())
+    assert all(word in str(error.value) for word in words), error.value

@@ -1,0 +1,145 @@
+"""The networks of "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017).
+
+For images of 32 x 32: a 3x3 convolution, three stages of K residual blocks of which the second and the third begin with
+stride 2, average pooling and a linear layer; 6 K + 2 layers deep. A block's regular connection has one branch, four, or
+as many as there are channels; each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
+
+| name | branches | widths of the stages |
+| --- | --- | --- |
+| ``skipnet_{20,56,110}`` | 1 | 16, 32, 64 |
+| ``skipnet_{20,56,110}_branch4`` | 4 | 32, 64, 128 in total |
+| ``skipnet_{20,56,110}_depthwise`` | one for each channel | 64, 128, 256 |
+
+each with the suffixes ``_linear``, ``_ortho`` and ``_orthog``. The transform of the stream is the argument ``skip``; B
+of the idempotent ones is 4 in the networks of four branches and the number of channels in the others, as in the paper,
+unless ``skip_branches`` or ``skip_rank`` says otherwise.
+
+What the paper leaves open, and what is done here:
+  * where the width doubles, a 1x1 convolution of stride 2 projects the stream, branch by branch, so that without a
+    transform no branch ever learns of another; P then acts on the projected stream, as in all of timm's ResNetV2;
+  * it projects what the block's first norm puts out, as timm's pre-activation blocks do;
+  * convolutions have no bias, and no norm follows the last stage;
+  * each branch starts as a convolution of its own: He et al.'s normal weights, by the fan-out of the branch.
+"""
+import math
+from collections import OrderedDict
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Union
+
+import torch
+from timm.layers import BatchNormAct2d, create_conv2d
+from timm.models import PretrainedCfg
+from timm.models._features import feature_take_indices
+from timm.models.resnetv2 import ResNetV2
+from torch import nn
+
+from ._build import SUFFIXES, create, register
+
+default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
+__all__ = ["SkipNetwork"]  # and appends to it
+
+Indices = Optional[Union[int, List[int]]]
+
+
+def _branch_conv(in_chs: int, out_chs: int, kernel_size: int, branches: Optional[int] = 1, **kwargs) -> nn.Module:
+    """A convolution in branches that know nothing of each other; None for one branch a channel."""
+    if kernel_size == 7:  # of timm's stem, which is replaced
+        branches = 1
+    return create_conv2d(in_chs, out_chs, kernel_size, **{**kwargs, "groups": branches or in_chs})
+
+
+class SkipNetwork(ResNetV2):
+    """The paper's network, of timm's pre-activation blocks without their first ReLU. Reductions are 1, 1, 2 and 4.
+
+    Args:
+        branches: Branches of a block's regular connection; None for one for each channel.
+        output_stride: 4, or less for dilated later stages.
+    """
+
+    def __init__(
+            self,
+            *args,
+            branches: Optional[int] = 1,
+            output_stride: int = 4,
+            channels: tuple = (16, 32, 64),
+            in_chans: int = 3,
+            zero_init_last: bool = False,
+            **kwargs,
+    ) -> None:
+        details = dict(basic=True, bottle_ratio=1.0, norm_layer=BatchNormAct2d, stem_chs=channels[0])
+        conv = partial(_branch_conv, branches=branches)
+        # timm's stem divides by 4 what this one leaves as it is
+        super().__init__(
+            *args, channels=channels, in_chans=in_chans, output_stride=4 * output_stride, conv_layer=conv,
+            **{**details, **kwargs})
+        factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
+        width = self.feature_info[0]["num_chs"]
+        self.stem = nn.Sequential(OrderedDict(conv=create_conv2d(in_chans, width, 3, **factory)))
+        self.stem_feat_idx = 0
+        self.norm = nn.Identity()
+        for stage in self.stages:
+            for block in stage.blocks:
+                block.norm1.act = nn.Identity()
+        self.feature_info[0].update(module="stem.conv", reduction=1)
+        for info in self.feature_info[1:]:
+            info["reduction"] //= 4
+        self.init_weights(zero_init_last=zero_init_last)
+
+    def forward_intermediates(self, x: torch.Tensor, indices: Indices = None, *args, **kwargs):
+        """As timm's, for the stem and three stages; timm counts on four."""
+        return super().forward_intermediates(x, self._levels(indices), *args, **kwargs)
+
+    def prune_intermediate_layers(self, indices: Indices = 1, *args, **kwargs):
+        """As timm's, likewise."""
+        return super().prune_intermediate_layers(self._levels(indices), *args, **kwargs)
+
+    def _levels(self, indices: Indices) -> List[int]:
+        return feature_take_indices(len(self.feature_info), indices)[0]
+
+    def init_weights(self, zero_init_last: bool = True) -> None:
+        super().init_weights(zero_init_last=zero_init_last)
+        for name, module in self.named_modules():
+            grouped = isinstance(module, nn.Conv2d) and module.groups > 1  # timm's fan-out is that of all branches
+            if grouped and not (zero_init_last and name.endswith("conv2")):
+                fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
+                nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
+
+
+_CFG = PretrainedCfg(
+    input_size=(3, 32, 32), pool_size=(8, 8), interpolation="bicubic", crop_pct=1.0,
+    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
+    num_classes=10, first_conv="stem.conv", classifier="head.fc", license="apache-2.0",
+)
+_KINDS = {
+    "": dict(branches=1, channels=(16, 32, 64)),
+    "_branch4": dict(branches=4, channels=(32, 64, 128)),
+    "_depthwise": dict(branches=None, channels=(64, 128, 256)),
+}
+ARCHITECTURES: Dict[str, Dict[str, Any]] = {
+    f"skipnet_{depth}{kind}": dict(layers=((depth - 2) // 6,) * 3, **arguments)
+    for kind, arguments in _KINDS.items() for depth in (20, 56, 110)
+}
+
+
+def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
+    defaults = ARCHITECTURES[base]
+    branches = kwargs.get("branches", defaults["branches"]) or 1
+    if branches > 1 and kwargs.get("skip_rank") is None:
+        kwargs.setdefault("skip_branches", branches)
+
+    def entry(build: Callable[..., nn.Module], pretrained: bool, **kwargs) -> nn.Module:
+        features = dict(flatten_sequential=True, out_indices=(0, 1, 2, 3))
+        return build(SkipNetwork, name, pretrained, feature_cfg=features, **{**defaults, **kwargs})
+
+    return create(name, default, entry, **kwargs)
+
+
+def _register_architectures() -> None:
+    for base in ARCHITECTURES:
+        for suffix, connection in SUFFIXES.items():
+            name = base + suffix
+            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
+            register(__name__, name, partial(_create, name, base, connection), {name: _CFG}, doc)
+
+
+_register_architectures()
