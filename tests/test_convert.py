@@ -251,6 +251,7 @@ def test_a_release_with_another_block(monkeypatch):
 
     monkeypatch.setattr(vit, "Block", Block)
     families.routed_class.cache_clear()
+    families._route.cache_clear()
     model = build("Block")
     classes = [type(m) for m in model.modules()]
     Block.__module__, Block.__qualname__ = "timm.models.vision_transformer", "Block"
@@ -260,6 +261,7 @@ def test_a_release_with_another_block(monkeypatch):
             connect(model, "feature")
     finally:
         families.routed_class.cache_clear()
+        families._route.cache_clear()
     for words in ("vision_transformer.Block", "expected 2", "found 1", f"timm {timm.__version__}"):
         assert words in str(error.value)
     assert [type(m) for m in model.modules()][:1] == classes[:1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from timm_ortho.routing import RoutingError, route
+from timm_ortho.routing import Route, RoutingError, Sum, route
 
 SCALE = 2.0  # a global that the blocks below use
 
@@ -37,8 +37,9 @@ class UsesSuper(Block):
         return x + super().forward(x)
 
 
-def routed(block=Block, names=("one", "two", "two"), **kwargs):
-    return route(block, "x", names, name="Routed", module="tests.somewhere", host="timm 9.9", **kwargs)
+def routed(block=Block, names=("one", "two"), stream="x"):
+    sums = [Sum(stream, name) for name in names]
+    return route(block, sums, name="Routed", module="tests.somewhere", host="timm 9.9")
 
 
 class Recorder(nn.Module):
@@ -105,11 +106,11 @@ def test_the_source_is_what_tools_show():
         pytest.fail("did not raise")
 
 
-@pytest.mark.parametrize("names", [("one",), ("one", "two", "two", "four")])
+@pytest.mark.parametrize("names", [("one",), ("one", "two", "three", "four")])
 def test_another_number_of_additions(names):
     with pytest.raises(RoutingError) as error:
         routed(names=names)
-    words = ("Block", "timm 9.9", f"expected {len(names)} additions to 'x'", "found 3", "x + self.first(x * SCALE)")
+    words = ("Block", "timm 9.9", f"expected {len(names)} additions to 'x'", "found 2", "x + self.first(x * SCALE)")
     assert all(word in str(error.value) for word in words), error.value
 
 
