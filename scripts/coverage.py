@@ -67,11 +67,12 @@ def survey(module: str) -> dict:
 
 
 def reason(model, error: UnsupportedModelError) -> str:
-    """Why a model has no variant: what its blocks are, not which of them were found."""
+    """Why a model has no variant: what its blocks add instead, layers left out."""
     if error.unsupported:
         return f"residual blocks that are not in the table: {', '.join(error.unsupported)}"
-    classes = dict.fromkeys(f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules())
-    return "; ".join(dict.fromkeys(NOT_STREAMS[cls] for cls in classes if cls in NOT_STREAMS)) or NO_SUMS
+    classes = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
+    reasons = [NOT_STREAMS[cls] for cls in classes if cls in NOT_STREAMS and cls.startswith("timm.models.")]
+    return "; ".join(dict.fromkeys(reasons)) or NO_SUMS
 
 
 if __name__ == "__main__":

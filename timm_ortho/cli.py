@@ -310,13 +310,16 @@ def _list_recipes() -> None:
 # ------------------------------------------------------------------------------------------- list, env
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="the registered variants")
-    parser.add_argument("pattern", nargs="?", default="*", help="as in timm.list_models: 'vit_small*'")
+    parser.add_argument("pattern", nargs="?", help="as in timm.list_models: 'vit_small*'; without one, what is covered "
+                                                   "of each of timm's modules and why the rest is not")
     parser.set_defaults(call=_list)
 
 
 def _list(parsed: argparse.Namespace) -> int:
     import timm
 
+    if parsed.pattern is None:
+        return _list_modules()
     names = [name for name in timm.list_models(parsed.pattern) if _is_ours(name)]
     if not names:
         raise UsageError(f"no variant matches '{parsed.pattern}'; try timm-ortho list '*{parsed.pattern.strip('*')}*'")
@@ -324,6 +327,16 @@ def _list(parsed: argparse.Namespace) -> int:
     print(f"{'name':{width}}  {'parameters':>14}  sites  connection  weights")
     for name in names:
         print(_describe(name, width), flush=True)
+    return 0
+
+
+def _list_modules() -> int:
+    from .models import coverage
+
+    rows = [("module", "architectures", "sites", "left out"), *map(coverage.cells, coverage.rows())]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:3]]
+    for *cells, left_out in rows:
+        print("  ".join([*(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)), left_out]).rstrip())
     return 0
 
 

@@ -64,10 +64,22 @@ class Connection(nn.Module):
 
 
 class LinearConnection(Connection):
-    """The residual connection as it always was: y = x + f. ``eps`` plays no part; diagnostics read it."""
+    """The residual connection as it always was: y = x + f. ``eps`` plays no part; diagnostics read it.
+
+    Args:
+        dim: Channel axis.
+        eps: Kept for diagnostics.
+        keep: Plays no part.
+        branch_first: Write f + x: the left summand decides the sum's memory layout, and that the rounding of what comes
+            after it.
+    """
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output", branch_first: bool = False) -> None:
+        super().__init__(dim, eps, keep)
+        self.branch_first = branch_first
 
     def forward(self, x: Tensor, f: Tensor) -> Tensor:
-        return x + f
+        return f + x if self.branch_first else x + f
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
@@ -162,6 +174,7 @@ def create_connection(
         prob: float = 1.0,
         start: str = "orthogonal",
         keep: str = "output",
+        branch_first: bool = False,
         device=None,
         dtype=None,
 ) -> Connection:
@@ -180,4 +193,4 @@ def create_connection(
         if prob != 1.0:
             raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
         return cls(dim, eps, start, device=device, dtype=dtype)
-    return cls(dim, eps)
+    return cls(dim, eps, branch_first=branch_first)

@@ -118,7 +118,7 @@ def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family, Tuple[s
     without = ", ".join(dict.fromkeys(unsupported)) or "none"
     raise UnsupportedModelError(
         f"cannot connect {type(model).__name__} ({TIMM}): supported residual blocks found: {names}; "
-        f"residual blocks found that are not supported: {without}. timm-ortho list --modules shows what is supported. "
+        f"residual blocks found that are not supported: {without}. timm-ortho list shows what is supported. "
         "The model is unchanged.", tuple(dict.fromkeys(unsupported)))
 
 
@@ -135,9 +135,9 @@ def _make_connections(
         block: nn.Module, family: Family, kinds: Sequence[str], arguments: Dict) -> Dict[str, Connection]:
     parameter = next(block.parameters(), None)
     where = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
-    dims = family.dims(block)
-    return {
-        family.sites[kind]:
-            create_connection(dim=dims[kind], keep=family.keep, **where, **arguments).train(block.training)
-        for kind in kinds
-    }
+    dims, branch_first = family.dims(block), family.branch_first
+    made = {}
+    for kind in kinds:
+        of_site = dict(dim=dims[kind], keep=family.keep, branch_first=branch_first[kind])
+        made[family.sites[kind]] = create_connection(**of_site, **where, **arguments).train(block.training)
+    return made

@@ -82,6 +82,11 @@ class Family(NamedTuple):
         each = dim if isinstance(dim, tuple) else (dim,) * len(self.kinds)
         return {kind: axis for kind, axis in zip(self.kinds, each, strict=True) if kind}
 
+    @property
+    def branch_first(self) -> Dict[str, bool]:
+        """By kind of site whether the host writes the branch before the stream."""
+        return dict(zip(self.kinds, _route(self, self.kinds).branch_first, strict=True))
+
     def reached(self, block: nn.Module) -> Tuple[str, ...]:
         """The kinds of sites that a block has, as it is configured."""
         if self.unless(block):

@@ -85,6 +85,7 @@ class Route:
             raise RoutingError(
                 f"{where}: expected {len(sums)} additions to {streams} in {method}, found {router.length} "
                 f"({found}){router.problem}. This release of timm_ortho does not know this block; please report it.")
+        self.branch_first = router.branch_first  # of each addition: whether the stream is its right summand
         self._ways = router.ways
 
     def reached(self, block: Any) -> List[bool]:
@@ -131,6 +132,7 @@ class _Router(ast.NodeTransformer):
         self.length = 0  # additions on the longest way
         self.conditions: List[ast.expr] = []  # met on the way
         self.ways: List[List[_Way]] = [[] for _ in sums]
+        self.branch_first = [False for _ in sums]
         self.found: List[str] = []
         self.problem = ""
 
@@ -165,7 +167,8 @@ class _Router(ast.NodeTransformer):
         if at >= len(self.sums):
             return None, summands[0], summands[1]
         expected = self.sums[at]
-        if written[0] not in expected.written:
+        self.branch_first[at] = written[0] not in expected.written
+        if self.branch_first[at]:
             summands = summands[::-1]
             if written[1] not in expected.written:
                 self.problem = f", of which {self.found[-1]!r} stands where one to {expected.stream!r} should"

@@ -11,7 +11,7 @@ from typing import Dict, List, NamedTuple, Tuple
 
 from timm.models import list_models, list_modules, model_entrypoint
 
-__all__ = ["FILE", "Row", "architectures", "bases", "load", "of_timm", "rows", "table"]
+__all__ = ["FILE", "Row", "architectures", "bases", "cells", "load", "of_timm", "rows", "table"]
 
 FILE = Path(__file__).with_name("coverage.json")
 UNKNOWN = "not known to this release of timm_ortho"
@@ -71,30 +71,23 @@ def rows() -> List[Row]:
     return found
 
 
-def span(row: Row) -> str:
-    """The sites of a module's architectures: the fewest and the most."""
-    counts = sorted(row.covered.values())
-    return "" if not counts else f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} - {counts[-1]}"
-
-
-def reasons(row: Row) -> List[Tuple[str, List[str]]]:
-    """What is left out of a module, by reason."""
+def cells(row: Row) -> Tuple[str, str, str, str]:
+    """A row as it is shown: module, architectures, the fewest and the most sites, what is left out and why."""
+    total, counts = len(row.covered) + len(row.left_out), sorted(row.covered.values())
+    architectures = f"{len(row.covered)} of {total}" if row.left_out else f"{total}"
+    sites = f"{counts[0]} - {counts[-1]}" if len(set(counts)) > 1 else "".join(map(str, counts[:1]))
     by_reason: Dict[str, List[str]] = {}
     for name, why in row.left_out.items():
         by_reason.setdefault(why, []).append(name)
-    return list(by_reason.items())
+    left_out = [f"{_short(names)}: {why}" if row.covered else why for why, names in by_reason.items()]
+    return row.module, architectures, sites, "; ".join(left_out)
 
 
 def table() -> str:
     """The coverage of the installed timm as a Markdown table."""
     lines = ["| module of timm | architectures | sites | left out |", "| --- | --- | --- | --- |"]
-    for row in rows():
-        left_out = "; ".join(f"{_short(names)}: {why}" for why, names in reasons(row))
-        total = len(row.covered) + len(row.left_out)
-        count = f"{total}" if not row.left_out else f"{len(row.covered)} of {total}"
-        lines.append(f"| `{row.module}` | {count} | {span(row)} | {left_out} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows())])
 
 
 def _short(names: List[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) if len(names) <= 4 else f"{len(names)} architectures"
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} architectures"
