@@ -337,7 +337,6 @@ def family_of(module: nn.Module) -> Optional[Family]:
     return _BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
-@cache
 def routed_class(family: Family, kinds: Optional[Tuple[str, ...]] = None) -> type:
     """The routed subclass of a family's block class.
 
@@ -348,11 +347,15 @@ def routed_class(family: Family, kinds: Optional[Tuple[str, ...]] = None) -> typ
     Raises:
         timm_ortho.routing.RoutingError: The installed timm's block has another number of additions.
     """
-    wanted = tuple(family.sites) if kinds is None else kinds
+    return _routed_class(family, tuple(family.sites) if kinds is None else kinds)
+
+
+@cache  # one class of a name: pickle compares
+def _routed_class(family: Family, kinds: Tuple[str, ...]) -> type:
     name = family.routed_name
-    if wanted != tuple(family.sites):
-        name += "__" + "_and_".join(wanted)
-    found = _route(family, wanted)
+    if kinds != tuple(family.sites):
+        name += "__" + "_and_".join(kinds)
+    found = _route(family, kinds)
     routed = found.subclass(name=name, module=__name__)
     return register_notrace_module(routed) if is_notrace_module(found.block) else routed
 
