@@ -47,7 +47,8 @@ def main() -> int:
             coverage.FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     wrong = [module for module in wanted if found[module] != known["modules"].get(module)] if args.check else []
     for module in wrong:
-        print(f"{module}: {coverage.FILE.name} has {known['modules'].get(module)}, found {found[module]}", file=sys.stderr)
+        had = known["modules"].get(module)
+        print(f"{module}: {coverage.FILE.name} has {had}, found {found[module]}", file=sys.stderr)
     return 1 if wrong else 0
 
 

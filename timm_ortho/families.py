@@ -29,7 +29,7 @@ from functools import cache
 from typing import Callable, Dict, NamedTuple, Optional, Set, Tuple, Union
 
 import timm
-from timm.layers import is_notrace_module, register_notrace_module
+from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
 
 from .routing import Route, Sum
@@ -375,10 +375,10 @@ def _route(family: Family, kinds: Tuple[Optional[str], ...]) -> Route:
 
 def __getattr__(name: str) -> type:
     family = _BY_ROUTED_NAME.get(name.partition("__")[0])
-    kinds = tuple(name.partition("__")[2].split("_and_"))
-    if family is None or kinds != ("",) and not set(kinds) <= set(family.sites):
+    kinds = tuple(name.partition("__")[2].split("_and_")) if "__" in name else None
+    if family is None or not set(kinds or ()) <= set(family.sites):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return routed_class(family, None if kinds == ("",) else kinds)
+    return routed_class(family, kinds)
 
 @cache
 def is_residual(cls: type) -> bool:

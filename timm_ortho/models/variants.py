@@ -1,8 +1,8 @@
 """Orthogonal variants of timm's own architectures: ``<name>_ortho`` (feature scope) and ``<name>_orthog`` (global).
 
 An entry point builds timm's model, with all of its arguments and its own ``PretrainedCfg``, and connects it. There is
-one function for all of them; the names come from timm's registry and from ``coverage.json``, which says which modules of
-timm have blocks that can be connected and what of them cannot: see :mod:`timm_ortho.models.coverage`.
+one function for all of them; the names come from timm's registry and from ``coverage.json``, which says which modules
+of timm have blocks that can be connected and what of them cannot: see :mod:`timm_ortho.models.coverage`.
 """
 import sys
 from functools import cache, partial
