@@ -168,7 +168,7 @@ MADE = {  # models whose architectures fix their sizes, and blocks of large ones
     "poolformer": lambda: metaformer.MetaFormer(
         depths=(1, 1, 1, 1), dims=(16, 32, 48, 64), token_mixers=metaformer.Pooling, num_classes=5),
     "caformer": lambda: metaformer.MetaFormer(
-        depths=(1, 1, 1, 1), dims=(32, 32, 64, 64), num_classes=5,
+        depths=(1, 1, 1, 1), dims=(32, 32, 96, 96), num_classes=5,
         token_mixers=[metaformer.SepConv] * 2 + [metaformer.Attention] * 2,
         norm_layers=[metaformer.LayerNorm2dNoBias] * 2 + [metaformer.LayerNormNoBias] * 2),
     "focalnet": lambda: focalnet.FocalNet(depths=(1, 1, 1, 1), embed_dim=24, num_classes=5),
@@ -275,7 +275,7 @@ def test_channel_axes():
         return seen
 
     seen = axes("caformer")
-    assert [seen[f"stages.{i}.blocks.0.connection_mixer"] for i in range(4)] == [32, 32, 64, 64]
+    assert [seen[f"stages.{i}.blocks.0.connection_mixer"] for i in range(4)] == [32, 32, 96, 96]
     assert set(axes("nest").values()) == {24, 48, 96}
     assert set(axes("levit_conv_128s").values()) == set(axes("levit_128s").values()) == {32, 48, 64}
     edgenext = axes("edgenext_xx_small")

@@ -285,3 +285,22 @@ def test_another_method():
     block.one = Named()
     assert block(torch.ones(1)).item() == 3.5
     assert "forward" not in vars(type(block))
+
+
+class Early(nn.Module):
+    def __init__(self, shortcut=None):
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, x):
+        if self.shortcut is None:
+            return x * 2.0
+        if self.training:
+            x = x + 1.0
+        return x + 2.0
+
+
+def test_what_comes_after_a_return_is_the_other_side():
+    found = Route(Early, sums(("x", "one"), ("x", "two")))
+    assert found.reached(Early()) == [False, False]
+    assert found.reached(Early(nn.Identity()).eval()) == [True, True]  # in training it is reached
