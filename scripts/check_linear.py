@@ -1,4 +1,4 @@
-"""Hold every architecture of the supported timm modules, linear connections, against timm's own model, bit for bit.
+"""Hold every covered architecture of timm, with linear connections, against timm's own model, bit for bit.
 
     python scripts/check_linear.py [--up-to MILLIONS] [PATTERN]
 
@@ -14,9 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from test_variants import BASES, compare_with_host, model_on_meta
+from test_variants import compare_with_host, model_on_meta
 
 from timm_ortho import sites
+from timm_ortho.models.coverage import bases
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS")
     args = parser.parse_args()
     counts = {"equal": 0, "built": 0}
-    models = {base: model_on_meta(base + "_ortho") for base in fnmatch.filter(BASES, args.pattern)}
+    models = {base: model_on_meta(base + "_ortho") for base in fnmatch.filter(bases(), args.pattern)}
     sizes = {base: sum(p.numel() for p in model.parameters()) / 1e6 for base, model in models.items()}
     for base, millions in sorted(sizes.items(), key=lambda item: item[1]):
         start = time.perf_counter()

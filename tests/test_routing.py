@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from timm_ortho.routing import RoutingError, route
+from timm_ortho.routing import Route, RoutingError, Sum, route
 
 SCALE = 2.0  # a global that the blocks below use
 
@@ -37,8 +37,9 @@ class UsesSuper(Block):
         return x + super().forward(x)
 
 
-def routed(block=Block, names=("one", "two", "two"), **kwargs):
-    return route(block, "x", names, name="Routed", module="tests.somewhere", host="timm 9.9", **kwargs)
+def routed(block=Block, names=("one", "two"), stream="x"):
+    sums = [Sum(stream, name) for name in names]
+    return route(block, sums, name="Routed", module="tests.somewhere", host="timm 9.9")
 
 
 class Recorder(nn.Module):
@@ -105,11 +106,11 @@ def test_the_source_is_what_tools_show():
         pytest.fail("did not raise")
 
 
-@pytest.mark.parametrize("names", [("one",), ("one", "two", "two", "four")])
+@pytest.mark.parametrize("names", [("one",), ("one", "two", "three", "four")])
 def test_another_number_of_additions(names):
     with pytest.raises(RoutingError) as error:
         routed(names=names)
-    words = ("Block", "timm 9.9", f"expected {len(names)} additions to 'x'", "found 3", "x + self.first(x * SCALE)")
+    words = ("Block", "timm 9.9", f"expected {len(names)} additions to 'x'", "found 2", "x + self.first(x * SCALE)")
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -133,3 +134,173 @@ def test_globals_are_read_when_called(monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", math.pi)
     x = torch.randn(3, 4)
     assert torch.equal(block(x), plain()(x))
+
+
+# --------------------------------------------------------------------------------- where additions are, and how
+class InPlace(nn.Module):
+    def forward(self, x):
+        shortcut = x
+        x = x * 2.0
+        x += shortcut
+        shortcut += x * 3.0
+        return x + 1.0
+
+
+class Expressions(nn.Module):
+    def __init__(self, shortcut=None):
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, x):
+        y = [x * 3.0]
+        if self.shortcut is not None:
+            y[0] = y[0] + self.shortcut (x)  # written as no unparser would
+        return torch.cat([x[:, 0:1] + y[0][:, :1], y[0][:, 1:]], dim=1)
+
+
+class Sides(nn.Module):
+    """Ways as timm's blocks have them; what is added says which one was taken."""
+
+    def __init__(self, gamma=None, mixer=True, fused=False):
+        super().__init__()
+        self.gamma, self.mixer, self.fused = gamma, mixer, fused
+
+    def forward(self, x, mask=None):
+        x = x * 1.0 if self.fused else x + 1.0
+        if self.mixer:
+            if mask is None:
+                x = x + 10.0
+            else:
+                res = x
+                x = 20.0 + res
+        if self.gamma is None:
+            return x + 100.0
+        if self.training and self.gamma > 5.0:
+            return x + 200.0
+        return x + 300.0
+
+
+def sums(*pairs):
+    return [Sum(stream, name) for stream, name in pairs]
+
+
+class Named(nn.Module):
+    """A connection that marks what goes through it."""
+
+    def forward(self, x, f):
+        return x + f + 0.5
+
+
+def with_connections(cls, made, *names):
+    block = made
+    block.__class__ = route(cls, names, name="Routed", module="tests.somewhere")
+    for _, name in names:
+        if name:
+            setattr(block, name, Named())
+    return block
+
+
+def test_in_place_sums():
+    names = sums(("shortcut", "one"), ("shortcut", "two"))
+    block = with_connections(InPlace, InPlace(), *names)
+    x = torch.tensor([1.0])
+    assert block(x).item() == 1.0 + 2.0 + 0.5 + 1.0
+    assert x.item() == 1.0  # the host's forward changes its input here; a connection's result is a new tensor
+    source = inspect.getsource(type(block).forward)
+    assert "x = self.one(shortcut, x)" in source
+    assert "shortcut = self.two(shortcut, x * 3.0)" in source
+
+
+def test_streams_that_are_expressions():
+    names = sums(("self.shortcut(x)", "one"), ("x[:, 0:1]", "two"))
+    x = torch.ones(1, 2)
+    block = with_connections(Expressions, Expressions(nn.Identity()), *names)
+    assert block(x).tolist() == [[1.0 + 4.5 + 0.5, 4.5]]
+    assert Route(Expressions, names).branch_first == [True, False]
+    assert Route(Expressions, names).reached(Expressions()) == [False, True]
+    assert Route(Expressions, names).reached(Expressions(nn.Identity())) == [True, True]
+
+
+def test_an_addition_that_is_left():
+    names = sums(("self.shortcut(x)", None), ("x[:, 0:1]", "two"))
+    block = with_connections(Expressions, Expressions(nn.Identity()), *names)
+    assert block(torch.ones(1, 2)).tolist() == [[1.0 + 4.0 + 0.5, 4.0]]
+
+
+SIDES = sums(("x", "one"), (("x", "res"), "two"), ("x", "three"))
+
+
+@pytest.mark.parametrize(("block", "kwargs", "expected"), [
+    (Sides(), {}, 1.5 + 10.5 + 100.5),
+    (Sides(), {"mask": 1}, 1.5 + 20.5 + 100.5),
+    (Sides(gamma=7.0), {}, 1.5 + 10.5 + 200.5),
+    (Sides(gamma=1.0), {}, 1.5 + 10.5 + 300.5),
+    (Sides(mixer=False), {}, 1.5 + 100.5),
+    (Sides(fused=True), {}, 10.5 + 100.5),
+])
+def test_every_way_goes_through_its_connections(block, kwargs, expected):
+    assert with_connections(Sides, block, *SIDES)(torch.zeros(1), **kwargs).item() == expected
+
+
+def test_what_an_instance_cannot_reach():
+    found = Route(Sides, SIDES)
+    assert found.reached(Sides()) == [True, True, True]
+    assert found.reached(Sides(mixer=False)) == [True, False, True]
+    assert found.reached(Sides(fused=True)) == [False, True, True]
+    assert found.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # training is not known before the call
+
+
+class Uneven(nn.Module):
+    def forward(self, x):
+        if self.training:
+            x = x + 1.0
+            x = x + 2.0
+        else:
+            x = x + 3.0
+        return x
+
+
+def test_sides_with_another_number_of_additions():
+    with pytest.raises(RoutingError, match=r"2 and 1 of them on the sides of 'if self\.training'"):
+        Route(Uneven, sums(("x", "one"), ("x", "two")))
+
+
+def test_additions_in_another_order():
+    with pytest.raises(RoutingError, match=r"' stands where one to 'self\.shortcut\(x\)' should"):
+        Route(Expressions, sums(("x[:, 0:1]", "two"), ("self.shortcut(x)", "one")))
+
+
+class Helper(nn.Module):
+    def _residual(self, x, skip):
+        return x + skip
+
+    def forward(self, x):
+        return self._residual(x * 2.0, x)
+
+
+def test_another_method():
+    found = Route(Helper, sums(("skip", "one")), method="_residual")
+    block = Helper()
+    block.__class__ = found.subclass(name="Routed", module="tests.somewhere")
+    block.one = Named()
+    assert block(torch.ones(1)).item() == 3.5
+    assert "forward" not in vars(type(block))
+
+
+class Early(nn.Module):
+    def __init__(self, shortcut=None):
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, x):
+        if self.shortcut is None:
+            return x * 2.0
+        if self.training:
+            x = x + 1.0
+        return x + 2.0
+
+
+def test_what_comes_after_a_return_is_the_other_side():
+    found = Route(Early, sums(("x", "one"), ("x", "two")))
+    assert found.reached(Early()) == [False, False]
+    assert found.reached(Early(nn.Identity()).eval()) == [True, True]  # in training it is reached

@@ -371,7 +371,8 @@ def _lines(file: str) -> list[str]:
 # ------------------------------------------------------------------------------------------- list, env
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="the registered variants")
-    parser.add_argument("pattern", nargs="?", default="*", help="as in timm.list_models: 'vit_small*'")
+    parser.add_argument("pattern", nargs="?", help="as in timm.list_models: 'vit_small*'; without one, what is covered "
+                                                    "of each of timm's modules and why the rest is not")
     parser.add_argument("--weights", action="store_true", help="what has weights, from where, and if they are here")
     parser.set_defaults(call=_list)
 
@@ -380,7 +381,9 @@ def _list(parsed: argparse.Namespace) -> int:
     import timm
 
     if parsed.weights:
-        return _list_weights(parsed.pattern)
+        return _list_weights(parsed.pattern or "*")
+    if parsed.pattern is None:
+        return _list_modules()
     names = [name for name in timm.list_models(parsed.pattern) if _is_ours(name)]
     if not names:
         raise UsageError(f"no variant matches '{parsed.pattern}'; try timm-ortho list '*{parsed.pattern.strip('*')}*'")
@@ -412,6 +415,16 @@ def _list_weights(pattern: str) -> int:
 
 def _bytes(count: int) -> str:
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
+
+
+def _list_modules() -> int:
+    from .models import coverage
+
+    rows = [("module", "architectures", "sites", "left out"), *map(coverage.cells, coverage.rows())]
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:3]]
+    for *cells, left_out in rows:
+        print("  ".join([*(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)), left_out]).rstrip())
+    return 0
 
 
 def _is_ours(name: str) -> bool:

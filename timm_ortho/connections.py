@@ -76,12 +76,24 @@ class Connection(nn.Module):
 
 
 class LinearConnection(Connection):
-    """The residual connection as it always was: y = x + f. ``eps`` plays no part; diagnostics read it."""
+    """The residual connection as it always was: y = x + f. ``eps`` plays no part; diagnostics read it.
+
+    Args:
+        dim: Channel axis.
+        eps: Kept for diagnostics.
+        keep: Plays no part.
+        branch_first: Write f + x: the left summand decides the sum's memory layout, and that the rounding of what comes
+            after it.
+    """
+
+    def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output", branch_first: bool = False) -> None:
+        super().__init__(dim, eps, keep)
+        self.branch_first = branch_first
 
     def forward(self, x: Tensor, f: Tensor) -> Tensor:
-        if self.skip is None:
-            return x + f
-        return self.skip.add(x, f)
+        if self.skip is not None:
+            return self.skip.add(x, f)
+        return f + x if self.branch_first else x + f
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
@@ -176,6 +188,7 @@ def create_connection(
         prob: float = 1.0,
         start: str = "orthogonal",
         keep: str = "output",
+        branch_first: bool = False,
         skip: Optional[nn.Module] = None,
         device=None,
         dtype=None,
@@ -199,6 +212,6 @@ def create_connection(
             raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
         made = cls(dim, eps, start, device=device, dtype=dtype)
     else:
-        made = cls(dim, eps)
+        made = cls(dim, eps, branch_first=branch_first)
     made.skip = skip
     return made

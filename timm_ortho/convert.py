@@ -4,7 +4,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 from torch import nn
 
 from .connections import Connection, create_connection
-from .families import FAMILIES, TIMM, Family, family_of, is_residual, routed_class
+from .families import TIMM, Family, family_of, is_residual, routed_class
 from .skips import Skip, create_skip
 
 __all__ = ["Site", "UnsupportedModelError", "connect", "sites", "stream_width"]
@@ -13,7 +13,15 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class UnsupportedModelError(ValueError):
-    """A model has residual blocks that are not in the table of families, or none that are."""
+    """A model has residual blocks that are not in the table of families, or none that are.
+
+    Attributes:
+        unsupported: Names of the classes that are not.
+    """
+
+    def __init__(self, message: str, unsupported: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.unsupported = tuple(unsupported)
 
 
 class Site(NamedTuple):
@@ -21,7 +29,7 @@ class Site(NamedTuple):
 
     Attributes:
         layer: Index of its block, counted through the model from 0.
-        kind: ``attention``, ``mlp``, ``conv`` or ``parallel``.
+        kind: What the branch is, see :class:`timm_ortho.families.Family`: ``attention``, ``mlp``, ``conv``, ...
         name: Where the connection is in the model: ``blocks.0.connection_attention``.
         connection: The module with ``forward(x, f)``.
     """
@@ -80,9 +88,9 @@ def connect(
     create_connection(connection, **arguments)  # raises before anything is changed, even if no layer is chosen
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
-    for layer, (block, family) in enumerate(blocks):
+    for layer, (block, family, kinds) in enumerate(blocks):
         here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
-        converted.append((block, routed_class(family), _make_connections(block, family, here, skips)))
+        converted.append((block, routed_class(family, kinds), _make_connections(block, family, kinds, here, skips)))
     for block, cls, connections in converted:
         block.__class__ = cls
         for name, module in connections.items():
@@ -98,31 +106,33 @@ def sites(model: nn.Module) -> List[Site]:
         family = family_of(block)
         if family is None:
             continue
-        layer += 1
-        for kind, attribute in family.sites.items():
-            if hasattr(block, attribute):
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                found.append(Site(layer, kind, name, getattr(block, attribute)))
+        here = [(kind, name) for kind, name in family.sites.items() if hasattr(block, name)]
+        layer += bool(here)
+        for kind, attribute in here:
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            found.append(Site(layer, kind, name, getattr(block, attribute)))
     return found
 
 
-def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family]]:
+def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family, Tuple[str, ...]]]:
+    """Every block that adds something to a stream as it is configured, its family and the kinds of its sites."""
     blocks, unsupported = [], []
     for module in model.modules():
         family = family_of(module)
         if family is not None:
-            blocks.append((module, family))
+            kinds = family.reached(module)
+            blocks += [(module, family, kinds)] if kinds else []
         elif is_residual(type(module)):
             unsupported.append(f"{type(module).__module__}.{type(module).__qualname__}")
     if blocks and not unsupported:
         return blocks
-    found = [f"{family.module}.{family.block}" for _, family in blocks]
+    found = [f"{family.module}.{family.block}" for _, family, _ in blocks]
     names = ", ".join(dict.fromkeys(found)) or "none"
     without = ", ".join(dict.fromkeys(unsupported)) or "none"
-    known = ", ".join(f"{family.module}.{family.block}" for family in FAMILIES)
     raise UnsupportedModelError(
         f"cannot connect {type(model).__name__} ({TIMM}): supported residual blocks found: {names}; "
-        f"residual blocks found that are not supported: {without}. Supported are: {known}. The model is unchanged.")
+        f"residual blocks found that are not supported: {without}. timm-ortho list shows what is supported. "
+        "The model is unchanged.", tuple(dict.fromkeys(unsupported)))
 
 
 def _chosen_layers(layers: Optional[Sequence[int]], count: int) -> Sequence[int]:
@@ -135,27 +145,34 @@ def _chosen_layers(layers: Optional[Sequence[int]], count: int) -> Sequence[int]
 
 
 def _make_connections(
-        block: nn.Module, family: Family, arguments: Dict, skips: Iterator[Optional[Skip]]) -> Dict[str, Connection]:
+        block: nn.Module,
+        family: Family,
+        kinds: Sequence[str],
+        arguments: Dict,
+        skips: Iterator[Optional[Skip]],
+) -> Dict[str, Connection]:
     parameter = next(block.parameters(), None)
     where = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
-    return {
-        attribute: create_connection(
-            dim=family.dim, keep=family.keep, skip=next(skips), **where, **arguments).train(block.training)
-        for attribute in family.sites.values()
-    }
+    dims, branch_first = family.dims(block), family.branch_first
+    made = {}
+    for kind in kinds:
+        of_site = dict(dim=dims[kind], keep=family.keep, branch_first=branch_first[kind], skip=next(skips))
+        made[family.sites[kind]] = create_connection(**of_site, **where, **arguments).train(block.training)
+    return made
 
 
 def _make_skips(
-        blocks: Sequence[Tuple[nn.Module, Family]], skip: str, **arguments: Any) -> Iterator[Optional[Skip]]:
+        blocks: Sequence[Tuple[nn.Module, Family, Sequence[str]]], skip: str, **arguments: Any,
+) -> Iterator[Optional[Skip]]:
     """The transform of each site in order, None for the stream as it is.
 
     Raises:
         ValueError: Unknown, or not for a width of the model.
     """
-    places = [(block, family) for block, family in blocks for _ in family.sites]
+    places = [(block, family.dims(block)[kind]) for block, family, kinds in blocks for kind in kinds]
     skips = [
-        create_skip(skip, stream_width(block), dim=family.dim, count=len(places), site=site, **arguments)
-        for site, (block, family) in enumerate(places)
+        create_skip(skip, stream_width(block), dim=dim, count=len(places), site=site, **arguments)
+        for site, (block, dim) in enumerate(places)
     ]
     return iter([None] * len(skips) if skip == "identity" else skips)
 

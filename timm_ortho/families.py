@@ -1,22 +1,40 @@
 """The table of timm's residual blocks: which variable is the stream, and where something is added to it.
 
+What is a site: one summand is the stream, that is the block's input or what the block's own shortcut makes of it, and
+the other is what the block's module computed from it. Whether an activation follows the sum (``resnet``) or a norm ends
+the branch (Swin V2) plays no part: the branch output is what is added, after its norm, LayerScale and drop path. So
+
+  * a LayerScale of 1e-6 or a last norm of zeros makes a small or no branch output at the start, which changes nothing:
+    the projection is linear in it, and ``eps`` is added to the stream's square alone;
+  * class and register tokens are tokens: the global scope sums over them too, as over every axis but the first;
+  * where a stream comes cut into pieces that share the first axis with the batch (``mobilevit``'s patches, ``tnt``'s
+    pixels), the global scope is one projection for each piece. Swin, MaxViT, SAM and others cut inside the branch:
+    there the stream is whole, and so is the scope;
+  * with one channel everything is parallel, so there is no site on such a stream.
+
+What is none: sums of parallel branches that a re-parameterisation folds into one convolution (the connection would not
+survive it), sums inside a branch, sums of resolutions, position embeddings, concatenations. ``NOT_STREAMS`` names the
+classes that have nothing else.
+
 To support another block class, add its line to ``FAMILIES`` and its architectures to the tests. Routed classes are
 attributes of this module (``families.vision_transformer_Block``), made when they are first asked for, so that pickle
-and ``torch.load`` find them in a fresh process.
+and ``torch.load`` find them in a fresh process. Of a block with a sum that its configuration rules out only the others
+are routed, and the name says which: ``families.visformer_Block__mlp``.
 """
 import ast
 import importlib
 import inspect
 import textwrap
 from functools import cache
-from typing import Dict, NamedTuple, Optional, Set, Tuple
+from typing import Callable, Dict, NamedTuple, Optional, Set, Tuple, Union
 
 import timm
+from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
 
-from .routing import route
+from .routing import Route, Sum
 
-__all__ = ["FAMILIES", "Family", "family_of", "is_residual", "routed_class"]
+__all__ = ["FAMILIES", "NOT_STREAMS", "Family", "family_of", "is_residual", "routed_class"]
 
 TIMM = f"timm {timm.__version__}"
 
@@ -27,20 +45,27 @@ class Family(NamedTuple):
     Attributes:
         module: timm's module that defines it.
         block: Name of the class.
-        stream: Variable in its ``forward`` that carries the stream.
-        kinds: Kind of each addition to the stream, in the order of the source: ``attention``, ``mlp``, ``conv`` or
-            ``parallel`` (both at once). Additions of one kind are branches of an ``if`` and share a connection.
-        dim: Channel axis of the stream.
+        stream: What stands for the stream in an addition: one expression, or one for each addition (or several, where
+            the sides of an ``if`` write it differently).
+        kinds: Kind of each addition to the stream, in the order of the source, no two alike: ``attention``, ``mlp``,
+            ``conv``, ``mixer`` (of tokens, by other means), ``parallel`` (attention and MLP at once) or ``branch`` (a
+            wrapper around any of them), numbered where there are several. Additions on the two sides of an ``if`` count
+            once. None stands for an addition that is no site.
+        dim: Channel axis of the stream: one for all additions, one for each, or a function of the block.
         keep: ``"branch"`` where the block changes the sum in place afterwards, so that it cannot be kept for the
             backward pass (see :func:`timm_ortho.functional.residual_update`).
+        method: The method with the additions; ``forward`` where a release of timm has no such method.
+        unless: Says of a block that its sums stay what they are.
     """
 
     module: str
     block: str
-    stream: str
-    kinds: Tuple[str, ...]
-    dim: int
+    stream: Union[str, Tuple[Union[str, Tuple[str, ...]], ...]]
+    kinds: Tuple[Optional[str], ...]
+    dim: Union[int, Tuple[int, ...], Callable[[nn.Module], int]]
     keep: str = "output"
+    method: str = "forward"
+    unless: Callable[[nn.Module], bool] = lambda block: False
 
     @property
     def routed_name(self) -> str:
@@ -49,27 +74,252 @@ class Family(NamedTuple):
     @property
     def sites(self) -> Dict[str, str]:
         """Attribute of the connection, by kind of site."""
-        return {kind: f"connection_{kind}" for kind in dict.fromkeys(self.kinds)}
+        return {kind: f"connection_{kind}" for kind in self.kinds if kind}
+
+    def dims(self, block: nn.Module) -> Dict[str, int]:
+        """Channel axis of a block's stream, by kind of site."""
+        dim = self.dim(block) if callable(self.dim) else self.dim
+        each = dim if isinstance(dim, tuple) else (dim,) * len(self.kinds)
+        return {kind: axis for kind, axis in zip(self.kinds, each, strict=True) if kind}
+
+    @property
+    def branch_first(self) -> Dict[str, bool]:
+        """By kind of site whether the host writes the branch before the stream."""
+        return dict(zip(self.kinds, _route(self, self.kinds).branch_first, strict=True))
+
+    def reached(self, block: nn.Module) -> Tuple[str, ...]:
+        """The kinds of sites that a block has, as it is configured."""
+        if self.unless(block):
+            return ()
+        reached = _route(self, self.kinds).reached(block)
+        return tuple(kind for kind, can_be in zip(self.kinds, reached, strict=True) if kind and can_be)
 
 
-_VIT = "timm.models.vision_transformer"
-_RESNETV2 = "timm.models.resnetv2"
+def _of_mlp(block: nn.Module) -> int:
+    """Channels come first where the MLP is made of convolutions."""
+    return 1 if any(isinstance(module, nn.Conv2d) for module in block.mlp.modules()) else -1
+
+
+def _is_folded(block: nn.Module) -> bool:
+    """A shortcut around one depthwise convolution, which ``fuse`` folds into it."""
+    wrapped = block.m if hasattr(block, "m") else block.module
+    return type(wrapped).__name__ in ("Conv2dNorm", "ConvNorm")
+
+
+_TOKENS, _NHWC, _NCHW = -1, -1, 1  # channel axis of B N C, B H W C and B C H W
+_TRANSFORMER = ("attention", "mlp")
+
+
+def _family(name: str, *columns, **more) -> Family:
+    module, _, block = name.partition(".")
+    return Family(f"timm.models.{module}", block, *columns, **more)
+
 
 FAMILIES: Tuple[Family, ...] = (
-    Family(_VIT, "Block", "x", ("attention", "mlp"), -1),
-    Family(_VIT, "ResPostBlock", "x", ("attention", "mlp"), -1),
-    Family(_VIT, "ParallelScalingBlock", "x", ("parallel",), -1),
-    Family(_VIT, "DiffParallelScalingBlock", "x", ("parallel",), -1),
-    Family(_VIT, "ParallelThingsBlock", "x", ("attention", "attention", "mlp"), -1),  # masked or not, then the MLPs
-    # the stream is the shortcut: the block's input or, where the shape changes, its projection
-    Family(_RESNETV2, "PreActBasic", "shortcut", ("conv",), 1),
-    Family(_RESNETV2, "PreActBottleneck", "shortcut", ("conv",), 1),
-    Family(_RESNETV2, "Bottleneck", "shortcut", ("conv",), 1, keep="branch"),  # act3 works in place on the sum
+    # ------------------------------------------------------------------------------------------ tokens, B N C
+    _family("vision_transformer.Block", "x", _TRANSFORMER, _TOKENS),
+    _family("vision_transformer.ResPostBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("vision_transformer.ParallelScalingBlock", "x", ("parallel",), _TOKENS),
+    _family("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
+    _family("vision_transformer.ParallelThingsBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("vision_transformer_relpos.RelPosBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("vision_transformer_relpos.ResPostRelPosBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("beit.Block", "x", _TRANSFORMER, _TOKENS),
+    _family("eva.EvaBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("eva.EvaBlockPostNorm", "x", _TRANSFORMER, _TOKENS),
+    _family("deepseek_vit.DeepseekVitBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
+    _family("cait.LayerScaleBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the class token alone
+    # the branch of a patch token is that token: along the stream, so nothing of it is left
+    _family("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS),
+    _family("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
+    _family("volo.Outlooker", "x", _TRANSFORMER, _NHWC),
+    _family("volo.Transformer", "x", _TRANSFORMER, _NHWC),
+    _family("volo.ClassBlock", "cls_embed", _TRANSFORMER, _TOKENS),
+    _family("convit.Block", "x", _TRANSFORMER, _TOKENS),
+    _family("crossvit.CrossAttentionBlock", "x[:, 0:1, ...]", ("attention",), _TOKENS),
+    _family("coat.ConvPosEnc", "feat", ("conv",), _NCHW),
+    _family("coat.SerialBlock", "x", _TRANSFORMER, _TOKENS),
+    _family(
+        "coat.ParallelBlock", ("x2", "x3", "x4", "x2", "x3", "x4"),
+        ("attention_2", "attention_3", "attention_4", "mlp_2", "mlp_3", "mlp_4"), _TOKENS),
+    _family(
+        "tnt.Block", ("pixel_embed", "pixel_embed", "patch_embed[:, 1:]", "patch_embed", "patch_embed"),
+        ("attention_pixel", "mlp_pixel", "mixer", "attention", "mlp"), _TOKENS),
+    _family("twins.Block", "x", _TRANSFORMER, _TOKENS),
+    _family("twins.PosConv", "cnn_feat_token", ("conv",), _NCHW),
+    _family("pvt_v2.Block", "x", _TRANSFORMER, _TOKENS),
+    _family("mvitv2.MultiScaleBlock", "x_shortcut", _TRANSFORMER, _TOKENS),
+    _family("hiera.HieraBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("nest.TransformerLayer", "x", _TRANSFORMER, _TOKENS),  # B T N C: all windows T of a sample
+    _family("levit.LevitBlock", "x", _TRANSFORMER, _of_mlp),
+    _family("levit.LevitDownsample", "x", ("mlp",), _of_mlp),
+    _family("mlp_mixer.MixerBlock", "x", ("mixer", "mlp"), _TOKENS),
+    _family("mlp_mixer.ResBlock", "x", ("mixer", "mlp"), _TOKENS),
+    _family("mlp_mixer.SpatialGatingBlock", "x", ("mlp",), _TOKENS),
+    # ---------------------------------------------------------------------------------------- windows, B H W C
+    _family("swin_transformer.SwinTransformerBlock", "x", _TRANSFORMER, _NHWC),
+    _family("swin_transformer_v2.SwinTransformerV2Block", "x", _TRANSFORMER, _NHWC),
+    _family("swin_transformer_v2_cr.SwinTransformerV2CrBlock", "x", _TRANSFORMER, _NHWC),
+    _family("vision_transformer_sam.Block", ("shortcut", "x"), _TRANSFORMER, _NHWC),
+    _family("hieradet_sam2.MultiScaleBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
+    _family("gcvit.GlobalContextVitBlock", "x", _TRANSFORMER, _NHWC),
+    _family("gcvit.MbConvBlock", "shortcut", ("conv",), _NCHW),
+    _family("tiny_vit.TinyVitBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
+    _family("tiny_vit.MBConv", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("davit.ConvPosEnc", "x", ("conv",), _NCHW),
+    _family("davit.SpatialBlock", ("shortcut", "x"), _TRANSFORMER, _TOKENS),
+    _family("davit.ChannelBlock", "x", _TRANSFORMER, _TOKENS),
+    _family("maxxvit.MbConvBlock", "shortcut", ("conv",), _NCHW),
+    _family("maxxvit.ConvNeXtBlock", "shortcut", ("conv",), _NCHW),
+    _family("maxxvit.TransformerBlock2d", ("self.shortcut(x)", "x"), _TRANSFORMER, _NCHW),
+    _family("maxxvit.PartitionAttention2d", "x", _TRANSFORMER, _NCHW),
+    _family("maxxvit.PartitionAttentionCl", "x", _TRANSFORMER, _NHWC),
+    _family("maxxvit.ParallelPartitionAttention", "x", _TRANSFORMER, _NHWC),
+    _family("sequencer.Sequencer2dBlock", "x", ("mixer", "mlp"), _NHWC),
+    _family("mambaout.GatedConvBlock", "shortcut", ("conv",), _NHWC),
+    # ------------------------------------------------------------------- transformers on feature maps, B C H W
+    _family(
+        "metaformer.MetaFormerBlock", ("self.res_scale1(x)", "self.res_scale2(x)"), ("mixer", "mlp"), _of_mlp),
+    _family("focalnet.FocalNetBlock", ("shortcut", "x"), ("mixer", "mlp"), _NCHW),
+    _family("edgenext.ConvBlock", "shortcut", ("conv",), _NCHW),
+    _family(  # a position encoding, which depends on the image's size alone, then tokens, then the feature map
+        "edgenext.SplitTransposeBlock", ("x", "x", "shortcut"), (None, "attention", "mlp"), (_TOKENS, _TOKENS, _NCHW)),
+    # a call that attends to another map has its own addition, on the other side of an if
+    _family("mobilevit.LinearTransformerBlock", (("x", "res"), "x"), _TRANSFORMER, _NCHW),
+    _family("efficientformer.MetaBlock1d", "x", _TRANSFORMER, _TOKENS),
+    _family("efficientformer.MetaBlock2d", "x", ("mixer", "mlp"), _NCHW),
+    _family("efficientformer_v2.EfficientFormerV2Block", "x", _TRANSFORMER, _NCHW),
+    _family("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # the convolution is the shortcut
+    _family("efficientvit_mit.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
+    _family("efficientvit_msra.ResidualDrop", "x", ("branch",), _NCHW),
+    _family("lowformer.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
+    _family("cpubone.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
+    _family("swiftformer.ConvEncoder", "input", ("conv",), _NCHW),
+    _family("swiftformer.LocalRepresentation", "skip", ("conv",), _NCHW),
+    _family("swiftformer.Block", "x", _TRANSFORMER, _NCHW),
+    _family("visformer.Block", "x", _TRANSFORMER, _NCHW),
+    _family("nextvit.NextConvBlock", "x", ("conv", "mlp"), _NCHW),
+    _family("nextvit.NextTransformerBlock", ("x", "out", "x"), ("attention", "conv", "mlp"), _NCHW),
+    _family("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded into one convolution
+    _family("fastvit.AttentionBlock", "x", _TRANSFORMER, _NCHW),
+    _family("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # likewise
+    _family("repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
+    _family("shvit.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
+    _family("iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
+    _family(  # its depthwise convolutions are folded
+        "efficientvim.EfficientViMBlock", ("x", "x_prev", "x", "x"), (None, "mixer", None, "mlp"), _NCHW),
+    _family("csatv2.Block", "shortcut", ("conv",), _NCHW),
+    _family("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
+    # --------------------------------------------------------------------------------- convolutions, B C H W
+    # In these the stream is the shortcut: the block's input or, where the shape changes, its projection.
+    # keep: an activation may work in place on the sum, in the block or at the start of the next one.
+    _family("resnetv2.PreActBasic", "shortcut", ("conv",), _NCHW),
+    _family("resnetv2.PreActBottleneck", "shortcut", ("conv",), _NCHW),
+    _family("resnetv2.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("resnet.BasicBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("resnet.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("resnest.ResNestBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("res2net.Bottle2neck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("sknet.SelectiveKernelBasic", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("sknet.SelectiveKernelBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("senet.SEBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("senet.SEResNetBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("senet.SEResNeXtBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("senet.SEResNetBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("tresnet.BasicBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("tresnet.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("dla.DlaBasic", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("dla.DlaBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("dla.DlaBottle2neck", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("dla.DlaRoot", "x_children[0]", ("conv",), _NCHW, keep="branch"),
+    _family("regnet.Bottleneck", "self.downsample(shortcut)", ("conv",), _NCHW, keep="branch"),
+    _family("regnet.PreBottleneck", "self.downsample(shortcut)", ("conv",), _NCHW),
+    _family("nfnet.NormFreeBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("byobnet.BasicBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
+    _family("byobnet.BottleneckBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
+    _family("byobnet.DarkBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
+    _family("byobnet.EdgeBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
+    _family("byobnet.SelfAttnBlock", "self.shortcut(shortcut)", ("attention",), _NCHW, keep="branch"),
+    _family("cspnet.BottleneckBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
+    _family("cspnet.DarkBlock", "shortcut", ("conv",), _NCHW),
+    _family("cspnet.EdgeBlock", "shortcut", ("conv",), _NCHW),
+    _family("cspnext.CspNextBlock", "x", ("conv",), _NCHW),
+    _family("convnext.ConvNeXtBlock", "self.shortcut(shortcut)", ("conv",), _NCHW),
+    _family("inception_next.MetaNeXtBlock", "shortcut", ("conv",), _NCHW),
+    _family("convmixer.Residual", "x", ("conv",), _NCHW),
+    _family("starnet.Block", "residual", ("conv",), _NCHW),
+    _family("fasternet.MLPBlock", "shortcut", ("conv",), _NCHW),
+    _family("hgnet.HighPerfGpuBlock", "identity", ("conv",), _NCHW),
+    _family("vovnet.OsaBlock", "output[0]", ("conv",), _NCHW),
+    _family("vitamin.MbConvLNBlock", "shortcut", ("conv",), _NCHW),
+    _family("rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW),  # the channels that the input has
+    _family("dpn.DualPathBlock", "x_s1", ("conv",), _NCHW),  # the residual half of the two paths
+    _family("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW),
+    _family("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW),
+    _family("repghost.RepGhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW),
+    _family("lcnetv2.RepDepthwiseSeparable", "shortcut", ("conv",), _NCHW),
+    _family("inception_resnet_v2.Block35", "x", ("conv",), _NCHW, keep="branch"),
+    _family("inception_resnet_v2.Block17", "x", ("conv",), _NCHW, keep="branch"),
+    _family("inception_resnet_v2.Block8", "x", ("conv",), _NCHW, keep="branch"),
+    _family("xception.Block", "skip", ("conv",), _NCHW, keep="branch"),
+    _family("xception_aligned.XceptionModule", "skip", ("conv",), _NCHW, keep="branch", method="_residual"),
+    _family("xception_aligned.PreXceptionModule", "self.shortcut(skip)", ("conv",), _NCHW, method="_residual"),
+    _family("_efficientnet_blocks.ConvBnAct", "shortcut", ("conv",), _NCHW),
+    _family("_efficientnet_blocks.DepthwiseSeparableConv", "shortcut", ("conv",), _NCHW),
+    _family("_efficientnet_blocks.InvertedResidual", "shortcut", ("conv",), _NCHW),
+    _family("_efficientnet_blocks.CondConvResidual", "shortcut", ("conv",), _NCHW),
+    _family("_efficientnet_blocks.EdgeResidual", "shortcut", ("conv",), _NCHW),
+    _family("_efficientnet_blocks.UniversalInvertedResidual", "shortcut", ("conv",), _NCHW),
+    _family("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 
-# Residual sums that no stream of the network passes through.
-NOT_STREAMS = {
-    "timm.layers.attention_pool.AttentionPoolLatent": "pools the tokens for the head, after the last block",
+# Classes that add what follows from their input to each other and have no stream, and why.
+NOT_STREAMS: Dict[str, str] = {
+    f"timm.{module}.{cls}": why
+    for why, modules in {
+        "parallel branches, folded into one convolution by a re-parameterisation": {
+            "models.byobnet": "RepVggBlock MobileOneBlock",
+            "models.efficientvim": "PatchMerging",
+            "models.fastvit": "MobileOneBlock RepConditionalPosEnc RepMixer ReparamLargeKernelConv",
+            "models.ghostnet": "GhostModuleV3",
+            "models.repghost": "RepGhostModule",
+            "models.repvit": "RepVggDw",
+        },
+        "cells of parallel branches, joined by concatenation": {
+            "models.nasnet": "CellStem0 CellStem1 FirstCell NormalCell ReductionCell0 ReductionCell1",
+            "models.pnasnet": "Cell CellStem0",
+        },
+        "inside a branch": {
+            "layers.bottleneck_attn": "BottleneckAttn PosEmbedRel",
+            "layers.halo_attn": "HaloAttn PosEmbedRel",
+            "layers.lambda_layer": "LambdaLayer",
+            "layers.non_local_attn": "BatNonLocalAttn",
+            "models.coat": "FactorAttnConvRelPosEnc",
+            "models.cspnext": "SPPBottleneck",
+            "models.efficientformer_v2": "Attention2d Attention2dDownsample LocalGlobalQuery",
+            "models.efficientvim": "HSMSSD",
+            "models.efficientvit_msra": "CascadedGroupAttention",
+            "models.focalnet": "FocalModulation",
+            "models.mvitv2": "MultiScaleAttention",
+            "models.sequencer": "LSTM2d",
+            "models.swiftformer": "EfficientAdditiveAttention",
+            "models.vision_transformer_sam": "Attention",
+        },
+        "a gate or a norm of a branch": {
+            "layers.global_context": "GlobalContext",
+            "layers.grn": "GlobalResponseNorm",
+            "layers.squeeze_excite": "SEModule EffectiveSEModule",
+        },
+        "one channel, along which everything is parallel": {"models.csatv2": "PosConv SpatialTransformerBlock"},
+        "a position embedding": {"models.gemma4_vit": "Gemma4PatchEmbed"},
+        "a sum of resolutions": {"models.hrnet": "HighResolutionModule"},
+        "the mean of two classifiers": {"models.iformer": "RepVitClassifier", "models.repvit": "RepVitClassifier"},
+        "pools the tokens for the head, after the last block": {"layers.attention_pool": "AttentionPoolLatent"},
+    }.items()
+    for module, classes in modules.items()
+    for cls in classes.split()
 }
 
 _BY_CLASS = {f"{family.module}.{family.block}": family for family in FAMILIES}
@@ -83,33 +333,52 @@ def family_of(module: nn.Module) -> Optional[Family]:
     """
     cls = type(module)
     if cls.__module__ == __name__:
-        return _BY_ROUTED_NAME.get(cls.__name__)
+        return _BY_ROUTED_NAME.get(cls.__name__.partition("__")[0])
     return _BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
-@cache
-def routed_class(family: Family) -> type:
+def routed_class(family: Family, kinds: Optional[Tuple[str, ...]] = None) -> type:
     """The routed subclass of a family's block class.
+
+    Args:
+        family: Line of the table.
+        kinds: The sites that are routed, as :meth:`Family.reached` has them; None for all.
 
     Raises:
         timm_ortho.routing.RoutingError: The installed timm's block has another number of additions.
     """
+    return _routed_class(family, tuple(family.sites) if kinds is None else kinds)
+
+
+@cache  # one class of a name: pickle compares
+def _routed_class(family: Family, kinds: Tuple[str, ...]) -> type:
+    name = family.routed_name
+    if kinds != tuple(family.sites):
+        name += "__" + "_and_".join(kinds)
+    found = _route(family, kinds)
+    routed = found.subclass(name=name, module=__name__)
+    return register_notrace_module(routed) if is_notrace_module(found.block) else routed
+
+
+@cache
+def _route(family: Family, kinds: Tuple[Optional[str], ...]) -> Route:
+    """The additions of a family's block class in the installed timm, of which those of some kinds are routed."""
     block = getattr(importlib.import_module(family.module), family.block)
-    return route(
-        block,
-        family.stream,
-        [f"connection_{kind}" for kind in family.kinds],
-        name=family.routed_name,
-        module=__name__,
-        host=TIMM,
-    )
+    streams = family.stream if isinstance(family.stream, tuple) else (family.stream,) * len(family.kinds)
+    sums = [
+        Sum(stream, f"connection_{kind}" if kind in kinds and kind else None)
+        for stream, kind in zip(streams, family.kinds, strict=True)
+    ]
+    method = family.method if hasattr(block, family.method) else "forward"
+    return Route(block, sums, method=method, host=TIMM)
 
 
 def __getattr__(name: str) -> type:
-    if name in _BY_ROUTED_NAME:
-        return routed_class(_BY_ROUTED_NAME[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+    family = _BY_ROUTED_NAME.get(name.partition("__")[0])
+    kinds = tuple(name.partition("__")[2].split("_and_")) if "__" in name else None
+    if family is None or not set(kinds or ()) <= set(family.sites):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return routed_class(family, kinds)
 
 @cache
 def is_residual(cls: type) -> bool:

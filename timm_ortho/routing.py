@@ -6,92 +6,231 @@ subclass has the host's own ``forward`` in which exactly those additions are cal
     x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
     x = self.connection_attention(x, self.drop_path1(self.ls1(self.attn(self.norm1(x)))))
 
+    x += shortcut                                   # in place: the sum is a new tensor here
+    x = self.connection_conv(shortcut, x)
+
 It is made once for each class, from the syntax tree of the installed release, so no code of the host is copied and the
 host's class is not changed. The new source is registered with ``linecache``: tracebacks, debuggers and TorchScript
 show what really runs.
+
+Additions are numbered along the way that a call takes: those on the two sides of an ``if`` are the same addition, of
+which one is reached, and a side may do without. What a block's own configuration rules out (``if self.has_skip:``)
+:meth:`Route.reached` says for each instance.
 """
 import ast
 import inspect
 import linecache
 import textwrap
-from typing import List, Sequence
+from types import CodeType, FunctionType
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-__all__ = ["RoutingError", "route"]
+__all__ = ["Route", "RoutingError", "Sum", "route"]
 
 
 class RoutingError(RuntimeError):
     """The installed release's block is not what the table of families says it is."""
 
 
-class _Router(ast.NodeTransformer):
-    """Replaces the additions to one variable by calls of ``self.<name>``, in the order of the source."""
+class Sum(NamedTuple):
+    """An addition in a block's method.
 
-    def __init__(self, stream: str, names: Sequence[str]) -> None:
-        self.stream = stream
-        self.names = names
-        self.found: List[str] = []
+    Attributes:
+        stream: The expression to which something is added: ``x``, ``self.shortcut(x)``; several where the sides of an
+            ``if`` write it differently.
+        connection: Attribute of the module that takes the addition's place; None for one that stays what it is.
+    """
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        branch = self._branch(node) if isinstance(node.op, ast.Add) else None
-        if branch is None:
-            return self.generic_visit(node)
-        line = ast.unparse(node)
-        name = self.names[min(len(self.found), len(self.names) - 1)]
-        self.found.append(line)
-        call = ast.Call(
-            func=ast.Attribute(value=ast.Name("self", ast.Load()), attr=name, ctx=ast.Load()),
-            args=[ast.Name(self.stream, ast.Load()), self.visit(branch)],
-            keywords=[],
-        )
-        return ast.copy_location(call, node)
+    stream: Union[str, Tuple[str, ...]]
+    connection: Optional[str]
 
-    def _branch(self, node: ast.BinOp):
-        """What is added to the stream, or None where the addition is about something else."""
-        for stream, branch in ((node.left, node.right), (node.right, node.left)):
-            if isinstance(stream, ast.Name) and stream.id == self.stream:
-                return branch
-        return None
+    @property
+    def written(self) -> Tuple[str, ...]:
+        """The expressions as ``ast.unparse`` writes them."""
+        streams = (self.stream,) if isinstance(self.stream, str) else self.stream
+        return tuple(ast.unparse(ast.parse(stream)) for stream in streams)
 
 
-def route(block: type, stream: str, connections: Sequence[str], *, name: str, module: str, host: str = "") -> type:
-    """Derive from a block class the subclass whose residual additions are connection modules.
+# A way to an addition: the conditions on ``self`` that a call meets there.
+_Way = Tuple[CodeType, ...]
+
+_CHANGING = {"training", "grad_checkpointing"}  # attributes that say nothing about the next call
+
+
+class Route:
+    """What is found in one method of a block class: where its additions are, and under which conditions.
 
     Args:
-        block: The host's class, with ``forward`` in readable source.
-        stream: Name of the variable in ``forward`` that carries the stream.
-        connections: For each addition to the stream, in the order of the source, the attribute that takes its place.
-            A name may stand more than once, for additions of which only one is reached in a call.
-        name: Name of the new class.
-        module: Name of the module through which it can be imported (by pickle, for one).
+        block: The host's class, with the method in readable source.
+        sums: The additions that the method is expected to hold, in the order of the source.
+        method: Its name.
         host: What the host is called in errors, such as ``"timm 1.0.31"``.
 
     Raises:
-        RoutingError: ``forward`` holds another number of additions to the stream, or cannot be rebuilt.
+        RoutingError: The method holds other additions to these streams, or cannot be rebuilt.
     """
-    forward = block.forward
-    where = f"{block.__module__}.{block.__qualname__} of {host or 'the host'}"
-    if forward.__code__.co_freevars:
-        raise RoutingError(f"{where}: forward uses {', '.join(forward.__code__.co_freevars)} of an enclosing scope")
-    tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    router = _Router(stream, connections)
-    tree = ast.fix_missing_locations(router.visit(tree))
-    if len(router.found) != len(connections):
-        found = "; ".join(router.found) or "none"
-        raise RoutingError(
-            f"{where}: expected {len(connections)} additions to {stream!r} in forward, found {len(router.found)} "
-            f"({found}). This release of timm_ortho does not know this block; please report it.")
 
-    source = ast.unparse(tree)
-    filename = f"<{module}.{name}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict = {}
-    exec(compile(source, filename, "exec"), forward.__globals__, namespace)  # globals: names resolve as in the host
-    routed_forward = namespace["forward"]
-    routed_forward.__qualname__ = f"{name}.forward"
-    routed_forward.__doc__ = forward.__doc__
-    return type(block)(name, (block,), {
-        "__module__": module,
-        "__qualname__": name,
-        "__doc__": f"{block.__name__} of {block.__module__} with connections {', '.join(dict.fromkeys(connections))}.",
-        "forward": routed_forward,
-    })
+    def __init__(self, block: type, sums: Sequence[Sum], *, method: str = "forward", host: str = "") -> None:
+        self.block = block
+        self.method: FunctionType = getattr(block, method)
+        where = f"{block.__module__}.{block.__qualname__} of {host or 'the host'}"
+        enclosed = self.method.__code__.co_freevars
+        if enclosed:
+            raise RoutingError(f"{where}: {method} uses {', '.join(enclosed)} of an enclosing scope")
+        tree = ast.parse(textwrap.dedent(inspect.getsource(self.method)))
+        router = _Router(sums, self.method)
+        self.tree = ast.fix_missing_locations(router.visit(tree))
+        if router.length != len(sums) or router.problem:
+            streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.written))
+            found = "; ".join(router.found) or "none"
+            raise RoutingError(
+                f"{where}: expected {len(sums)} additions to {streams} in {method}, found {router.length} "
+                f"({found}){router.problem}. This release of timm_ortho does not know this block; please report it.")
+        self.branch_first = router.branch_first  # of each addition: whether the stream is its right summand
+        self._ways = router.ways
+
+    def reached(self, block: Any) -> List[bool]:
+        """For each addition whether a call of this instance can reach it, by what its attributes are now."""
+        namespace = self.method.__globals__
+        return [any(all(eval(code, namespace, {"self": block}) for code in way) for way in ways) for ways in self._ways]
+
+    def subclass(self, *, name: str, module: str) -> type:
+        """The subclass of the block class whose additions are calls of connections.
+
+        Args:
+            name: Name of the new class.
+            module: Name of the module through which it can be imported (by pickle, for one).
+        """
+        source = ast.unparse(self.tree)
+        filename = f"<{module}.{name}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        made: dict = {}
+        exec(compile(source, filename, "exec"), self.method.__globals__, made)  # globals: names resolve as in the host
+        method = made[self.method.__name__]
+        method.__qualname__ = f"{name}.{method.__name__}"
+        method.__doc__ = self.method.__doc__
+        return type(self.block)(name, (self.block,), {
+            "__module__": module,
+            "__qualname__": name,
+            "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
+            method.__name__: method,
+        })
+
+
+def route(block: type, sums: Sequence[Sum], *, name: str, module: str, host: str = "") -> type:
+    """The routed subclass of a block class: :class:`Route` and :meth:`Route.subclass` in one."""
+    return Route(block, sums, host=host).subclass(name=name, module=module)
+
+
+class _Router(ast.NodeTransformer):
+    """Replaces the expected additions by calls of ``self.<connection>`` and keeps the ways that lead to them."""
+
+    def __init__(self, sums: Sequence[Sum], function: FunctionType) -> None:
+        self.sums = sums
+        self.streams = {stream for expected in sums for stream in expected.written}
+        self.local = set(function.__code__.co_varnames) - {"self"}
+        self.position = 0  # of the next addition, on the way that is being followed
+        self.length = 0  # additions on the longest way
+        self.conditions: List[ast.expr] = []  # met on the way
+        self.ways: List[List[_Way]] = [[] for _ in sums]
+        self.branch_first = [False for _ in sums]
+        self.found: List[str] = []
+        self.problem = ""
+
+    # ------------------------------------------------------------------------------------- additions
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        found = self._match(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
+        if found is None:
+            return self.generic_visit(node)
+        connection, stream, branch = found
+        return node if connection is None else ast.copy_location(self._call(connection, stream, branch), node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        found = None
+        if isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name):
+            found = self._match(node, ast.Name(node.target.id, ast.Load()), node.value)
+        if found is None:
+            return self.generic_visit(node)
+        connection, stream, branch = found
+        if connection is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], self._call(connection, stream, branch)), node)
+
+    def _match(self, node: ast.AST, *summands: ast.expr) -> Optional[Tuple[Optional[str], ast.expr, ast.expr]]:
+        """Connection, stream and branch of an addition; None if it is about something else."""
+        written = [ast.unparse(summand) for summand in summands]
+        if not any(one in self.streams for one in written):
+            return None
+        self.found.append(ast.unparse(node))
+        at = self.position
+        self.position += 1
+        self.length = max(self.length, self.position)
+        if at >= len(self.sums):
+            return None, summands[0], summands[1]
+        expected = self.sums[at]
+        self.branch_first[at] = written[0] not in expected.written
+        if self.branch_first[at]:
+            summands = summands[::-1]
+            if written[1] not in expected.written:
+                self.problem = f", of which {self.found[-1]!r} stands where one to {expected.stream!r} should"
+        self.ways[at].append(tuple(self._known_conditions()))
+        return expected.connection, summands[0], summands[1]
+
+    def _call(self, connection: str, stream: ast.expr, branch: ast.expr) -> ast.Call:
+        module = ast.Attribute(value=ast.Name("self", ast.Load()), attr=connection, ctx=ast.Load())
+        return ast.Call(func=module, args=[stream, self.visit(branch)], keywords=[])
+
+    # ------------------------------------------------------------------------------------------ ways
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.body = self._visit_statements(node.body)
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        node.body, node.orelse = self._visit_sides(node.test, node.body, node.orelse)
+        if _leaves(node.body):  # what follows is the other side
+            self.conditions.append(_negated(node.test))
+        elif _leaves(node.orelse):
+            self.conditions.append(node.test)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        (node.body,), (node.orelse,) = self._visit_sides(node.test, [node.body], [node.orelse])
+        return node
+
+    def _visit_sides(
+            self, test: ast.expr, then: List[ast.AST], otherwise: List[ast.AST]) -> Tuple[List[ast.AST], List[ast.AST]]:
+        start, ends, visited = self.position, [], []
+        for condition, side in ((test, then), (_negated(test), otherwise)):
+            self.position = start
+            self.conditions.append(condition)
+            visited.append(self._visit_statements(side))
+            self.conditions.pop()
+            ends.append(start if _leaves(side) else self.position)
+        if start not in ends and ends[0] != ends[1]:
+            self.problem = f", {ends[0] - start} and {ends[1] - start} of them on the sides of 'if {ast.unparse(test)}'"
+        self.position = max(ends)
+        return visited[0], visited[1]
+
+    def _visit_statements(self, statements: List[ast.AST]) -> List[ast.AST]:
+        met = len(self.conditions)
+        visited = [self.visit(statement) for statement in statements]
+        del self.conditions[met:]
+        return visited
+
+    def _known_conditions(self) -> List[CodeType]:
+        known = []
+        for condition in self.conditions:
+            names = {node.id for node in ast.walk(condition) if isinstance(node, ast.Name)}
+            attributes = {node.attr for node in ast.walk(condition) if isinstance(node, ast.Attribute)}
+            if not names & self.local and not attributes & _CHANGING:
+                expression = ast.fix_missing_locations(ast.Expression(condition))
+                known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
+        return known
+
+
+def _leaves(statements: List[ast.AST]) -> bool:
+    """Whether the function ends at the end of these statements."""
+    return bool(statements) and isinstance(statements[-1], (ast.Return, ast.Raise))
+
+
+def _negated(test: ast.expr) -> ast.expr:
+    return ast.UnaryOp(ast.Not(), test)

@@ -1,19 +1,19 @@
 """Orthogonal variants of timm's own architectures: ``<name>_ortho`` (feature scope) and ``<name>_orthog`` (global).
 
 An entry point builds timm's model, with all of its arguments and its own ``PretrainedCfg``, and connects it. There is
-one function for all of them; the names come from timm's registry, so a new architecture of the modules below is there
-as soon as timm has it.
+one function for all of them; the names come from timm's registry and from ``coverage.json``, which says which modules
+of timm have blocks that can be connected and what of them cannot: see :mod:`timm_ortho.models.coverage`.
 """
+import sys
 from functools import cache, partial
 from types import FunctionType
 from typing import Any, Callable, Dict
 
-from timm.models import build_model_with_cfg, get_pretrained_cfg, list_models, model_entrypoint
+from timm.models import build_model_with_cfg, model_entrypoint
 from torch import nn
 
 from ._build import SUFFIXES, create, register, unpretrained
-
-MODULES = ("vision_transformer", "deit", "resnetv2")  # of timm.models, all of whose blocks are in the table of families
+from .coverage import bases
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = []  # and appends to it
@@ -55,16 +55,20 @@ def _builds(caller: FunctionType, name: str) -> bool:
 
 
 def _register_variants() -> None:
-    for module in MODULES:
-        for base in list_models(module=module):
-            cfg = get_pretrained_cfg(base)
-            if cfg is None:  # vit_betwixt_patch16_gap_256 of timm 1.0.16: it borrows that of another architecture
-                continue
-            for suffix in ("_ortho", "_orthog"):
-                name, connection = base + suffix, SUFFIXES[suffix]
-                entry = partial(_create, name, base, connection)
-                doc = f"timm's {base}, {connection} connection; arguments as there, ``connection*`` and ``skip*``."
-                register(__name__, name, entry, {name: unpretrained(cfg, name)}, doc)
+    home = sys.modules[__name__]
+    names = []
+    for base in bases():
+        given = sys.modules[model_entrypoint(base).__module__].default_cfgs.get(base)
+        if given is None:  # vit_betwixt_patch16_gap_256 of timm 1.0.16: it borrows that of another architecture
+            continue
+        for suffix in ("_ortho", "_orthog"):
+            name, connection = base + suffix, SUFFIXES[suffix]
+            entry = partial(_create, name, base, connection)
+            doc = f"timm's {base}, {connection} connection; arguments as there, ``connection*`` and ``skip*``."
+            register(__name__, name, entry, {name: unpretrained(given.default, name)}, doc)
+            names += home.__all__
+            home.__all__ = []  # the registry looks for every name in it before it appends the next
+    home.__all__ = names
 
 
 _register_variants()

@@ -1,0 +1,80 @@
+"""Find by building which of timm's architectures have variants, and write it down for the package and the README.
+
+    python scripts/coverage.py [MODULE ...]     # builds them, writes timm_ortho/models/coverage.json
+    python scripts/coverage.py --check [MODULE ...]   # builds them, says what the file does not, and exits with 1
+    python scripts/coverage.py --table          # the README's table, from the file
+
+Every architecture of timm's registry is built on the meta device and connected. It is covered if all of its residual
+blocks are in the table of families and at least one has a site; otherwise it is left out, with the reason. With the
+names of some of timm's modules only those are built, and the rest of the file stays. All of them take a while: 1,300
+models, the largest of which have thousands of modules.
+"""
+import argparse
+import json
+import sys
+import warnings
+
+import timm
+from timm.models import list_modules
+
+from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
+from timm_ortho.families import NOT_STREAMS
+from timm_ortho.models import coverage
+from timm_ortho.models._build import on_meta
+
+NO_SUMS = "no residual additions"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="of timm.models (default: all)")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if the file says something else")
+    parser.add_argument("--table", action="store_true", help="print the README's table; builds nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(coverage.table())
+        return 0
+    known = coverage.load()
+    wanted = args.modules or [name for name in list_modules() if coverage.of_timm(name)]
+    found = {}
+    for module in wanted:
+        found[module] = survey(module)
+        covered, left_out = found[module]["covered"], found[module]["left_out"]
+        print(f"{module}: {len(covered)} covered, {len(left_out)} left out", flush=True)
+        if not args.check:
+            known["modules"] = dict(sorted({**known["modules"], **found}.items()))
+            known["timm"] = timm.__version__
+            coverage.FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    wrong = [module for module in wanted if found[module] != known["modules"].get(module)] if args.check else []
+    for module in wrong:
+        had = known["modules"].get(module)
+        print(f"{module}: {coverage.FILE.name} has {had}, found {found[module]}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def survey(module: str) -> dict:
+    """The architectures of a module of timm: sites of the covered ones, reasons for the others."""
+    covered, left_out = {}, {}
+    for name in coverage.architectures(module):
+        with on_meta(), warnings.catch_warnings(action="ignore"):  # of deprecated models
+            model = timm.create_model(name)
+        try:
+            covered[name] = len(sites(connect(model, "linear")))
+        except RoutingError as error:
+            left_out[name] = str(error)
+        except UnsupportedModelError as error:
+            left_out[name] = reason(model, error)
+    return {"covered": covered, "left_out": left_out}
+
+
+def reason(model, error: UnsupportedModelError) -> str:
+    """Why a model has no variant: what its blocks add instead, layers left out."""
+    if error.unsupported:
+        return f"residual blocks that are not in the table: {', '.join(error.unsupported)}"
+    classes = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
+    reasons = [NOT_STREAMS[cls] for cls in classes if cls in NOT_STREAMS and cls.startswith("timm.models.")]
+    return "; ".join(dict.fromkeys(reasons)) or NO_SUMS
+
+
+if __name__ == "__main__":
+    sys.exit(main())
