@@ -7,7 +7,7 @@ from .connections import Connection, create_connection
 from .families import TIMM, Family, family_of, is_residual, routed_class
 from .skips import Skip, create_skip
 
-__all__ = ["Site", "UnsupportedModelError", "connect", "sites", "stream_width"]
+__all__ = ["Site", "UnsupportedModelError", "connect", "sites"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -169,15 +169,12 @@ def _make_skips(
     Raises:
         ValueError: Unknown, or not for a width of the model.
     """
-    places = [(block, family.dims(block)[kind]) for block, family, kinds in blocks for kind in kinds]
+    places = []
+    for block, family, kinds in blocks:
+        widths, dims = family.widths(block), family.dims(block)
+        places += [(widths[kind], dims[kind]) for kind in kinds]
     skips = [
-        create_skip(skip, stream_width(block), dim=dim, count=len(places), site=site, **arguments)
-        for site, (block, dim) in enumerate(places)
+        create_skip(skip, width, dim=dim, count=len(places), site=site, **arguments)
+        for site, (width, dim) in enumerate(places)
     ]
     return iter([None] * len(skips) if skip == "identity" else skips)
-
-
-def stream_width(block: nn.Module) -> int:
-    """Channels that a block adds to the stream: what its last linear layer or convolution puts out."""
-    last = [module for module in block.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1]
-    return last.out_features if isinstance(last, nn.Linear) else last.out_channels

@@ -52,6 +52,8 @@ class Family(NamedTuple):
             wrapper around any of them), numbered where there are several. Additions on the two sides of an ``if`` count
             once. None stands for an addition that is no site.
         dim: Channel axis of the stream: one for all additions, one for each, or a function of the block.
+        width: Channels of the stream, of a block: one number for all additions or one for each. What its last linear
+            layer or convolution puts out, unless the table says otherwise.
         keep: ``"branch"`` where the block changes the sum in place afterwards, so that it cannot be kept for the
             backward pass (see :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions; ``forward`` where a release of timm has no such method.
@@ -66,6 +68,7 @@ class Family(NamedTuple):
     keep: str = "output"
     method: str = "forward"
     unless: Callable[[nn.Module], bool] = lambda block: False
+    width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: _last_width(block)
 
     @property
     def routed_name(self) -> str:
@@ -78,9 +81,15 @@ class Family(NamedTuple):
 
     def dims(self, block: nn.Module) -> Dict[str, int]:
         """Channel axis of a block's stream, by kind of site."""
-        dim = self.dim(block) if callable(self.dim) else self.dim
-        each = dim if isinstance(dim, tuple) else (dim,) * len(self.kinds)
-        return {kind: axis for kind, axis in zip(self.kinds, each, strict=True) if kind}
+        return self._by_kind(self.dim(block) if callable(self.dim) else self.dim)
+
+    def widths(self, block: nn.Module) -> Dict[str, int]:
+        """Channels of a block's stream, by kind of site."""
+        return self._by_kind(self.width(block))
+
+    def _by_kind(self, value: Union[int, Tuple[int, ...]]) -> Dict[str, int]:
+        each = value if isinstance(value, tuple) else (value,) * len(self.kinds)
+        return {kind: one for kind, one in zip(self.kinds, each, strict=True) if kind}
 
     @property
     def branch_first(self) -> Dict[str, bool]:
@@ -98,6 +107,28 @@ class Family(NamedTuple):
 def _of_mlp(block: nn.Module) -> int:
     """Channels come first where the MLP is made of convolutions."""
     return 1 if any(isinstance(module, nn.Conv2d) for module in block.mlp.modules()) else -1
+
+
+def _last_width(block: nn.Module) -> int:
+    last = [module for module in block.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1]
+    return last.out_features if isinstance(last, nn.Linear) else last.out_channels
+
+
+def _shortcut_width(block: nn.Module) -> int:
+    """Of a block whose branch ends in channels from two convolutions: its projected shortcut's, or its input's."""
+    if any(True for _ in block.shortcut.parameters()):
+        return _last_width(block.shortcut)
+    return next(module for module in block.modules() if isinstance(module, nn.Conv2d)).in_channels
+
+
+def _of_bn3(block: nn.Module) -> int:
+    """Of a block whose last convolution may be a mixture, of kernels or of experts."""
+    return block.bn3.num_features
+
+
+def _tnt_widths(block: nn.Module) -> Tuple[int, ...]:
+    pixel, patch = _last_width(block.mlp_in), _last_width(block.mlp)
+    return pixel, pixel, patch, patch, patch
 
 
 def _is_folded(block: nn.Module) -> bool:
@@ -146,7 +177,7 @@ FAMILIES: Tuple[Family, ...] = (
         ("attention_2", "attention_3", "attention_4", "mlp_2", "mlp_3", "mlp_4"), _TOKENS),
     _family(
         "tnt.Block", ("pixel_embed", "pixel_embed", "patch_embed[:, 1:]", "patch_embed", "patch_embed"),
-        ("attention_pixel", "mlp_pixel", "mixer", "attention", "mlp"), _TOKENS),
+        ("attention_pixel", "mlp_pixel", "mixer", "attention", "mlp"), _TOKENS, width=_tnt_widths),
     _family("twins.Block", "x", _TRANSFORMER, _TOKENS),
     _family("twins.PosConv", "cnn_feat_token", ("conv",), _NCHW),
     _family("pvt_v2.Block", "x", _TRANSFORMER, _TOKENS),
@@ -201,7 +232,9 @@ FAMILIES: Tuple[Family, ...] = (
     _family("swiftformer.Block", "x", _TRANSFORMER, _NCHW),
     _family("visformer.Block", "x", _TRANSFORMER, _NCHW),
     _family("nextvit.NextConvBlock", "x", ("conv", "mlp"), _NCHW),
-    _family("nextvit.NextTransformerBlock", ("x", "out", "x"), ("attention", "conv", "mlp"), _NCHW),
+    _family(
+        "nextvit.NextTransformerBlock", ("x", "out", "x"), ("attention", "conv", "mlp"), _NCHW,
+        width=lambda block: (block.mhsa_out_chs, block.mhca_out_chs, block.out_chs)),
     _family("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded into one convolution
     _family("fastvit.AttentionBlock", "x", _TRANSFORMER, _NCHW),
     _family("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # likewise
@@ -210,7 +243,7 @@ FAMILIES: Tuple[Family, ...] = (
     _family("iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
     _family(  # its depthwise convolutions are folded
         "efficientvim.EfficientViMBlock", ("x", "x_prev", "x", "x"), (None, "mixer", None, "mlp"), _NCHW),
-    _family("csatv2.Block", "shortcut", ("conv",), _NCHW),
+    _family("csatv2.Block", "shortcut", ("conv",), _NCHW, width=lambda block: _last_width(block.pwconv2)),
     _family("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
     # --------------------------------------------------------------------------------- convolutions, B C H W
     # In these the stream is the shortcut: the block's input or, where the shape changes, its projection.
@@ -250,14 +283,16 @@ FAMILIES: Tuple[Family, ...] = (
     _family("inception_next.MetaNeXtBlock", "shortcut", ("conv",), _NCHW),
     _family("convmixer.Residual", "x", ("conv",), _NCHW),
     _family("starnet.Block", "residual", ("conv",), _NCHW),
-    _family("fasternet.MLPBlock", "shortcut", ("conv",), _NCHW),
+    _family("fasternet.MLPBlock", "shortcut", ("conv",), _NCHW, width=lambda block: _last_width(block.mlp)),
     _family("hgnet.HighPerfGpuBlock", "identity", ("conv",), _NCHW),
     _family("vovnet.OsaBlock", "output[0]", ("conv",), _NCHW),
     _family("vitamin.MbConvLNBlock", "shortcut", ("conv",), _NCHW),
-    _family("rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW),  # the channels that the input has
-    _family("dpn.DualPathBlock", "x_s1", ("conv",), _NCHW),  # the residual half of the two paths
-    _family("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW),
-    _family("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW),
+    _family(  # the channels that the input has
+        "rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW, width=lambda block: block.in_channels),
+    _family(  # the residual half of the two paths
+        "dpn.DualPathBlock", "x_s1", ("conv",), _NCHW, width=lambda block: block.num_1x1_c),
+    _family("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
+    _family("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
     _family("repghost.RepGhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW),
     _family("lcnetv2.RepDepthwiseSeparable", "shortcut", ("conv",), _NCHW),
     _family("inception_resnet_v2.Block35", "x", ("conv",), _NCHW, keep="branch"),
@@ -268,8 +303,8 @@ FAMILIES: Tuple[Family, ...] = (
     _family("xception_aligned.PreXceptionModule", "self.shortcut(skip)", ("conv",), _NCHW, method="_residual"),
     _family("_efficientnet_blocks.ConvBnAct", "shortcut", ("conv",), _NCHW),
     _family("_efficientnet_blocks.DepthwiseSeparableConv", "shortcut", ("conv",), _NCHW),
-    _family("_efficientnet_blocks.InvertedResidual", "shortcut", ("conv",), _NCHW),
-    _family("_efficientnet_blocks.CondConvResidual", "shortcut", ("conv",), _NCHW),
+    _family("_efficientnet_blocks.InvertedResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
+    _family("_efficientnet_blocks.CondConvResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
     _family("_efficientnet_blocks.EdgeResidual", "shortcut", ("conv",), _NCHW),
     _family("_efficientnet_blocks.UniversalInvertedResidual", "shortcut", ("conv",), _NCHW),
     _family("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),

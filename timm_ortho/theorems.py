@@ -22,7 +22,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .convert import Site, sites, stream_width
+from .convert import Site, sites
 from .families import family_of
 from .skips import Skip
 
@@ -188,7 +188,8 @@ def _places(model: nn.Module, verb: str, kind: str) -> List[_Place]:
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
             raise SkipRewriteError(f"{verb} is for {kind} skips, got {got} at {site.name} of {name}")
-        p = torch.eye(stream_width(block), dtype=torch.float64) if skip is None else skip.matrix()
+        width = family_of(block).widths(block)[site.kind]
+        p = torch.eye(width, dtype=torch.float64) if skip is None else skip.matrix()
         places.append(place._replace(p=p))
     return places
 
