@@ -123,7 +123,7 @@ def _shortcut_width(block: nn.Module) -> int:
 
 def _of_bn3(block: nn.Module) -> int:
     """Of a block whose last convolution may be a mixture, of kernels or of experts."""
-    return block.bn3.num_features
+    return len(block.bn3.weight)
 
 
 def _tnt_widths(block: nn.Module) -> Tuple[int, ...]:
