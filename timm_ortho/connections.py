@@ -190,14 +190,16 @@ class HybridConnection(Connection):
         super().__init__(dim, eps)
         rho, theta = STARTS[known_name("start", start, STARTS)]
         self.start = start
-        self.rho = nn.Parameter(torch.tensor(rho, device=device, dtype=dtype))
-        self.theta = nn.Parameter(torch.tensor(theta, device=device, dtype=dtype))
+        # of shape [1]: FSDP2 takes no 0-d parameters
+        self.rho = nn.Parameter(torch.tensor([rho], device=device, dtype=dtype))
+        self.theta = nn.Parameter(torch.tensor([theta], device=device, dtype=dtype))
 
     def in_use(self) -> List[Tensor]:
         """``[rho, theta]`` within their bounds, 0-d tensors."""
-        rho = self.rho + (self.rho.clamp(min=0.0) - self.rho).detach()
+        rho, theta = self.rho[0], self.theta[0]
+        rho = rho + (rho.clamp(min=0.0) - rho).detach()
         half_turn = math.pi / 2
-        theta = self.theta + (self.theta.clamp(min=-half_turn, max=half_turn) - self.theta).detach()
+        theta = theta + (theta.clamp(min=-half_turn, max=half_turn) - theta).detach()
         return [rho, theta]
 
     def weights(self) -> List[Tensor]:
