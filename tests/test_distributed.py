@@ -13,7 +13,7 @@ import timm_ortho  # noqa: F401 registers
 STEPS, BATCH = 4, 4
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
 ONE = {f"{connection}{checkpointing}": dict(connection=connection, checkpointing=bool(checkpointing))
-       for connection in ("linear", "feature", "global", "hybrid") for checkpointing in ("", " checkpointed")}
+       for connection in ("feature", "global", "hybrid") for checkpointing in ("", " checkpointed")}
 WRAPPERS = ("DDP", "FSDP2")
 
 

@@ -8,7 +8,7 @@ import timm
 import torch
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
-from timm.models.naflexvit import NaFlexVitCfg
+from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from timm.models.vision_transformer import ResPostBlock
 
 from timm_ortho import connect, create_connection, record, residual_update, sites
@@ -119,6 +119,11 @@ def test_masks_without_padding_change_nothing(mask):
     connection = create_connection("global")
     x, f = batch(padding=1.0)
     assert torch.equal(connection(x, f, mask), connection(x, f))
+
+
+def test_a_token_of_one_head_is_real():
+    halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # of each head
+    assert real_tokens(halves, torch.zeros(4, 8, 6)).flatten().tolist() == [True] * 4 + [False] * 2 + [True] * 2
 
 
 def test_tokens_that_attend_to_others_only_are_real():
@@ -278,6 +283,7 @@ def test_checkpointing_the_activations():
     assert_same(logits_and_gradients(model, [collated(images(), 20)]), expected)
 
 
+@pytest.mark.skipif(not hasattr(NaFlexVit, "_forward_embeds"), reason="its mask is that of all patches in this timm")
 def test_dropped_patches():
     model = naflex(global_pool="avg", patch_drop_rate=0.5)
     assert all(tensor.isfinite().all() for tensor in logits_and_gradients(model, [collated(images(), 20)]).values())
@@ -293,6 +299,18 @@ def test_compiled_as_one_graph():
         assert_same(found, logits_and_gradients(model, [inputs]))
     finally:
         torch._dynamo.reset()
+
+
+def test_exported_with_a_mask_of_any_length():
+    block = naflex(global_pool="avg").blocks[0]
+    x, mask = torch.randn(3, 9, 32).double(), additive(torch.rand(3, 1, 9, 9) < 0.2, -torch.inf, torch.float64)
+    batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
+    shapes = dict(x={0: batch, 1: tokens}, attn_mask={0: batch, 2: tokens, 3: tokens}, is_causal=None)
+    shapes = {name: shapes[name] for name in inspect.signature(block.forward).parameters}
+    shapes.pop("is_causal", None)
+    program = torch.export.export(block, (x, mask), dynamic_shapes=shapes).module()
+    hidden, keys = torch.randn(4, 8, 32).double(), additive(SQUARE, torch.finfo(torch.float64).min, torch.float64)
+    torch.testing.assert_close(program(hidden, keys), block(hidden, keys))
 
 
 def test_bfloat16_autocast_is_as_close_as_linear():

@@ -54,15 +54,14 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
     Returns:
         Boolean, ``[B or 1, N, 1]``. None, where all are real, without a mask or with one of another shape.
     """
+    if attn_mask is None:
+        return None
     if has_torch_function_variadic(attn_mask, x):  # FX: to be settled when the graph is run
         return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x)
-    if attn_mask is None or x.dim() != 3:
-        return None
-    tokens = x.shape[1]
-    mask = attn_mask
+    mask, tokens = attn_mask, x.shape[1]
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    if mask.shape[3] != tokens or mask.shape[2] not in (1, tokens):
+    if x.dim() != 3 or mask.shape[3] != tokens or mask.shape[2] not in (1, tokens):
         return None
     if mask.dtype != torch.bool:
         mask = mask > -1000.0  # of exp(-1000) nothing is left in any dtype
