@@ -1,4 +1,5 @@
 """DDP and FSDP2 over two processes: the losses of one process on the whole batch, and checkpoints that it loads."""
+from datetime import timedelta
 from functools import cache
 
 import pytest
@@ -6,14 +7,17 @@ import timm
 import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import timm_ortho  # noqa: F401 registers
 
 STEPS, BATCH = 4, 4
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
-ONE = {f"{connection}{checkpointing}": dict(connection=connection, checkpointing=bool(checkpointing))
-       for connection in ("feature", "global", "hybrid") for checkpointing in ("", " checkpointed")}
+CASES = {
+    f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
+    for connection in ("feature", "global", "hybrid") for checkpointed in ("", " checkpointed")
+}
 WRAPPERS = ("DDP", "FSDP2")
 
 
@@ -49,8 +53,6 @@ def parallel(model, wrapper):
     """``model`` spread over the processes, as PyTorch's documentation does it."""
     if wrapper == "DDP":
         return DistributedDataParallel(model)
-    from torch.distributed.fsdp import fully_shard
-
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
@@ -59,9 +61,10 @@ def parallel(model, wrapper):
 def work(rank, folder):
     """One of two processes; the first one leaves losses and whole checkpoints in ``folder``."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    store, patience = f"file://{folder}/store", timedelta(minutes=2)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
     try:
-        for name, arguments in ONE.items():
+        for name, arguments in CASES.items():
             for wrapper in WRAPPERS:
                 model = parallel(create(**arguments), wrapper)
                 losses = train(model, rank, 2)
@@ -84,11 +87,11 @@ def results(tmp_path_factory):
 @cache
 def alone(name):
     """Losses and the trained model of one process."""
-    model = create(**ONE[name])
+    model = create(**CASES[name])
     return train(model), model
 
 
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_same_losses_as_one_process(results, wrapper, name):
     losses, model = alone(name)
@@ -99,11 +102,11 @@ def test_same_losses_as_one_process(results, wrapper, name):
     assert found["share"] == whole if wrapper == "DDP" else found["share"] < 0.6 * whole
 
 
-@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_checkpoint_loads_into_one_process(results, wrapper, name):
     """By timm's own names, with the weights and so the logits of the one that trained alone."""
-    model, (_, expected) = create(**ONE[name]).eval(), alone(name)
+    model, (_, expected) = create(**CASES[name]).eval(), alone(name)
     model.load_state_dict(results(wrapper, name)["weights"], strict=True)
     for (parameter, found), weight in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(
