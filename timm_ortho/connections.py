@@ -1,5 +1,5 @@
 """Connections: how a branch output joins the stream. Each is an ``nn.Module`` with ``forward(x, f) -> y``, which blocks
-that take an attention mask call with that mask as well, ``forward(x, f, attn_mask)``.
+that take an attention mask call with that mask as well, ``forward(x, f, attn_mask=mask)``.
 
 | name | y | parameters |
 | --- | --- | --- |

@@ -7,7 +7,7 @@ subclass has the host's own ``forward`` in which exactly those additions are cal
     x = self.connection_attention(x, self.drop_path1(self.ls1(self.attn(self.norm1(x)))))
 
     x = x + self.attn(self.norm1(x), attn_mask)     # the mask says what is padding
-    x = self.connection_attention(x, self.attn(self.norm1(x), attn_mask), attn_mask)
+    x = self.connection_attention(x, self.attn(self.norm1(x), attn_mask), attn_mask=attn_mask)
 
     x += shortcut                                   # in place: the sum is a new tensor here
     x = self.connection_conv(shortcut, x)
@@ -66,7 +66,7 @@ class Route:
         block: The host's class, with the method in readable source.
         sums: The additions that the method is expected to hold, in the order of the source.
         method: Its name.
-        mask: An argument that connections are handed as well, if the method takes it.
+        mask: The argument, if the method takes it, that connections are handed as ``attn_mask``.
         host: What the host is called in errors, such as ``"timm 1.0.31"``.
 
     Raises:
@@ -132,7 +132,7 @@ class _Router(ast.NodeTransformer):
     def __init__(self, sums: Sequence[Sum], function: FunctionType, mask: str) -> None:
         self.sums = sums
         self.streams = {stream for expected in sums for stream in expected.written}
-        self.further = [mask] if mask in inspect.signature(function).parameters else []
+        self.further = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.local = set(function.__code__.co_varnames) - {"self"}
         self.position = 0  # of the next addition, on the way that is being followed
         self.length = 0  # additions on the longest way
@@ -183,8 +183,8 @@ class _Router(ast.NodeTransformer):
 
     def _call(self, connection: str, stream: ast.expr, branch: ast.expr) -> ast.Call:
         module = ast.Attribute(value=ast.Name("self", ast.Load()), attr=connection, ctx=ast.Load())
-        further = [ast.Name(name, ast.Load()) for name in self.further]
-        return ast.Call(func=module, args=[stream, self.visit(branch), *further], keywords=[])
+        keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.further.items()]
+        return ast.Call(func=module, args=[stream, self.visit(branch)], keywords=keywords)
 
     # ------------------------------------------------------------------------------------------ ways
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:

@@ -68,13 +68,16 @@ def measure(connection: nn.Module, x: Tensor, f: Tensor, attn_mask: Optional[Ten
 def _watching(connections: Sequence[nn.Module], found: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside it each connection is measured before it is called; ``found`` gets its index and the measurement."""
     def hook_of(index: int) -> Callable:
-        def hook(connection: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
+        def hook(connection: nn.Module, inputs: Tuple[Tensor, ...], further: Dict[str, Any]) -> None:
             with torch.no_grad():
-                found(index, measure(connection, *inputs))
+                found(index, measure(connection, *inputs, **further))
 
         return hook
 
-    handles = [connection.register_forward_pre_hook(hook_of(index)) for index, connection in enumerate(connections)]
+    handles = [
+        connection.register_forward_pre_hook(hook_of(index), with_kwargs=True)
+        for index, connection in enumerate(connections)
+    ]
     try:
         yield
     finally:
