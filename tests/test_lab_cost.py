@@ -61,7 +61,7 @@ def test_the_papers_form_computes_the_same():
 
 def test_an_operation_that_is_not_known_is_an_error():
     class Odd(timm_ortho.LinearConnection):
-        def forward(self, x, f):
+        def forward(self, x, f, attn_mask=None):
             return (x + f).tanh()
 
     model = timm.create_model("vit_small_linear", img_size=32, depth=1)

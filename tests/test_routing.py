@@ -78,6 +78,14 @@ def test_same_numbers_through_connections(kwargs):
     assert f1.shape == x.shape
 
 
+@pytest.mark.parametrize(("mask", "handed_on"), [("bias", True), ("attn_mask", False), ("", False)])
+def test_a_mask_goes_on_to_the_connections_where_there_is_one(mask, handed_on):
+    found = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
+    source = inspect.getsource(found.subclass(name="Masked", module="tests.somewhere").forward)
+    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # one on both sides of an if
+    assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
+
+
 def test_the_host_is_untouched_and_is_the_base_class():
     before = inspect.getsource(Block.forward), Block.forward, dict(vars(Block))
     cls = routed()

@@ -1,4 +1,5 @@
-"""Connections: how a branch output joins the stream. Each is an ``nn.Module`` with ``forward(x, f) -> y``.
+"""Connections: how a branch output joins the stream. Each is an ``nn.Module`` with ``forward(x, f) -> y``, which blocks
+that take an attention mask call with that mask as well, ``forward(x, f, attn_mask=mask)``.
 
 | name | y | parameters |
 | --- | --- | --- |
@@ -9,6 +10,10 @@
 
 The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked here, when a connection is made.
 
+Padding (NaFlex: token sequences of several lengths in one batch) is what the mask lets no token attend to. The global
+scope leaves it out, so that a sample gives the same result padded or not; in the others each token is on its own, and
+there is nothing to leave out.
+
 A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skips`). Then x stands for P x everywhere
 above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
 """
@@ -17,12 +22,13 @@ from typing import Dict, List, Optional, Type
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .functional import Weight, check_eps, known_name, plain_update, residual_update
 
 __all__ = [
     "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "create_connection",
+    "create_connection", "real_tokens",
 ]
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -32,6 +38,34 @@ def check_prob(prob: float) -> None:
     """Raise ValueError unless ``prob`` is a probability."""
     if not 0.0 <= prob <= 1.0:
         raise ValueError(f"prob must be in [0, 1], got {prob}")
+
+
+def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
+    """Which tokens are real, and no padding: those that an attention mask lets any token attend to.
+
+    Under a causal mask that is every token, which may attend to itself at least.
+
+    Args:
+        attn_mask: Of self-attention, as ``scaled_dot_product_attention`` takes it, ``[B or 1, heads or 1, N or 1, N]``
+            or without the leading axes: boolean, or added to the scores. timm adds the lowest number of the dtype,
+            others -inf or -10,000; positional biases are far above.
+        x: Stream, ``[B, N, C]``.
+
+    Returns:
+        Boolean, ``[B or 1, N, 1]``. None, where all are real, without a mask or with one of another shape.
+    """
+    if attn_mask is None:
+        return None
+    if has_torch_function_variadic(attn_mask, x):  # FX: to be settled when the graph is run
+        return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x)
+    mask, tokens = attn_mask, x.shape[1]
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    if x.dim() != 3 or mask.shape[3] != tokens or mask.shape[2] not in (1, tokens):
+        return None
+    if mask.dtype != torch.bool:
+        mask = mask > -1000.0  # of exp(-1000) nothing is left in any dtype
+    return mask.any(2).any(1).unsqueeze(-1)
 
 
 class Connection(nn.Module):
@@ -62,14 +96,16 @@ class Connection(nn.Module):
             return x
         return self.skip(x)
 
-    def join(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
+    def join(
+            self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
         """The update with weights a and b, in the form that eager mode or TorchScript wants."""
         x = self.carried(x)
+        mask = real_tokens(attn_mask, x) if self.dims is None else None
         if torch.jit.is_scripting():
-            return plain_update(x, f, parallel, orthogonal, self.dims, self.eps)
+            return plain_update(x, f, parallel, orthogonal, self.dims, self.eps, mask)
         else:
             return residual_update(
-                x, f, parallel=parallel, orthogonal=orthogonal, dim=self.dims, eps=self.eps, keep=self.keep)
+                x, f, parallel=parallel, orthogonal=orthogonal, dim=self.dims, eps=self.eps, mask=mask, keep=self.keep)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps:g}"
@@ -90,7 +126,7 @@ class LinearConnection(Connection):
         super().__init__(dim, eps, keep)
         self.branch_first = branch_first
 
-    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.skip is not None:
             return self.skip.add(x, f)
         return f + x if self.branch_first else x + f
@@ -115,18 +151,22 @@ class FeatureConnection(Connection):
         check_prob(prob)
         self.prob = float(prob)
 
-    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
             # float32 whatever the stream is: bfloat16 would round the probability
-            return self.join(x, f, torch.bernoulli(x.new_full([], 1.0 - self.prob, dtype=torch.float32)), 1.0)
-        return self.join(x, f, 1.0 - self.prob, 1.0)
+            drawn = torch.bernoulli(x.new_full([], 1.0 - self.prob, dtype=torch.float32))
+            return self.join(x, f, drawn, 1.0, attn_mask)
+        return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
 
 
 class GlobalConnection(FeatureConnection):
-    """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch. Arguments as Orthogonal-F's."""
+    """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch. Arguments as Orthogonal-F's.
+
+    Padding takes no part in it, and comes out as zero.
+    """
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
         super().__init__(dim, eps, prob, keep)
@@ -149,14 +189,16 @@ class HybridConnection(Connection):
         super().__init__(dim, eps)
         rho, theta = STARTS[known_name("start", start, STARTS)]
         self.start = start
-        self.rho = nn.Parameter(torch.tensor(rho, device=device, dtype=dtype))
-        self.theta = nn.Parameter(torch.tensor(theta, device=device, dtype=dtype))
+        # of shape [1]: FSDP2 takes no 0-d parameters
+        self.rho = nn.Parameter(torch.tensor([rho], device=device, dtype=dtype))
+        self.theta = nn.Parameter(torch.tensor([theta], device=device, dtype=dtype))
 
     def in_use(self) -> List[Tensor]:
         """``[rho, theta]`` within their bounds, 0-d tensors."""
-        rho = self.rho + (self.rho.clamp(min=0.0) - self.rho).detach()
+        rho, theta = self.rho[0], self.theta[0]
+        rho = rho + (rho.clamp(min=0.0) - rho).detach()
         half_turn = math.pi / 2
-        theta = self.theta + (self.theta.clamp(min=-half_turn, max=half_turn) - self.theta).detach()
+        theta = theta + (theta.clamp(min=-half_turn, max=half_turn) - theta).detach()
         return [rho, theta]
 
     def weights(self) -> List[Tensor]:
@@ -164,9 +206,9 @@ class HybridConnection(Connection):
         rho, theta = self.in_use()
         return [rho * theta.sin(), rho * theta.cos()]
 
-    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+    def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         weights = self.weights()
-        return self.join(x, f, weights[0], weights[1])
+        return self.join(x, f, weights[0], weights[1], attn_mask)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, start={self.start!r}"

@@ -6,7 +6,8 @@ the branch (Swin V2) plays no part: the branch output is what is added, after it
 
   * a LayerScale of 1e-6 or a last norm of zeros makes a small or no branch output at the start, which changes nothing:
     the projection is linear in it, and ``eps`` is added to the stream's square alone;
-  * class and register tokens are tokens: the global scope sums over them too, as over every axis but the first;
+  * class and register tokens are tokens: the global scope sums over them too, as over every axis but the first, and
+    leaves out padding alone;
   * where a stream comes cut into pieces that share the first axis with the batch (``mobilevit``'s patches, ``tnt``'s
     pixels), the global scope is one projection for each piece. Swin, MaxViT, SAM and others cut inside the branch:
     there the stream is whole, and so is the scope;
@@ -58,6 +59,8 @@ class Family(NamedTuple):
             backward pass (see :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions; ``forward`` where a release of timm has no such method.
         unless: Says of a block that its sums stay what they are.
+        mask: The method's argument, if it has it, that says which tokens may attend to which, and so what is padding
+            (see :func:`timm_ortho.connections.real_tokens`). The connections receive it as well.
     """
 
     module: str
@@ -68,6 +71,7 @@ class Family(NamedTuple):
     keep: str = "output"
     method: str = "forward"
     unless: Callable[[nn.Module], bool] = lambda block: False
+    mask: str = "attn_mask"
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: _last_width(block)
 
     @property
@@ -408,7 +412,7 @@ def _route(family: Family, kinds: Tuple[Optional[str], ...]) -> Route:
         for stream, kind in zip(streams, family.kinds, strict=True)
     ]
     method = family.method if hasattr(block, family.method) else "forward"
-    return Route(block, sums, method=method, host=TIMM)
+    return Route(block, sums, method=method, mask=family.mask, host=TIMM)
 
 
 def __getattr__(name: str) -> type:

@@ -102,17 +102,24 @@ def plain_update(
         orthogonal: Weight,
         dims: Optional[List[int]],
         eps: float,
+        mask: Optional[Tensor] = None,
 ) -> Tensor:
     """The update without its closed-form gradients: the reference, and what compilers and tracers are given.
 
     Its results equal those of :func:`residual_update` in eager mode bit for bit: a deep network with random weights
     makes any difference in rounding visible.
     """
+    if mask is not None:
+        x, f = without_padding(x, mask), without_padding(f, mask)
     dtype = _accumulate_in(x, f)
     x_acc, f_acc = x.to(dtype), f.to(dtype)
     s, _ = _project(x_acc, f_acc, _axes(x.dim(), dims), eps)
     return _combine(x_acc, f_acc, s, parallel, orthogonal).to(torch.promote_types(x.dtype, f.dtype))
 
+
+def without_padding(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` with zeros where ``mask`` is False: what stood there, NaN too, is in no sum and in no gradient any more."""
+    return x.masked_fill(mask.logical_not(), 0.0)
 
 
 # ------------------------------------------------------------------------ the formula, with its gradients
@@ -369,6 +376,7 @@ def residual_update(
         orthogonal: Weight = 1.0,
         dim: Dim = -1,
         eps: float = 1e-6,
+        mask: Optional[Tensor] = None,
         keep: str = "output",
         backend: Optional[str] = None,
 ) -> Tensor:
@@ -386,6 +394,9 @@ def residual_update(
         dim: Axis or axes of one projection: the channel axis gives one for each token or pixel (Algorithm 1). None
             stands for every axis but the first: one for each sample (Algorithm 2).
         eps: Added to |x|^2, in the accumulation dtype (float32, or float64 for float64 inputs).
+        mask: What is real, a boolean tensor that broadcasts to the shape of x: ``[B, N, 1]`` for the tokens of a padded
+            batch. The rest may hold anything; it is left out of every sum, and its results and gradients are zero. None
+            if all is real.
         keep: What autograd keeps beside ``x`` when ``a`` is 0 and ``b`` is 1: ``"output"`` (the result, which must
             then not be changed in place) or ``"branch"`` (``f``). Other weights always keep ``f``.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``, see :func:`choose_backend`. None stands for what the
@@ -396,18 +407,22 @@ def residual_update(
 
     Raises:
         ValueError: Shapes or devices differ, a dtype is not floating, ``dim`` does not exist, a weight is not a scalar,
-            ``eps`` is not positive, or ``keep`` or ``backend`` is unknown.
+            ``eps`` is not positive, ``mask`` is not boolean or does not broadcast, or ``keep`` or ``backend`` is
+            unknown.
         RuntimeError: The backend asked for cannot run.
     """
     if has_torch_function_variadic(x, f):  # FX proxies and tensor subclasses: one call of the plain formula
         dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
-        return handle_torch_function(plain_update, (x, f), x, f, parallel, orthogonal, dims, eps)
+        return handle_torch_function(plain_update, (x, f), x, f, parallel, orthogonal, dims, eps, mask)
     dims = _check(x, f, dim, eps)
     for name, weight in (("parallel", parallel), ("orthogonal", orthogonal)):
         if isinstance(weight, Tensor) and weight.dim() > 0:
             raise ValueError(f"{name} must be a float or a 0-d tensor, got a tensor of shape {tuple(weight.shape)}")
     if keep not in ("output", "branch"):
         raise ValueError(f"keep must be 'output' or 'branch', got {keep!r}")
+    if mask is not None:
+        _check_mask(mask, x)
+        x, f = without_padding(x, mask), without_padding(f, mask)
     chosen = choose_backend(x, f, backend)
     if _as_float(parallel) == 1.0 and _as_float(orthogonal) == 1.0:
         return x + f
@@ -454,6 +469,14 @@ def _check(x: Tensor, f: Tensor, dim: Any, eps: float) -> List[int]:
         raise ValueError(
             f"dim must name one or more different axes in [{-x.dim()}, {x.dim() - 1}], got {dim}; {shapes}")
     return dims
+
+
+def _check_mask(mask: Tensor, x: Tensor) -> None:
+    sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    if mask.dtype != torch.bool or mask.dim() > x.dim() or any(size not in (1, of_x) for size, of_x in sizes):
+        raise ValueError(
+            f"mask must be boolean and broadcast to the shape of x, got {mask.dtype} of shape {tuple(mask.shape)}; "
+            f"x of shape {tuple(x.shape)}")
 
 
 def check_eps(eps: float) -> None:

@@ -6,6 +6,9 @@ subclass has the host's own ``forward`` in which exactly those additions are cal
     x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
     x = self.connection_attention(x, self.drop_path1(self.ls1(self.attn(self.norm1(x)))))
 
+    x = x + self.attn(self.norm1(x), attn_mask)     # the mask says what is padding
+    x = self.connection_attention(x, self.attn(self.norm1(x), attn_mask), attn_mask=attn_mask)
+
     x += shortcut                                   # in place: the sum is a new tensor here
     x = self.connection_conv(shortcut, x)
 
@@ -63,13 +66,15 @@ class Route:
         block: The host's class, with the method in readable source.
         sums: The additions that the method is expected to hold, in the order of the source.
         method: Its name.
+        mask: The argument, if the method takes it, that connections are handed as ``attn_mask``.
         host: What the host is called in errors, such as ``"timm 1.0.31"``.
 
     Raises:
         RoutingError: The method holds other additions to these streams, or cannot be rebuilt.
     """
 
-    def __init__(self, block: type, sums: Sequence[Sum], *, method: str = "forward", host: str = "") -> None:
+    def __init__(
+            self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", host: str = "") -> None:
         self.block = block
         self.method: FunctionType = getattr(block, method)
         where = f"{block.__module__}.{block.__qualname__} of {host or 'the host'}"
@@ -77,7 +82,7 @@ class Route:
         if enclosed:
             raise RoutingError(f"{where}: {method} uses {', '.join(enclosed)} of an enclosing scope")
         tree = ast.parse(textwrap.dedent(inspect.getsource(self.method)))
-        router = _Router(sums, self.method)
+        router = _Router(sums, self.method, mask)
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.written))
@@ -124,9 +129,10 @@ def route(block: type, sums: Sequence[Sum], *, name: str, module: str, host: str
 class _Router(ast.NodeTransformer):
     """Replaces the expected additions by calls of ``self.<connection>`` and keeps the ways that lead to them."""
 
-    def __init__(self, sums: Sequence[Sum], function: FunctionType) -> None:
+    def __init__(self, sums: Sequence[Sum], function: FunctionType, mask: str) -> None:
         self.sums = sums
         self.streams = {stream for expected in sums for stream in expected.written}
+        self.further = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.local = set(function.__code__.co_varnames) - {"self"}
         self.position = 0  # of the next addition, on the way that is being followed
         self.length = 0  # additions on the longest way
@@ -177,7 +183,8 @@ class _Router(ast.NodeTransformer):
 
     def _call(self, connection: str, stream: ast.expr, branch: ast.expr) -> ast.Call:
         module = ast.Attribute(value=ast.Name("self", ast.Load()), attr=connection, ctx=ast.Load())
-        return ast.Call(func=module, args=[stream, self.visit(branch)], keywords=[])
+        keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.further.items()]
+        return ast.Call(func=module, args=[stream, self.visit(branch)], keywords=keywords)
 
     # ------------------------------------------------------------------------------------------ ways
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:

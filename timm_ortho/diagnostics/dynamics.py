@@ -7,7 +7,8 @@ if the connection has a skip transform) and f the branch output (paper, Section 
 
 All are taken over the channel axis, whatever the connection's own scope, so that the numbers of different connections
 can be compared. A row of :func:`record` has besides ``parallel_share = parallel / stream`` and ``orthogonal_share``,
-of the averages: a single token may be zero (the paper's class token is, at the start), the average is not.
+of the averages: a single token may be zero (the paper's class token is, at the start), the average is not. Padding, as
+the attention mask tells it, is in no average.
 """
 import math
 import warnings
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..connections import Connection, HybridConnection
-from ..functional import decompose
+from ..connections import Connection, HybridConnection, real_tokens
+from ..functional import decompose, without_padding
 
 __all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics"]
 
@@ -48,28 +49,35 @@ class SiteDynamics(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------- one measurement
-def measure(connection: nn.Module, x: Tensor, f: Tensor) -> Tensor:
+def measure(connection: nn.Module, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
     """``[stream, parallel, orthogonal, cosine]`` of what a connection receives, a tensor on the device of ``x``."""
     # at least float32: the square of a float16 norm overflows at 256
     x = connection.carried(x)
     x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
+    real = real_tokens(attn_mask, x)
+    if real is not None:
+        x, f = without_padding(x, real), without_padding(f, real)
     dim = connection.dim
     parallel, orthogonal = decompose(x, f, dim, connection.eps)
     squares = [part.square().sum(dim).mean() for part in (x, parallel, orthogonal)]
-    return torch.stack([*squares, nn.functional.cosine_similarity(x, f, dim=dim).mean()])
+    means = torch.stack([*squares, nn.functional.cosine_similarity(x, f, dim=dim).mean()])
+    return means if real is None else means / real.to(means).mean()  # padding gave zeros to the means
 
 
 @contextmanager
 def _watching(connections: Sequence[nn.Module], found: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside it each connection is measured before it is called; ``found`` gets its index and the measurement."""
     def hook_of(index: int) -> Callable:
-        def hook(connection: nn.Module, inputs: Tuple[Tensor, ...]) -> None:
+        def hook(connection: nn.Module, inputs: Tuple[Tensor, ...], further: Dict[str, Any]) -> None:
             with torch.no_grad():
-                found(index, measure(connection, *inputs[:2]))
+                found(index, measure(connection, *inputs, **further))
 
         return hook
 
-    handles = [connection.register_forward_pre_hook(hook_of(index)) for index, connection in enumerate(connections)]
+    handles = [
+        connection.register_forward_pre_hook(hook_of(index), with_kwargs=True)
+        for index, connection in enumerate(connections)
+    ]
     try:
         yield
     finally:

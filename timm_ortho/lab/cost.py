@@ -45,13 +45,13 @@ _PER_ELEMENT = {
     **dict.fromkeys((aten.mul, aten.add, aten.sub, aten.rsub, aten.div, aten.sin, aten.cos, aten.clamp), 1),
     aten.addcmul: 2,
 }
-_FREE = {aten._to_copy, aten.detach, aten.alias, aten.empty_like, aten.view}
+_FREE = {aten._to_copy, aten.detach, aten.alias, aten.empty_like, aten.select, aten.view}
 
 
 class PaperConnection(Connection):
     """The orthogonal update as the paper writes it, Algorithm 1 step by step: what its Table 1a is about."""
 
-    def forward(self, x: Tensor, f: Tensor) -> Tensor:
+    def forward(self, x: Tensor, f: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         return x + decompose(x, f, self.dim, self.eps)[1]
 
 

@@ -1,0 +1,115 @@
+"""DDP and FSDP2 over two processes: the losses of one process on the whole batch, and checkpoints that it loads."""
+from datetime import timedelta
+from functools import cache
+
+import pytest
+import timm
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import timm_ortho  # noqa: F401 registers
+
+STEPS, BATCH = 4, 4
+VIT = dict(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
+CASES = {
+    f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
+    for connection in ("feature", "global", "hybrid") for checkpointed in ("", " checkpointed")
+}
+WRAPPERS = ("DDP", "FSDP2")
+
+
+def create(connection, checkpointing):
+    """A ViT in double precision, so that the order of sums is the only difference."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_ortho", connection=connection, connection_eps=1e-3, **VIT).double()
+    model.set_grad_checkpointing(checkpointing)
+    return model.train()
+
+
+def train(model, rank=0, size=1):
+    """The losses of each step on this process's share of the batch, and for the whole of it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        images = torch.randn(BATCH, 3, 16, 16, generator=generator, dtype=torch.float64)
+        targets = torch.randint(5, (BATCH,), generator=generator)
+        mine = slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+        loss = nn.functional.cross_entropy(model(images[mine]), targets[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if size > 1:
+        distributed.all_reduce(losses)
+    return losses / size
+
+
+def parallel(model, wrapper):
+    """``model`` spread over the processes, as PyTorch's documentation does it."""
+    if wrapper == "DDP":
+        return DistributedDataParallel(model)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def work(rank, folder):
+    """One of two processes; the first one leaves losses and whole checkpoints in ``folder``."""
+    torch.set_num_threads(1)
+    store, patience = f"file://{folder}/store", timedelta(minutes=2)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
+    try:
+        for name, arguments in CASES.items():
+            for wrapper in WRAPPERS:
+                model = parallel(create(**arguments), wrapper)
+                losses = train(model, rank, 2)
+                options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                shares = sum(p.to_local().numel() if wrapper == "FSDP2" else p.numel() for p in model.parameters())
+                weights = get_model_state_dict(model, options=options)
+                if rank == 0:
+                    torch.save({"losses": losses, "weights": weights, "share": shares}, f"{folder}/{wrapper} {name}")
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    torch.multiprocessing.spawn(work, args=(str(folder),), nprocs=2)
+    return lambda wrapper, name: torch.load(folder / f"{wrapper} {name}", weights_only=True)
+
+
+@cache
+def alone(name):
+    """Losses and the trained model of one process."""
+    model = create(**CASES[name])
+    return train(model), model
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_same_losses_as_one_process(results, wrapper, name):
+    losses, model = alone(name)
+    found = results(wrapper, name)
+    torch.testing.assert_close(found["losses"], losses, rtol=1e-9, atol=1e-11)
+    assert losses[0] != losses[-1]
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert found["share"] == whole if wrapper == "DDP" else found["share"] < 0.6 * whole
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_checkpoint_loads_into_one_process(results, wrapper, name):
+    """By timm's own names, with the weights and so the logits of the one that trained alone."""
+    model, (_, expected) = create(**CASES[name]).eval(), alone(name)
+    model.load_state_dict(results(wrapper, name)["weights"], strict=True)
+    for (parameter, found), weight in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            found, weight, rtol=1e-7, atol=1e-9, msg=lambda message, parameter=parameter: f"{parameter}: {message}")
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    torch.testing.assert_close(model(images), expected.eval()(images), rtol=1e-7, atol=1e-9)

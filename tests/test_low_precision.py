@@ -1,0 +1,75 @@
+"""Models in bfloat16, and with int8 linear layers: they run, keep their connections, and lose no more than timm's."""
+import copy
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from timm_ortho import connect, sites
+
+MODELS = ["test_vit", "test_convnext"]
+CONNECTIONS = ["linear", "feature", "global", "hybrid"]
+
+
+def create(name, connection=None):
+    """A variant, or timm's own model, whose branches all put something out: no LayerScale of 1e-6."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("gamma"):
+                parameter.fill_(0.5)
+    return (connect(model, connection) if connection else model).eval()
+
+
+def images():
+    """Coarse, so that they differ by more than noise."""
+    return nn.functional.interpolate(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)), size=160)
+
+
+@torch.no_grad()
+def loss_of_precision(model, coarse, dtype=torch.float32):
+    """How far logits are off, relative to what distinguishes one image from another."""
+    expected, found = model(images()), coarse(images().to(dtype))
+    assert found.dtype == dtype
+    return ((found.float() - expected).norm() / (expected - expected.mean(0)).norm()).item()
+
+
+def types(model):
+    return [type(site.connection) for site in sites(model)]
+
+
+@pytest.mark.skipif(not hasattr(torch.ao.quantization, "quantize_dynamic"), reason="this PyTorch has it no more")
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_int8(name, connection):
+    """Dynamic quantisation of the linear layers, which PyTorch has announced to drop: torchao is no dependency."""
+    def quantised(model):
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+    host, model = create(name), create(name, connection)
+    smaller = quantised(model)
+    linear = [key for key, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert len(linear) > 4
+    assert all(type(smaller.get_submodule(key)).__module__.startswith("torch.ao.nn.quantized") for key in linear)
+    assert types(smaller) == types(model) != []
+    loss, of_host = loss_of_precision(model, smaller), loss_of_precision(host, quantised(host))
+    assert 0 < loss < 1.5 * of_host < 0.3
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_bfloat16(name, connection):
+    def cast(model):
+        return copy.deepcopy(model).to(torch.bfloat16)
+
+    host, model = create(name), create(name, connection)
+    smaller = cast(model)
+    assert types(smaller) == types(model) != []
+    loss, of_host = (loss_of_precision(one, cast(one), torch.bfloat16) for one in (model, host))
+    assert 0 < loss < 1.5 * of_host < 0.3
+    smaller.train()(images().bfloat16()).float().square().mean().backward()
+    assert all(p.dtype == p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in smaller.parameters())
