@@ -132,7 +132,7 @@ def listing() -> str:
     for name in shipped():
         designs = [load(name, scale) for scale in SCALES]
         counts = [_run_count(design) for design in designs]
-        rows.append((name, designs[0].paper, ", ".join(counts), designs[0].title))
+        rows.append((name, designs[0].paper or "-", ", ".join(counts), designs[0].title))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
                      for row in rows)
