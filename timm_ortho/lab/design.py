@@ -5,7 +5,7 @@ The keys of a file:
 | key | says |
 | --- | --- |
 | `title` | the question |
-| `paper`, `table` | the paper's table or figure, its key in `paper.json` or the file beside it; without, no comparison |
+| `paper`, `table` | the paper's table or figure, its key in `paper.json` or beside it; or neither |
 | `kind` | `training` (the default), or what is computed without any: `overhead`, `parameters`, `gamma` |
 | `model` | architecture, without suffix |
 | `recipe` | where the options begin: a recipe, or `paper` for the paper's; without it what `compare` would take |

@@ -15,11 +15,11 @@ from matplotlib.ticker import MaxNLocator
 from scipy.stats import pearsonr
 
 from .plots import band, finite, label, style
-from .study_tables import Measure, connection_name
+from .study_tables import Entry, Measure, connection_name
 
 __all__ = [
-    "component_norms", "correlation", "curves", "final_site", "learned_weights", "overheads", "points", "site_names",
-    "trace", "traces", "training",
+    "component_norms", "correlation", "curves", "differences", "final_site", "learned_weights", "overheads", "points",
+    "site_names", "trace", "traces", "training",
 ]
 
 Run = Mapping[str, Any]
@@ -275,6 +275,28 @@ def overheads(here: Mapping[str, tuple[float, float, float]], stated: Mapping[st
     axes.set_yticks(range(len(here)), list(here))
     axes.invert_yaxis()
     label(axes, "", "overhead in training, %")
+    _legend(figure, axes)
+    return figure
+
+
+def differences(found: Sequence[Entry], below: str) -> Figure:
+    """Differences to the baseline with their intervals: a row for each name, a mark for each connection."""
+    rows = list(dict.fromkeys(", ".join(entry.place[0]) for entry in found))
+    series = list(dict.fromkeys(entry.cell["connection"] for entry in found))
+    figure = Figure(figsize=(7, 1.2 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for index, name in enumerate(series):
+        group = [entry for entry in found if entry.cell["connection"] == name]
+        aside = 0.22 * (index - (len(series) - 1) / 2)
+        axes.errorbar(
+            [entry.difference.mean for entry in group],
+            [rows.index(", ".join(entry.place[0])) + aside for entry in group],
+            xerr=[entry.difference.half_width or 0.0 for entry in group],
+            label=name, capsize=3, linewidth=1.3, markersize=5, **{**style(name, series), "linestyle": ""})
+    axes.axvline(0, color="#222222", linewidth=0.9)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    label(axes, "", below)
     _legend(figure, axes)
     return figure
 

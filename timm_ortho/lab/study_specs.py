@@ -12,9 +12,10 @@ from typing import Any, Callable, Mapping, Optional, Sequence
 from matplotlib.figure import Figure
 
 from . import paper, study_figures as figures
+from .grid import base_name
 from .page import Table
 from .plots import finite
-from .study_tables import NOT_IN_PAPER, Measure, Paper, Place, connection_name, group_runs
+from .study_tables import NOT_IN_PAPER, Measure, Paper, Place, connection_name, entries, group_runs
 from .transition import transition_points
 
 __all__ = ["SPECS", "Drawing", "Extra", "Spec", "model_name", "own", "run_name"]
@@ -287,6 +288,10 @@ def _skip_paper(table: str) -> Paper:
     }
 
 
+def _family_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
+    return (str(_axis(run)),), (connection_name(run["connection"]),)
+
+
 def _own_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
     return (*(_shown(value) for value in run["cell"].values()), connection_name(run["connection"])), (measure.title,)
 
@@ -434,6 +439,27 @@ def _rank_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
                    lambda run: float(_axis(run)), [_TOP1], "rank / width")
 
 
+def _family_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
+    found = [entry for entry in entries(study, runs, {"top1": _TOP1}, _family_place, {}) if entry.difference]
+    if not found:
+        return []
+    names = ", ".join(dict.fromkeys(connection_name(entry.cell["connection"]) for entry in found))
+    return [Drawing(
+        "differences", "Top-1 less that of linear connections, in points: the mean of the seeds' differences with its "
+        "95 % interval. An interval that holds zero, the vertical line, tells nothing apart.",
+        f"Differences in top-1 to linear connections, a row for each family, for {names}.",
+        partial(figures.differences, found, "difference in top-1, points"))]
+
+
+def _family_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
+    rows = {str(_axis(run)): [str(_axis(run)), base_name(run["model"]), f"{run['parameters']:,}"] for run in runs}
+    if not rows:
+        return []
+    return [Extra("The architectures", "Connections add no parameters. What each was made narrow by is in the study's "
+                  "file and, run by run, in the runs' args.yaml.",
+                  Table(["family", "timm's architecture", "parameters"], list(rows.values())))]
+
+
 def _feature_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     measured = [run for run in runs if run["representation"]]
     if not measured:
@@ -553,6 +579,9 @@ SPECS: dict[str, Spec] = {
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": Spec(
         ("rank / width",), _axis_place, _TOP, figures=_rank_figures, order=_numeric, unstated="only drawn"),
+    "families": Spec(
+        ("family",), _family_place, {"top1": _TOP1}, figures=_family_figures, extras=_family_table,
+        protocol="Top-1 in percent, of the last epoch."),
     "representation": Spec(
         ("metric",), _feature_place, _FEATURES, _feature_paper, _feature_figures,
         protocol="Of the features before the classifier, after the last epoch."),

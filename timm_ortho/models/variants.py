@@ -28,7 +28,7 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
 
 
 def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Dict[str, Any]) -> nn.Module:
-    """Call an entry point of timm with ``build``; what it fixes itself (``embed_dim`` of an MLP-Mixer) can be given too.
+    """Call an entry point of timm with ``build``; what it fixes itself, as an MLP-Mixer its width, can be given too.
 
     Half of timm's entry points let the caller's arguments win, the others merge them with their own in a call that
     Python refuses. There the argument goes past the entry point, to the class of the model.
