@@ -40,16 +40,6 @@ def card(name):
     return ModelCard((CARDS / f"{name}.md").read_text(encoding="utf-8"))
 
 
-def test_a_study_of_no_paper_says_so_by_silence(tmp_path):
-    path = tmp_path / "results.json"
-    values = {**STUDY, "study": {**STUDY["study"], "paper": "", "changed": [], "command": "timm-ortho study run mine"}}
-    path.write_text(json.dumps(values))
-    text = str(make_cards.study_card(RecordedStudy(path), "mine/report.md"))
-    assert "# Does it rise?\n" in text
-    assert "Figures and all settings: [mine/report.md](mine/report.md)." in text
-    assert "paper" not in text.partition("## Citation")[0].lower()
-
-
 def results(name):
     return json.loads((CARDS / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -157,6 +147,16 @@ def test_a_study(tmp_path):
     assert "command `timm-ortho study run probability`, commit abcdef" in text
     assert "Scaled down from the paper: epochs: 15 here, 300 in the paper." in text
     assert not re.search(r"\{[{%]|None|Use\n", text)
+
+
+def test_a_study_of_no_paper_says_so_by_silence(tmp_path):
+    path = tmp_path / "results.json"
+    values = {**STUDY, "study": {**STUDY["study"], "paper": "", "changed": [], "command": "timm-ortho study run mine"}}
+    path.write_text(json.dumps(values))
+    text = make_cards.study_card(RecordedStudy(path), "mine/report.md").text
+    assert "# Does it rise?\n" in text
+    assert "Figures and all settings: [mine/report.md](mine/report.md)." in text
+    assert "paper" not in text.partition("## Citation")[0].lower()
 
 
 def test_a_study_without_training(tmp_path):
