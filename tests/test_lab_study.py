@@ -347,7 +347,7 @@ def test_families_from_run_to_report(tmp_path, capsys):
         linear, *others = (top1[family, connection] for connection in ("linear", "feature", "global"))
         cells = [f"{linear:.2f} (1 seed)", "baseline"]
         cells += [cell for value in others for cell in (f"{value:.2f} (1 seed)", f"{value - linear:+.2f}")]
-        assert f"| {family} | {' | '.join(cells)} |" in text
+        assert f"| {family} | top-1 % | {' | '.join(cells)} |" in text
     assert "differences.svg" in text
     assert "paper" not in text.lower()
 

@@ -464,7 +464,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("name", "row", "column"), [
-    ("families", ("resnet",), "Orthogonal-F"), ("mine", ("resnet", "Orthogonal-F"), "top-1 %")])
+    ("families", ("resnet", "top-1 %"), "Orthogonal-F"), ("mine", ("resnet", "Orthogonal-F"), "top-1 %")])
 def test_study_that_is_nobodys_has_differences_where_others_have_the_papers_figures(tmp_path, name, row, column):
     values = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
     runs = [run_of(connection, seed, {"family": family}, top1=value) for family in ("swin", "resnet")
@@ -489,7 +489,8 @@ def test_differences_are_drawn_with_their_intervals():
             for family, noise in (("swin", 1.0), ("resnet", -0.5)) for seed in range(2)
             for connection, top1, noise in (("linear", 0.0, 0.0), ("feature", 1.0, noise), ("global", -1.0, noise))]
     (drawing,) = study_specs.SPECS["families"].figures(study_of("families"), runs)
-    (axes,) = drawing.draw().axes
+    axes, loss = drawing.draw().axes
+    assert (axes.get_title("left"), loss.get_title("left")) == ("top-1 %", "validation loss")
     assert [text.get_text() for text in axes.get_yticklabels()] == ["swin", "resnet"]
     assert [list(box.lines[0].get_xdata()) for box in axes.containers] == [[1.5, 0.75], [-0.5, -1.25]]
     bars = axes.containers[0].lines[2][0].get_segments()

@@ -95,6 +95,7 @@ _TOP5 = Measure("top-5 %", _number("top5"))
 _BEST = Measure("best top-1 %", _number("best_top1"))
 _LOSS = Measure("validation loss", _number("loss"), 4)
 _TOP = {"top1": _TOP1, "top5": _TOP5}
+_FAMILY_MEASURES = {"top1": _TOP1, "loss": _LOSS}
 _FEATURES = {
     "effective_rank": Measure("effective rank", _represented("effective_rank"), 1),
     "spectral_entropy": Measure("spectral entropy", _represented("spectral_entropy"), 3),
@@ -289,7 +290,7 @@ def _skip_paper(table: str) -> Paper:
 
 
 def _family_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
-    return (str(_axis(run)),), (connection_name(run["connection"]),)
+    return (str(_axis(run)), measure.title), (connection_name(run["connection"]),)
 
 
 def _own_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
@@ -440,15 +441,15 @@ def _rank_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _family_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
-    found = [entry for entry in entries(study, runs, {"top1": _TOP1}, _family_place, {}) if entry.difference]
+    found = [entry for entry in entries(study, runs, _FAMILY_MEASURES, _family_place, {}) if entry.difference]
     if not found:
         return []
     names = ", ".join(dict.fromkeys(connection_name(entry.cell["connection"]) for entry in found))
     return [Drawing(
-        "differences", "Top-1 less that of linear connections, in points: the mean of the seeds' differences with its "
-        "95 % interval. An interval that holds zero, the vertical line, tells nothing apart.",
-        f"Differences in top-1 to linear connections, a row for each family, for {names}.",
-        partial(figures.differences, found, "difference in top-1, points"))]
+        "differences", "Top-1, and validation loss, less those of linear connections: the mean of the seeds' "
+        "differences with its 95 % interval. An interval that holds zero, the vertical line, tells nothing apart.",
+        f"Differences to linear connections in top-1 and in loss, a row for each family, for {names}.",
+        partial(figures.differences, found))]
 
 
 def _family_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
@@ -580,8 +581,9 @@ SPECS: dict[str, Spec] = {
     "skip_rank": Spec(
         ("rank / width",), _axis_place, _TOP, figures=_rank_figures, order=_numeric, unstated="only drawn"),
     "families": Spec(
-        ("family",), _family_place, {"top1": _TOP1}, figures=_family_figures, extras=_family_table,
-        protocol="Top-1 in percent, of the last epoch."),
+        ("family", "measure"), _family_place, _FAMILY_MEASURES, figures=_family_figures, extras=_family_table,
+        protocol="Figures are those of the last epoch. The loss, of which less is better, tells more apart than top-1, "
+                 "which counts whole images."),
     "representation": Spec(
         ("metric",), _feature_place, _FEATURES, _feature_paper, _feature_figures,
         protocol="Of the features before the classifier, after the last epoch."),
