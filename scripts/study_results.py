@@ -65,7 +65,7 @@ def _line(folder: Path, values: Mapping) -> str:
     study = values["study"]
     where = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
     read = values["lead"] or "see the table"
-    return f"| [{study['title']}]({folder}/report.md) | {study['paper']} | {where} | {read} |"
+    return f"| [{study['title']}]({folder}/report.md) | {study['paper'] or '-'} | {where} | {read} |"
 
 
 if __name__ == "__main__":

@@ -149,6 +149,16 @@ def test_a_study(tmp_path):
     assert not re.search(r"\{[{%]|None|Use\n", text)
 
 
+def test_a_study_of_no_paper_says_so_by_silence(tmp_path):
+    path = tmp_path / "results.json"
+    values = {**STUDY, "study": {**STUDY["study"], "paper": "", "changed": [], "command": "timm-ortho study run mine"}}
+    path.write_text(json.dumps(values))
+    text = make_cards.study_card(RecordedStudy(path), "mine/report.md").text
+    assert "# Does it rise?\n" in text
+    assert "Figures and all settings: [mine/report.md](mine/report.md)." in text
+    assert "paper" not in text.partition("## Citation")[0].lower()
+
+
 def test_a_study_without_training(tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps({**STUDY, "study": {**STUDY["study"], "dataset": None, "changed": []}, "summary": []}))

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import LabError, design, features, study, training, workers
+from timm_ortho.lab import LabError, design, features, grid, study, training, workers
 from timm_ortho.lab.changes import changes
 
 NAMES = sorted(design.shipped())
@@ -108,7 +108,7 @@ def test_shipped_study_is_complete(name):
 def test_every_experiment_of_the_paper_is_there():
     experiments = """accuracy switch_reinitialised switch_kept layer_pattern probability epsilon learning_rate
         initialisation head_norm hybrid dynamics representation overhead parameters gamma
-        skips_single skips_branch4 skips_depthwise skip_rank"""
+        skips_single skips_branch4 skips_depthwise skip_rank families"""
     assert set(NAMES) == set(experiments.split())
 
 
@@ -126,7 +126,7 @@ def test_shipped_study_expands_to_runs_that_can_be_built(name, scale, monkeypatc
             continue
         built.add((variant.options.model, kwargs))
         with timm_ortho.models._build.on_meta():
-            model = build(variant.options)
+            model = build(variant.options).to("meta")  # buffers too, which timm 1.0.16 keeps on the CPU
         assert len(timm_ortho.sites(model)) > 0
         with torch.device("meta"), torch.no_grad():
             size = variant.options.img_size
@@ -136,8 +136,10 @@ def test_shipped_study_expands_to_runs_that_can_be_built(name, scale, monkeypatc
 def build(options):
     options = Namespace(**vars(options))
     options.seed, options.num_classes, options.in_chans = 0, 10, 1
-    if options.model.startswith("vit"):
-        options.model_kwargs = {"img_size": options.img_size, **options.model_kwargs}
+    model = training.build_model(options, 10, 1)
+    if not grid._takes_img_size(model):
+        return model
+    options.model_kwargs = {"img_size": options.img_size, **options.model_kwargs}
     return training.build_model(options, 10, 1)
 
 
@@ -223,6 +225,21 @@ def test_changes_are_named():
     assert changes(design.load("hybrid", "paper"), paper, range(5)) == []
 
 
+def test_families_differ_from_run_to_run_in_nothing_but_the_connection():
+    """At every scale; and the small models are small."""
+    for scale in design.SCALES:
+        variants = list(design.load("families", scale).variants({"dataset": "digits", "device": "cpu"}))
+        families = {variant.cell["family"] for variant in variants}
+        assert len(families) == (3 if scale == "smoke" else 7)
+        for family in families:
+            three = [vars(variant.options) for variant in variants if variant.cell["family"] == family]
+            assert [options["model_kwargs"].pop("connection") for options in three] == ["linear", "feature", "global"]
+            assert three[0] == three[1] == three[2]
+    for variant in design.load("families", "small").variants({"dataset": "digits", "device": "cpu"}):
+        with timm_ortho.models._build.on_meta():
+            assert sum(parameter.numel() for parameter in build(variant.options).parameters()) < 300_000
+
+
 @pytest.mark.parametrize(("changed", "message"), [
     (dict(grdi={}), "it has no key 'grdi'; the nearest is 'grid'"),
     (dict(title=...), "'title' is missing"),
@@ -281,6 +298,7 @@ def test_list(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == NAMES
     assert "Table 4" in next(line for line in lines if line.startswith("layer_pattern"))
+    assert next(line for line in lines if line.startswith("families")).split()[1:5] == ["-", "9,", "63,", "105"]
 
 
 # --------------------------------------------------------------------------------------------- whole studies
@@ -312,6 +330,26 @@ def test_shipped_study_from_run_to_report(tmp_path, monkeypatch, capsys):
     kwargs = [yaml.safe_load((output / f"layers={cell}-seed0" / "args.yaml").read_text())["model_kwargs"]
               for cell in ("none-linear", "0,1-feature", "all-feature")]
     assert [values.get("connection_layers") for values in kwargs] == [None, [0, 1], None]
+
+
+def test_families_from_run_to_report(tmp_path, capsys):
+    """Rows are families, columns connections with their differences, and there is no word of a paper."""
+    output = tmp_path / "out"
+    assert run("families", output) == 0
+    assert "3 architectures on digits" in capsys.readouterr().out
+    found = results(output)
+    assert found["study"]["changed"] == []
+    top1 = {(item["cell"]["family"], item["connection"]): item["top1"] for item in found["runs"]}
+    assert list(top1) == [(family, connection) for family in ("swin", "mixer", "resnet")
+                          for connection in ("linear", "feature", "global")]
+    text = (output / "report.md").read_text()
+    for family in ("swin", "mixer", "resnet"):
+        linear, *others = (top1[family, connection] for connection in ("linear", "feature", "global"))
+        cells = [f"{linear:.2f} (1 seed)", "baseline"]
+        cells += [cell for value in others for cell in (f"{value:.2f} (1 seed)", f"{value - linear:+.2f}")]
+        assert f"| {family} | top-1 % | {' | '.join(cells)} |" in text
+    assert "differences.svg" in text
+    assert "paper" not in text.lower()
 
 
 def test_results(tiny):

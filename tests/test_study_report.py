@@ -1,5 +1,6 @@
 """Reports of studies, from runs whose numbers the tests make up and know."""
 import copy
+import itertools
 import json
 import math
 import random
@@ -31,6 +32,10 @@ GRIDS = {  # study: table of the paper, axes, the baseline, and which connection
     "hybrid": ("hybrid", {"start": ["fixed", "orthogonal", "linear"]}, {"start": "fixed", "connection": "linear"}),
     "dynamics": ("dynamics", {}, {"connection": "linear"}),
     "representation": ("representation", {}, {"connection": "linear"}),
+    **{name: (name, {"depth": [20], "skip": ["identity", "orthogonal_tp"]}, {"skip": "identity"})
+       for name in ("skips_single", "skips_branch4", "skips_depthwise")},
+    "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
+    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # of no paper
 }
 RECORDED = ("head_norm", "hybrid", "dynamics")
 OVERHEAD = {
@@ -58,7 +63,8 @@ ROWS = {  # as `cost` makes them
 def study_of(name, **changes):
     table, axes, baseline = GRIDS.get(name, (name, {}, {"connection": "linear"}))
     return {
-        "name": name, "title": f"What of {name}?", "paper": "Table 0", "table": table, "kind": "training",
+        "name": name, "title": f"What of {name}?", "paper": "Table 0" if table else "", "table": table,
+        "kind": "training",
         "scale": "small", "dataset": "digits", "model": "vit_small", "axes": axes, "connections": ["linear", "feature"],
         "seeds": [0, 1, 2], "baseline": baseline, "changed": ["epochs: 3 here, 300 in the paper", "a < b & c|d"],
         "versions": {"timm-ortho": "9.9", "torch": "2.x"}, "command": f"timm-ortho study run {name}", **changes}
@@ -100,6 +106,8 @@ def connections_in(name, cell):
         return ["linear"]
     if name in ("layer_pattern", "probability", "epsilon"):
         return ["feature"]
+    if name.startswith("skip"):
+        return ["linear"]
     if cell.get("start") in ("orthogonal", "linear"):
         return ["hybrid"]
     return ["linear", "global" if name == "initialisation" else "feature"]
@@ -107,7 +115,7 @@ def connections_in(name, cell):
 
 def runs_of(name, seeds=(0, 1, 2), **changes):
     _, axes, _ = GRIDS[name]
-    cells = [{axis: value} for axis, values in axes.items() for value in values] or [{}]
+    cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [
         run_of(connection, seed, cell, top1=80.0 + seed + index, dynamics=name in RECORDED, **changes,
                represented=represented(connection, seed) if name == "representation" else None)
@@ -264,7 +272,9 @@ def test_paper_stands_whole_beside(report):
         if name in ROWS:
             assert stated == figure
         else:
-            assert float(stated.split(" ± ")[0].replace(",", "")) == pytest.approx(figure[0])
+            shown = stated.split(" ± ")[0].replace(",", "")
+            rounding = 0.5001 * 10 ** -len(shown.partition(".")[2])
+            assert float(shown) == pytest.approx(figure[0], abs=rounding)
         assert here != "–"
     assert {here for _, here in found.values()} - {"not run", "–"}
     for stated, here in found.values():
@@ -450,6 +460,43 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
     study = study_of("mine", table=None, axes={"depth": [2, 4], "lr": [1e-4]}, seeds=[0, 1])
     study_report.write(study, runs, [], tmp_path)
     assert side_by_side(tmp_path)[("4", "1e-4", "Linear"), "top-1 %"] == ("not in the paper", "4.50 ± 0.71")
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(("name", "row", "column"), [
+    ("families", ("resnet", "top-1 %"), "Orthogonal-F"), ("mine", ("resnet", "Orthogonal-F"), "top-1 %")])
+def test_study_that_is_nobodys_has_differences_where_others_have_the_papers_figures(tmp_path, name, row, column):
+    values = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
+    runs = [run_of(connection, seed, {"family": family}, top1=value) for family in ("swin", "resnet")
+            for connection in values for seed, value in enumerate(values[connection])]
+    study = study_of(name, paper="", table="", axes={"family": ["swin", "resnet"]}, changed=[])
+    text = study_report.write(study, runs[:-1], ["family=resnet-feature-seed2"], tmp_path)
+    found = side_by_side(tmp_path)
+    of_two = "+1.25 [-8.28, +10.78]"  # 0.5 and 2.0: 12.706 * 1.0607 / sqrt(2) about their mean
+    assert found[row, column] == ("91.75 ± 1.77 (2 of 3 seeds)", of_two)
+    assert {there for place, there in found.items() if "Linear" in (*place[0], place[1])} >= {
+        ("91.17 ± 1.26", "baseline")}
+    header, *rows = tables_of(tmp_path)[1]
+    assert header[-3:] == ["against", "difference [95 %]", "reading"]
+    assert ["Linear", of_two, "not told apart"] in [line[-3:] for line in rows]
+    assert of_two in text
+    for told in (text, *(path.read_text(encoding="utf-8") for path in tmp_path.glob("report.*"))):
+        assert "paper" not in told.replace(str(tmp_path), "").lower()
+
+
+def test_differences_are_drawn_with_their_intervals():
+    runs = [run_of(connection, seed, {"family": family}, top1=90.0 + seed + top1 + noise * seed)
+            for family, noise in (("swin", 1.0), ("resnet", -0.5)) for seed in range(2)
+            for connection, top1, noise in (("linear", 0.0, 0.0), ("feature", 1.0, noise), ("global", -1.0, noise))]
+    (drawing,) = study_specs.SPECS["families"].figures(study_of("families"), runs)
+    axes, loss = drawing.draw().axes
+    assert (axes.get_title("left"), loss.get_title("left")) == ("top-1 %", "validation loss")
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["swin", "resnet"]
+    assert [list(box.lines[0].get_xdata()) for box in axes.containers] == [[1.5, 0.75], [-0.5, -1.25]]
+    bars = axes.containers[0].lines[2][0].get_segments()
+    half = scipy.stats.t.ppf(0.975, 1) * 0.5  # of 1.0 and 2.0
+    assert [end[0] for end in bars[0]] == pytest.approx([1.5 - half, 1.5 + half])
+    assert study_specs.SPECS["families"].figures(study_of("families"), runs[:1]) == []
 
 
 # -------------------------------------------------------------------------------------- without training

@@ -49,6 +49,14 @@ def test_a_study_becomes_a_report_and_a_line_of_the_list(cards, tmp_path):
         "figures", "report.html", "report.md", "results.json", "study.yaml"]
 
 
+def test_a_study_of_no_paper_has_a_dash_in_the_list(cards, tmp_path):
+    study_report.write({**STUDY, "paper": "", "table": ""}, ROWS, [], tmp_path / "run")
+    (tmp_path / "run" / "study.yaml").touch()
+    study_results.main([tmp_path / "run"], cards)
+    page = (cards / "README.md").read_text()
+    assert "| [How wide?](results/studies/gamma-small/report.md) | - | - | see the table |" in page.splitlines()
+
+
 def test_an_unfinished_study_is_refused(cards, tmp_path):
     with pytest.raises(SystemExit, match="unfinished runs: lr=1-linear-seed0"):
         study_results.main([finished(tmp_path / "run", ["lr=1-linear-seed0"])], cards)

@@ -2,11 +2,13 @@
 import dataclasses
 import gc
 import json
+from functools import partial
 
 import pytest
 import timm
 import torch
-from timm.models import get_pretrained_cfg, list_models, model_entrypoint
+from timm.layers import GroupNorm1
+from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, model_entrypoint
 
 import timm_ortho
 from timm_ortho import sites
@@ -340,3 +342,32 @@ def test_suffix_is_only_the_default():
     control = timm.create_model("vit_small_ortho", connection="linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(baseline(x), control(x))
+
+
+# what poolformer_s12 says of its class, beside its sizes
+POOLFORMER = dict(
+    downsample_norm=None, mlp_act=torch.nn.GELU, mlp_bias=True, norm_layers=GroupNorm1, layer_scale_init_values=1e-5,
+    res_scale_init_values=None, use_mlp_head=False)
+
+
+@pytest.mark.parametrize(("name", "plain", "sizes", "count"), [
+    ("mixer_s32_224", MlpMixer, dict(patch_size=8, num_blocks=2, embed_dim=32), 4),
+    ("poolformer_s12", partial(MetaFormer, **POOLFORMER), dict(depths=[1, 2], dims=[16, 32]), 6),
+])
+def test_sizes_that_an_entry_point_of_timm_fixes_can_be_given(name, plain, sizes, count):
+    """timm refuses them; here they win, and all else stays what the entry point says."""
+    with pytest.raises(TypeError, match="multiple values"):
+        timm.create_model(name, **sizes)
+    torch.manual_seed(0)
+    model = timm.create_model(f"{name}_ortho", connection="linear", num_classes=5, **sizes).eval()
+    torch.manual_seed(0)
+    plain = plain(num_classes=5, **sizes).eval()
+    x = torch.randn(2, 3, 224, 224)
+    assert torch.equal(model(x), plain(x))
+    assert len(sites(model)) == count
+    assert model.pretrained_cfg["architecture"] == f"{name}_ortho"
+
+
+def test_an_argument_that_no_model_has_is_refused_as_by_timm():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'embed_dims'"):
+        timm.create_model("mixer_s32_224_ortho", embed_dim=32, embed_dims=3)

@@ -175,8 +175,10 @@ def study_card(study: RecordedStudy, report: str) -> ModelCard:
         report: The study's whole report, relative to the card.
     """
     about = study.about
-    subject = Subject(title=f"{about['title']} ({about['paper']})", dataset=about["dataset"])
-    with_paper = f"The paper's figures beside these, with figures and all settings: [{report}]({report})."
+    paper = f" ({about['paper']})" if about["paper"] else ""
+    subject = Subject(title=about["title"] + paper, dataset=about["dataset"])
+    beside = "The paper's figures beside these, with figures" if paper else "Figures"
+    with_paper = f"{beside} and all settings: [{report}]({report})."
     scale = [f"Scaled down from the paper: {'; '.join(about['changed'])}."] if about["changed"] else []
     return _filled(
         _data(subject, None),

@@ -23,14 +23,14 @@ _NOT_COMPARED = frozenset("""
 
 
 def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
-    """Lines such as "epochs: 15 here, 300 in the paper"; none for a study without training or without a paper scale.
+    """Lines such as "epochs: 15 here, 300 in the paper"; none without training, paper or a scale of its size.
 
     Args:
         design: The study at its scale.
         given: timm's options of the command line.
         seeds: The seeds of the runs.
     """
-    if design.kind != "training":
+    if design.kind != "training" or not design.paper:
         return []
     try:
         paper = load(design.name, "paper")

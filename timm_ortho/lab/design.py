@@ -4,7 +4,8 @@ The keys of a file:
 
 | key | says |
 | --- | --- |
-| `title`, `paper`, `table` | the question, the paper's table or figure, its key in `paper.json` or the file beside it |
+| `title` | the question |
+| `paper`, `table` | the paper's table or figure, its key in `paper.json` or beside it; or neither |
 | `kind` | `training` (the default), or what is computed without any: `overhead`, `parameters`, `gamma` |
 | `model` | architecture, without suffix |
 | `recipe` | where the options begin: a recipe, or `paper` for the paper's; without it what `compare` would take |
@@ -46,7 +47,7 @@ SCALES = ("smoke", "small", "paper")
 KINDS = ("training", "overhead", "parameters", "gamma")
 _SCALED = frozenset("model recipe options connections seeds grid record arguments".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-_NEEDED = ("title", "paper", "table", "scales")
+_NEEDED = ("title", "scales")
 # Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal"}
 
@@ -89,8 +90,8 @@ class Design:
     name: str
     scale: str
     title: str
-    paper: str
-    table: str
+    paper: str = ""
+    table: str = ""
     kind: str = "training"
     model: str = "vit_small"
     recipe: Optional[str] = None

@@ -14,9 +14,9 @@ What the report is given, `study_report.write(study, runs, unfinished, folder) -
 
     study = {
         "name": "layer_pattern", "title": "Which blocks carry ...", "paper": "Table 4",
-        "table": "layer_pattern",           # key of lab/paper.json
+        "table": "layer_pattern",           # key of lab/paper.json; like "paper" "" where no paper has the study
         "kind": "training",                 # or "overhead", "parameters", "gamma": nothing is trained, runs are rows
-        "scale": "small", "dataset": "digits", "model": "vit_small",
+        "scale": "small", "dataset": "digits", "model": "vit_small",     # or "7 architectures"
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"],        # all that occur, in order
         "seeds": [0, 1, 2],
@@ -69,6 +69,7 @@ from .design import SCALES, Design, Variant, load, shipped
 from .features import add_cka
 from .grid import (
     Job,
+    base_name,
     check_folders,
     check_model,
     check_run,
@@ -132,7 +133,7 @@ def listing() -> str:
     for name in shipped():
         designs = [load(name, scale) for scale in SCALES]
         counts = [_run_count(design) for design in designs]
-        rows.append((name, designs[0].paper, ", ".join(counts), designs[0].title))
+        rows.append((name, designs[0].paper or "-", ", ".join(counts), designs[0].title))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
                      for row in rows)
@@ -362,7 +363,7 @@ def _described(study: Study, seeds: Sequence[int], version: str, command: str) -
         "kind": design.kind,
         "scale": design.scale,
         "dataset": _dataset(study) if training else None,
-        "model": study.given.get("model", design.model) if training else None,
+        "model": _models(study) if training else None,
         "axes": design.axes,
         "connections": list(dict.fromkeys(v.final_connection for v in study.variants)) if training else [],
         "seeds": list(seeds),
@@ -371,6 +372,11 @@ def _described(study: Study, seeds: Sequence[int], version: str, command: str) -
         "versions": {"timm-ortho": version, "torch": torch.__version__, "timm": timm.__version__},
         "command": command,
     }
+
+
+def _models(study: Study) -> str:
+    names = list(dict.fromkeys(base_name(variant.options.model) for variant in study.variants))
+    return names[0] if len(names) == 1 else f"{len(names)} architectures"
 
 
 def _as_yaml(value: Any) -> Any:

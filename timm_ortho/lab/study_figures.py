@@ -15,11 +15,11 @@ from matplotlib.ticker import MaxNLocator
 from scipy.stats import pearsonr
 
 from .plots import band, finite, label, style
-from .study_tables import Measure, connection_name
+from .study_tables import Entry, Measure, connection_name
 
 __all__ = [
-    "component_norms", "correlation", "curves", "final_site", "learned_weights", "overheads", "points", "site_names",
-    "trace", "traces", "training",
+    "component_norms", "correlation", "curves", "differences", "final_site", "learned_weights", "overheads", "points",
+    "site_names", "trace", "traces", "training",
 ]
 
 Run = Mapping[str, Any]
@@ -276,6 +276,29 @@ def overheads(here: Mapping[str, tuple[float, float, float]], stated: Mapping[st
     axes.invert_yaxis()
     label(axes, "", "overhead in training, %")
     _legend(figure, axes)
+    return figure
+
+
+def differences(found: Sequence[Entry]) -> Figure:
+    """Differences to the baseline with their intervals: a panel for each measure, a row for each first name."""
+    rows = list(dict.fromkeys(entry.place[0][0] for entry in found))
+    titles = list(dict.fromkeys(entry.title for entry in found))
+    series = list(dict.fromkeys(entry.cell["connection"] for entry in found))
+    figure = Figure(figsize=(1 + 4.5 * len(titles), 1.2 + 0.5 * len(rows)), layout="constrained")
+    for axes, title in zip(figure.subplots(1, len(titles), sharey=True, squeeze=False)[0], titles, strict=True):
+        for index, name in enumerate(series):
+            group = [entry for entry in found if (entry.title, entry.cell["connection"]) == (title, name)]
+            aside = 0.22 * (index - (len(series) - 1) / 2)
+            axes.errorbar(
+                [entry.difference.mean for entry in group],
+                [rows.index(entry.place[0][0]) + aside for entry in group],
+                xerr=[entry.difference.half_width or 0.0 for entry in group],
+                label=name, capsize=3, linewidth=1.3, markersize=5, **{**style(name, series), "linestyle": ""})
+        axes.axvline(0, color="#222222", linewidth=0.9)
+        axes.set_yticks(range(len(rows)), rows)
+        label(axes, title, "difference to the baseline")
+    figure.axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    _legend(figure, *figure.axes)
     return figure
 
 

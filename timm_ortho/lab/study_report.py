@@ -85,11 +85,8 @@ def _content(study: Mapping[str, Any], runs: Sequence[dict]) -> _Content:
 
 
 def _of_runs(study: Mapping[str, Any], runs: Sequence[dict], spec: Spec) -> _Content:
-    stated = spec.paper()
-    found = tables.entries(study, runs, spec.measures, spec.place, stated)
-    digits = {measure.title: measure.digits for measure in spec.measures.values()}
-    texts = {place: _stated(figure, next((digits[name] for name in (*place[1], *place[0]) if name in digits), 2))
-             for place, figure in stated.items()}
+    stated = spec.paper() if study["paper"] else None
+    found = tables.entries(study, runs, spec.measures, spec.place, stated or {})
     differences = tables.difference_table(found, spec.names, stated, spec.unstated)
     more: list[Block] = [Heading("Differences, seed by seed")]
     if differences.rows:
@@ -99,15 +96,28 @@ def _of_runs(study: Mapping[str, Any], runs: Sequence[dict], spec: Spec) -> _Con
     more += _extras(spec.extras(study, runs))
     return _Content(
         lead=_lead(found),
-        table=tables.side_by_side(
-            spec.names, {entry.place: str(entry) for entry in found}, texts, title=_here(study),
-            unstated=spec.unstated, order=spec.order),
+        table=_table(study, found, spec, stated),
         note=spec.protocol,
         more=more,
         drawings=spec.figures(study, runs) if runs else [],
         summary=[tables.plain(entry) for entry in found],
-        short=_short(found, spec, texts),
+        short=_short(found, spec, stated),
     )
+
+
+def _table(
+        study: Mapping[str, Any], found: Sequence[tables.Entry], spec: Spec, stated: Optional[tables.Paper]) -> Table:
+    if stated is None:
+        return tables.with_differences(found, spec.names, title=_here(study))
+    return tables.side_by_side(
+        spec.names, {entry.place: str(entry) for entry in found}, _texts(spec, stated), title=_here(study),
+        unstated=spec.unstated, order=spec.order)
+
+
+def _texts(spec: Spec, stated: tables.Paper) -> dict[tables.Place, str]:
+    digits = {measure.title: measure.digits for measure in spec.measures.values()}
+    return {place: _stated(figure, next((digits[name] for name in (*place[1], *place[0]) if name in digits), 2))
+            for place, figure in stated.items()}
 
 
 def _extras(extras: Sequence[Extra]) -> list[Block]:
@@ -147,16 +157,16 @@ def _be(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def _short(found: Sequence[tables.Entry], spec: Spec, stated: Mapping[tables.Place, str]) -> Table:
-    rows = [[*entry.place[0], ", ".join(entry.place[1]), stated.get(entry.place, spec.unstated), str(entry),
-             *_compared(entry)] for entry in found]
-    return Table([*spec.names, "figure", "paper", "here", "difference [95 %]", "reading"], rows, len(spec.names) + 1)
-
-
-def _compared(entry: tables.Entry) -> tuple[str, str]:
-    if entry.baseline is None:
-        return "baseline" if entry.is_baseline else "–", ""
-    return tables.interval(entry.difference, entry.digits), tables.reading(entry.difference)
+def _short(found: Sequence[tables.Entry], spec: Spec, stated: Optional[tables.Paper]) -> Table:
+    texts = None if stated is None else _texts(spec, stated)
+    rows = [[
+        *entry.place[0], ", ".join(entry.place[1]),
+        *([] if texts is None else [texts.get(entry.place, spec.unstated)]),
+        str(entry), tables.compared(entry), "" if entry.baseline is None else tables.reading(entry.difference),
+    ] for entry in found]
+    paper_column = [] if texts is None else ["paper"]
+    header = [*spec.names, "figure", *paper_column, "here", "difference [95 %]", "reading"]
+    return Table(header, rows, len(spec.names) + 1)
 
 
 # ------------------------------------------------------------------------------------------ the document
@@ -186,18 +196,24 @@ def _document(
         *([Text(content.lead)] if content.lead and runs else []),
         *([Text(f"Not finished: {', '.join(unfinished)}.")] if unfinished else []),
         *([] if runs else [Text(_NOTHING)]),
-        Heading("The paper's table and this one"),
-        Grid(content.table, "the paper's table and the measured one"),
+        Heading("The paper's table and this one" if study["paper"] else "The table"),
+        Grid(content.table, "the paper's table and the measured one" if study["paper"] else "the table"),
         Text(_table_note(study, content.note)),
         *content.more,
         *([Heading("Figures"), *([Text(_FIGURES)] if _is_training(study) else []), *pictures] if pictures else []),
-        Heading("What differs from the paper"),
-        Items(study["changed"]) if study["changed"] else Text("Nothing that the study sets."),
+        *_changed(study),
         *_all_runs(study, runs),
         Heading("How it was made"),
         Code(study["command"]),
         Grid(Table(["what", "value"], _made(study, runs, unfinished)), "how it was made", wrap=True),
     ]
+
+
+def _changed(study: Mapping[str, Any]) -> list[Block]:
+    if not (study["changed"] or study["paper"]):
+        return []
+    what = Items(study["changed"]) if study["changed"] else Text("Nothing that the study sets.")
+    return [Heading("What differs from the paper"), what]
 
 
 _NOTHING = "No run is finished yet."

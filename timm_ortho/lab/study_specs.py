@@ -12,9 +12,10 @@ from typing import Any, Callable, Mapping, Optional, Sequence
 from matplotlib.figure import Figure
 
 from . import paper, study_figures as figures
+from .grid import base_name
 from .page import Table
 from .plots import finite
-from .study_tables import NOT_IN_PAPER, Measure, Paper, Place, connection_name, group_runs
+from .study_tables import NOT_IN_PAPER, Measure, Paper, Place, connection_name, entries, group_runs
 from .transition import transition_points
 
 __all__ = ["SPECS", "Drawing", "Extra", "Spec", "model_name", "own", "run_name"]
@@ -94,6 +95,7 @@ _TOP5 = Measure("top-5 %", _number("top5"))
 _BEST = Measure("best top-1 %", _number("best_top1"))
 _LOSS = Measure("validation loss", _number("loss"), 4)
 _TOP = {"top1": _TOP1, "top5": _TOP5}
+_FAMILY_MEASURES = {"top1": _TOP1, "loss": _LOSS}
 _FEATURES = {
     "effective_rank": Measure("effective rank", _represented("effective_rank"), 1),
     "spectral_entropy": Measure("spectral entropy", _represented("spectral_entropy"), 3),
@@ -287,6 +289,10 @@ def _skip_paper(table: str) -> Paper:
     }
 
 
+def _family_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
+    return (str(_axis(run)), measure.title), (connection_name(run["connection"]),)
+
+
 def _own_place(study: Study, run: Run, name: str, measure: Measure) -> Place:
     return (*(_shown(value) for value in run["cell"].values()), connection_name(run["connection"])), (measure.title,)
 
@@ -434,6 +440,27 @@ def _rank_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
                    lambda run: float(_axis(run)), [_TOP1], "rank / width")
 
 
+def _family_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
+    found = [entry for entry in entries(study, runs, _FAMILY_MEASURES, _family_place, {}) if entry.difference]
+    if not found:
+        return []
+    names = ", ".join(dict.fromkeys(connection_name(entry.cell["connection"]) for entry in found))
+    return [Drawing(
+        "differences", "Top-1, and validation loss, less those of linear connections: the mean of the seeds' "
+        "differences with its 95 % interval. An interval that holds zero, the vertical line, tells nothing apart.",
+        f"Differences to linear connections in top-1 and in loss, a row for each family, for {names}.",
+        partial(figures.differences, found))]
+
+
+def _family_table(study: Study, runs: Sequence[Run]) -> list[Extra]:
+    rows = {str(_axis(run)): [str(_axis(run)), base_name(run["model"]), f"{run['parameters']:,}"] for run in runs}
+    if not rows:
+        return []
+    return [Extra("The architectures", "Connections add no parameters. What each was made narrow by is in the study's "
+                  "file and, run by run, in the runs' args.yaml.",
+                  Table(["family", "timm's architecture", "parameters"], list(rows.values())))]
+
+
 def _feature_figures(study: Study, runs: Sequence[Run]) -> list[Drawing]:
     measured = [run for run in runs if run["representation"]]
     if not measured:
@@ -553,6 +580,10 @@ SPECS: dict[str, Spec] = {
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": Spec(
         ("rank / width",), _axis_place, _TOP, figures=_rank_figures, order=_numeric, unstated="only drawn"),
+    "families": Spec(
+        ("family", "measure"), _family_place, _FAMILY_MEASURES, figures=_family_figures, extras=_family_table,
+        protocol="Figures are those of the last epoch. The loss, of which less is better, tells more apart than top-1, "
+                 "which counts whole images."),
     "representation": Spec(
         ("metric",), _feature_place, _FEATURES, _feature_paper, _feature_figures,
         protocol="Of the features before the classifier, after the last epoch."),

@@ -13,8 +13,9 @@ from .plots import finite
 from .report import Difference, paired_difference
 
 __all__ = [
-    "NOT_IN_PAPER", "Entry", "Measure", "Place", "connection_name", "difference_table", "entries", "group_runs",
-    "interval", "plain", "reading", "side_by_side", "spread",
+    "NOT_IN_PAPER", "Entry", "Measure", "Place", "compared", "connection_name", "difference_table", "entries",
+    "group_runs",
+    "interval", "plain", "reading", "side_by_side", "spread", "with_differences",
 ]
 
 NOT_RUN, NOT_IN_PAPER = "not run", "not in the paper"
@@ -205,16 +206,40 @@ def _pair(paper: Mapping[Place, str], here: Mapping[Place, str], place: Place, u
     return paper.get(place, unstated), here.get(place, NOT_RUN)
 
 
+def with_differences(found: Sequence[Entry], names: Sequence[str], *, title: str = "here") -> Table:
+    """The table of a study that no paper has: beside each column, where the paper's would be, the differences."""
+    at = {entry.place: entry for entry in found}
+    rows, columns = (list(dict.fromkeys(place[side] for place in at)) for side in (0, 1))
+    return Table(
+        header=[*names, *([title, "difference [95 %]"] * len(columns))],
+        rows=[[*row, *(text for column in columns for text in _with_difference(at.get((row, column))))]
+              for row in rows],
+        names=len(names),
+        groups=[(", ".join(column), 2) for column in columns],
+    )
+
+
+def _with_difference(entry: Optional[Entry]) -> tuple[str, str]:
+    return (str(entry), compared(entry)) if entry else (NOT_RUN, "–")
+
+
 # ------------------------------------------------------------------------------------------- differences
-def difference_table(found: Sequence[Entry], names: Sequence[str], paper: Paper, unstated: str) -> Table:
-    """Every entry that has a baseline: the difference, how it reads, and the paper's."""
+def difference_table(found: Sequence[Entry], names: Sequence[str], paper: Optional[Paper], unstated: str) -> Table:
+    """Every entry that has a baseline: the difference, how it reads, and the paper's unless there is no paper."""
     rows = [[
         *entry.place[0], ", ".join(entry.place[1]), ", ".join(_against(entry)),
         interval(entry.difference, entry.digits), reading(entry.difference),
-        _paper_difference(entry, paper) or unstated,
+        *([] if paper is None else [_paper_difference(entry, paper) or unstated]),
     ] for entry in found if entry.baseline is not None]
-    return Table([*names, "figure", "against", "difference [95 %]", "reading", "difference in the paper"], rows,
-                 names=len(names) + 1)
+    header = [*names, "figure", "against", "difference [95 %]", "reading", "difference in the paper"]
+    return Table(header[:-1] if paper is None else header, rows, names=len(names) + 1)
+
+
+def compared(entry: Entry) -> str:
+    """The difference to the baseline; the baseline says that it is one."""
+    if entry.baseline is None:
+        return "baseline" if entry.is_baseline else "–"
+    return interval(entry.difference, entry.digits)
 
 
 def _against(entry: Entry) -> list[str]:

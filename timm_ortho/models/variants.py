@@ -4,6 +4,7 @@ An entry point builds timm's model, with all of its arguments and its own ``Pret
 one function for all of them; the names come from timm's registry and from ``coverage.json``, which says which modules
 of timm have blocks that can be connected and what of them cannot: see :mod:`timm_ortho.models.coverage`.
 """
+import re
 import sys
 from functools import cache, partial
 from types import FunctionType
@@ -21,9 +22,29 @@ __all__ = []  # and appends to it
 
 def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     def entry(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
-        return _rebound(model_entrypoint(base), build)(**kwargs)
+        return _entered(model_entrypoint(base), build, kwargs)
 
     return create(name, default, entry, **kwargs)
+
+
+def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Dict[str, Any]) -> nn.Module:
+    """Call an entry point of timm with ``build``; what it fixes itself, as an MLP-Mixer its width, can be given too.
+
+    Half of timm's entry points let the caller's arguments win, the others merge them with their own in a call that
+    Python refuses. There the argument goes past the entry point, to the class of the model.
+    """
+    kwargs, past = dict(kwargs), {}
+    while True:
+        try:
+            return _rebound(function, lambda *args, **own: build(*args, **{**own, **past}))(**kwargs)
+        except TypeError as error:
+            fixed = _GIVEN_TWICE.search(str(error))
+            if fixed is None or fixed[1] not in kwargs:
+                raise
+            past[fixed[1]] = kwargs.pop(fixed[1])
+
+
+_GIVEN_TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 
 
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:
