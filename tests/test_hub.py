@@ -149,6 +149,19 @@ def test_other_shapes_come_back(tmp_path, name, kwargs):
     assert (cfg["input_size"][0], len(cfg["mean"]), len(cfg["std"])) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("name", [
+    "crossvit_9_240_ortho",  # timm's checkpoint filter for it takes one argument
+    "csatv2_orthog",  # its configuration names no first convolution
+    "regnetx_002_orthog",
+])
+def test_other_families_come_back(tmp_path, name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3).eval()
+    hub.export(model, tmp_path / "out", "me/model")  # which compares the logits
+    again = loaded(tmp_path / "out")
+    assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
+
+
 def test_tensors_lie_at_the_beginning_of_cache_lines(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("resnetv2_18_cifar_ortho", num_classes=5)

@@ -1,4 +1,5 @@
 """The one door through which a model gets its connections."""
+from itertools import repeat
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from torch import nn
@@ -169,6 +170,8 @@ def _make_skips(
     Raises:
         ValueError: Unknown, or not for a width of the model.
     """
+    if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
+        return repeat(None)  # no block is asked how wide its stream is
     places = []
     for block, family, kinds in blocks:
         widths, dims = family.widths(block), family.dims(block)

@@ -110,7 +110,8 @@ def _of_mlp(block: nn.Module) -> int:
 
 
 def _last_width(block: nn.Module) -> int:
-    last = [module for module in block.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1]
+    kinds = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
+    last = [module for module in block.modules() if isinstance(module, kinds)][-1]
     return last.out_features if isinstance(last, nn.Linear) else last.out_channels
 
 
@@ -181,7 +182,9 @@ FAMILIES: Tuple[Family, ...] = (
     _family("twins.Block", "x", _TRANSFORMER, _TOKENS),
     _family("twins.PosConv", "cnn_feat_token", ("conv",), _NCHW),
     _family("pvt_v2.Block", "x", _TRANSFORMER, _TOKENS),
-    _family("mvitv2.MultiScaleBlock", "x_shortcut", _TRANSFORMER, _TOKENS),
+    _family(
+        "mvitv2.MultiScaleBlock", "x_shortcut", _TRANSFORMER, _TOKENS,
+        width=lambda block: (len(block.norm2.weight), _last_width(block.mlp))),
     _family("hiera.HieraBlock", "x", _TRANSFORMER, _TOKENS),
     _family("nest.TransformerLayer", "x", _TRANSFORMER, _TOKENS),  # B T N C: all windows T of a sample
     _family("levit.LevitBlock", "x", _TRANSFORMER, _of_mlp),

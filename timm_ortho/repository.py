@@ -274,10 +274,12 @@ def _data_config(model: nn.Module, run: Optional[Run]) -> dict[str, Any]:
 
 
 def _channels(model: nn.Module) -> int:
-    name = model.pretrained_cfg.get("first_conv")
-    name = name[0] if isinstance(name, (tuple, list)) else name
-    weight = model.get_submodule(name).weight if name else None
-    return weight.shape[1] if weight is not None and weight.ndim == 4 else model.pretrained_cfg["input_size"][0]
+    """Of the images: what the first convolution takes, where the configuration names one."""
+    names = model.pretrained_cfg.get("first_conv") or ()
+    parameters = dict(model.named_parameters())
+    weights = [parameters.get(f"{name}.weight") for name in ([names] if isinstance(names, str) else names)]
+    found = [weight.shape[1] for weight in weights if weight is not None and weight.ndim == 4]
+    return found[0] if found else model.pretrained_cfg["input_size"][0]
 
 
 def _labels(model: nn.Module, run: Optional[Run], given: Optional[Sequence[str]]) -> Optional[list[str]]:

@@ -5,6 +5,7 @@ tensors stay random. Neither happens here: nothing of a repository or of a folde
 and what does not fit is an error, the head of a model that is adapted excepted.
 """
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -122,8 +123,9 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
 
     def filtered(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
         if filter_fn is not None:
+            takes_model = len(signature(filter_fn).parameters) > 1  # timm calls both kinds
             try:
-                state_dict = filter_fn(state_dict, model)
+                state_dict = filter_fn(state_dict, model) if takes_model else filter_fn(state_dict)
             except (KeyError, RuntimeError, ValueError) as error:
                 raise WeightsError(f"{source}: no checkpoint of {cfg.architecture}: {error}") from error
         own = model.state_dict()
