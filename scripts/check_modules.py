@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from module_checks import compiles, exports, model_of, runs_as_onnx, trains
+from module_checks import compiles, exports, runs_as_onnx, trains
 from small_models import of_modules
 from timm_tests import default_cache, fingerprint
 
@@ -74,8 +74,8 @@ def outcome(check: str, module: str, names: dict, index: int) -> str:
     if check in TRAIN:
         return attempt(partial(trains, name, TRAIN[check]))
     scope = list(SCOPES.values())[index % 2]
-    result = attempt(lambda: EXPORT[check](*model_of(name, scope)))
-    if result == "ok" or attempt(lambda: EXPORT[check](*model_of(name))) == "ok":
+    result = attempt(partial(EXPORT[check], name, scope))
+    if result == "ok" or attempt(partial(EXPORT[check], name, None)) == "ok":
         return result
     return f"{BASE_FAILS}: {result.partition(': ')[2]}"
 

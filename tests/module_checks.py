@@ -1,20 +1,20 @@
 """What a small model of every covered module of timm has to do: train, and pass through PyTorch's exporters.
 
-Each check takes a model and the size of its images, and raises where something is wrong. `test_modules.py` has a
-spread of them, `scripts/check_modules.py` runs all.
+Each check takes the name of a model in `small_models.py` and a connection, None for timm's own additions, and raises
+where something is wrong. `test_modules.py` has a spread of them, `scripts/check_modules.py` runs all.
 """
-import copy
 from functools import cache
 
 import torch
 from small_models import build
+from timm.layers import set_exportable
 from torch.nn import functional
 
 from timm_ortho import connect
 
 
-def model_of(name, connection=None):
-    """A small model, with timm's own additions if there is no connection, and the size of its images."""
+def model_of(name, connection):
+    """A small model and the size of its images."""
     model, size = build(name)
     return (connect(model, connection) if connection else model), size
 
@@ -27,7 +27,7 @@ def trains(name, connection, steps=30, batch=16):
     """
     losses, idle = train(*model_of(name, connection), steps, batch)
     if idle:
-        idle -= train(*model_of(name), steps, batch)[1]
+        idle -= train(*model_of(name, None), steps, batch)[1]
     assert not idle, f"{name}: no gradient for {', '.join(sorted(idle))}"
     first, last = (sum(some) / len(some) for some in (losses[:5], losses[-5:]))
     assert last < first, f"{name}: the loss went from {first:.3f} to {last:.3f}"
@@ -61,32 +61,37 @@ def digits(count=64):
     return (images[few].float().view(-1, 1, 8, 8) / 8 - 1).expand(-1, 3, -1, -1), labels[few]
 
 
-def exports(model, size):
+def exports(name, connection):
     """Through torch.export."""
-    same(lambda x: torch.export.export(model, (x,)).module(), model, size)
+    model, size = model_of(name, connection)
+    same(model, size, lambda x: torch.export.export(model, (x,)).module())
 
 
-def compiles(model, size, backend="aot_eager"):
+def compiles(name, connection, backend="aot_eager"):
     """In one graph."""
+    model, size = model_of(name, connection)
     torch._dynamo.reset()
-    same(lambda x: torch.compile(model, fullgraph=True, backend=backend), model, size)
+    same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend))
     torch._dynamo.reset()
 
 
-def runs_as_onnx(model, size):
+def runs_as_onnx(name, connection):
     """Exported to ONNX, in onnxruntime."""
     import onnxruntime
 
+    with set_exportable(True):  # as timm's onnx_export.py does: attention without a fused operator
+        model, size = model_of(name, connection)
+
     def converted(x):
-        program = torch.onnx.export(copy.deepcopy(model), (x,), dynamo=True, verbose=False)
+        program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
         session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-        name = session.get_inputs()[0].name
-        return lambda x: tuple(torch.from_numpy(y) for y in session.run(None, {name: x.numpy()}))
+        first = session.get_inputs()[0].name
+        return lambda x: tuple(torch.from_numpy(y) for y in session.run(None, {first: x.numpy()}))
 
-    same(converted, model, size)
+    same(model, size, converted)
 
 
-def same(convert, model, size):
+def same(model, size, convert):
     """Raise AssertionError unless what ``convert`` makes of a model for an input has the model's outputs."""
     x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
     expected = outputs(model.eval(), x, grad=False)
