@@ -68,10 +68,10 @@ def exports(name, connection):
 
 
 def compiles(name, connection, backend="aot_eager"):
-    """In one graph."""
+    """In one graph, with that of its backward pass."""
     model, size = model_of(name, connection)
     torch._dynamo.reset()
-    same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend))
+    same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend), grad=True)
     torch._dynamo.reset()
 
 
@@ -91,11 +91,11 @@ def runs_as_onnx(name, connection):
     same(model, size, converted)
 
 
-def same(model, size, convert):
+def same(model, size, convert, grad=False):
     """Raise AssertionError unless what ``convert`` makes of a model for an input has the model's outputs."""
     x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-    expected = outputs(model.eval(), x, grad=False)
-    for ours, theirs in zip(outputs(convert(x), x, grad=False), expected, strict=True):
+    expected = outputs(model.eval(), x, grad)
+    for ours, theirs in zip(outputs(convert(x), x, grad), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * max(1.0, theirs.abs().max().item()))
 
 
