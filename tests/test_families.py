@@ -17,6 +17,7 @@ from timm_ortho.models import coverage
 from timm_ortho.models._build import on_meta
 
 ALL = [*SMALL, *MADE, *LARGER]
+SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *BLOCKS_OF_OTHERS])}  # in turn
 MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
 
 
@@ -27,7 +28,7 @@ def test_linear_is_timms_model_and_the_others_train(name):
     model = connect(copy.deepcopy(host), "linear")
     expected = step(host, size)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(step(model, size), expected, strict=True))
-    connect(model, ("feature", "global")[ALL.index(name) % 2])  # the scopes in turn
+    connect(model, SCOPE[name])
     reached = set()
     for site in sites(model):
         site.connection.register_forward_hook(lambda *_, name=site.name: reached.add(name))
@@ -36,7 +37,7 @@ def test_linear_is_timms_model_and_the_others_train(name):
     assert all(tensor is None or torch.isfinite(tensor).all() for tensor in result)
     assert [tensor is None for tensor in result] == [tensor is None for tensor in expected]
     assert reached == {site.name for site in sites(model)}
-    transformed = outputs(connect(model, skip="orthogonal_tp"), torch.randn(2, 3, size, size))
+    transformed = outputs(connect(model, SCOPE[name], skip="orthogonal_tp"), torch.randn(2, 3, size, size))
     assert all(torch.isfinite(tensor).all() for tensor in transformed)
 
 
@@ -57,7 +58,7 @@ def test_streams_are_as_wide_as_the_table_says(name):
     with on_meta():
         model, size = build(name)
         expected = [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))]
-    connect(model, ("feature", "global")[ALL.index(name) % 2 if name in ALL else 0], skip="orthogonal_tp")
+    connect(model, SCOPE[name], skip="orthogonal_tp")
     seen = {}
     for site in sites(model):
         block = model.get_submodule(site.name.rpartition(".")[0])

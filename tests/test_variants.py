@@ -21,8 +21,8 @@ PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orth
 SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
 
-# A third is built on the meta device and its sites counted; the smallest are run, in full width and depth. If slow tests
-# are asked for, all are built and those run that have up to so many parameters; scripts/check_linear.py runs the others.
+# A third is built on the meta device and its sites counted; the smallest are run, in full width and depth. If slow
+# tests are asked for, all are built and those up to so many parameters run; scripts/check_linear.py runs the others.
 BUILT = BASES[::3]
 QUICK = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
