@@ -3,7 +3,7 @@
 
     python scripts/timm_tests.py              every variant, one process per architecture; goes on where it stopped
     python scripts/timm_tests.py --marked     the same, of timm's tests only those that timm's CI runs: much quicker
-    python scripts/timm_tests.py --spread     about a dozen variants, one of each kind of block
+    python scripts/timm_tests.py --spread     forty quick variants of as many kinds
     python scripts/timm_tests.py --only vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
     python scripts/timm_tests.py --only test_vit_ortho resnetv2_18_ortho --skip orthogonal_tp
 
@@ -32,20 +32,28 @@ from functools import partial
 from pathlib import Path
 from typing import Dict, Iterable, List, Optional, Tuple
 
-# One variant for each kind of block, stem, norm and head, the quick ones of each; both scopes in turn.
+# Quick variants of many kinds of blocks, stems, norms and heads; both scopes in turn.
 SPREAD = (
     "test_vit_ortho", "test_vit3_orthog",  # Block; with LayerScale, registers and average pooling
-    "vit_tiny_patch16_224_orthog",  # Block
     "vit_base_patch16_rpn_224_ortho",  # ResPostBlock
     "vit_pwee_patch16_reg1_gap_256_orthog",  # ParallelScalingBlock
     "vit_dpwee_patch16_reg1_gap_256_ortho",  # DiffParallelScalingBlock, from timm 1.0.23
     "vit_small_patch16_18x2_224_orthog",  # ParallelThingsBlock
     "deit_tiny_distilled_patch16_224_ortho",  # two heads
-    "deit3_small_patch16_224_orthog",
-    "resnetv2_18_ortho",  # PreActBasic
-    "resnetv2_50_orthog", "resnetv2_50d_gn_ortho", "resnetv2_50x1_bit_orthog",  # PreActBottleneck
+    "resnetv2_18_ortho", "resnetv2_50d_gn_orthog",  # PreActBasic, PreActBottleneck
     "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
     "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own
+    # tokens, B N C
+    "test_vit_relpos_orthog", "eva02_tiny_patch14_224_ortho", "convit_tiny_orthog", "coat_lite_tiny_ortho",
+    "pvt_v2_b0_orthog", "levit_128s_ortho", "mixer_s32_224_orthog",
+    # windows and gates, B H W C
+    "swin_tiny_patch4_window7_224_ortho", "test_mambaout_orthog", "test_coatnet_ortho", "test_maxvit_orthog",
+    # transformers on feature maps, B C H W
+    "poolformer_s12_ortho", "edgenext_xx_small_orthog", "mobilevitv2_050_ortho", "efficientvit_b0_orthog",
+    # convolutions
+    "test_resnet_ortho", "test_byobnet_orthog", "test_nfnet_ortho", "test_convnext_orthog", "inception_next_atto_ortho",
+    "regnetx_002_orthog", "cs3darknet_focus_s_ortho", "mobilenetv4_conv_small_035_orthog", "ghostnet_050_ortho",
+    "rexnetr_100_orthog", "starnet_s050_ortho", "fasternet_t0_orthog",
 )
 SUFFIXES = ("_ortho", "_orthog", "_linear")
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
@@ -134,7 +142,7 @@ def _write(record: dict) -> None:
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--spread", action="store_true", help="about a dozen variants, one of each kind of block")
+    choice.add_argument("--spread", action="store_true", help="forty quick variants of as many kinds")
     choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
     parser.add_argument("--skip", metavar="NAME", help="with --only: the variants with this transform of the stream")
     parser.add_argument("--marked", action="store_true",

@@ -1,0 +1,33 @@
+"""Models of several modules of timm train and can be exported; `scripts/check_modules.py` does it with all of them."""
+import pytest
+from module_checks import compiles, exports, runs_as_onnx, trains
+from small_models import of_modules
+
+# One for each way in which blocks are routed: an attribute of the block, an if, an in-place sum, a post-activation sum,
+# several streams. Small and quick ones.
+TRAINED = [
+    ("swin_transformer", "feature"), ("eva", "global"), ("convnext", "feature"), ("resnet", "global"),
+    ("crossvit", "feature"), ("mlp_mixer", "global"),
+]
+EXPORTED = [
+    ("vision_transformer", "feature"), ("beit", "global"), ("convnext", "global"), ("resnet", "feature"),
+    ("mlp_mixer", "feature"), ("metaformer", "global"), ("hiera", "feature"), ("naflexvit", "global"),
+]
+
+
+@pytest.mark.parametrize(("module", "connection"), TRAINED)
+def test_trains_on_digits(module, connection):
+    trains(of_modules()[module], connection)
+
+
+@pytest.mark.parametrize(("module", "connection"), EXPORTED)
+@pytest.mark.parametrize("check", [exports, compiles])
+def test_same_outputs_as_one_graph(module, connection, check):
+    check(of_modules()[module], connection)
+
+
+@pytest.mark.parametrize(("module", "connection"), EXPORTED)
+def test_same_outputs_in_onnxruntime(module, connection):
+    for package in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    runs_as_onnx(of_modules()[module], connection)
