@@ -18,7 +18,7 @@ from timm_ortho.models._build import on_meta
 
 ALL = [*SMALL, *MADE, *LARGER]
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *BLOCKS_OF_OTHERS])}  # in turn
-MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
+MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -152,7 +152,7 @@ def test_a_block_with_half_of_its_sums():
 
 @pytest.mark.parametrize("name", [
     "repvit_m1",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
+    *(pytest.param(name, marks=pytest.mark.whole) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
 ])
 def test_folding_a_model_changes_nothing(name):
     """What a re-parameterisation folds into a convolution is no site, or the folded model would be another."""

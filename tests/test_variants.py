@@ -23,8 +23,8 @@ PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orth
 SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
 
-# A third is built on the meta device and its sites counted; the smallest are run, in full width and depth. If slow
-# tests are asked for, all are built and those up to so many parameters run; scripts/check_linear.py runs the others.
+# A third is built on the meta device and its sites counted; the smallest are run, in full width and depth. With
+# -m whole all are built, and those up to so many parameters run; scripts/check_linear.py runs the others.
 BUILT = BASES[::3]
 QUICK = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
@@ -65,12 +65,12 @@ def test_all_names_are_registered():
     assert {"vit_base_patch16_224_ortho", "resnetv2_50_orthog", "resnetv2_101_cifar_linear"} <= set(list_models())
 
 
-def slow_but(quick):
-    """All architectures, those marked slow that are not among the quick ones."""
-    return [base if base in quick else pytest.param(base, marks=pytest.mark.slow) for base in BASES]
+def whole_but(quick):
+    """All architectures, those marked that are not among the quick ones."""
+    return [base if base in quick else pytest.param(base, marks=pytest.mark.whole) for base in BASES]
 
 
-@pytest.mark.parametrize("base", slow_but(BUILT))
+@pytest.mark.parametrize("base", whole_but(BUILT))
 def test_built_on_meta(base):
     suffix, connection = (("_ortho", "FeatureConnection"), ("_orthog", "GlobalConnection"))[BASES.index(base) % 2]
     host, variant = model_on_meta(base), model_on_meta(base + suffix)  # the scopes in turn
@@ -82,7 +82,7 @@ def test_built_on_meta(base):
     assert {type(s.connection).__name__ for s in sites(variant)} == {connection}
 
 
-@pytest.mark.parametrize("base", slow_but(QUICK))
+@pytest.mark.parametrize("base", whole_but(QUICK))
 def test_linear_is_timms_model_bit_for_bit(base):
     if sum(p.numel() for p in model_on_meta(base).parameters()) > RUN_UP_TO:
         pytest.skip("large: run by scripts/check_linear.py")
