@@ -29,7 +29,7 @@ SMALL = {
     "vit_base_patch16_rpn_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
     "vit_pwee_patch16_reg1_gap_256": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
     "vit_dpwee_patch16_reg1_gap_256": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
-    "test_vit_relpos": (64, dict(img_size=64)),
+    "vit_relpos_small_patch16_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
     "vit_relpos_small_patch16_rpn_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
     "beit_base_patch16_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
     "eva02_tiny_patch14_224": (56, dict(img_size=56, embed_dim=48, depth=1, num_heads=2)),
@@ -49,7 +49,9 @@ SMALL = {
     "samvit_base_patch16_224": (64, dict(
         img_size=64, embed_dim=48, depth=2, num_heads=2, global_attn_indexes=(1,), window_size=2)),
     "davit_tiny": (64, dict(depths=(1, 1, 1, 1), embed_dims=(24, 24, 48, 48), num_heads=(2, 2, 2, 2))),
-    "test_maxvit": (64, dict(img_size=64)),
+    "maxvit_pico_rw_256": (32, dict(
+        img_size=32, embed_dim=(24, 48), depths=(1, 1), stem_width=16, transformer_window_size=(4, 4),
+        transformer_grid_size=(4, 4), transformer_dim_head=12)),
     "test_mambaout": (64, dict()),
     "resnetv2_18": (64, dict(layers=(1, 1, 1, 1))),
     "test_resnet": (64, dict()),

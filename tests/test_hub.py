@@ -155,6 +155,8 @@ def test_other_shapes_come_back(tmp_path, name, kwargs):
     "regnetx_002_orthog",
 ])
 def test_other_families_come_back(tmp_path, name):
+    if not timm.is_model(name):
+        pytest.skip(f"timm {timm.__version__} has no {name}")
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3).eval()
     hub.export(model, tmp_path / "out", "me/model")  # which compares the logits

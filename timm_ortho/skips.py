@@ -103,7 +103,8 @@ def _product(
         if below * inner == 1:
             x = x.reshape(-1, size) @ matrix.t()
         else:
-            x = torch.matmul(matrix, x.reshape(-1, size, below * inner))
+            parts = x.reshape(-1, size, below * inner)
+            x = torch.bmm(matrix.expand(parts.shape[0], size, size), parts)  # matmul would go by way of a transpose
     return x.reshape(outer, channels, inner)
 
 
@@ -267,19 +268,22 @@ class Skip(nn.Module):
         branch = None if f is None else _as_rows(f, x, self.dim)
         factors = self._factors(x.device, dtype)
 
-        def product(stream: Tensor, added: Optional[Tensor]) -> Tensor:
-            y = _product(stream.to(dtype), self.own, self.mean, self.branches, factors, transposed)
-            return (y if added is None else y + added).to(result)
+        def product(stream: Tensor) -> Tensor:
+            return _product(stream.to(dtype), self.own, self.mean, self.branches, factors, transposed)
 
         with _without_autocast(x.device):
             # results cannot be written into memory that is there already under torch.func's transforms
             if x.device.type != "cpu" or x.numel() <= _PIECE or torch._C._are_functorch_transforms_active():
-                return _as_stream(product(rows, branch), x, self.dim)
+                y = product(rows)
+                return _as_stream((y if branch is None else y + branch).to(result), x, self.dim)
             y = torch.empty(rows.shape, dtype=result, device=x.device)
             count = max(1, _PIECE * rows.shape[0] // rows.numel())
             added = repeat(None) if branch is None else branch.split(count)
             for out, stream, piece in zip(y.split(count), rows.split(count), added, strict=False):
-                out.copy_(product(stream, piece))
+                if piece is None:
+                    out.copy_(product(stream))
+                else:
+                    torch.add(product(stream), piece, out=out)
         return _as_stream(y, x, self.dim)
 
     def _factors(self, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
