@@ -171,7 +171,8 @@ def _make_skips(
         ValueError: Unknown, or not for a width of the model.
     """
     if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
-        return repeat(None)  # no block is asked how wide its stream is
+        create_skip(skip, 1, **arguments)  # what else is given is checked; no block is asked how wide its stream is
+        return repeat(None)
     places = []
     for block, family, kinds in blocks:
         widths, dims = family.widths(block), family.dims(block)
