@@ -233,6 +233,12 @@ class HubServer:
         self.over = threading.Event()
         self.faults.clear()
 
+    def empty(self) -> None:
+        """As it was at the start, but for its users."""
+        self.heal()
+        for held in (self.repositories, self.blobs, self.parts, self.requests):
+            held.clear()
+
     def leaks(self, token: str) -> list[str]:
         """Where a token turned up but in the header that is meant for it, on the Hub's own host."""
         found = []

@@ -80,9 +80,7 @@ def served(tmp_path_factory):
 @pytest.fixture
 def hub(served, saved):
     hub, client = served
-    hub.heal()
-    for held in (hub.repositories, hub.blobs, hub.requests):
-        held.clear()
+    hub.empty()
     client.forget()
     for repo_id, (files, _, _) in saved.items():
         hub.commit(repo_id, files)

@@ -413,10 +413,7 @@ def served(tmp_path_factory):
 @pytest.fixture
 def server(served):
     server, client = served
-    server.heal()
-    for held in (server.repositories, server.blobs, server.parts):
-        held.clear()
-    server.requests.clear()
+    server.empty()
     client.forget()
     return server
 

@@ -75,10 +75,7 @@ def served(tmp_path_factory):
 @pytest.fixture
 def hub(served):
     hub, client = served
-    hub.heal()
-    for held in (hub.repositories, hub.blobs, hub.parts):
-        held.clear()
-    hub.requests.clear()
+    hub.empty()
     client.forget()
     return hub
 
