@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import pickle
 from functools import cache
+from pathlib import Path
 
 import pytest
 import timm
@@ -208,6 +209,12 @@ def test_every_covered_architecture_is_registered():
     registered = {base for base in bases if {base + "_ortho", base + "_orthog"} <= names}
     assert set(bases) - registered == {base for base in bases if timm.get_pretrained_cfg(base) is None}  # timm 1.0.16
     assert not {name for row in coverage.rows() for name in row.left_out if name + "_ortho" in names}
+
+
+@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the README's table is of another timm")
+def test_the_readme_has_the_table_of_coverage():
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert coverage.table() in readme
 
 
 def test_what_a_newer_timm_adds_is_reported(monkeypatch):
