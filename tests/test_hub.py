@@ -573,3 +573,9 @@ def test_without_a_network(tmp_path, endpoint, environment, error):
     assert result.error == f"PublishError: {error}"
     assert result.seconds < 10
     assert SECRET not in result.output
+
+
+def test_a_folder_that_is_not_there_is_told_before_the_hub_is_asked(tmp_path):
+    with HubClient(tmp_path, "http://127.0.0.1:9", SECRET, IMPORTS) as client:
+        result = client.run("hub.push('nothing', 'me/model')")
+    assert result.error == "PublishError: there is no checkpoint or run folder 'nothing'"

@@ -11,9 +11,10 @@ from typing import Any, Optional, Union
 
 from huggingface_hub import CommitInfo, HfApi, constants, get_token
 from huggingface_hub.utils import RepositoryNotFoundError
+from torch import nn
 
 from .repository import Model, check_id, export, scrubbed, short
-from .runs import PublishError
+from .runs import PublishError, checkpoint_file
 
 __all__ = ["PublishError", "export", "push"]
 
@@ -55,6 +56,8 @@ def push(
         PublishError: It cannot be published; the message is one line and says what to do.
     """
     check_id(repo_id)
+    if not isinstance(model, nn.Module):
+        checkpoint_file(Path(model))  # what is wrong on this machine is told first
     api = HfApi(token=token, library_name="timm-ortho")
     secret = get_token() if token is None else token or None
     existing = _asking(api, repo_id, secret, lambda: _existing(api, repo_id), "cannot be reached", "check the network")

@@ -23,7 +23,7 @@ import torch
 import yaml
 from timm.models import clean_state_dict
 
-__all__ = ["CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "class_names"]
+__all__ = ["CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "checkpoint_file", "class_names"]
 
 _OF_GRID = ("compare.yaml", "study.yaml")
 _SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
@@ -112,7 +112,7 @@ class CheckpointRun(Run):
     """
 
     def __init__(self, path: Path, ema: bool = False) -> None:
-        self.path = _checkpoint_file(path)
+        self.path = checkpoint_file(path)
         folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
         self.options = _options(folder, checkpoint, self.path)
         self.state_dict = _weights(checkpoint, ema, self.path)
@@ -190,7 +190,12 @@ def _made_with(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 # -------------------------------------------------------------------------------------------- the files
-def _checkpoint_file(path: Path) -> Path:
+def checkpoint_file(path: Path) -> Path:
+    """The checkpoint that is meant by a path: itself, or the last one in a run's folder.
+
+    Raises:
+        PublishError: There is none.
+    """
     if path.is_file():
         return path
     if not path.is_dir():
