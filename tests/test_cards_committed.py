@@ -23,9 +23,10 @@ CARDS = ROOT / "model_cards"
 WEIGHTS = [name for name in timm.list_pretrained() if timm.model_entrypoint(name).__module__.startswith("timm_ortho.")]
 STUDY = {
     "study": {
-        "name": "probability", "title": "Does it rise?", "paper": "Figure 4", "scale": "small", "dataset": "digits",
-        "model": "vit_small", "seeds": [0, 1], "changed": ["epochs: 15 here, 300 in the paper"],
-        "versions": {"timm": "1.0.31", "commit": "abcdef"}, "command": "timm-ortho study run probability",
+        "name": "probability", "title": "Does it rise?", "paper": "Figure 4", "table": "probability", "scale": "small",
+        "dataset": "digits", "model": "vit_small", "seeds": [0, 1],
+        "changed": ["epochs: 15 here, 300 in the paper"], "versions": {"timm": "1.0.31", "commit": "abcdef"},
+        "command": "timm-ortho study run probability",
     },
     "unfinished": [], "lead": "Of 1 difference, 0 are told apart.", "runs": [],
     "summary": [
@@ -157,6 +158,15 @@ def test_a_study_of_no_paper_says_so_by_silence(tmp_path):
     assert "# Does it rise?\n" in text
     assert "Figures and all settings: [mine/report.md](mine/report.md)." in text
     assert "paper" not in text.partition("## Citation")[0].lower()
+
+
+@pytest.mark.parametrize(("table", "cited"), [("probability", 0), ("skips_branch4", 1), ("", 0)])
+def test_a_study_cites_the_paper_that_it_is_of(tmp_path, table, cited):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({**STUDY, "study": {**STUDY["study"], "table": table}}))
+    text = make_cards.study_card(RecordedStudy(path), "report.md").text
+    assert text.count("wang2017orthogonal") == cited
+    assert "oh2025revisiting" in text
 
 
 def test_a_study_without_training(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .lab.paper import skip_figures
 from .runs import RecordedStudy, Run
 
 __all__ = ["CITATIONS", "Subject", "draw_curve", "model_card", "study_card", "template"]
@@ -190,7 +191,7 @@ def study_card(study: RecordedStudy, report: str) -> ModelCard:
         comparison_note=f"Settings are paired by seed: the same start, the same batches. {_PAIRS}",
         made_with=_made_with({"made_with": {**about["versions"], "command": f"`{about['command']}`"}}),
         limits=[*scale, *(_limits(subject, None) if about["dataset"] else [_UNTRAINED])],
-        citation="\n\n".join([CITATIONS["orthogonal"], CITATIONS["timm"]]),
+        citation="\n\n".join(CITATIONS[key] for key in ("orthogonal", *_nearest(about), "timm")),
     )
 
 
@@ -357,6 +358,11 @@ def _study_of(about: Mapping[str, Any]) -> str:
         return ", which needs no training"
     title = DATASETS.get(about["dataset"], (about["dataset"],))[0]
     return f": {about['model']} on {title}, {len(about['seeds'])} seeds"
+
+
+def _nearest(about: Mapping[str, Any]) -> list[str]:
+    """The paper on transforms of the stream, where the study is of its tables."""
+    return ["skips"] if about["table"] in skip_figures() else []
 
 
 def _studied(row: Mapping[str, Any]) -> list[str]:
