@@ -11,6 +11,7 @@ import timm
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from timm_ortho.lab import design
 from timm_ortho.runs import PublishError, RecordedStudy
 
 ROOT = Path(__file__).parents[1]
@@ -23,10 +24,9 @@ CARDS = ROOT / "model_cards"
 WEIGHTS = [name for name in timm.list_pretrained() if timm.model_entrypoint(name).__module__.startswith("timm_ortho.")]
 STUDY = {
     "study": {
-        "name": "probability", "title": "Does it rise?", "paper": "Figure 4", "table": "probability", "scale": "small",
-        "dataset": "digits", "model": "vit_small", "seeds": [0, 1],
-        "changed": ["epochs: 15 here, 300 in the paper"], "versions": {"timm": "1.0.31", "commit": "abcdef"},
-        "command": "timm-ortho study run probability",
+        "name": "probability", "title": "Does it rise?", "paper": "Figure 4", "scale": "small", "dataset": "digits",
+        "model": "vit_small", "seeds": [0, 1], "changed": ["epochs: 15 here, 300 in the paper"],
+        "versions": {"timm": "1.0.31", "commit": "abcdef"}, "command": "timm-ortho study run probability",
     },
     "unfinished": [], "lead": "Of 1 difference, 0 are told apart.", "runs": [],
     "summary": [
@@ -160,10 +160,10 @@ def test_a_study_of_no_paper_says_so_by_silence(tmp_path):
     assert "paper" not in text.partition("## Citation")[0].lower()
 
 
-@pytest.mark.parametrize(("table", "cited"), [("probability", 0), ("skips_branch4", 1), ("", 0)])
-def test_a_study_cites_the_paper_that_it_is_of(tmp_path, table, cited):
+@pytest.mark.parametrize(("name", "cited"), [("probability", 0), ("skips_branch4", 1), ("skip_rank", 1)])
+def test_a_study_cites_the_paper_that_it_is_of(tmp_path, name, cited):
     path = tmp_path / "results.json"
-    path.write_text(json.dumps({**STUDY, "study": {**STUDY["study"], "table": table}}))
+    path.write_text(json.dumps({**STUDY, "study": {**STUDY["study"], "paper": design.load(name, "small").paper}}))
     text = make_cards.study_card(RecordedStudy(path), "report.md").text
     assert text.count("wang2017orthogonal") == cited
     assert "oh2025revisiting" in text

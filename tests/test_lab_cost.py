@@ -6,6 +6,7 @@ import torch
 import timm_ortho
 from timm_ortho import bench
 from timm_ortho.lab import LabError, cost
+from timm_ortho.provenance import device_name
 
 
 # ------------------------------------------------------------------------------------------------- Table 1a
@@ -124,6 +125,7 @@ def test_overhead_is_the_throughput_that_is_lost(monkeypatch):
     assert row["model"] == "vit_small(img_size=32, depth=1, embed_dim=48, num_heads=3)"
     assert (row["shape"], row["dtype"], row["mode"], row["repeats"], row["note"]) == (
         "4x3x32x32", "float32", "eager", 3, "")
+    assert row["device"] == device_name(torch.device("cpu"))
     assert row["linear"] == pytest.approx(4 / 8e-3)
     assert row["feature"] == pytest.approx(4 / 10e-3)
     assert row["overhead"] == pytest.approx(20)  # as 1737.2 against 1634.0 is 5.94 in the paper: of the linear one

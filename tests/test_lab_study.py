@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import LabError, design, features, grid, study, training, workers
+from timm_ortho.lab import LabError, cost, design, features, grid, study, training, workers
 from timm_ortho.lab.changes import changes
 
 NAMES = sorted(design.shipped())
@@ -223,6 +223,14 @@ def test_changes_are_named():
         assert line in lines
     paper = {"dataset": "tiny_imagenet", "data_dir": "x", "device": "cpu"}
     assert changes(design.load("hybrid", "paper"), paper, range(5)) == []
+
+
+def test_changes_of_what_trains_nothing_are_named():
+    lines = changes(design.load("overhead", "small"), {"device": "cpu"}, [])
+    for line in ("batch_size: 8 here, the default at scale paper", "dtypes: float32 here, bfloat16 at scale paper"):
+        assert line in lines
+    assert changes(design.load("overhead", "paper"), {"device": "cuda"}, []) == []
+    assert changes(design.load("gamma", "small"), {"device": "cpu"}, []) == []
 
 
 def test_families_differ_from_run_to_run_in_nothing_but_the_connection():
@@ -435,6 +443,17 @@ def test_default_folder_names_study_data_and_scale(tmp_path, monkeypatch):
     assert str(folder()).startswith("output/study/dynamics-digits-small-")
     assert folder() == folder()
     assert folder() != folder(epochs=3)
+
+
+def test_threads_of_what_trains_nothing(monkeypatch, tmp_path):
+    """A measure of throughput has the whole machine, unless it is told otherwise."""
+    seen = []
+    monkeypatch.setattr(cost, "overhead", lambda **given: seen.append(torch.get_num_threads()) or [])
+    with grid.limited_threads(3):
+        for threads in (None, 2):
+            folder = str(tmp_path / str(threads))
+            study.run("overhead", {"device": "cpu"}, scale="smoke", threads=threads, output=folder)
+    assert seen == [3, 2]
 
 
 @pytest.mark.parametrize("name", ["parameters", "gamma"])

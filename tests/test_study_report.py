@@ -41,7 +41,7 @@ RECORDED = ("head_norm", "hybrid", "dynamics")
 OVERHEAD = {
     "model": "vit_small_ortho", "shape": "8x3x64x64", "layout": "tokens", "dtype": "float32", "mode": "eager",
     "linear": 1000.0, "feature": 980.0, "overhead": 2.0, "overhead_p20": 1.0, "overhead_p80": 3.5, "repeats": 11,
-    "note": ""}
+    "note": "", "device": "AMD EPYC, 2 cores, 2 threads"}
 BLOCK = {"model": "vit_small", "module": "attention", "tokens": 10, "width": 4, "branch": 2880, "branch_formula": 2880}
 WHOLE = {"model": "vit_small", "sites": 12, "branches": 10**6, "parameters": 1234, "extra_parameters": 0}
 ROWS = {  # as `cost` makes them
@@ -509,13 +509,17 @@ def test_overhead_beside_table_1b(tmp_path):
         assert found[(name,), "overhead, %"][1] == "2.00 [1.00, 3.50]"
         assert found[(name,), "Linear, images/s"][1] == "1,000.0"
         assert found[("ResNetV2-34",), "overhead, %"] == ("5.94", "not measured")
-        assert found[("ViT-S",), "overhead, %"][0] == "0.28"
+        assert found[(name,), "overhead, %"][0] == "0.28"
         assert found[("ViT-B",), "Orthogonal-F, images/s"] == ("1,246.2", "not run")
     for label, name in (("vit_small(img_size=64)", "ViT-S"), ("vit_small(img_size=64, depth=2)", "ViT-S (depth=2)")):
         study_report.write(study_of("overhead", kind="overhead"), [{**OVERHEAD, "model": label}], [], tmp_path)
         assert side_by_side(tmp_path)[(name,), "overhead, %"][1] == "2.00 [1.00, 3.50]"
     study_report.write(study_of("overhead", kind="overhead"), twice, [], tmp_path)
-    assert "out of memory" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert side_by_side(tmp_path)[("ViT-S, tokens, bfloat16, eager",), "Linear, images/s"] == ("3,476.1", "1,000.0")
+    assert (("ViT-S",), "overhead, %") not in side_by_side(tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "out of memory" in text
+    assert "| device | AMD EPYC, 2 cores, 2 threads |" in text
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -133,7 +133,8 @@ def _add_study(commands: Any) -> None:
     run.add_argument("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the "
                                                              "seeds themselves: 0 4 7")
     run.add_argument("--workers", "-j", type=int, default=1, metavar="N", help="runs at a time: one a GPU or CPU core")
-    run.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each run (default: 1)")
+    run.add_argument("--threads", type=int, metavar="N",
+                     help="CPU threads of each run (default: 1; PyTorch's choice where nothing is trained)")
     run.set_defaults(call=_study_run)
     report = actions.add_parser("report", help="report what a study's folder holds, without training")
     _add_study_arguments(report)
@@ -472,6 +473,8 @@ def environment() -> dict[str, str]:
 
     import torch
 
+    from .provenance import device_name
+
     def version(package: str) -> str:
         try:
             return metadata.version(package)
@@ -484,7 +487,7 @@ def environment() -> dict[str, str]:
         **{package: version(package) for package in packages},
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
-        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "cpu": device_name(torch.device("cpu")),
         "gpu": ", ".join(gpus) or "none",
         "cuda": torch.version.cuda or torch.version.hip or "none",
         "device": "cuda" if gpus else "cpu",
@@ -505,17 +508,6 @@ def _backend(device: str) -> str:
         return f"{choose_backend(x, x)} ({source})"
     except (RuntimeError, ValueError) as error:
         return f"none ({error})"
-
-
-def _cpu_name() -> str:
-    import platform
-
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return (names or [platform.processor() or platform.machine()])[0]
 
 
 # -------------------------------------------------------------------------------------------------- run

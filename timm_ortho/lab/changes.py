@@ -23,17 +23,19 @@ _NOT_COMPARED = frozenset("""
 
 
 def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
-    """Lines such as "epochs: 15 here, 300 in the paper"; none without training, paper or a scale of its size.
+    """Lines such as "epochs: 15 here, 300 in the paper"; none without a paper or at a scale of its size.
 
     Args:
         design: The study at its scale.
         given: timm's options of the command line.
         seeds: The seeds of the runs.
     """
-    if design.kind != "training" or not design.paper:
+    if not design.paper:
         return []
     try:
         paper = load(design.name, "paper")
+        if design.kind != "training":
+            return _other_arguments(design.arguments, paper.arguments)
         there = list(paper.variants({"dataset": design.paper_data[0], "device": "cpu"} if design.paper_data else {}))
     except LabError:  # the user's own file, which is of no paper
         return []
@@ -47,6 +49,15 @@ def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int]) -> l
     for prefix, here, partner in _pairs(list(design.variants(given)), there):
         lines += [prefix + line for line in _differences(_options(here), _options(partner))]
     return lines
+
+
+def _other_arguments(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Of what is computed without training. The paper says less than `there`, so that is named by its scale."""
+    def said(values: Mapping[str, Any], key: str) -> str:
+        return _listed(values[key]) if isinstance(values.get(key), list) else str(values.get(key, "the default"))
+
+    return [f"{key}: {said(here, key)} here, {said(there, key)} at scale paper"
+            for key in dict.fromkeys([*here, *there]) if here.get(key) != there.get(key)]
 
 
 def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[str, Variant, Variant]]:

@@ -27,6 +27,7 @@ from ..convert import Site, connect, sites
 from ..diagnostics.dynamics import evaluation
 from ..functional import decompose
 from ..models._build import on_meta
+from ..provenance import device_name
 from . import LabError
 
 __all__ = [
@@ -275,7 +276,7 @@ def overhead(models: Sequence[str] = PAPER_MODELS, **options: Any) -> list[Row]:
     Returns:
         Rows with ``model``, ``shape``, ``layout``, ``dtype``, ``mode``, ``linear`` and ``feature`` in images a second
         (medians), ``overhead`` in percent of the linear throughput with ``overhead_p20`` and ``overhead_p80`` over the
-        repetitions, ``repeats``, and ``note``, why something could not be measured, or "".
+        repetitions, ``repeats``, ``note``, why something could not be measured, or "", and ``device``, where.
 
     Raises:
         LabError: Something that was given cannot be measured.
@@ -288,7 +289,8 @@ def overhead(models: Sequence[str] = PAPER_MODELS, **options: Any) -> list[Row]:
     groups = [group for group in bench.model_groups(resolved) if group.labels["step"] == "training"]
     with bench.as_in_training(resolved.device):
         clock = bench.Clock(resolved.device)
-        return [_overhead_row(group, bench.measure(group.build(), resolved.repeats, clock)) for group in groups]
+        rows = [_overhead_row(group, bench.measure(group.build(), resolved.repeats, clock)) for group in groups]
+    return [{**row, "device": device_name(resolved.device)} for row in rows]
 
 
 def _overhead_row(group: bench.Group, results: Sequence[bench_report.Result]) -> Row:

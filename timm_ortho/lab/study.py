@@ -154,7 +154,7 @@ def run(
         scale: str = "small",
         seeds: Sequence[int] | int | None = None,
         workers: int = 1,
-        threads: int = 1,
+        threads: Optional[int] = None,
         output: Optional[str] = None,
         command: str = "",
 ) -> int:
@@ -166,7 +166,8 @@ def run(
         scale: `smoke`, `small` or `paper`.
         seeds: The seeds, or their number; None for as many as the scale has.
         workers: Runs at a time, each in a process of its own when there is more than one.
-        threads: CPU threads of each run. The default makes results independent of `workers` and of the machine's load.
+        threads: CPU threads. By default a run has one, so that results depend neither on `workers` nor on the machine's
+            load, and what trains nothing has PyTorch's own choice, as in `timm-ortho bench`.
         output: The output folder; None for one below `output/study` that is named after the settings.
         command: The command line, for the report.
 
@@ -178,12 +179,12 @@ def run(
     """
     study = _study(name, given, scale, output)
     if study.design.kind != "training":
-        return _compute(study, threads, command)
+        return _compute(study, threads or torch.get_num_threads(), command)
     seeds = seeds_of(study.design.seeds if seeds is None else seeds, study.variants[0].options.seed)
     if not seeds or workers < 1:
         raise LabError("there is nothing to run: give at least one seed and one worker")
     source = _checked_source(study, seeds[0])
-    jobs = study.jobs(seeds)
+    jobs, threads = study.jobs(seeds), threads or 1
     try:
         with claimed(study.folder, "study", study.settings, {"seeds": seeds}), limited_threads(threads):
             check_folders(jobs)

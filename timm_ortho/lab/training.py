@@ -25,7 +25,7 @@ from torch import nn
 from ..convert import connect, sites
 from ..diagnostics import record, record_dynamics
 from ..models._build import pop_connection_arguments
-from ..provenance import made_with
+from ..provenance import device_name, made_with
 from . import LabError, write_json, write_text
 from .checkpoints import Checkpoints, disk_errors, read_json
 from .data import DataStream, Source, epoch_seed, loaders
@@ -378,7 +378,7 @@ class Run:
             "images_per_second": speeds[len(speeds) // 2],  # the median epoch
             "peak_memory": max(memory, default=None),
             "seconds": sum(row["seconds"] for row in self.history),
-            "device": _device_name(self.device),
+            "device": device_name(self.device),
             "extras": asdict(self.extras),
             "switch_epoch": self.switch_epoch,
             "labels": self.labels,
@@ -455,10 +455,6 @@ def _number(value: Optional[float], decreasing: bool) -> float:
     if value is None or math.isnan(value):
         return math.inf if decreasing else -math.inf
     return value
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _reset_peak_memory(device: torch.device) -> None:
