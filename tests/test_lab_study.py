@@ -693,17 +693,19 @@ def test_nothing_outlives_the_command(sent, tmp_path):
 @linux
 @pytest.mark.slow
 def test_a_process_that_dies_takes_one_run_with_it(tmp_path, capsys):
+    """And others take their places: both die here, with two runs still to come."""
     output, path = tmp_path / "out", written(tmp_path)
     with started(command(path, output, epochs=25)) as process:
-        os.kill(training_processes(process, output)[0], signal.SIGKILL)
+        for pid in training_processes(process, output):
+            os.kill(pid, signal.SIGKILL)
         _, said = process.communicate(timeout=200)
     assert process.returncode == 2
     error = said.splitlines()[-1]
-    assert "1 of 4 runs failed: lr=" in error
+    assert "2 of 4 runs failed (and 1 more): lr=" in error
     assert "its process died (SIGKILL), see " in error
     assert error.endswith("the same command again tries them anew")
     assert Path(error.split("see ")[1].split(";")[0]).is_file()
-    assert (len(results(output)["runs"]), len(results(output)["unfinished"])) == (3, 1)
+    assert (len(results(output)["runs"]), len(results(output)["unfinished"])) == (2, 2)
     assert run(path, output, epochs=25) == 0
     assert len(results(output)["runs"]) == 4
 
