@@ -278,6 +278,7 @@ def test_bad_study(tmp_path, changed, message):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "acuracy"], "there is no study 'acuracy'; the nearest is 'accuracy' (timm-ortho study list)"),
+    (["run", "accuracy", "--threads", "0"], "--threads must be at least 1, got 0"),
     (["run", "accuracy", "--scale", "huge"], "there is no scale 'huge': give smoke, small or paper"),
     (["run", "learning_rate", "-o", "lr=1"], "'lr' is what study 'learning_rate' varies along its axis 'lr'"),
     (["run", "dynamics", "-o", "epoch=1"], "timm's train.py has no option 'epoch'; the nearest is 'epochs'"),

@@ -177,14 +177,17 @@ def run(
     Raises:
         LabError: Something that was given cannot be run, or a run could not be finished.
     """
+    if threads is not None and threads < 1:
+        raise LabError(f"--threads must be at least 1, got {threads}")
     study = _study(name, given, scale, output)
     if study.design.kind != "training":
         return _compute(study, threads or torch.get_num_threads(), command)
+    threads = threads or 1
     seeds = seeds_of(study.design.seeds if seeds is None else seeds, study.variants[0].options.seed)
     if not seeds or workers < 1:
         raise LabError("there is nothing to run: give at least one seed and one worker")
     source = _checked_source(study, seeds[0])
-    jobs, threads = study.jobs(seeds), threads or 1
+    jobs = study.jobs(seeds)
     try:
         with claimed(study.folder, "study", study.settings, {"seeds": seeds}), limited_threads(threads):
             check_folders(jobs)
