@@ -12,13 +12,16 @@ from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, m
 
 import timm_ortho
 from timm_ortho import sites
+from timm_ortho.models import coverage
 from timm_ortho.models._build import on_meta
+from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 
 # the paper's families, each architecture of them; of the others test_families.py has one for each block class
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
+COVERED = {base: count for row in coverage.rows() for base, count in row.covered.items()}
 PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
 SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
@@ -65,9 +68,9 @@ def test_all_names_are_registered():
     assert {"vit_base_patch16_224_ortho", "resnetv2_50_orthog", "resnetv2_101_cifar_linear"} <= set(list_models())
 
 
-def whole_but(quick):
+def whole_but(quick, of=BASES):
     """All architectures, those marked that are not among the quick ones."""
-    return [base if base in quick else pytest.param(base, marks=pytest.mark.whole) for base in BASES]
+    return [base if base in quick else pytest.param(base, marks=pytest.mark.whole) for base in of]
 
 
 @pytest.mark.parametrize("base", whole_but(BUILT))
@@ -80,6 +83,21 @@ def test_built_on_meta(base):
     assert list(variant.state_dict()) == list(host.state_dict())
     assert all(a.shape == b.shape for a, b in zip(variant.parameters(), host.parameters(), strict=True))
     assert {type(s.connection).__name__ for s in sites(variant)} == {connection}
+
+
+# the sizes of these are not their own arguments: timm finds them by the tag of their weights
+BY_TAG = [base for base in bases() if base.startswith(("deepseek_vit", "qwen3_vit")) and not base.endswith("m")]
+
+
+@pytest.mark.parametrize("base", whole_but(bases()[::40] + BY_TAG, of=bases()))
+def test_made_as_timms(base):
+    host = model_on_meta(base).state_dict()
+    for suffix in ("_ortho", "_orthog"):
+        variant = model_on_meta(base + suffix)
+        assert {name: tensor.shape for name, tensor in variant.state_dict().items()} == {
+            name: tensor.shape for name, tensor in host.items()}
+        assert len(sites(variant)) == COVERED.get(base, len(sites(variant))) > 0
+        assert not variant.pretrained_cfg.get("tag")
 
 
 @pytest.mark.parametrize("base", whole_but(QUICK))

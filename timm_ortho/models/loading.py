@@ -43,8 +43,8 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
 
 
 def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
-    """Let a model's ``pretrained_cfg`` name the source that was asked for, not the file that it was read from."""
-    for key in ("file", "source"):
+    """Let a model's ``pretrained_cfg`` name the weights that were asked for, not where they or its sizes were found."""
+    for key in ("file", "source", "tag"):
         model.pretrained_cfg.pop(key, None)
         if getattr(cfg, key) is not None:
             model.pretrained_cfg[key] = getattr(cfg, key)
