@@ -258,6 +258,24 @@ def test_memory_format_is_kept():
     assert grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled", "plain", "scripted"])
+@pytest.mark.parametrize("of_stream", ["contiguous_format", "channels_last"])
+def test_the_stream_keeps_its_memory_format_whatever_that_of_the_branch(of_stream, how):
+    """An attention block's branch output is a transpose of tokens; the stream of NextViT beside it is NCHW."""
+    other = "channels_last" if of_stream == "contiguous_format" else "contiguous_format"
+    x, f = (t.contiguous(memory_format=getattr(torch, name))
+            for t, name in zip(pair((2, 5, 4, 3), torch.float32), (of_stream, other), strict=True))
+    update = {
+        "eager": functools.partial(residual_update, dim=1),
+        "compiled": torch.compile(functools.partial(residual_update, dim=1), fullgraph=True, backend="aot_eager"),
+        "plain": lambda x, f: plain_update(x, f, 0.0, 1.0, [1], 1e-6),
+        "scripted": lambda x, f: torch.jit.script(plain_update)(x, f, 0.0, 1.0, [1], 1e-6),
+    }[how]
+    y = update(x.requires_grad_(), f)
+    assert y.stride() == (x + f).stride() == x.stride()
+    assert torch.equal(y, residual_update(x, f, dim=1))
+
+
 def test_strides_do_not_matter():
     x, f = pair((4, 6, 5))
     expected = residual_update(x, f, dim=1)

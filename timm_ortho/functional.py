@@ -78,7 +78,18 @@ def _combine(
         x: Tensor, f: Tensor, s: Tensor, parallel: Weight, orthogonal: Weight, out: Optional[Tensor] = None) -> Tensor:
     """``b f + (1 + (a - b) s) x``."""
     branch, stream = _times(orthogonal, f), 1 + _times(parallel, s) - _times(orthogonal, s)
-    return torch.addcmul(branch, stream, x) if out is None else torch.addcmul(branch, stream, x, out=out)
+    if out is None:
+        return torch.addcmul(_laid_out_as(x, branch), stream, x)
+    return torch.addcmul(branch, stream, x, out=out)
+
+
+def _laid_out_as(x: Tensor, f: Tensor) -> Tensor:
+    """``f`` in the memory format of ``x``: a sum has that of its first term, and the stream is to keep its own."""
+    if x.is_contiguous():
+        return f.contiguous()
+    if x.dim() > 2 and x.stride(1) == 1 and f.stride(1) != 1:  # channels-last
+        return f.movedim(1, -1).contiguous().movedim(-1, 1)
+    return f
 
 
 def _times(weight: Weight, x: Tensor) -> Tensor:
