@@ -33,8 +33,8 @@ def main() -> int:
         start = time.perf_counter()
         found = compared(base) if millions <= args.up_to else "built on meta"
         counts[found.partition(":")[0]] += 1
-        print(f"{base}: {millions:.1f} M, {len(sites(models[base]))} sites, {found}, {time.perf_counter() - start:.1f} s",
-              flush=True)
+        seconds = time.perf_counter() - start
+        print(f"{base}: {millions:.1f} M, {len(sites(models[base]))} sites, {found}, {seconds:.1f} s", flush=True)
     print(f"{counts['equal']} equal bit for bit, {counts['built on meta']} built on the meta device, "
           f"{counts['not equal']} not equal")
     return 1 if counts["not equal"] or not models else 0
@@ -44,7 +44,7 @@ def compared(base: str) -> str:
     """"equal", or "not equal" and why, so that one architecture does not keep the others from being compared."""
     try:
         compare_with_host(base)
-    except Exception as error:  # whatever timm's model or the variant raises: AssertionError where they differ
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         return f"not equal: {type(error).__name__} {' '.join(str(error).split())[:200]}"
     return "equal"
 
