@@ -26,18 +26,22 @@ def main() -> int:
     parser.add_argument("pattern", nargs="?", default="*")
     parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS")
     args = parser.parse_args()
-    models = {base: model_on_meta(base + "_ortho") for base in fnmatch.filter(bases(), args.pattern)}
-    sizes = {base: sum(p.numel() for p in model.parameters()) / 1e6 for base, model in models.items()}
     counts = Counter()
-    for base, millions in sorted(sizes.items(), key=lambda item: item[1]):
+    for millions, base, count in sorted(measured(base) for base in fnmatch.filter(bases(), args.pattern)):
         start = time.perf_counter()
         found = compared(base) if millions <= args.up_to else "built on meta"
         counts[found.partition(":")[0]] += 1
         seconds = time.perf_counter() - start
-        print(f"{base}: {millions:.1f} M, {len(sites(models[base]))} sites, {found}, {seconds:.1f} s", flush=True)
+        print(f"{base}: {millions:.1f} M, {count} sites, {found}, {seconds:.1f} s", flush=True)
     print(f"{counts['equal']} equal bit for bit, {counts['built on meta']} built on the meta device, "
           f"{counts['not equal']} not equal")
-    return 1 if counts["not equal"] or not models else 0
+    return 1 if counts["not equal"] or not counts else 0
+
+
+def measured(base: str) -> tuple[float, str, int]:
+    """Millions of parameters, the name, and the number of sites."""
+    model = model_on_meta(base + "_ortho")
+    return sum(p.numel() for p in model.parameters()) / 1e6, base, len(sites(model))
 
 
 def compared(base: str) -> str:

@@ -527,6 +527,12 @@ def test_compiled_model_trains_to_what_the_model_trains_to(images, tmp_path):
         torch.testing.assert_close(one[key], other[key], rtol=1e-3, atol=1e-4)
 
 
+def test_no_threads(tmp_path):
+    with pytest.raises(LabError, match="--threads must be at least 1, got 0"):
+        compare({}, output=str(tmp_path / "out"), threads=0)
+    assert not (tmp_path / "out").exists()
+
+
 def test_threads_are_put_back(images, tmp_path):
     before = torch.get_num_threads()
     run(images, tmp_path / "out", ["linear"], epochs=1)

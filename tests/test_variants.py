@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import timm
 import torch
-from timm.layers import GroupNorm1
+from timm.layers import GroupNorm1, to_2tuple
 from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, model_entrypoint
 
 import timm_ortho
@@ -36,7 +36,7 @@ RUN_UP_TO = 30e6
 def small_input(name):
     """Arguments and image size that make any architecture cheap to run at full depth and width."""
     cfg = get_pretrained_cfg(name)
-    patch = getattr(getattr(model_on_meta(name), "patch_embed", None), "patch_size", (0,))[0]
+    patch = to_2tuple(getattr(getattr(model_on_meta(name), "patch_embed", None), "patch_size", 0))[0]
     sizes = [3 * patch] * bool(patch) + [64, 96, 112, 128]
     tries = [({}, size) for size in sizes if not cfg.fixed_input_size and size >= 64]
     tries += [({"img_size": size}, size) for size in sizes]

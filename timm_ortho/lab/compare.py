@@ -26,6 +26,7 @@ from .grid import (
     check_folders,
     check_model,
     check_run,
+    check_threads,
     claimed,
     limited_threads,
     resolve_options,
@@ -92,6 +93,7 @@ def compare(
     Raises:
         LabError: Something that was given cannot be run.
     """
+    check_threads(threads)
     comparison = plan(given, recipe_name, connections, seeds, output)
     jobs, folder = comparison.jobs(), comparison.folder
     grown = {"connections": list(comparison.connections), "seeds": list(comparison.seeds)}

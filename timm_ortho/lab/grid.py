@@ -23,8 +23,8 @@ from .data import Source
 from .training import Extras, Progress, Run, build_model
 
 __all__ = [
-    "Job", "base_name", "check_folders", "check_model", "check_run", "claimed", "device_of", "limited_threads",
-    "resolve_options", "run_job", "seeds_of", "threads_for", "train_job", "writing_report",
+    "Job", "base_name", "check_folders", "check_model", "check_run", "check_threads", "claimed", "device_of",
+    "limited_threads", "resolve_options", "run_job", "seeds_of", "threads_for", "train_job", "writing_report",
 ]
 
 _SUFFIXES = ("_ortho", "_orthog", "_linear")
@@ -274,6 +274,12 @@ def writing_report(folder: Path, write: Callable[[], str]) -> Iterator[None]:
 
 
 # -------------------------------------------------------------------------------------------- the runs
+def check_threads(threads: Optional[int]) -> None:
+    """Raises LabError unless it is None or a number of threads."""
+    if threads is not None and threads < 1:
+        raise LabError(f"--threads must be at least 1, got {threads}")
+
+
 @contextmanager
 def limited_threads(count: int) -> Iterator[None]:
     """PyTorch's CPU threads for a while."""

@@ -73,6 +73,7 @@ from .grid import (
     check_folders,
     check_model,
     check_run,
+    check_threads,
     claimed,
     device_of,
     limited_threads,
@@ -177,8 +178,7 @@ def run(
     Raises:
         LabError: Something that was given cannot be run, or a run could not be finished.
     """
-    if threads is not None and threads < 1:
-        raise LabError(f"--threads must be at least 1, got {threads}")
+    check_threads(threads)
     study = _study(name, given, scale, output)
     if study.design.kind != "training":
         return _compute(study, threads or torch.get_num_threads(), command)
