@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs timm's own model tests on the variants that `import timm_ortho` registers.
 
-    python scripts/timm_tests.py              every variant, one process per architecture; goes on where it stopped
+    python scripts/timm_tests.py              every variant, the smallest first; goes on where it stopped
     python scripts/timm_tests.py --marked     the same, of timm's tests only those that timm's CI runs: much quicker
     python scripts/timm_tests.py --spread     forty quick variants of as many kinds
     python scripts/timm_tests.py --only vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
@@ -157,7 +157,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="forget what earlier full runs have finished")
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one process (default: 3600)")
     parser.add_argument("--workers", type=int, default=1, metavar="N",
-                        help="architectures of a full run that are tested at once (default: 1); the largest need 10 GB")
+                        help="processes of a full run at once (default: 1); the largest architectures need 10 GB")
     args = parser.parse_args(argv)
 
     if args.skip and not args.only:
@@ -234,28 +234,48 @@ def timm_test_file(cache: Path) -> Path:
 
 
 def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespace) -> List[dict]:
-    """Every architecture in a process of its own; what is finished stands in a file and is not run again."""
+    """Every architecture, a few in each process; what is finished stands in a file and is not run again."""
     state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
     state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
     groups: Dict[str, Dict[str, Optional[str]]] = {}
     for name, base in bases.items():
         groups.setdefault(architecture(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
-    waiting = sorted(groups.keys() - state.keys(), key=lambda stem: parameters(*groups[stem]))
+    sizes = {stem: parameters(*group) for stem, group in groups.items() if stem not in state}
     with ThreadPoolExecutor(args.workers) as pool:
-        running = {pool.submit(run, tests, groups[stem], args.timeout, args.marked): stem for stem in waiting}
+        running = {}
+        for stems in batches(sizes):
+            wanted = {name: base for stem in stems for name, base in groups[stem].items()}
+            running[pool.submit(run, tests, wanted, args.timeout, args.marked)] = stems
         for finished in as_completed(running):
-            stem = running[finished]
-            state[stem] = finished.result()
+            results = finished.result()
+            for stem in running[finished]:
+                state[stem] = [result for result in results if result["model"] in groups[stem]]
+                print(f"[{len(state)}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
             scratch = state_file.with_suffix(".tmp")
             scratch.write_text(json.dumps(state, indent=1))
             scratch.replace(state_file)
-            print(f"[{len(state)}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
     return [result for stem in groups for result in state[stem]]
 
 
+def batches(sizes: Dict[str, int], most: int = 10, parameters: float = 100e6) -> List[List[str]]:
+    """Architectures of one process each, by their parameters: the tests of a small one take less than its start.
+
+    The smallest go first, so that a run that is stopped has finished many.
+    """
+    found: List[List[str]] = []
+    together = 0
+    for stem in sorted(sizes, key=sizes.__getitem__):
+        if not found or len(found[-1]) == most or together + sizes[stem] > parameters:
+            found.append([])
+            together = 0
+        found[-1].append(stem)
+        together += sizes[stem]
+    return found
+
+
 def parameters(name: str, *others: str) -> int:
-    """Of one of an architecture's variants: small ones go first, so that a run that is stopped has finished many."""
+    """Of one of an architecture's variants."""
     import timm
 
     from timm_ortho.models._build import on_meta
