@@ -258,19 +258,20 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
     return [result for stem in groups for result in state[stem]]
 
 
-def batches(sizes: Dict[str, int], most: int = 10, parameters: float = 100e6) -> List[List[str]]:
-    """Architectures of one process each, by their parameters: the tests of a small one take less than its start.
+def batches(sizes: Dict[str, int], most: int = 10, room: float = 100e6) -> List[List[str]]:
+    """The architectures that share a process, at most so many of so many parameters in all: it starts as slowly as the
+    tests of a small one run.
 
     The smallest go first, so that a run that is stopped has finished many.
     """
     found: List[List[str]] = []
-    together = 0
+    left = 0.0
     for stem in sorted(sizes, key=sizes.__getitem__):
-        if not found or len(found[-1]) == most or together + sizes[stem] > parameters:
+        if not found or len(found[-1]) == most or sizes[stem] > left:
             found.append([])
-            together = 0
+            left = room
         found[-1].append(stem)
-        together += sizes[stem]
+        left -= sizes[stem]
     return found
 
 
