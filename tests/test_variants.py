@@ -100,6 +100,15 @@ def test_made_as_timms(base):
         assert not variant.pretrained_cfg.get("tag")
 
 
+def test_made_as_the_tag_that_is_given_says():
+    base, tag = "deepseek_vit_412m_enc", "deepseek_v4_flash_vision_exp"
+    if base not in bases():
+        pytest.skip(f"this timm has no {base}")
+    variant = model_on_meta(base + "_ortho", pretrained_cfg={"tag": tag})
+    assert variant.aligner.out_features == model_on_meta(f"{base}.{tag}").aligner.out_features
+    assert variant.pretrained_cfg["tag"] == tag
+
+
 @pytest.mark.parametrize("base", whole_but(QUICK))
 def test_linear_is_timms_model_bit_for_bit(base):
     if sum(p.numel() for p in model_on_meta(base).parameters()) > RUN_UP_TO:

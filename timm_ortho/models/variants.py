@@ -10,7 +10,7 @@ from functools import cache, partial
 from types import FunctionType
 from typing import Any, Callable, Dict
 
-from timm.models import build_model_with_cfg, get_pretrained_cfg, model_entrypoint
+from timm.models import build_model_with_cfg, get_pretrained_cfg, model_entrypoint, resolve_pretrained_cfg
 from torch import nn
 
 from ._build import SUFFIXES, create, register, unpretrained
@@ -23,8 +23,10 @@ __all__ = []  # and appends to it
 def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     def entry(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
         # the projectors of deepseek_vit and qwen3_vit are as wide as the tag of the weights says
-        overlay = {"tag": get_pretrained_cfg(base).tag, **(kwargs.pop("pretrained_cfg_overlay", None) or {})}
-        return _entered(model_entrypoint(base), build, {**kwargs, "pretrained_cfg_overlay": overlay})
+        overlay = kwargs.pop("pretrained_cfg_overlay", None)
+        tag = resolve_pretrained_cfg(name, kwargs["pretrained_cfg"], overlay).tag or get_pretrained_cfg(base).tag
+        kwargs["pretrained_cfg_overlay"] = {**(overlay or {}), "tag": tag}
+        return _entered(model_entrypoint(base), build, kwargs)
 
     return create(name, default, entry, **kwargs)
 
