@@ -32,6 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Dict, Iterable, List, Optional, Tuple
 
+import pytest
+
 # Quick variants of many kinds of blocks, stems, norms and heads; both scopes in turn.
 SPREAD = (
     "test_vit_ortho", "test_vit3_orthog",  # Block; with LayerScale, registers and average pooling
@@ -99,6 +101,7 @@ def pytest_configure(config) -> None:
             _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own, which takes out what has not one of the markers
 def pytest_collection_modifyitems(config, items: list) -> None:
     """Keeps the tests that have one of the wanted models among their parameters."""
     wanted, ended = json.loads(os.environ[WANTED]), set(json.loads(os.environ[ENDED]))
@@ -113,6 +116,7 @@ def pytest_collection_modifyitems(config, items: list) -> None:
     for item in items:
         item.user_properties.append(("timm_test", [_model_of(item), item.originalname]))
     _write({"collected": [[item.nodeid, _model_of(item), item.originalname] for item in items]})
+    gc.freeze()  # what is there already stays there: not to be looked through after each test
 
 
 def _model_of(item) -> Optional[str]:
@@ -127,6 +131,10 @@ def pytest_runtest_logstart(nodeid: str, location) -> None:
 
 def pytest_runtest_teardown(item) -> None:
     gc.collect()  # graphs of FX hold models of gigabytes in cycles
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions report at the end what the collector never saw
 
 
 def pytest_runtest_logreport(report) -> None:
