@@ -7,6 +7,7 @@ import torch
 from timm.models import resnetv2, vision_transformer as vit
 
 from timm_ortho import SKIPS, connect, create_connection, create_skip, decompose, record, sites
+from timm_ortho.skips import Skip, TransformingConv2d, move_into, move_out_of
 
 SKIP_NAMES = [name for name in SKIPS if name != "identity"]
 
@@ -15,9 +16,10 @@ def tiny(kind):
     torch.manual_seed(0)
     if kind == "vit":
         return vit.VisionTransformer(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
+    plain = dict(conv_layer=timm.layers.create_conv2d) if kind.startswith("plain") else {}  # not standardised
     return resnetv2.ResNetV2(
-        layers=(1, 2), channels=(32, 64), num_classes=3, stem_chs=16, basic=kind == "basic",
-        norm_layer=timm.layers.BatchNormAct2d)
+        layers=(1, 2), channels=(32, 64), num_classes=3, stem_chs=16, basic=kind.endswith("basic"),
+        norm_layer=timm.layers.BatchNormAct2d, **plain)
 
 
 def images():
@@ -46,7 +48,7 @@ def test_gradients_through_both():
 
 
 @pytest.mark.parametrize("skip", SKIP_NAMES)
-@pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck"])
+@pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck", "plain basic"])
 def test_every_site_of_a_model(kind, skip):
     """What each linear site hands on is P x + f, with the P of its width, in its place; gradients reach everything."""
     model = connect(tiny(kind), "linear", skip=skip)
@@ -56,7 +58,7 @@ def test_every_site_of_a_model(kind, skip):
     def check(site):
         def hook(module, inputs, y):
             x, f = inputs
-            p = module.skip.matrix(x.dtype)
+            p = module.skip.matrix(x.dtype) if not module.arrives_transformed else torch.eye(x.shape[module.dim])
             expected = (x.movedim(module.dim, -1) @ p.T).movedim(-1, module.dim) + f
             torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
             checked.append(site.name)
@@ -67,6 +69,61 @@ def test_every_site_of_a_model(kind, skip):
     model(images()).square().sum().backward()
     assert checked == [site.name for site in found]
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("form", ["eager", "script", "fx", "export"])
+@pytest.mark.parametrize("connection", ["linear", "feature"])
+@pytest.mark.parametrize("kind", ["plain basic", "plain bottleneck"])
+def test_projected_shortcuts_are_transformed_by_their_weights(kind, connection, form):
+    """The same outputs and gradients as with P behind the convolution, and weights that know nothing of it."""
+    model = connect(tiny(kind).double(), connection, skip="orthogonal_random")
+    plain = copy.deepcopy(model)
+    moved = [site.connection for site in sites(plain) if site.connection.arrives_transformed]
+    convs = [module for module in plain.modules() if isinstance(module, TransformingConv2d)]
+    assert len(moved) == len(convs) == 2
+    for conv, module in zip(convs, moved, strict=True):
+        move_out_of(conv)
+        module.arrives_transformed = False
+    assert list(model.state_dict()) == list(plain.state_dict())
+    if form == "eager":
+        gradients = []
+        for one in (model, plain):
+            one(images().double()).square().sum().backward()
+            gradients.append([p.grad for p in one.parameters()])
+        torch.testing.assert_close(*gradients)
+    x = images().double()
+    expected = plain.eval()(x)
+    made = {
+        "eager": lambda model: model, "script": torch.jit.script, "fx": torch.fx.symbolic_trace,
+        "export": lambda model: torch.export.export(model, (x,)).module(),
+    }[form](model.eval())
+    torch.testing.assert_close(made(x), expected)
+
+
+def test_a_projected_shortcut_is_given_another_transform_or_none():
+    model = connect(tiny("plain basic"), "feature", skip="orthogonal_tp")
+    connect(model, "feature", skip="scaled")
+    convs = [module for module in model.modules() if isinstance(module, TransformingConv2d)]
+    assert [conv.skip.name for conv in convs] == ["scaled"] * 2
+    assert [site.connection.arrives_transformed for site in sites(model)] == [True, True, False]
+    connect(model, "feature")
+    assert not any(isinstance(module, (TransformingConv2d, Skip)) for module in model.modules())
+    assert not any(site.connection.arrives_transformed for site in sites(model))
+
+
+@pytest.mark.parametrize("conv", [
+    None, torch.nn.Conv2d(8, 12, 1), torch.nn.Conv2d(8, 12, 1, groups=4, bias=False),
+    timm.layers.StdConv2d(8, 12, 1, bias=False)], ids=["none", "bias", "groups", "standardised"])
+def test_other_projections_stay_as_they_are(conv):
+    assert not move_into(conv, create_skip("orthogonal_tp", 12, dim=1))
+    assert not isinstance(conv, TransformingConv2d)
+
+
+def test_a_norm_behind_the_projection_is_no_part_of_it():
+    model = tiny("plain basic")
+    model.stages[0].blocks[0].downsample.norm = torch.nn.BatchNorm2d(32)
+    connect(model, "linear", skip="orthogonal_tp")
+    assert [site.connection.arrives_transformed for site in sites(model)] == [False, True, False]
 
 
 def test_which_transforms_a_model_gets():
@@ -103,7 +160,7 @@ def test_there_and_back():
 
 
 def test_copies_keep_their_transforms():
-    model, x = connect(tiny("basic"), "feature", skip="orthogonal_random").eval(), images()
+    model, x = connect(tiny("plain basic"), "feature", skip="orthogonal_random").eval(), images()
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
@@ -132,11 +189,11 @@ def test_arguments_of_variants(name):
 
 
 def test_recorded_is_the_stream_that_the_block_hands_on():
-    model = connect(tiny("basic"), "feature", skip="idempotent_cmr", skip_rank=0)  # P = 0: there is no stream
+    model = connect(tiny("plain basic"), "feature", skip="idempotent_cmr", skip_rank=0)  # P = 0: there is no stream
     with record(model, every=1) as recorder:
         model(images())
     assert {row["stream"] for row in recorder.rows} == {0.0}
-    model = connect(tiny("basic"), "linear", skip="orthogonal_tp")
+    model = connect(tiny("plain basic"), "linear", skip="orthogonal_tp")
     with record(model, every=1) as recorder:
         model(images())
     assert min(row["stream"] for row in recorder.rows) > 0
@@ -146,7 +203,7 @@ def test_recorded_is_the_stream_that_the_block_hands_on():
 @pytest.mark.parametrize("connection", ["linear", "feature"])
 def test_compiles_as_one_graph(connection, skip):
     torch._dynamo.reset()
-    model, x = connect(tiny("basic").double(), connection, skip=skip), images().double()
+    model, x = connect(tiny("plain basic").double(), connection, skip=skip), images().double()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     gradients = []
     for form in (model, compiled):
@@ -157,7 +214,7 @@ def test_compiles_as_one_graph(connection, skip):
 
 
 def test_autocast_trains():
-    model = connect(tiny("basic"), "feature", skip="orthogonal_random")
+    model = connect(tiny("plain basic"), "feature", skip="orthogonal_random")
     with torch.autocast("cpu", torch.bfloat16):
         y = model(images())
     y.float().square().sum().backward()

@@ -203,6 +203,17 @@ def test_pieces(name, layout, monkeypatch):
     torch.testing.assert_close(found, torch.autograd.grad(expected + f, (x, f), g))
 
 
+@pytest.mark.parametrize("piece", [10, 1000])
+def test_gradients_are_no_views(piece, monkeypatch):
+    """Autograd adds another gradient of the stream to this one in place only if nothing else holds its memory."""
+    monkeypatch.setattr("timm_ortho.skips._PIECE", piece)
+    module, found = create_skip("orthogonal_tp", 24, dim=1), []
+    x = torch.randn(2, 24, 3, 5).to(memory_format=torch.channels_last).requires_grad_().mul(1)
+    x.register_hook(found.append)
+    module(x).sum().backward()
+    assert not found[0]._is_view()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MAPS)
 def test_rounds_once(name, dtype):

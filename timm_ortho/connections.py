@@ -77,6 +77,7 @@ class Connection(nn.Module):
         dims: Axes of one projection, None for every axis but the batch.
         keep: What autograd keeps for the backward pass, see :func:`timm_ortho.functional.residual_update`.
         skip: Transform of the stream, a :class:`timm_ortho.skips.Skip`, or None for the stream as it is.
+        arrives_transformed: Whether what puts out the stream, a block's projected shortcut, has applied ``skip`` to it.
     """
 
     dims: Optional[List[int]]
@@ -89,10 +90,11 @@ class Connection(nn.Module):
         self.keep = keep
         self.dims = [dim]
         self.skip = None
+        self.arrives_transformed = False
 
     def carried(self, x: Tensor) -> Tensor:
         """``P x``, the stream that the branch output is compared with and added to."""
-        if self.skip is None:
+        if self.skip is None or self.arrives_transformed:
             return x
         return self.skip(x)
 
@@ -127,7 +129,7 @@ class LinearConnection(Connection):
         self.branch_first = branch_first
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-        if self.skip is not None:
+        if self.skip is not None and not self.arrives_transformed:
             return self.skip.add(x, f)
         return f + x if self.branch_first else x + f
 

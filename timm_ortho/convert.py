@@ -6,7 +6,7 @@ from torch import nn
 
 from .connections import Connection, create_connection
 from .families import TIMM, Family, family_of, is_residual, routed_class
-from .skips import Skip, create_skip
+from .skips import Skip, create_skip, move_into, move_out_of
 
 __all__ = ["Site", "UnsupportedModelError", "connect", "sites"]
 
@@ -70,7 +70,8 @@ def connect(
         skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par +
             b f_orth with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
             ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the model's L additions), see
-            :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut.
+            :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut, whose convolution may
+            apply P by its weights.
         skip_branches: B of the idempotent ones; None for as many as there are channels.
         skip_rank: Their rank, in place of ``skip_branches``; a rank that all widths of the model must allow.
         skip_seed: Of ``orthogonal_random``, which draws another rotation for each addition.
@@ -91,11 +92,14 @@ def connect(
     converted = []
     for layer, (block, family, kinds) in enumerate(blocks):
         here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
-        converted.append((block, routed_class(family, kinds), _make_connections(block, family, kinds, here, skips)))
-    for block, cls, connections in converted:
+        made = _make_connections(block, family, kinds, here, skips)
+        converted.append((block, routed_class(family, kinds), made, family.projection(block)))
+    for block, cls, connections, projection in converted:
         block.__class__ = cls
+        move_out_of(projection)
         for name, module in connections.items():
             setattr(block, name, module)
+            module.arrives_transformed = move_into(projection, module.skip)
     return model
 
 

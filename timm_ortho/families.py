@@ -55,6 +55,8 @@ class Family(NamedTuple):
         dim: Channel axis of the stream: one for all additions, one for each, or a function of the block.
         width: Channels of the stream, of a block: one number for all additions or one for each. What its last linear
             layer or convolution puts out, unless the table says otherwise.
+        projection: Of a block with one addition, the layer that puts out its stream, where nothing comes between them:
+            a transform of the stream can go into its weights. None without such a layer.
         keep: ``"branch"`` where the block changes the sum in place afterwards, so that it cannot be kept for the
             backward pass (see :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions; ``forward`` where a release of timm has no such method.
@@ -73,6 +75,7 @@ class Family(NamedTuple):
     unless: Callable[[nn.Module], bool] = lambda block: False
     mask: str = "attn_mask"
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: _last_width(block)
+    projection: Callable[[nn.Module], Optional[nn.Module]] = lambda block: None
 
     @property
     def routed_name(self) -> str:
@@ -134,6 +137,12 @@ def _of_bn3(block: nn.Module) -> int:
 def _tnt_widths(block: nn.Module) -> Tuple[int, ...]:
     pixel, patch = _last_width(block.mlp_in), _last_width(block.mlp)
     return pixel, pixel, patch, patch, patch
+
+
+def _preact_projection(block: nn.Module) -> Optional[nn.Module]:
+    """The convolution of the shortcut, unless a norm follows it."""
+    downsample = block.downsample
+    return getattr(downsample, "conv", None) if isinstance(getattr(downsample, "norm", None), nn.Identity) else None
 
 
 def _is_folded(block: nn.Module) -> bool:
@@ -255,8 +264,8 @@ FAMILIES: Tuple[Family, ...] = (
     # --------------------------------------------------------------------------------- convolutions, B C H W
     # In these the stream is the shortcut: the block's input or, where the shape changes, its projection.
     # keep: an activation may work in place on the sum, in the block or at the start of the next one.
-    _family("resnetv2.PreActBasic", "shortcut", ("conv",), _NCHW),
-    _family("resnetv2.PreActBottleneck", "shortcut", ("conv",), _NCHW),
+    _family("resnetv2.PreActBasic", "shortcut", ("conv",), _NCHW, projection=_preact_projection),
+    _family("resnetv2.PreActBottleneck", "shortcut", ("conv",), _NCHW, projection=_preact_projection),
     _family("resnetv2.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
     _family("resnet.BasicBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
     _family("resnet.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),

@@ -21,11 +21,14 @@ P is never formed. The idempotent maps are one mean over the branches; the Krone
 each prime factor, log2(C) of them for a power of two. Steps are fused, several at a time, into products with a small
 matrix of at most 64 rows, because a step alone is bound by memory: 256 channels take two products with 16 x 16 matrices
 instead of eight passes over the stream. On a CPU the stream goes through them in pieces that its cache holds, and where
-f is added at once, P x never reaches the memory. The backward pass is P^T in the same way, and keeps nothing.
+f is added at once, P x never reaches the memory. The backward pass is P^T in the same way, and keeps nothing. Where the
+stream is what a convolution puts out, a block's projected shortcut, P goes into the convolution's weights: (P W) * x is
+P (W * x), and they are fewer than the pixels of a batch.
 
 Half-precision inputs are transformed in float32 (float64 stays float64) and the result is cast once. There are no
 parameters, buffers or entries of a state dict: the maps follow from their arguments, the random ones from a seed.
 """
+import copy
 import math
 import random
 from contextlib import nullcontext
@@ -40,7 +43,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .functional import is_recorded, known_name
 
-__all__ = ["SKIPS", "Skip", "create_skip", "plain_skip"]
+__all__ = ["SKIPS", "Skip", "TransformingConv2d", "create_skip", "move_into", "move_out_of", "plain_skip"]
 
 Matrix = List[List[float]]
 
@@ -261,7 +264,14 @@ class Skip(nn.Module):
                              f"got a stream of shape {tuple(x.shape)}")
 
     def compute(self, x: Tensor, f: Optional[Tensor], transposed: bool) -> Tensor:
-        """``P x`` or ``P x + f`` without gradients, piece by piece on a CPU."""
+        """``P x`` or ``P x + f`` without gradients.
+
+        No view of anything, so that autograd can add the branch's gradient to it in place.
+        """
+        return _as_stream(self._rows(x, f, transposed), x, self.dim).detach()
+
+    def _rows(self, x: Tensor, f: Optional[Tensor], transposed: bool) -> Tensor:
+        """The result of :meth:`compute` as :func:`_as_rows` has it, piece by piece on a CPU."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         result = x.dtype if f is None else torch.promote_types(x.dtype, f.dtype)
         rows = _as_rows(x, x, self.dim)
@@ -275,7 +285,7 @@ class Skip(nn.Module):
             # results cannot be written into memory that is there already under torch.func's transforms
             if x.device.type != "cpu" or x.numel() <= _PIECE or torch._C._are_functorch_transforms_active():
                 y = product(rows)
-                return _as_stream((y if branch is None else y + branch).to(result), x, self.dim)
+                return (y if branch is None else y + branch).to(result)
             y = torch.empty(rows.shape, dtype=result, device=x.device)
             count = max(1, _PIECE * rows.shape[0] // rows.numel())
             added = repeat(None) if branch is None else branch.split(count)
@@ -284,7 +294,7 @@ class Skip(nn.Module):
                     out.copy_(product(stream))
                 else:
                     torch.add(product(stream), piece, out=out)
-        return _as_stream(y, x, self.dim)
+        return y
 
     def _factors(self, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
         made = _TENSORS.setdefault(self, {})
@@ -309,6 +319,36 @@ class Skip(nn.Module):
     def extra_repr(self) -> str:
         branches = f", branches={self.branches}" if self.mean else ""
         return f"{self.name!r}, width={self.width}, dim={self.dim}{branches}, rank={self.rank}"
+
+
+# ------------------------------------------------------------------------------- the map, in a convolution before it
+class TransformingConv2d(nn.Conv2d):
+    """``P (W * x)`` as ``(P W) * x``, with P in ``skip``. The weights that are trained, stored and loaded are W."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.skip(self.weight), self.bias)
+
+
+def move_into(conv: Optional[nn.Module], skip: Optional[Skip]) -> bool:
+    """Make a convolution apply a transform to what it puts out, in place, if that can be done by its weights.
+
+    Returns:
+        Whether it does so now. Not without either of them, nor for convolutions of other classes (that standardise
+        their weights, say), in groups or with a bias.
+    """
+    if skip is None or type(conv) is not nn.Conv2d or conv.groups > 1 or conv.bias is not None:
+        return False
+    conv.__class__ = TransformingConv2d
+    conv.skip = copy.deepcopy(skip)
+    conv.skip.dim = 0  # of the weights
+    return True
+
+
+def move_out_of(conv: Optional[nn.Module]) -> None:
+    """What undoes :func:`move_into`; does nothing to other modules."""
+    if type(conv) is TransformingConv2d:
+        del conv.skip
+        conv.__class__ = nn.Conv2d
 
 
 # ---------------------------------------------------------------------------------------- the table of maps

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .convert import Site, sites
 from .families import family_of
-from .skips import Skip
+from .skips import Skip, move_out_of
 
 __all__ = ["ChangeOfBasis", "SkipRewriteError", "absorb", "diagonalise"]
 
@@ -141,6 +141,9 @@ def _rewritten(
 ) -> ModelT:
     model = copy.deepcopy(model)
     places = _places(model, verb, kind)
+    for place in places:
+        move_out_of(family_of(place.block).projection(place.block))
+        place.site.connection.arrives_transformed = False
     like = next(model.parameters())
     arrives = None  # the basis in which the stream comes to a block: before the first, the model's own
     for chain in _chains(places):
