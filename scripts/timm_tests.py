@@ -3,6 +3,8 @@
 
     python scripts/timm_tests.py              every variant, the smallest first; goes on where it stopped
     python scripts/timm_tests.py --marked     the same, of timm's tests only those that timm's CI runs: much quicker
+    python scripts/timm_tests.py --above 100  the same as the first, but only architectures of more than 100 million
+                                              parameters
     python scripts/timm_tests.py --spread     forty quick variants of as many kinds
     python scripts/timm_tests.py --only vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
     python scripts/timm_tests.py --only test_vit_ortho resnetv2_18_ortho --skip orthogonal_tp
@@ -162,6 +164,8 @@ def main(argv: Optional[List[str]] = None) -> int:
                         help="only the tests with a marker, which are those that timm's CI runs")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
                         help="where timm's tests and the state of a full run are kept (default: %(default)s)")
+    parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS",
+                        help="of a full run only architectures of more parameters")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier full runs have finished")
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one process (default: 3600)")
     parser.add_argument("--workers", type=int, default=1, metavar="N",
@@ -250,6 +254,7 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
         groups.setdefault(architecture(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
     sizes = {stem: parameters(*group) for stem, group in groups.items() if stem not in state}
+    sizes = {stem: size for stem, size in sizes.items() if size > 1e6 * args.above}
     with ThreadPoolExecutor(args.workers) as pool:
         running = {}
         for stems in batches(sizes):
@@ -263,7 +268,7 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
             scratch = state_file.with_suffix(".tmp")
             scratch.write_text(json.dumps(state, indent=1))
             scratch.replace(state_file)
-    return [result for stem in groups for result in state[stem]]
+    return [result for stem in groups for result in state.get(stem, ())]
 
 
 def batches(sizes: Dict[str, int], most: int = 10, room: float = 100e6) -> List[List[str]]:
