@@ -23,7 +23,7 @@ matrix of at most 64 rows, because a step alone is bound by memory: 256 channels
 instead of eight passes over the stream. On a CPU the stream goes through them in pieces that its cache holds, and where
 f is added at once, P x never reaches the memory. The backward pass is P^T in the same way, and keeps nothing. Where the
 stream is what a convolution puts out, a block's projected shortcut, P goes into the convolution's weights: (P W) * x is
-P (W * x), and they are fewer than the pixels of a batch.
+P (W * x), one product for each input channel in place of one for each pixel of the batch. Autograd keeps P W.
 
 Half-precision inputs are transformed in float32 (float64 stays float64) and the result is cast once. There are no
 parameters, buffers or entries of a state dict: the maps follow from their arguments, the random ones from a seed.
