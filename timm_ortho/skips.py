@@ -29,11 +29,9 @@ Half-precision inputs are transformed in float32 (float64 stays float64) and the
 parameters, buffers or entries of a state dict: the maps follow from their arguments, the random ones from a seed.
 """
 import copy
-import math
 import random
 from contextlib import nullcontext
 from itertools import repeat
-from statistics import NormalDist
 from typing import Any, Callable, ContextManager, Dict, List, Optional
 from weakref import WeakKeyDictionary
 
@@ -42,12 +40,10 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .functional import is_recorded, known_name
+from .kronecker import Matrix, fused, hartley, primes, rotation
 
 __all__ = ["SKIPS", "Skip", "TransformingConv2d", "create_skip", "move_into", "move_out_of", "plain_skip"]
 
-Matrix = List[List[float]]
-
-_FUSED = (8, 16, 32, 64)  # most rows of a matrix that several steps of a butterfly are fused into
 _PIECE = 2 ** 18  # elements; with what is made of them they fit the last cache of a CPU core
 
 
@@ -206,7 +202,7 @@ class Skip(nn.Module):
         self.own = own
         self.mean = mean
         self.branches = branches
-        self.matrices = _fused(factors or [])
+        self.matrices = fused(factors or [])
         self.asked: Dict[str, Any] = {"skip": name}
 
     @property
@@ -378,13 +374,13 @@ def _branches_of(name: str, width: int, rank: int, average: int) -> int:
 
 
 def _orthogonal_tp(width: int, dim: int, **_: Any) -> Skip:
-    return Skip("orthogonal_tp", width, dim, factors=[_hartley(p) for p in _primes(width)])
+    return Skip("orthogonal_tp", width, dim, factors=[hartley(p) for p in primes(width)])
 
 
 def _orthogonal_random(width: int, dim: int, seed: int, site: int, **_: Any) -> Skip:
     # Python's own generator: its random() gives the same numbers on every machine and in every release
     draw = random.Random(f"timm_ortho.skips {seed} {site}")
-    return Skip("orthogonal_random", width, dim, factors=[_rotation(p, draw) for p in _primes(width)])
+    return Skip("orthogonal_random", width, dim, factors=[rotation(p, draw) for p in primes(width)])
 
 
 def _scaled(width: int, dim: int, count: int, **_: Any) -> Skip:
@@ -447,52 +443,3 @@ def create_skip(
     given = dict(skip_branches=branches, skip_rank=rank, skip_seed=seed or None)
     made.asked.update({name: value for name, value in given.items() if value is not None})
     return made
-
-
-# ----------------------------------------------------------------------------------------- their Kronecker factors
-def _primes(width: int) -> List[int]:
-    """The prime factors, the largest first."""
-    found, p = [], 2
-    while p * p <= width:
-        while width % p == 0:
-            found.append(p)
-            width //= p
-        p += 1
-    return sorted([*found, width] if width > 1 else found, reverse=True)
-
-
-def _hartley(p: int) -> Matrix:
-    def cas(turns: int) -> float:
-        angle = 2 * math.pi * (turns % p) / p
-        return math.cos(angle) + math.sin(angle)
-
-    return [[cas((p - 1 - j) * k) / math.sqrt(p) for k in range(p)] for j in range(p)]
-
-
-def _rotation(p: int, draw: random.Random) -> Matrix:
-    """Uniform over SO(p): an angle, or the Q of a normal matrix's QR decomposition, with the signs that make it so."""
-    if p == 2:
-        angle = 2 * math.pi * draw.random()
-        return [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
-    normal = NormalDist()
-    entries = [[normal.inv_cdf(draw.random() or 0.5) for _ in range(p)] for _ in range(p)]  # 0.0 has no quantile
-    q, r = torch.linalg.qr(torch.tensor(entries, dtype=torch.float64, device="cpu"))
-    q = q * r.diagonal().sign()
-    if torch.linalg.det(q) < 0:
-        q[:, 0] = -q[:, 0]
-    return q.tolist()
-
-
-def _fused(factors: List[Matrix]) -> List[Matrix]:
-    """Neighbouring factors multiplied out: as few matrices as ``_FUSED`` allows, and of those the smallest."""
-    return min((_grouped(factors, most) for most in _FUSED), key=len)
-
-
-def _grouped(factors: List[Matrix], most: int) -> List[Matrix]:
-    groups: List[Matrix] = []
-    for factor in factors:
-        if groups and len(groups[-1]) * len(factor) <= most:
-            groups[-1] = [[a * b for a in upper for b in lower] for upper in groups[-1] for lower in factor]
-        else:
-            groups.append(factor)
-    return groups
