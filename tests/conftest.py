@@ -1,8 +1,10 @@
-"""What has to be settled before the first test is imported: where the Triton kernels run."""
+"""What has to be settled before the first test is imported: where the Triton kernels run. Fixtures of several files."""
 import os
 
 import pytest
 import torch
+from hub_client import HubClient
+from hub_server import HubServer
 
 if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels on the CPU. Triton asks for this variable when it is imported, which timm
@@ -13,3 +15,26 @@ if not torch.cuda.is_available():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def served(request, tmp_path_factory):
+    """A Hub and its real client, in a process of its own that has run the module's IMPORTS."""
+    folder = tmp_path_factory.mktemp("hub")
+    imports = request.module.IMPORTS
+    with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:
+        yield server, client
+
+
+@pytest.fixture
+def server(served):
+    """That Hub, without a repository; the client has nothing in its cache."""
+    server, client = served
+    server.empty()
+    client.forget()
+    return server
+
+
+@pytest.fixture
+def client(served):
+    return served[1]

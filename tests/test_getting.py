@@ -29,7 +29,7 @@ LIMIT = 10  # seconds in which every failure is to be told
 VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, connection_eps=1e-4)
 RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])
 MODELS = {"me/vit": ("vit_small_ortho", VIT), "me/resnet": ("resnetv2_18_cifar_orthog", RESNET)}
-HELPERS = """
+IMPORTS = f"VIT = {VIT!r}" + """
 import hashlib, json, os, pathlib
 import huggingface_hub, timm, torch
 import timm_ortho
@@ -69,27 +69,11 @@ def saved(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hub")
-    helpers = f"VIT = {VIT!r}\n{HELPERS}"
-    with HubServer(folder) as hub, HubClient(folder, hub.endpoint, hub.add_user("me"), helpers) as client:
-        yield hub, client
-
-
 @pytest.fixture
-def hub(served, saved):
-    hub, client = served
-    hub.empty()
-    client.forget()
+def server(server, saved):
     for repo_id, (files, _, _) in saved.items():
-        hub.commit(repo_id, files)
-    return hub
-
-
-@pytest.fixture
-def client(served):
-    return served[1]
+        server.commit(repo_id, files)
+    return server
 
 
 def refused(result, text, token=None):
@@ -105,65 +89,65 @@ def refused(result, text, token=None):
 # ------------------------------------------------------------------------------------------- what is there
 @pytest.mark.parametrize("repo_id", list(MODELS))
 @pytest.mark.parametrize("way", ["timm.create_model('hf-hub:{}', pretrained=True)", "timm_ortho.pull('{}')"])
-def test_a_repository_restores_weights_architecture_and_connections(hub, client, saved, repo_id, way):
+def test_a_repository_restores_weights_architecture_and_connections(server, client, saved, repo_id, way):
     result = client.run(f"model = {way.format(repo_id)}; cfg = model.pretrained_cfg\n"
                         "answer([logits(model), connections(model), cfg.get('hf_hub_id'), cfg.get('file')])")
     assert result.answer == [*saved[repo_id][1:], repo_id, None], result.output
-    assert not any(".bin" in request.path for request in hub.requests)
+    assert not any(".bin" in request.path for request in server.requests)
 
 
 @pytest.mark.parametrize("way", [
     "timm.create_model('local-dir:{}', pretrained=True)", "timm_ortho.pull('local-dir:{}')",
     "timm_ortho.pull(pathlib.Path('{}'))"])
-def test_a_folder_does_too_and_asks_nobody(hub, client, saved, tmp_path, way):
+def test_a_folder_does_too_and_asks_nobody(server, client, saved, tmp_path, way):
     files, logits, connections = saved["me/vit"]
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     result = client.run(f"model = {way.format(tmp_path)}; cfg = model.pretrained_cfg\n"
                         "answer([logits(model), connections(model), cfg['source'], cfg['file']])")
     assert result.answer == [logits, connections, "local-dir", str(tmp_path)], result.output
-    assert hub.requests == []
+    assert server.requests == []
 
 
-def test_a_registered_name_downloads_once_and_then_asks_nobody(hub, client, saved):
+def test_a_registered_name_downloads_once_and_then_asks_nobody(server, client, saved):
     code = "model = small(); answer([logits(model), model.pretrained_cfg['hf_hub_id'], 'file' in model.pretrained_cfg])"
     first = client.run(code)
     assert first.answer == [saved["me/vit"][1], "me/vit", False], first.output
-    assert [r.status for r in hub.requests if r.path == "/me/vit/resolve/main/model.safetensors"] == [302, 302]
-    hub.requests.clear()
+    assert [r.status for r in server.requests if r.path == "/me/vit/resolve/main/model.safetensors"] == [302, 302]
+    server.requests.clear()
     assert client.run(code).answer == first.answer
-    assert hub.requests == []
+    assert server.requests == []
 
 
-def test_a_revision_is_its_own(hub, client, saved):
-    hub.repositories["me/vit"].tags["v1"] = hub.repositories["me/vit"].branches["main"]
+def test_a_revision_is_its_own(server, client, saved):
+    server.repositories["me/vit"].tags["v1"] = server.repositories["me/vit"].branches["main"]
     changed = {name: tensor + 1 for name, tensor in load(saved["me/vit"][0]["model.safetensors"]).items()}
-    hub.commit("me/vit", {"model.safetensors": save(changed)})
+    server.commit("me/vit", {"model.safetensors": save(changed)})
     for way in ("timm_ortho.pull('me/vit{}')", "timm.create_model('hf-hub:me/vit{}', pretrained=True)"):
         tagged, newest = (client.run(f"answer(logits({way.format(at)}))").answer for at in ("@v1", ""))
         assert tagged == saved["me/vit"][1]
         assert newest not in (None, tagged)
 
 
-def test_pull_takes_what_is_new_and_the_cache_where_there_is_no_hub(hub, client, saved):
+def test_pull_takes_what_is_new_and_the_cache_where_there_is_no_hub(server, client, saved):
     code = "answer(logits(timm_ortho.pull('me/vit')))"
     assert client.run(code).answer == saved["me/vit"][1]
     changed = {name: tensor + 1 for name, tensor in load(saved["me/vit"][0]["model.safetensors"]).items()}
-    hub.commit("me/vit", {"model.safetensors": save(changed)})
+    server.commit("me/vit", {"model.safetensors": save(changed)})
     newest = client.run(code).answer
     assert newest not in (None, saved["me/vit"][1])
-    hub.fail(503)
+    server.fail(503)
     assert client.run(code).answer == newest
 
 
-def test_another_cache_is_used_if_it_is_given(hub, client, saved, tmp_path):
+def test_another_cache_is_used_if_it_is_given(server, client, saved, tmp_path):
     result = client.run(f"answer(logits(small(cache_dir={str(tmp_path)!r})))")
     assert result.answer == saved["me/vit"][1], result.output
     assert list(tmp_path.glob("models--me--vit/snapshots/*/model.safetensors"))
     assert not list(client.home.glob("hub/models--*"))
 
 
-def test_arguments_of_the_call_adapt_the_weights(hub, client, saved):
+def test_arguments_of_the_call_adapt_the_weights(server, client, saved):
     weights = load(saved["me/vit"][0]["model.safetensors"])
     result = client.run("""
 model = timm_ortho.pull("me/vit", num_classes=3, in_chans=1, connection="hybrid")
@@ -192,25 +176,25 @@ answer([model.patch_embed.proj.weight.tolist(), model.head.weight.shape[0], conn
     (dict(what=500), r"the Hub has a fault \(500\); try again later, see https://status.huggingface.co"),
     (dict(what=503), r"the Hub has a fault \(503\)"),
 ])
-def test_a_status_is_told_by_its_cause(hub, client, way, fault, text):
-    hub.fail(path="/me/vit/", **fault)
+def test_a_status_is_told_by_its_cause(server, client, way, fault, text):
+    server.fail(path="/me/vit/", **fault)
     file = "config.json" if way == BY_PULL else "model.safetensors"
-    refused(client.run(way), rf"^WeightsError: hf-hub:me/vit: {file} .*{text}", hub.add_user("me"))
-    assert len([r for r in hub.requests if "/me/vit/" in r.path]) == 1
+    refused(client.run(way), rf"^WeightsError: hf-hub:me/vit: {file} .*{text}", server.add_user("me"))
+    assert len([r for r in server.requests if "/me/vit/" in r.path]) == 1
 
 
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL])
-def test_silence_is_told(hub, client, way):
-    hub.fail("silence")
+def test_silence_is_told(server, client, way):
+    server.fail("silence")
     refused(client.run(way), r"http://127.0.0.1:\d+ does not answer within 7 s; try again later, or check the network")
 
 
-def test_a_name_that_is_not_found_for_long_is_told(hub, client):
+def test_a_name_that_is_not_found_for_long_is_told(server, client):
     result = client.run(f"import socket, time; socket.getaddrinfo = lambda *a, **k: time.sleep(60)\n{BY_NAME}")
     refused(result, "does not answer within 7 s")
 
 
-def test_a_server_that_is_no_hub_is_told(hub, client):
+def test_a_server_that_is_no_hub_is_told(server, client):
     result = client.run("""
 from http.server import BaseHTTPRequestHandler, HTTPServer
 import threading
@@ -233,21 +217,21 @@ small()
     (dict(private=True), r"no such repository, or it is private and not yours \(404\)"),
     (dict(gated=True), r"is gated \(403\): ask for access at"),
 ])
-def test_whose_repository_it_is(hub, client, saved, repository, text):
-    hub.create_repo("them/vit", **repository)
-    hub.commit("them/vit", saved["me/vit"][0])
-    refused(client.run("timm_ortho.pull('them/vit')"), text, hub.add_user("me"))
-    owner = hub.add_user("them")
+def test_whose_repository_it_is(server, client, saved, repository, text):
+    server.create_repo("them/vit", **repository)
+    server.commit("them/vit", saved["me/vit"][0])
+    refused(client.run("timm_ortho.pull('them/vit')"), text, server.add_user("me"))
+    owner = server.add_user("them")
     result = client.run(f"os.environ['HF_TOKEN'] = {owner!r}; answer(logits(timm_ortho.pull('them/vit')))")
     assert result.answer == saved["me/vit"][1], result.output
     assert owner not in result.output
-    assert hub.leaks(owner) == hub.leaks(hub.add_user("me")) == []
+    assert server.leaks(owner) == server.leaks(server.add_user("me")) == []
 
 
-def test_a_revision_and_a_file_that_are_not_there(hub, client, saved):
+def test_a_revision_and_a_file_that_are_not_there(server, client, saved):
     refused(client.run("timm_ortho.pull('me/vit@v9')"), r"hf-hub:me/vit@v9: config.json cannot be had: the repository "
                                                         r"has no revision 'v9' \(404\); see .*/me/vit/refs")
-    hub.create_repo("me/vit")
+    server.create_repo("me/vit")
     refused(client.run("timm_ortho.pull('me/vit')"), r"config.json is not in the repository \(404\), see .*/tree/main$")
 
 
@@ -257,7 +241,7 @@ def elsewhere(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     with HubServer(folder) as gone:
         endpoint = gone.endpoint
-    with HubClient(folder, endpoint, imports=f"VIT = {VIT!r}\n{HELPERS}") as client:
+    with HubClient(folder, endpoint, imports=IMPORTS) as client:
         yield client
 
 
@@ -282,44 +266,44 @@ def test_without_a_network_it_is_told_and_the_cache_loads(elsewhere, saved, way)
 
 
 def test_offline_it_is_told_and_the_cache_loads(served, tmp_path, saved):
-    hub, _ = served
-    with HubClient(tmp_path, hub.endpoint, imports=f"VIT = {VIT!r}\n{HELPERS}", HF_HUB_OFFLINE="1") as client:
-        hub.requests.clear()
+    server, _ = served
+    with HubClient(tmp_path, server.endpoint, imports=IMPORTS, HF_HUB_OFFLINE="1") as client:
+        server.requests.clear()
         refused(client.run(BY_NAME), "hf-hub:me/vit: model.safetensors is not in the cache, and HF_HUB_OFFLINE forbids "
                                      "to download it; unset that, or run `hf download me/vit model.safetensors` where")
         cache_of(client, saved["me/vit"][0])
         for way in (BY_NAME, BY_PULL):
             result = client.run(f"answer(logits({way}))")
             assert result.answer == saved["me/vit"][1], result.output
-        assert hub.requests == []
+        assert server.requests == []
 
 
 # ------------------------------------------------------------------------------------------- interrupted
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL, BY_TIMM])
-def test_a_cut_download_leaves_nothing_and_the_next_completes_it(hub, client, saved, way):
-    hub.fail("cut", path="/blobs/", after=20_000)
+def test_a_cut_download_leaves_nothing_and_the_next_completes_it(server, client, saved, way):
+    server.fail("cut", path="/blobs/", after=20_000)
     refused(client.run(way), r"hf-hub:me/vit\S*: model.safetensors cannot be had: the download broke off \(.*\); "
                              "nothing of it is kept, try again, and see that")
     assert not [path for path in client.home.rglob("*") if path.is_file() and path.stat().st_size >= 20_000]
     assert not list(client.home.rglob("model.safetensors"))
-    hub.heal()
+    server.heal()
     assert client.run(f"answer(logits({way}))").answer == saved["me/vit"][1]
 
 
-def test_a_storage_that_is_silent_is_told_by_its_own_name(hub, client):
+def test_a_storage_that_is_silent_is_told_by_its_own_name(server, client):
     """The Hub answers and the host that holds the content does not. How long that takes is the client's to say."""
-    hub.fail("silence", path="/blobs/")
+    server.fail("silence", path="/blobs/")
     result = client.run(f"huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.2\n{BY_NAME}")
     refused(result, r"the download broke off \(ReadTimeout.*\); nothing of it is kept, try again")
 
 
-def test_a_cache_that_cannot_be_written_is_told(hub, client, tmp_path):
+def test_a_cache_that_cannot_be_written_is_told(server, client, tmp_path):
     (tmp_path / "file").write_text("")
     refused(client.run(f"small(cache_dir={str(tmp_path / 'file')!r})"),
             r"model.safetensors cannot be had: (NotADirectoryError|FileExistsError): .*file")
 
 
-def test_a_file_that_was_cut_short_in_the_cache_is_told(hub, client, saved):
+def test_a_file_that_was_cut_short_in_the_cache_is_told(server, client, saved):
     files = saved["me/vit"][0]
     cache_of(client, {**files, "model.safetensors": files["model.safetensors"][:-100]})
     result = client.run(BY_NAME)
@@ -341,40 +325,40 @@ class Evil:
 
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL, BY_TIMM, "timm.create_model('local-dir:{}', pretrained=True)",
                                  "timm_ortho.pull('local-dir:{}')"])
-def test_a_pickle_is_never_read(hub, client, saved, tmp_path, way):
+def test_a_pickle_is_never_read(server, client, saved, tmp_path, way):
     mark, folder = tmp_path / "executed", tmp_path / "folder"
     folder.mkdir()
     files = {"config.json": saved["me/vit"][0]["config.json"], "pytorch_model.bin": pickle.dumps(Evil(mark))}
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    hub.create_repo("me/vit")
-    hub.commit("me/vit", files)
+    server.create_repo("me/vit")
+    server.commit("me/vit", files)
     text = (r"is not in the repository \(404\), see .*/tree/\w+; pickles, such as pytorch_model.bin, are never read$"
             if "{}" not in way else "there is no model.safetensors among config.json, pytorch_model.bin; pickles are n")
     refused(client.run(way.format(folder)), text)
     assert not mark.exists()
-    assert not any("/blobs/" in request.path for request in hub.requests)
+    assert not any("/blobs/" in request.path for request in server.requests)
     pickle.loads(files["pytorch_model.bin"]).close()
     assert mark.exists()  # it would have
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth"])
-def test_a_configuration_that_names_a_pickle_is_refused(hub, client, name):
+def test_a_configuration_that_names_a_pickle_is_refused(server, client, name):
     code = f"timm.create_model('vit_small_ortho', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id='me/vit', " \
            f"hf_hub_filename={name!r}))"
     refused(client.run(code), f"hf-hub:me/vit: {name} is no safetensors file, and pickles are never read")
-    assert hub.requests == []
+    assert server.requests == []
 
 
 @pytest.mark.parametrize("architecture", ["vit_small_ortho", "test_vit"])
-def test_a_repository_that_names_a_pickle_is_refused(hub, client, saved, tmp_path, architecture):
+def test_a_repository_that_names_a_pickle_is_refused(server, client, saved, tmp_path, architecture):
     mark = tmp_path / "executed"
 
     def change(config):
         config.update(architecture=architecture, model_args={})
         config["pretrained_cfg"]["hf_hub_filename"] = "evil.bin"
 
-    hub.commit("me/vit", {**with_config(saved["me/vit"][0], change), "evil.bin": pickle.dumps(Evil(mark))})
+    server.commit("me/vit", {**with_config(saved["me/vit"][0], change), "evil.bin": pickle.dumps(Evil(mark))})
     refused(client.run(BY_PULL), "hf-hub:me/vit: evil.bin is no safetensors file, and pickles are never read")
     assert not mark.exists()
 
@@ -406,25 +390,25 @@ CONFIGS = {
 
 @pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind, (_, ways, _) in CONFIGS.items() for way in ways])
 @pytest.mark.parametrize("place", ["hf-hub:me/vit", "local-dir:{}"])
-def test_a_config_that_makes_no_model(hub, client, saved, tmp_path, kind, way, place):
+def test_a_config_that_makes_no_model(server, client, saved, tmp_path, kind, way, place):
     change, _, text = CONFIGS[kind]
     files = with_config(saved["me/vit"][0], change)
-    hub.commit("me/vit", files)
+    server.commit("me/vit", files)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     result = client.run(way.replace("hf-hub:me/vit", place).format(tmp_path))
     refused(result, rf"{re.escape(place.format(tmp_path))}(@\w+)?: .*{text}")
 
 
-def test_timm_itself_tells_an_unknown_architecture(hub, client, saved):
-    hub.commit("me/vit", with_config(saved["me/vit"][0], CONFIGS["unknown architecture"][0]))
+def test_timm_itself_tells_an_unknown_architecture(server, client, saved):
+    server.commit("me/vit", with_config(saved["me/vit"][0], CONFIGS["unknown architecture"][0]))
     result = client.run(BY_TIMM)
     assert result.error == "RuntimeError: Unknown model (vit_smal_ortho)"
     assert result.seconds < LIMIT
 
 
-def test_a_config_that_is_no_json(hub, client):
-    hub.commit("me/vit", {"config.json": b"<html>"})
+def test_a_config_that_is_no_json(server, client):
+    server.commit("me/vit", {"config.json": b"<html>"})
     refused(client.run(BY_PULL), "hf-hub:me/vit: its config.json is none of timm's: JSONDecodeError: Expecting value")
 
 
@@ -463,26 +447,26 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("kind", list(WEIGHTS))
 @pytest.mark.parametrize("way", [BY_NAME, BY_TIMM])
-def test_weights_that_do_not_fit(hub, client, saved, kind, way):
+def test_weights_that_do_not_fit(server, client, saved, kind, way):
     change, text = WEIGHTS[kind]
     tensors = load(saved["me/vit"][0]["model.safetensors"])
     change(tensors)
-    hub.commit("me/vit", {"model.safetensors": save(tensors)})
+    server.commit("me/vit", {"model.safetensors": save(tensors)})
     refused(client.run(way), f"^WeightsError: hf-hub:me/vit: the weights do not fit vit_small_ortho: {text}")
 
 
 @pytest.mark.parametrize("kind", ["missing", "surplus", "misshapen", "NaN"])
-def test_they_do_not_for_another_number_of_classes_either(hub, client, saved, kind):
+def test_they_do_not_for_another_number_of_classes_either(server, client, saved, kind):
     """timm loads these without a word, or leaves a layer random."""
     change, text = WEIGHTS[kind]
     tensors = load(saved["me/vit"][0]["model.safetensors"])
     change(tensors)
-    hub.commit("me/vit", {"model.safetensors": save(tensors)})
+    server.commit("me/vit", {"model.safetensors": save(tensors)})
     refused(client.run("small(num_classes=3)"), text)
 
 
-def test_a_file_that_is_no_safetensors(hub, client):
-    hub.commit("me/vit", {"model.safetensors": b"<html>no such thing</html>"})
+def test_a_file_that_is_no_safetensors(server, client):
+    server.commit("me/vit", {"model.safetensors": b"<html>no such thing</html>"})
     refused(client.run(BY_NAME), r"model.safetensors cannot be read \(.*\); delete \S+ and try again")
 
 
@@ -534,7 +518,7 @@ def olah(tmp_path_factory, saved):
 
 def test_olah_serves_the_same(olah, tmp_path, saved):
     _, logits, connections = saved["me/vit"]
-    with HubClient(tmp_path, olah, imports=f"VIT = {VIT!r}\n{HELPERS}") as client:
+    with HubClient(tmp_path, olah, imports=IMPORTS) as client:
         for way in (BY_TIMM, BY_PULL, BY_NAME):
             client.forget()
             result = client.run(f"model = {way}; answer([logits(model), connections(model)])")

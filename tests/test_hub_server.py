@@ -47,46 +47,26 @@ def digests(files):
     ("regular", None), ("lfs", None), ("lfs", 5_000_000), ("xet", None)])
 def test_what_is_pushed_comes_back(tmp_path, files, uploads, part_size):
     xet = {"HF_HUB_DISABLE_XET": "0" if uploads == "xet" else "1"}
-    with HubServer(tmp_path, uploads, part_size) as hub:
-        token = hub.add_user("me")
-        with HubClient(tmp_path, hub.endpoint, token, IMPORTS, **xet) as client:
+    with HubServer(tmp_path, uploads, part_size) as server:
+        token = server.add_user("me")
+        with HubClient(tmp_path, server.endpoint, token, IMPORTS, **xet) as client:
             pushed = client.run(PUSH.format(folder=files))
             assert pushed.error is None, pushed.output
             client.forget()
             pulled = client.run(PULL.format(revision="main"))
         assert pulled.answer == digests(FILES), pulled.output
-        assert hub.repositories["me/model"].find("main").oid == pushed.answer
-        assert hub.leaks(token) == []
-        assert {r.token for r in hub.requests if "/commit/" in r.path} == {token}
-        large = hub.repositories["me/model"].find("main").files["model.safetensors"]
-        puts = [r for r in hub.requests if r.method == "PUT"]
+        assert server.repositories["me/model"].find("main").oid == pushed.answer
+        assert server.leaks(token) == []
+        assert {r.token for r in server.requests if "/commit/" in r.path} == {token}
+        large = server.repositories["me/model"].find("main").files["model.safetensors"]
+        puts = [r for r in server.requests if r.method == "PUT"]
         assert (large.large, large.xet is not None, len(puts)) == {
             "regular": (False, False, 0), "lfs": (True, False, 3 if part_size else 1), "xet": (True, True, 0),
         }[uploads]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hub")
-    with HubServer(folder) as hub, HubClient(folder, hub.endpoint, hub.add_user("me"), IMPORTS) as client:
-        yield hub, client
-
-
-@pytest.fixture
-def hub(served):
-    hub, client = served
-    hub.empty()
-    client.forget()
-    return hub
-
-
-@pytest.fixture
-def client(served):
-    return served[1]
-
-
-def test_branches_tags_and_commits_are_revisions(hub, client):
-    first = hub.commit("me/model", {"config.json": b"1"})
+def test_branches_tags_and_commits_are_revisions(server, client):
+    first = server.commit("me/model", {"config.json": b"1"})
     result = client.run("""
 api.create_tag("me/model", tag="v1")
 api.create_branch("me/model", branch="next")
@@ -100,21 +80,21 @@ answer([read("main"), read("v1"), read("next"), [b.name for b in refs.branches],
     assert missing.error.startswith("RevisionNotFoundError: 404")
 
 
-def test_a_pull_request_is_a_revision_and_main_stays(hub, client):
-    hub.commit("me/model", {"config.json": b"1"})
+def test_a_pull_request_is_a_revision_and_main_stays(server, client):
+    server.commit("me/model", {"config.json": b"1"})
     result = client.run("""
 add = [CommitOperationAdd("config.json", b"2")]
 info = api.create_commit("me/model", add, commit_message="change", create_pr=True)
 answer([info.pr_num, read(info.pr_revision)])
 """)
     assert result.answer == [1, "2"], result.output
-    assert hub.files("me/model")["config.json"] == b"1"
+    assert server.files("me/model")["config.json"] == b"1"
 
 
-def test_an_unchanged_folder_makes_no_second_commit(hub, client, files):
+def test_an_unchanged_folder_makes_no_second_commit(server, client, files):
     first = client.run(PUSH.format(folder=files))
     assert client.run(PUSH.format(folder=files)).answer == first.answer
-    assert len(hub.repositories["me/model"].commits) == 2  # the repository's own, and the folder
+    assert len(server.repositories["me/model"].commits) == 2  # the repository's own, and the folder
 
 
 @pytest.mark.parametrize(("repository", "token", "error"), [
@@ -127,65 +107,65 @@ def test_an_unchanged_folder_makes_no_second_commit(hub, client, files):
     (dict(), None, None),
     (dict(), "invalid", "HfHubHTTPError: Client error '401 Unauthorized'"),
 ])
-def test_who_may_read(hub, client, repository, token, error):
-    hub.create_repo("me/model", **repository)
-    hub.commit("me/model", {"config.json": b"1"})
-    tokens = {"owner": hub.add_user("me"), "other": hub.add_user("other"), "invalid": "hf_" + "x" * 34}
+def test_who_may_read(server, client, repository, token, error):
+    server.create_repo("me/model", **repository)
+    server.commit("me/model", {"config.json": b"1"})
+    tokens = {"owner": server.add_user("me"), "other": server.add_user("other"), "invalid": "hf_" + "x" * 34}
     result = client.run(f"read('main', token={tokens.get(token, False)!r})")
     assert (result.error or "None").startswith(str(error)), result.output
 
 
-def test_who_may_write(hub, client):
-    hub.create_repo("me/model")
+def test_who_may_write(server, client):
+    server.create_repo("me/model")
     upload = "api.upload_file(path_or_fileobj=b'1', path_in_repo='a', repo_id='me/model', token={!r})"
-    assert client.run(upload.format(hub.add_user("me"))).error is None
-    for token in (hub.add_user("me", role="read"), hub.add_user("other")):
+    assert client.run(upload.format(server.add_user("me"))).error is None
+    for token in (server.add_user("me", role="read"), server.add_user("other")):
         assert "403 Forbidden" in client.run(upload.format(token)).error
     assert "403 Forbidden" in client.run("api.create_repo('them/model')").error
 
 
 @pytest.mark.parametrize("what", [401, 403, 404, 429, 500, 503])
-def test_a_status_as_asked_for_and_no_longer(hub, client, what):
-    hub.commit("me/model", {"config.json": b"1"})
-    hub.fail(what, path="config.json", times=1)
+def test_a_status_as_asked_for_and_no_longer(server, client, what):
+    server.commit("me/model", {"config.json": b"1"})
+    server.fail(what, path="config.json", times=1)
     assert str(what) in client.run("metadata()").error
     assert client.run("metadata()").error is None
-    assert [r.status for r in hub.requests if "config.json" in r.path] == [what, 200]
+    assert [r.status for r in server.requests if "config.json" in r.path] == [what, 200]
 
 
-def test_silence_lasts_until_it_is_healed(hub, client):
-    hub.commit("me/model", {"config.json": b"1"})
-    hub.fail("silence", path="config.json")
+def test_silence_lasts_until_it_is_healed(server, client):
+    server.commit("me/model", {"config.json": b"1"})
+    server.fail("silence", path="config.json")
     result = client.run("metadata(timeout=1)")
     assert result.error.startswith("ReadTimeout")
     assert 1 < result.seconds < 5
 
 
-def test_a_cut_download_is_continued_where_it_was_cut(hub, client):
-    hub.commit("me/model", {"model.safetensors": LARGE})
-    hub.fail("cut", path="/blobs/", times=1, after=10_700_000)
+def test_a_cut_download_is_continued_where_it_was_cut(server, client):
+    server.commit("me/model", {"model.safetensors": LARGE})
+    server.fail("cut", path="/blobs/", times=1, after=10_700_000)
     result = client.run("answer(hashlib.sha256(open(hf_hub_download('me/model', 'model.safetensors'), 'rb').read())"
                         ".hexdigest())")
     assert result.answer == hashlib.sha256(LARGE).hexdigest(), result.output
-    parts = [(r.headers.get("range"), r.status) for r in hub.requests if "/blobs/" in r.path]
+    parts = [(r.headers.get("range"), r.status) for r in server.requests if "/blobs/" in r.path]
     assert parts == [(None, 0), ("bytes=10485760-", 206)]  # the client writes 10 MiB at a time
 
 
-def test_a_cut_upload_is_not_there(hub, client, files):
-    hub.fail("cut", path="/blobs/", method="PUT", after=4_000_000)
+def test_a_cut_upload_is_not_there(server, client, files):
+    server.fail("cut", path="/blobs/", method="PUT", after=4_000_000)
     failed = client.run("from huggingface_hub import lfs\n"
                         "lfs.http_backoff = __import__('functools').partial(lfs.http_backoff, max_retries=0)\n"
                         + PUSH.format(folder=files))
     assert failed.error
-    assert hub.blobs.keys().isdisjoint(digests(FILES).values())
-    assert set(hub.files("me/model")) == {".gitattributes"}
-    hub.heal()
+    assert server.blobs.keys().isdisjoint(digests(FILES).values())
+    assert set(server.files("me/model")) == {".gitattributes"}
+    server.heal()
     assert client.run(PUSH.format(folder=files)).error is None
-    assert hub.files("me/model")["model.safetensors"] == LARGE
+    assert server.files("me/model")["model.safetensors"] == LARGE
 
 
-def test_a_large_file_that_has_not_come_in_cannot_be_committed(hub, client):
-    hub.create_repo("me/model")
+def test_a_large_file_that_has_not_come_in_cannot_be_committed(server, client):
+    server.create_repo("me/model")
     result = client.run("""
 add = CommitOperationAdd("model.safetensors", b"1" * 600)
 add._upload_mode, add._is_uploaded = "lfs", True
@@ -194,17 +174,18 @@ api.create_commit("me/model", [add], commit_message="nothing behind it")
     assert "has not come in whole" in result.error
 
 
-def test_a_token_where_it_does_not_belong_is_found(hub):
+def test_a_token_where_it_does_not_belong_is_found(server):
     import urllib.request
 
-    token = hub.add_user("me")
-    hub.commit("me/model", {"model.safetensors": b"1" * 100})
+    token = server.add_user("me")
+    server.commit("me/model", {"model.safetensors": b"1" * 100})
     headers = {"Authorization": f"Bearer {token}"}
     urllib.request.urlopen(urllib.request.Request(  # follows to the other host, header and all
-        f"{hub.endpoint}/me/model/resolve/main/model.safetensors", headers=headers)).close()
-    urllib.request.urlopen(f"{hub.endpoint}/api/agent-harnesses?token={token}").close()
-    assert hub.leaks(token) == [
-        f"GET {hub.storage}/blobs/{hashlib.sha256(b'1' * 100).hexdigest()}", f"GET /api/agent-harnesses?token={token}"]
+        f"{server.endpoint}/me/model/resolve/main/model.safetensors", headers=headers)).close()
+    urllib.request.urlopen(f"{server.endpoint}/api/agent-harnesses?token={token}").close()
+    assert server.leaks(token) == [
+        f"GET {server.storage}/blobs/{hashlib.sha256(b'1' * 100).hexdigest()}",
+        f"GET /api/agent-harnesses?token={token}"]
 
 
 def test_the_client_reaches_nothing_but_this_machine(client):
