@@ -271,7 +271,7 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
     return [result for stem in groups for result in state.get(stem, ())]
 
 
-def batches(sizes: Dict[str, int], most: int = 10, room: float = 100e6) -> List[List[str]]:
+def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[List[str]]:
     """The architectures that share a process, at most so many of so many parameters in all: it starts as slowly as the
     tests of a small one run.
 

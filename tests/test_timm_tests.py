@@ -121,6 +121,6 @@ def test_a_full_run_goes_on_where_it_stopped(cache, capfd, monkeypatch):
 
 
 def test_architectures_share_a_process_until_they_are_too_large():
-    sizes = {"huge": 9e9, "large": 70e6, "small": 20e6, **{f"tiny{i:02}": i * 1e3 for i in range(12)}}
+    sizes = {"huge": 9e9, "large": 700e6, "small": 200e6, **{f"tiny{i:02}": i * 1e3 for i in range(12)}}
     tiny = [f"tiny{i:02}" for i in range(12)]
     assert timm_tests.batches(sizes) == [tiny[:10], [*tiny[10:], "small", "large"], ["huge"]]
