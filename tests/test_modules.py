@@ -1,5 +1,6 @@
 """Models of several modules of timm train and can be exported; `scripts/check_modules.py` does it with all of them."""
 import pytest
+import torch
 from module_checks import compiles, exports, runs_as_onnx, trains
 from small_models import of_modules
 
@@ -26,6 +27,7 @@ def test_same_outputs_as_one_graph(module, connection, check):
     check(of_modules()[module], connection)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it exports none of timm's ResNets either")
 @pytest.mark.parametrize(("module", "connection"), EXPORTED)
 def test_same_outputs_in_onnxruntime(module, connection):
     for package in ("onnxruntime", "onnxscript"):

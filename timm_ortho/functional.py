@@ -125,7 +125,12 @@ def plain_update(
     dtype = _accumulate_in(x, f)
     x_acc, f_acc = x.to(dtype), f.to(dtype)
     s, _ = _project(x_acc, f_acc, _axes(x.dim(), dims), eps)
-    return _combine(x_acc, f_acc, s, parallel, orthogonal).to(torch.promote_types(x.dtype, f.dtype))
+    return in_dtype(_combine(x_acc, f_acc, s, parallel, orthogonal), torch.promote_types(x.dtype, f.dtype))
+
+
+def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast, none where there is nothing to cast: torch 2.6 exports no activation in place behind one."""
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def without_padding(x: Tensor, mask: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from .functional import is_recorded, known_name
+from .functional import in_dtype, is_recorded, known_name
 from .kronecker import Matrix, fused, hartley, primes, rotation
 
 __all__ = ["SKIPS", "Skip", "TransformingConv2d", "create_skip", "move_into", "move_out_of", "plain_skip"]
@@ -80,7 +80,7 @@ def plain_skip(
     if f is not None:
         y = y + _as_rows(f, x, dim)
         result = torch.promote_types(x.dtype, f.dtype)
-    return _as_stream(y.to(result), x, dim)
+    return _as_stream(in_dtype(y, result), x, dim)
 
 
 def _product(
@@ -161,9 +161,14 @@ class _Transformed(torch.autograd.Function):
 
 def _without_autocast(device: torch.device) -> ContextManager:
     """Autocast would round a float32 stream, which ``x + f`` leaves as it is, for a product with a matrix."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if _knows_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+@torch.compiler.assume_constant_result  # the compiler of torch 2.6 cannot look into it
+def _knows_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 # A map's matrices on the devices and in the dtypes that they were asked for: no state, never copied, saved or rounded.
