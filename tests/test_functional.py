@@ -258,22 +258,32 @@ def test_memory_format_is_kept():
     assert grad.is_contiguous(memory_format=torch.channels_last)
 
 
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def channels_first_seen_as_last(x):
+    return x.movedim(-1, 1).contiguous().movedim(1, -1)
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled", "plain", "scripted"])
-@pytest.mark.parametrize("of_stream", ["contiguous_format", "channels_last"])
-def test_the_stream_keeps_its_memory_format_whatever_that_of_the_branch(of_stream, how):
-    """An attention block's branch output is a transpose of tokens; the stream of NextViT beside it is NCHW."""
-    other = "channels_last" if of_stream == "contiguous_format" else "contiguous_format"
-    x, f = (t.contiguous(memory_format=getattr(torch, name))
-            for t, name in zip(pair((2, 5, 4, 3), torch.float32), (of_stream, other), strict=True))
+@pytest.mark.parametrize(("stream", "branch", "dim"), [
+    (torch.Tensor.contiguous, channels_last, 1),  # NextViT: the branch output is a transpose of tokens
+    (channels_last, torch.Tensor.contiguous, 1),
+    (channels_first_seen_as_last, torch.Tensor.contiguous, -1),  # MaxViT: it has been cut into windows and put together
+], ids=["NCHW", "channels-last", "NCHW seen as NHWC"])
+def test_the_stream_keeps_its_memory_format_whatever_that_of_the_branch(stream, branch, dim, how):
+    x, f = pair((2, 5, 4, 3), torch.float32)
+    x, f = stream(x), branch(f)
     update = {
-        "eager": functools.partial(residual_update, dim=1),
-        "compiled": torch.compile(functools.partial(residual_update, dim=1), fullgraph=True, backend="aot_eager"),
-        "plain": lambda x, f: plain_update(x, f, 0.0, 1.0, [1], 1e-6),
-        "scripted": lambda x, f: torch.jit.script(plain_update)(x, f, 0.0, 1.0, [1], 1e-6),
+        "eager": functools.partial(residual_update, dim=dim),
+        "compiled": torch.compile(functools.partial(residual_update, dim=dim), fullgraph=True, backend="aot_eager"),
+        "plain": lambda x, f: plain_update(x, f, 0.0, 1.0, [dim], 1e-6),
+        "scripted": lambda x, f: torch.jit.script(plain_update)(x, f, 0.0, 1.0, [dim], 1e-6),
     }[how]
     y = update(x.requires_grad_(), f)
-    assert y.stride() == (x + f).stride() == x.stride()
-    assert torch.equal(y, residual_update(x, f, dim=1))
+    assert y.stride() == (x + f).stride() == x.stride() != f.stride()
+    assert torch.equal(y, residual_update(x, f, dim=dim))
 
 
 def test_strides_do_not_matter():

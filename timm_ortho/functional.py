@@ -89,6 +89,8 @@ def _laid_out_as(x: Tensor, f: Tensor) -> Tensor:
         return f.contiguous()
     if x.dim() > 2 and x.stride(1) == 1 and f.stride(1) != 1:  # channels-last
         return f.movedim(1, -1).contiguous().movedim(-1, 1)
+    if x.dim() > 2 and x.movedim(-1, 1).is_contiguous():  # channels first, seen as [..., channels]: MaxViT's stream
+        return f.movedim(-1, 1).contiguous().movedim(1, -1)
     return f
 
 
