@@ -27,7 +27,7 @@ import itertools
 import math
 import os
 from types import ModuleType
-from typing import Any, Collection, List, Optional, Sequence, Tuple, Union
+from typing import Any, Collection, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -303,7 +303,12 @@ def _add(left: Optional[Tensor], right: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------- backends
-def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
+def choose_backend(
+        x: Tensor,
+        f: Tensor,
+        backend: Optional[str] = None,
+        auto: Optional[Mapping[Tuple[str, str], str]] = None,
+) -> str:
     """The backend that :func:`residual_update` takes for these tensors, here and now.
 
     Args:
@@ -311,9 +316,10 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
         f: Branch output.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``. None stands for what the environment variable
             TIMM_ORTHO_BACKEND says, and for ``"auto"`` where it is not set.
+        auto: What ``"auto"`` takes, by kind of device and situation. None stands for :data:`AUTO`, the update's.
 
     Returns:
-        ``"torch"`` or ``"triton"``; for ``"auto"`` what :data:`AUTO` says of the device and of the situation: inside
+        ``"torch"`` or ``"triton"``; for ``"auto"`` what the table says of the device and of the situation: inside
         ``torch.compile``, with gradients, or without.
 
     Raises:
@@ -323,7 +329,7 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     source = BACKEND_VARIABLE if backend is None else "backend"
     name = known_name(source, backend or os.environ.get(BACKEND_VARIABLE) or "auto", BACKENDS)
     if name == "auto":
-        name = AUTO.get((x.device.type, _situation(x, f)), "torch")
+        name = (auto or AUTO).get((x.device.type, _situation(x, f)), "torch")
         return name if name == "torch" or _why_not_triton(x, f) is None else "torch"
     if name == "triton":
         reason = _why_not_triton(x, f)

@@ -82,7 +82,7 @@ def _weight(number, pointer, ACC: tl.constexpr):
 # A program works on tiles of [BLOCK_P projections, BLOCK_W elements of each], `step_p` and `step_w` apart in memory.
 # One of the steps is 1: there Triton lays its threads. Offsets within a program have 32 bits, where it starts has 64.
 @triton.jit
-def _place(
+def place(
         width, count, step_p, step_w, step_outer, pieces, piece_width, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
     """This program's first element, the number of its first projection, the places of all, its piece, and its width."""
@@ -147,7 +147,7 @@ def _partial_sums_kernel(
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
 ):
     """First of two phases where projections are cut into pieces: ``<p, r>`` and ``<q, r>`` of one piece."""
-    start, projection, p, valid, piece, width = _place(
+    start, projection, p, valid, piece, width = place(
         width, count, step_p, step_w, step_outer, pieces, piece_width, False, BLOCK_P)
     pr, qr = _sums(
         p_ptr + start, q_ptr + start, r_ptr + start, p, valid, step_p, step_w, width,
@@ -171,7 +171,7 @@ def _update_kernel(
     and finds the sums of all pieces in `xx_ptr` and `xf_ptr`. STORE: s and n are wanted.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
-    start, projection, p, valid, piece, width = _place(
+    start, projection, p, valid, piece, width = place(
         width, count, step_p, step_w, step_outer, pieces, piece_width, CUT, BLOCK_P)
     x_ptr += start
     f_ptr += start
@@ -221,7 +221,7 @@ def _gradients_kernel(
     stored, of which dL/da and dL/db are sums. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
-    start, projection, p, valid, piece, width = _place(
+    start, projection, p, valid, piece, width = place(
         width, count, step_p, step_w, step_outer, pieces, piece_width, CUT, BLOCK_P)
     x_ptr += start
     kept_ptr += start
@@ -358,14 +358,14 @@ def update(
     s, n = (_projections(x, view, dims, acc) for _ in range(2)) if keep else (None, None)
     if x.numel() == 0:  # a projection of no elements has s = 0
         return y, s if s is None else s.zero_(), n if n is None else n.fill_(eps)
-    x_view, f_view, y_view = _arranged(x, view), _arranged(f, view), _arranged(y, view)
+    x_view, f_view, y_view = arranged(x, view), arranged(f, view), arranged(y, view)
     programs, where = launch_of(*view[1:])
-    with _on_device_of(x):
+    with on_device_of(x):
         xx, xf = _partial_sums(x_view, f_view, x_view, programs, where, acc, both=True)
         _update_kernel[(programs,)](
             x_view, f_view, y_view, s, n, xx, xf, *_weights(a, b, x), eps, **where,
-            STORE=keep, ONCE=_once(where), ACC=_triton_dtype(acc))
-    _put_back(y_view, y, view)
+            STORE=keep, ONCE=_once(where), ACC=triton_dtype(acc))
+    put_back(y_view, y, view)
     return y, s, n
 
 
@@ -398,19 +398,19 @@ def gradients(
     xg, fg = (_projections(x, view, dims, n.dtype) if for_weights else None for _ in range(2))
     if x.numel() == 0:
         return grad_x, grad_f, *(product if product is None else product.zero_() for product in (xg, fg))
-    views = [_arranged(tensor, view) for tensor in (x, kept, g)]
-    outs = [None if grad is None else _arranged(grad, view) for grad in (grad_x, grad_f)]
-    s_view, n_view = (_arranged(projection, view) for projection in (s, n))
+    views = [arranged(tensor, view) for tensor in (x, kept, g)]
+    outs = [None if grad is None else arranged(grad, view) for grad in (grad_x, grad_f)]
+    s_view, n_view = (arranged(projection, view) for projection in (s, n))
     programs, where = launch_of(*view[1:])
-    with _on_device_of(x):
+    with on_device_of(x):
         parts = _partial_sums(*views, programs, where, n.dtype, both=for_weights)
         _gradients_kernel[(programs,)](
             *views, s_view, n_view, *outs, xg, fg, *parts, *_weights(a, b, x), **where,
             RECOVER=recover, FOR_X=for_x, FOR_F=for_f, FOR_WEIGHTS=for_weights, ONCE=_once(where),
-            ACC=_triton_dtype(n.dtype))
+            ACC=triton_dtype(n.dtype))
     for out, grad in zip(outs, (grad_x, grad_f), strict=True):
         if grad is not None:
-            _put_back(out, grad, view)
+            put_back(out, grad, view)
     return grad_x, grad_f, xg, fg
 
 
@@ -421,7 +421,7 @@ def _partial_sums(
     if not where["BLOCK_PIECES"]:
         return None, None
     pr, qr = (p.new_empty(programs, dtype=acc) if wanted else None for wanted in (True, both))
-    _partial_sums_kernel[(programs,)](p, q, r, pr, qr, **where, SAME=p is r, BOTH=both, ACC=_triton_dtype(acc))
+    _partial_sums_kernel[(programs,)](p, q, r, pr, qr, **where, SAME=p is r, BOTH=both, ACC=triton_dtype(acc))
     return pr, qr
 
 
@@ -429,12 +429,12 @@ def _once(where: Dict[str, int]) -> bool:
     return where["pieces"] == 1 and where["width"] <= where["BLOCK_W"]
 
 
-def _arranged(tensor: Tensor, view: View) -> Tensor:
+def arranged(tensor: Tensor, view: View) -> Tensor:
     """The tensor as the kernels want it, contiguous in the order of the view; a copy only if it is not so already."""
     return tensor.permute(view.order).contiguous()
 
 
-def _put_back(result: Tensor, target: Tensor, view: View) -> None:
+def put_back(result: Tensor, target: Tensor, view: View) -> None:
     """Fills the target, which is the same memory already unless it could not be arranged without a copy."""
     if result.data_ptr() != target.data_ptr():
         target.copy_(result.permute(view.inverse))
@@ -457,11 +457,11 @@ def _accumulate_in(y: Tensor) -> torch.dtype:
     return torch.float64 if y.dtype == torch.float64 else torch.float32
 
 
-def _triton_dtype(acc: torch.dtype):
+def triton_dtype(acc: torch.dtype):
     return tl.float64 if acc == torch.float64 else tl.float32
 
 
-def _on_device_of(x: Tensor):
+def on_device_of(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 

@@ -21,9 +21,10 @@ P is never formed. The idempotent maps are one mean over the branches; the Krone
 each prime factor, log2(C) of them for a power of two. Steps are fused, several at a time, into products with a small
 matrix of at most 64 rows, because a step alone is bound by memory: 256 channels take two products with 16 x 16 matrices
 instead of eight passes over the stream. On a CPU the stream goes through them in pieces that its cache holds, and where
-f is added at once, P x never reaches the memory. The backward pass is P^T in the same way, and keeps nothing. Where the
-stream is what a convolution puts out, a block's projected shortcut, P goes into the convolution's weights: (P W) * x is
-P (W * x), one product for each input channel in place of one for each pixel of the batch. Autograd keeps P W.
+f is added at once, P x never reaches the memory; on a GPU :mod:`timm_ortho.skip_kernels` takes two products and the sum
+in one pass, where the update's kernels would run. The backward pass is P^T in the same way, and keeps nothing. Where
+the stream is what a convolution puts out, a block's projected shortcut, P goes into the convolution's weights: (P W) *
+x is P (W * x), one product for each input channel in place of one for each pixel of the batch. Autograd keeps P W.
 
 Half-precision inputs are transformed in float32 (float64 stays float64) and the result is cast once. There are no
 parameters, buffers or entries of a state dict: the maps follow from their arguments, the random ones from a seed.
@@ -32,6 +33,7 @@ import copy
 import random
 from contextlib import nullcontext
 from itertools import repeat
+from types import ModuleType
 from typing import Any, Callable, ContextManager, Dict, List, Optional
 from weakref import WeakKeyDictionary
 
@@ -39,12 +41,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from .functional import in_dtype, is_recorded, known_name
+from .functional import AUTO, choose_backend, in_dtype, is_recorded, known_name
 from .kronecker import Matrix, fused, hartley, primes, rotation
 
 __all__ = ["SKIPS", "Skip", "TransformingConv2d", "create_skip", "move_into", "move_out_of", "plain_skip"]
 
 _PIECE = 2 ** 18  # elements; with what is made of them they fit the last cache of a CPU core
+
+# What "auto" takes for products with matrices: Inductor leaves them to a library, a pass over the stream each, while it
+# fuses means and multiples with what is around them. As for AUTO, the row for CUDA is not measured.
+_AUTO_FOR_PRODUCTS = {**AUTO, ("cuda", "compiled"): "triton"}
 
 
 # -------------------------------------------------------------------------------------------- the map, plainly
@@ -175,6 +181,24 @@ def _knows_autocast(device: str) -> bool:
 _TENSORS: "WeakKeyDictionary[Skip, Dict[Any, List[Tensor]]]" = WeakKeyDictionary()
 
 
+@torch.compiler.assume_constant_result
+def _factors(skip: "Skip", device: torch.device, dtype: torch.dtype) -> List[Tensor]:
+    made = _TENSORS.setdefault(skip, {})
+    key = (device, dtype)
+    if key not in made:
+        with torch.inference_mode(False):
+            made[key] = [torch.tensor(matrix, dtype=dtype, device=device) for matrix in skip.matrices]
+    return made[key]
+
+
+def _accumulate_in(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _result(x: Tensor, f: Optional[Tensor]) -> torch.dtype:
+    return x.dtype if f is None else torch.promote_types(x.dtype, f.dtype)
+
+
 class Skip(nn.Module):
     """A fixed linear map of the stream, ``forward(x) -> P x``; :func:`create_skip` makes one by name.
 
@@ -254,6 +278,10 @@ class Skip(nn.Module):
         if has_torch_function_variadic(x, f):  # FX proxies and tensor subclasses: one call of the plain form
             return handle_torch_function(plain_skip, (x, f), x, f, *arguments)
         if is_recorded() or torch.compiler.is_compiling():
+            kernels = None if is_recorded() else self._kernels(x, f)
+            if kernels is not None:
+                matrices = _factors(self, x.device, _accumulate_in(x))
+                return kernels.operator(x, f, self.own, self.mean, self.branches, matrices, self.dim, False)
             with _without_autocast(x.device):
                 return plain_skip(x, f, *arguments)
         self.check(x)
@@ -269,15 +297,18 @@ class Skip(nn.Module):
 
         No view of anything, so that autograd can add the branch's gradient to it in place.
         """
+        kernels = self._kernels(x, f)
+        if kernels is not None:
+            matrices = _factors(self, x.device, _accumulate_in(x))
+            return kernels.transform(x, f, self.own, self.mean, self.branches, matrices, self.dim, transposed)
         return _as_stream(self._rows(x, f, transposed), x, self.dim).detach()
 
     def _rows(self, x: Tensor, f: Optional[Tensor], transposed: bool) -> Tensor:
         """The result of :meth:`compute` as :func:`_as_rows` has it, piece by piece on a CPU."""
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        result = x.dtype if f is None else torch.promote_types(x.dtype, f.dtype)
+        dtype, result = _accumulate_in(x), _result(x, f)
         rows = _as_rows(x, x, self.dim)
         branch = None if f is None else _as_rows(f, x, self.dim)
-        factors = self._factors(x.device, dtype)
+        factors = _factors(self, x.device, dtype)
 
         def product(stream: Tensor) -> Tensor:
             return _product(stream.to(dtype), self.own, self.mean, self.branches, factors, transposed)
@@ -297,13 +328,16 @@ class Skip(nn.Module):
                     torch.add(product(stream), piece, out=out)
         return y
 
-    def _factors(self, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
-        made = _TENSORS.setdefault(self, {})
-        key = (device, dtype)
-        if key not in made:
-            with torch.inference_mode(False):
-                made[key] = [torch.tensor(matrix, dtype=dtype, device=device) for matrix in self.matrices]
-        return made[key]
+    def _kernels(self, x: Tensor, f: Optional[Tensor]) -> Optional[ModuleType]:
+        """:mod:`timm_ortho.skip_kernels` where it is to run and can, imported on first use."""
+        auto = _AUTO_FOR_PRODUCTS if self.matrices else None
+        if choose_backend(x, x if f is None else f, auto=auto) != "triton":
+            return None
+        from . import skip_kernels
+
+        rows = [len(matrix) for matrix in self.matrices]
+        reason = skip_kernels.why_not(rows, self.width, self.branches, _result(x, f))
+        return skip_kernels if reason is None else None
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """P as a dense matrix, [width, width], on the CPU: for checks and for small widths."""
