@@ -146,6 +146,24 @@ def test_second_derivatives(launches):
     assert len(launches) > 2
 
 
+@pytest.mark.parametrize("inner", [1, 49, 3136])
+@pytest.mark.parametrize("name", MAPS)
+def test_launches(name, inner):
+    """Every pixel has a program that can hold it; pixels of NCHW are read side by side."""
+    skip, width, arguments = MAPS[name]
+    made = create_skip(skip, width, **arguments)
+    rows = [len(matrix) for matrix in made.matrices[-2:]]
+    shape = skip_kernels.shape_of(rows, width, made.branches)
+    channels, held = shape.upper * shape.lower, shape.padded_upper * shape.padded_lower
+    programs, where = skip_kernels.launch_of(100, channels, inner, shape, bool(rows))
+    pixels = where["BLOCK_P"]
+    assert programs * pixels >= 100 * inner
+    assert channels <= held <= pixels * held <= 8192
+    assert where["num_warps"] in (1, 2, 4, 8, 16)
+    if inner > 1:
+        assert pixels >= 16 or pixels * held >= 4096  # 32 bytes in half precision, or all that fit
+
+
 @pytest.mark.parametrize(("skip", "width", "dtype", "reason"), [
     ("orthogonal_tp", 2 * 67, SINGLE, "64 rows at most"), ("orthogonal_tp", 12, DOUBLE, "are in float32"),
     ("idempotent_mr", 10000, SINGLE, "8192 channels at most"),
@@ -218,16 +236,20 @@ def test_the_registered_operator_is_what_it_claims(name, layout):
     x, dim = stream(layout, width)
     made = create_skip(skip, width, dim=dim, **arguments)
     matrices = skips._factors(made, x.device, SINGLE)
-    for f in (None, torch.randn(x.shape, device=DEVICE, dtype=BRAIN, requires_grad=True)):
+    x = x.bfloat16().requires_grad_()
+    for f in (None, torch.randn(x.shape, device=DEVICE, requires_grad=True)):
         torch.library.opcheck(torch.ops.timm_ortho.skip.default, (
-            x.requires_grad_(), f, made.own, made.mean, made.branches, matrices, dim, False))
+            x, f, made.own, made.mean, made.branches, matrices, dim, False))
 
 
-def test_export_knows_nothing_of_it(launches):
+def test_what_is_recorded_knows_nothing_of_it(launches):
+    """Files run where there is no Triton."""
     skip, x = create_skip("orthogonal_tp", 24), torch.randn(3, 24, device=DEVICE)
-    exported = torch.export.export(skip, (x,))
-    torch.testing.assert_close(exported.module()(x).double(), truth(skip, x), rtol=1e-5, atol=1e-5)
-    assert "timm_ortho" not in str(exported.graph)
+    for recorded in (
+            torch.export.export(skip, (x,)).module(), torch.export.export(skip, (x,), strict=True).module(),
+            torch.jit.trace(skip, x)):
+        torch.testing.assert_close(recorded(x).double(), truth(skip, x), rtol=1e-5, atol=1e-5)
+        assert "timm_ortho.skip.default" not in str(recorded.graph)
     assert launches == []
 
 
