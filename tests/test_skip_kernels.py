@@ -247,7 +247,7 @@ def test_what_is_recorded_knows_nothing_of_it(launches):
     skip, x = create_skip("orthogonal_tp", 24), torch.randn(3, 24, device=DEVICE)
     for recorded in (
             torch.export.export(skip, (x,)).module(), torch.export.export(skip, (x,), strict=True).module(),
-            torch.jit.trace(skip, x)):
+            torch.jit.trace(skip, x, check_trace=False)):
         torch.testing.assert_close(recorded(x).double(), truth(skip, x), rtol=1e-5, atol=1e-5)
         assert "timm_ortho.skip.default" not in str(recorded.graph)
     assert launches == []
