@@ -226,6 +226,8 @@ def test_compiled_code_runs_the_registered_operator(name, launches):
     torch.testing.assert_close(compiled(x, f), skip.add(x, f))
     torch.testing.assert_close(torch.autograd.grad(compiled(x, f), (x, f), g), expected)
     assert len(launches) == eager + 1 + 1 + 2  # by eager mode, and compiled forward, forward and backward
+    with pytest.raises(Exception, match="is for 24 channels on axis -1"):
+        compiled(*torch.randn(2, 2, 3, 12, device=DEVICE))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own

@@ -280,6 +280,7 @@ class Skip(nn.Module):
         if is_recorded() or torch.compiler.is_compiling():
             kernels = None if is_recorded() else self._kernels(x, f)
             if kernels is not None:
+                self.check(x)
                 matrices = _factors(self, x.device, _accumulate_in(x))
                 return kernels.operator(x, f, self.own, self.mean, self.branches, matrices, self.dim, False)
             with _without_autocast(x.device):
