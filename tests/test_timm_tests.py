@@ -102,6 +102,16 @@ def test_a_variant_is_held_against_its_architecture(cache, capfd):
     assert (status, processes) == (1, 4)
 
 
+def test_a_variant_without_tests_is_excused_only_if_its_architecture_has_none_either(cache, capfd):
+    tests = cache / f"timm-{timm.__version__}" / "tests" / "test_models.py"
+    for left_out, outcome, status in (("test_vit*", "EXCUSED", 0), ("test_vit_*", "FAILED", 1)):
+        tests.write_text(TEST_MODELS.replace("timm.list_models()", f"timm.list_models(exclude_filters={left_out!r})"))
+        found, lines, _ = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
+        reason = "timm leaves test_vit out of it; " if outcome == "EXCUSED" else ""
+        assert f"{outcome}: test_vit_ortho: any test: {reason}no test was run" in lines
+        assert found == status
+
+
 def test_a_full_run_goes_on_where_it_stopped(cache, capfd, monkeypatch):
     sizes = {"test_vit_ortho": 370_000, "test_resnet_ortho": 470_000}
     monkeypatch.setattr(timm_tests, "parameters", lambda name, *others: sizes[name])
