@@ -66,6 +66,17 @@ def launches(monkeypatch):
     return found
 
 
+@pytest.fixture
+def auto(monkeypatch):
+    """A call of it leaves the choice to "auto", whose tables take the kernel on this device too."""
+    def choose():
+        monkeypatch.setenv("TIMM_ORTHO_BACKEND", "auto")
+        table = {(DEVICE, situation): "triton" for situation in ("eager", "inference", "compiled")}
+        monkeypatch.setattr(functional, "AUTO", table)
+        monkeypatch.setattr(skips, "_AUTO_FOR_PRODUCTS", table)
+    return choose
+
+
 def stream(layout, width, dtype=SINGLE):
     shape, dim, arranged = LAYOUTS[layout](width)
     return arranged(torch.randn(shape, dtype=DOUBLE).to(DEVICE, dtype)), dim
@@ -168,18 +179,26 @@ def test_launches(name, inner):
     ("orthogonal_tp", 2 * 67, SINGLE, "64 rows at most"), ("orthogonal_tp", 12, DOUBLE, "are in float32"),
     ("idempotent_mr", 10000, SINGLE, "8192 channels at most"),
 ])
-def test_other_maps_are_left_to_pytorch(skip, width, dtype, reason, launches):
+def test_other_maps_are_left_to_pytorch_or_refused(skip, width, dtype, reason, launches, auto):
     made, x = create_skip(skip, width), torch.randn(2, width, device=DEVICE, dtype=dtype)
-    assert reason in skip_kernels.why_not([len(matrix) for matrix in made.matrices], width, made.branches, dtype)
+    with pytest.raises(RuntimeError, match=f"'triton' cannot run for skip '{skip}': .*{reason}.*choose 'torch' or"):
+        made(x)
+    auto()
     torch.testing.assert_close(made(x).double(), truth(made, x), rtol=1e-5, atol=1e-5)
     assert launches == []
 
 
-def test_older_triton_is_left_alone(launches, monkeypatch):
+def test_older_triton_is_left_alone(launches, auto, monkeypatch):
     monkeypatch.setattr(skip_kernels, "RELEASE", (3, 2))
-    x = torch.randn(2, 12, device=DEVICE)
-    torch.testing.assert_close(create_skip("orthogonal_tp", 12)(x).double(), truth(create_skip("orthogonal_tp", 12), x))
+    skip, x = create_skip("orthogonal_tp", 12), torch.randn(2, 12, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"it takes Triton 3\.3 or newer"):
+        skip(x)
+    auto()
+    torch.testing.assert_close(skip(x).double(), truth(skip, x))
     assert launches == []
+    monkeypatch.setattr(skip_kernels, "RELEASE", (3, 3))
+    skip(x)
+    assert launches == [[12]]
 
 
 def test_means_in_float64_stay_exact(launches):
@@ -188,7 +207,8 @@ def test_means_in_float64_stay_exact(launches):
     assert len(launches) == 1
 
 
-def test_a_branch_in_float64_is_added_in_float64(launches):
+def test_a_branch_in_float64_is_added_in_float64(launches, auto):
+    auto()
     for name, times in (("idempotent_cmr", 1), ("orthogonal_tp", 0)):
         launches.clear()
         skip, x, f = create_skip(name, 40), torch.zeros(3, 40, device=DEVICE), torch.randn(3, 40, dtype=DOUBLE)
@@ -282,6 +302,7 @@ def test_a_cuda_graph_captures_forward_and_backward():
         return torch.autograd.grad(skip.add(x, f), x, g)[0]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)

@@ -353,7 +353,7 @@ def update(
         y of the shape and memory format of ``x``; s and n with the axes ``dims`` of size 1, in the accumulation dtype.
     """
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
-    acc = _accumulate_in(y)
+    acc = accumulate_in(y)
     view = view_of(tuple(x.shape), x.stride(), tuple(dims))
     s, n = (_projections(x, view, dims, acc) for _ in range(2)) if keep else (None, None)
     if x.numel() == 0:  # a projection of no elements has s = 0
@@ -453,7 +453,7 @@ def _weights(a: Weight, b: Weight, x: Tensor) -> List[Any]:
     return [*tensors, *(0.0 if isinstance(w, Tensor) else float(w) for w in (a, b))]
 
 
-def _accumulate_in(y: Tensor) -> torch.dtype:
+def accumulate_in(y: Tensor) -> torch.dtype:
     return torch.float64 if y.dtype == torch.float64 else torch.float32
 
 
@@ -488,7 +488,7 @@ def _(x, f, a, b, dims, eps, recover):
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
     reduced = {d % x.dim() for d in dims}
     shape = [1 if axis in reduced else size for axis, size in enumerate(x.shape)]
-    acc = _accumulate_in(y)
+    acc = accumulate_in(y)
     return y, x.new_empty(shape, dtype=acc), x.new_empty(shape, dtype=acc)
 
 

@@ -24,7 +24,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels import PER_THREAD, PIXELS, TILE, arranged, on_device_of, place, put_back, triton_dtype, view_of
+from .kernels import (
+    PER_THREAD,
+    PIXELS,
+    TILE,
+    accumulate_in,
+    arranged,
+    on_device_of,
+    place,
+    put_back,
+    triton_dtype,
+    view_of,
+)
 
 __all__ = ["operator", "transform", "why_not"]
 
@@ -150,11 +161,10 @@ def transform(
     Returns:
         A tensor of the shape and memory format of ``x``, in the dtype of ``x + f``.
     """
-    result = x.dtype if f is None else torch.promote_types(x.dtype, f.dtype)
-    y = torch.empty_like(x, dtype=result)
+    y = _room_for_sum(x, f)
     if x.numel() == 0:
         return y
-    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc = accumulate_in(x)
     view = view_of(tuple(x.shape), x.stride(), (dim,))
     _, outer, width, inner = view
     source, branch, target = arranged(x, view), None if f is None else arranged(f, view), arranged(y, view)
@@ -177,6 +187,10 @@ def transform(
     return y
 
 
+def _room_for_sum(x: Tensor, f: Optional[Tensor]) -> Tensor:
+    return torch.empty_like(x, dtype=x.dtype if f is None else torch.promote_types(x.dtype, f.dtype))
+
+
 # ------------------------------------------------------------------------- as an operator that compilers can handle
 @torch.library.custom_op("timm_ortho::skip", mutates_args=())
 def operator(
@@ -189,7 +203,7 @@ def operator(
 
 @operator.register_fake
 def _(x, f, own, mean, branches, matrices, dim, transposed):
-    return torch.empty_like(x, dtype=x.dtype if f is None else torch.promote_types(x.dtype, f.dtype))
+    return _room_for_sum(x, f)
 
 
 def _setup_context(ctx, inputs, output) -> None:

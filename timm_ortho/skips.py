@@ -30,6 +30,7 @@ Half-precision inputs are transformed in float32 (float64 stays float64) and the
 parameters, buffers or entries of a state dict: the maps follow from their arguments, the random ones from a seed.
 """
 import copy
+import os
 import random
 from contextlib import nullcontext
 from itertools import repeat
@@ -41,7 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from .functional import AUTO, choose_backend, in_dtype, is_recorded, known_name
+from .functional import AUTO, BACKEND_VARIABLE, choose_backend, in_dtype, is_recorded, known_name
 from .kronecker import Matrix, fused, hartley, primes, rotation
 
 __all__ = ["SKIPS", "Skip", "TransformingConv2d", "create_skip", "move_into", "move_out_of", "plain_skip"]
@@ -54,6 +55,10 @@ _AUTO_FOR_PRODUCTS = {**AUTO, ("cuda", "compiled"): "triton"}
 
 
 # -------------------------------------------------------------------------------------------- the map, plainly
+def _accumulate_in(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 @torch.jit.script_if_tracing  # a trace would have the sizes of one stream in it
 def plain_skip(
         x: Tensor,
@@ -77,7 +82,7 @@ def plain_skip(
         dim: Channel axis.
         transposed: P^T in place of P.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = _accumulate_in(x)
     factors: List[Tensor] = []
     for matrix in matrices:
         factors.append(torch.tensor(matrix, dtype=dtype, device=x.device))
@@ -189,10 +194,6 @@ def _factors(skip: "Skip", device: torch.device, dtype: torch.dtype) -> List[Ten
         with torch.inference_mode(False):
             made[key] = [torch.tensor(matrix, dtype=dtype, device=device) for matrix in skip.matrices]
     return made[key]
-
-
-def _accumulate_in(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _result(x: Tensor, f: Optional[Tensor]) -> torch.dtype:
@@ -338,6 +339,9 @@ class Skip(nn.Module):
 
         rows = [len(matrix) for matrix in self.matrices]
         reason = skip_kernels.why_not(rows, self.width, self.branches, _result(x, f))
+        if reason is not None and os.environ.get(BACKEND_VARIABLE) == "triton":
+            raise RuntimeError(f"{BACKEND_VARIABLE} 'triton' cannot run for skip {self.name!r}: {reason}; "
+                               f"choose 'torch' or 'auto'")
         return skip_kernels if reason is None else None
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
