@@ -3,6 +3,7 @@ import copy
 import importlib.util
 import inspect
 import pickle
+import pkgutil
 from functools import cache
 from pathlib import Path
 
@@ -176,6 +177,85 @@ def test_what_is_listed_as_no_stream_is_not_taken_for_one():
         here += [getattr(home, cls)] if hasattr(home, cls) else []
     assert len(here) > 30
     assert not any(map(is_residual, here))
+
+
+def test_every_class_of_timm_that_looks_residual_is_in_a_table():
+    """Or users who choose it, an attention gate say, would be refused a model that is otherwise supported."""
+    names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
+    names |= {f"timm.models.{name}" for name in list_modules() if coverage.of_timm(name)}
+    names |= {family.module for family in FAMILIES if importlib.util.find_spec(family.module)}
+    classes = {
+        cls for name in names for cls in vars(importlib.import_module(name)).values()
+        if inspect.isclass(cls) and issubclass(cls, torch.nn.Module) and cls.__module__ == name
+    }
+    assert len(classes) > 600
+    in_table = {getattr(importlib.import_module(family.module), family.block, None) for family in FAMILIES} - {None}
+    left = {cls for cls in classes - in_table if is_residual(cls)}
+    assert {cls for cls in left if not any(issubclass(block, cls) for block in in_table)} == set()
+
+
+class _Sums(torch.nn.Module):
+    """Residual additions in other words than ``x + f``."""
+
+    def annotated(self, x):
+        z: torch.Tensor = self.f(x)
+        return z + x
+
+    def function(self, x):
+        return torch.add(x, self.f(x))
+
+    def method(self, x):
+        return self.f(x).add_(x)
+
+    def module(self, x):
+        return self.sum.add_relu(self.f(x), x)
+
+    def named(self, x):
+        return self.g(y := self.f(x)) + y
+
+    def constant(self, x):
+        return torch.add(x, 1.0)
+
+    def collected(self, x):
+        seen = set()
+        seen.add(x)
+        return x
+
+
+@pytest.mark.parametrize(("method", "residual"), [
+    ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True), ("constant", False),
+    ("collected", False),
+])
+def test_what_looks_residual(method, residual):
+    assert is_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual
+
+
+def test_a_gate_of_the_branch_is_no_residual_block():
+    model = connect(timm.create_model("resnet18", block_args={"attn_layer": "cbam"}), "feature")
+    assert len(sites(model)) == 8
+
+
+# ------------------------------------------------------------------------------------------- tokens and their scope
+def test_the_class_tokens_of_xcit_keep_their_stream_among_copies_of_the_others():
+    """The other tokens' branch is what they are: in one sum with them the class token would lose its own stream."""
+    model, size = build("xcit_nano_12_p8_224")
+    connect(model, "global").eval()
+    kept = []
+
+    def measure(connection, inputs, y):
+        (x, f), y = (tensor[:, 0] for tensor in inputs[:2]), y[:, 0]
+        across = y - x
+        torch.testing.assert_close((across * x).sum(-1), torch.zeros(len(x)), atol=1e-4, rtol=0.0)
+        torch.testing.assert_close(across, f - (f * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True) * x)
+        kept.append(connection)
+
+    here = [site for site in sites(model) if site.name.startswith("cls_attn_blocks")]
+    for site in here:
+        site.connection.register_forward_hook(measure)
+    outputs(model, torch.randn(2, 3, size, size))
+    assert len(here) == 2
+    assert kept == [site.connection for site in here]
+    assert {site.connection.dims is None for site in sites(model) if site not in here} == {True}
 
 
 @pytest.mark.parametrize(("name", "words"), [

@@ -97,6 +97,21 @@ def test_shares_are_of_the_averages():
     assert row["orthogonal_share"] == pytest.approx((9 + 2) / 9, rel=1e-5)
 
 
+def test_a_connection_that_a_pass_calls_twice_is_one_site_with_the_averages():
+    class Shared(OneSite):
+        def forward(self, x):
+            return self.connection_mlp(2 * x, self.branch) + self.connection_mlp(x, self.branch)
+
+    model, x = Shared(torch.tensor([[4.0, 3.0]])), torch.tensor([[3.0, 0.0]])
+    with timm_ortho.record(model) as recorder:
+        model(x)
+    row, = recorder.rows
+    assert (row["stream"], row["parallel"], row["cosine"]) == pytest.approx(((36 + 9) / 2, 16, 0.8), rel=1e-5)
+    site = _places(model)[0]
+    measured, = record_dynamics(model, x, [site])
+    assert list(measured[3:]) == [row[key] for key in ("stream", "parallel", "orthogonal", "cosine")]
+
+
 @pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
 def test_rows_are_what_one_batch_is_measured_as(connection):
     model = vit(connection)

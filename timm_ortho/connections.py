@@ -43,7 +43,8 @@ def check_prob(prob: float) -> None:
 def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
     """Which tokens are real, and no padding: those that an attention mask lets any token attend to.
 
-    Under a causal mask that is every token, which may attend to itself at least.
+    Under a causal mask that is every token, which may attend to itself at least. A real token that only reads, like a
+    class token of its own column of False, has to be let attend to itself as well, or it is taken for padding.
 
     Args:
         attn_mask: Of self-attention, as ``scaled_dot_product_attention`` takes it, ``[B or 1, heads or 1, N or 1, N]``
@@ -167,12 +168,20 @@ class FeatureConnection(Connection):
 class GlobalConnection(FeatureConnection):
     """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch. Arguments as Orthogonal-F's.
 
-    Padding takes no part in it, and comes out as zero.
+    Padding takes no part in it, and comes out as zero. With ``tokens_apart`` it is Orthogonal-F's projection after all,
+    for blocks in which tokens have nothing to do with each other (see :mod:`timm_ortho.families`).
     """
 
-    def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
+    def __init__(
+            self,
+            dim: int = -1,
+            eps: float = 1e-6,
+            prob: float = 1.0,
+            keep: str = "output",
+            tokens_apart: bool = False,
+    ) -> None:
         super().__init__(dim, eps, prob, keep)
-        self.dims = None
+        self.dims = [dim] if tokens_apart else None
 
 
 class HybridConnection(Connection):
@@ -233,6 +242,7 @@ def create_connection(
         start: str = "orthogonal",
         keep: str = "output",
         branch_first: bool = False,
+        tokens_apart: bool = False,
         skip: Optional[nn.Module] = None,
         device=None,
         dtype=None,
@@ -249,7 +259,9 @@ def create_connection(
     check_eps(eps)
     check_prob(prob)
     known_name("start", start, STARTS)
-    if issubclass(cls, FeatureConnection):
+    if cls is GlobalConnection:
+        made = cls(dim, eps, prob, keep, tokens_apart)
+    elif cls is FeatureConnection:
         made = cls(dim, eps, prob, keep)
     elif cls is HybridConnection:
         if prob != 1.0:

@@ -69,12 +69,12 @@ def connect(
         start: Where ``hybrid`` starts: ``orthogonal`` or ``linear``.
         skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par +
             b f_orth with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
-            ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the model's L additions), see
+            ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the model's L sites), see
             :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut, whose convolution may
             apply P by its weights.
         skip_branches: B of the idempotent ones; None for as many as there are channels.
         skip_rank: Their rank, in place of ``skip_branches``; a rank that all widths of the model must allow.
-        skip_seed: Of ``orthogonal_random``, which draws another rotation for each addition.
+        skip_seed: Of ``orthogonal_random``, which draws another rotation for each site.
 
     Returns:
         The same model.
@@ -161,7 +161,9 @@ def _make_connections(
     dims, branch_first = family.dims(block), family.branch_first
     made = {}
     for kind in kinds:
-        of_site = dict(dim=dims[kind], keep=family.keep, branch_first=branch_first[kind], skip=next(skips))
+        of_site = dict(
+            dim=dims[kind], keep=family.keep, branch_first=branch_first[kind], tokens_apart=family.tokens_apart,
+            skip=next(skips))
         made[family.sites[kind]] = create_connection(**of_site, **where, **arguments).train(block.training)
     return made
 

@@ -11,11 +11,13 @@ the branch (Swin V2) plays no part: the branch output is what is added, after it
   * where a stream comes cut into pieces that share the first axis with the batch (``mobilevit``'s patches, ``tnt``'s
     pixels), the global scope is one projection for each piece. Swin, MaxViT, SAM and others cut inside the branch:
     there the stream is whole, and so is the scope;
-  * with one channel everything is parallel, so there is no site on such a stream.
+  * where a module works on the class token alone and hands copies of the others on as its output (``xcit``), they would
+    make up the global scope's inner product and take the class token's own stream away: there each token has its own;
+  * with one channel nothing is across the stream of a pixel, so there is no site on such a stream.
 
 What is none: sums of parallel branches that a re-parameterisation folds into one convolution (the connection would not
-survive it), sums inside a branch, sums of resolutions, position embeddings, concatenations. ``NOT_STREAMS`` names the
-classes that have nothing else.
+survive it), sums inside a branch (unless they are a transformer's: ``edgenext``'s attention, ``mobilevit``'s blocks),
+sums of resolutions, position embeddings, concatenations. ``NOT_STREAMS`` names the classes that have nothing else.
 
 To support another block class, add its line to ``FAMILIES`` and its architectures to the tests. Routed classes are
 attributes of this module (``families.vision_transformer_Block``), made when they are first asked for, so that pickle
@@ -61,6 +63,7 @@ class Family(NamedTuple):
             backward pass (see :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions; ``forward`` where a release of timm has no such method.
         unless: Says of a block that its sums stay what they are.
+        tokens_apart: Whether the global scope is each token by itself here.
         mask: The method's argument, if it has it, that says which tokens may attend to which, and so what is padding
             (see :func:`timm_ortho.connections.real_tokens`). The connections receive it as well.
     """
@@ -73,6 +76,7 @@ class Family(NamedTuple):
     keep: str = "output"
     method: str = "forward"
     unless: Callable[[nn.Module], bool] = lambda block: False
+    tokens_apart: bool = False
     mask: str = "attn_mask"
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: _last_width(block)
     projection: Callable[[nn.Module], Optional[nn.Module]] = lambda block: None
@@ -176,8 +180,8 @@ FAMILIES: Tuple[Family, ...] = (
     _family("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
     _family("cait.LayerScaleBlock", "x", _TRANSFORMER, _TOKENS),
     _family("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the class token alone
-    # the branch of a patch token is that token: along the stream, so nothing of it is left
-    _family("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS),
+    # the branch of a patch token is that token, in the first sum after the norm
+    _family("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
     _family("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
     _family("volo.Outlooker", "x", _TRANSFORMER, _NHWC),
     _family("volo.Transformer", "x", _TRANSFORMER, _NHWC),
@@ -346,28 +350,38 @@ NOT_STREAMS: Dict[str, str] = {
             "layers.bottleneck_attn": "BottleneckAttn PosEmbedRel",
             "layers.halo_attn": "HaloAttn PosEmbedRel",
             "layers.lambda_layer": "LambdaLayer",
-            "layers.non_local_attn": "BatNonLocalAttn",
+            "layers.non_local_attn": "BatNonLocalAttn NonLocalAttn",
             "models.coat": "FactorAttnConvRelPosEnc",
+            "models.csatv2": "PosConv",
             "models.cspnext": "SPPBottleneck",
             "models.efficientformer_v2": "Attention2d Attention2dDownsample LocalGlobalQuery",
             "models.efficientvim": "HSMSSD",
             "models.efficientvit_msra": "CascadedGroupAttention",
             "models.focalnet": "FocalModulation",
-            "models.mvitv2": "MultiScaleAttention",
-            "models.sequencer": "LSTM2d",
+            "models.mvitv2": "MultiScaleAttention MultiScaleAttentionPoolFirst",
+            "models.sequencer": "LSTM2d RNN2dBase",
             "models.swiftformer": "EfficientAdditiveAttention",
             "models.vision_transformer_sam": "Attention",
         },
         "a gate or a norm of a branch": {
+            "layers.cbam": "ChannelAttn LightChannelAttn LightSpatialAttn",
+            "layers.coord_attn": "CoordAttn EfficientLocalAttn SimpleCoordAttn StripAttn",
+            "layers.evo_norm": "EvoNorm2dB0",
+            "layers.gather_excite": "GatherExcite",
             "layers.global_context": "GlobalContext",
             "layers.grn": "GlobalResponseNorm",
             "layers.squeeze_excite": "SEModule EffectiveSEModule",
         },
-        "one channel, along which everything is parallel": {"models.csatv2": "PosConv SpatialTransformerBlock"},
+        "one channel, across which nothing is": {"models.csatv2": "SpatialTransformerBlock"},
         "a position embedding": {"models.gemma4_vit": "Gemma4PatchEmbed"},
         "a sum of resolutions": {"models.hrnet": "HighResolutionModule"},
         "the mean of two classifiers": {"models.iformer": "RepVitClassifier", "models.repvit": "RepVitClassifier"},
-        "pools the tokens for the head, after the last block": {"layers.attention_pool": "AttentionPoolLatent"},
+        "pools for the head, after the last block": {
+            "layers.adaptive_avgmax_pool": "FastAdaptiveAvgMaxPool",
+            "layers.attention_pool": "AttentionPoolLatent",
+            "layers.ml_decoder": "TransformerDecoderLayerOptimal",
+            "layers.other_pool": "LsePlus1d LsePlus2d",
+        },
     }.items()
     for module, classes in modules.items()
     for cls in classes.split()
@@ -435,8 +449,9 @@ def __getattr__(name: str) -> type:
 def is_residual(cls: type) -> bool:
     """Whether a class that is not in the table looks like a residual block, from the source of its ``forward``.
 
-    That is: two things that both follow from the input are added. It errs towards yes, so that no model is converted by
-    half: what looks residual and is not belongs in ``NOT_STREAMS``.
+    That is: two things that both follow from the input are added, by ``+``, ``torch.add`` or the tensor's own methods.
+    It errs towards yes, so that no model is converted by half: what looks residual and is not belongs in
+    ``NOT_STREAMS``. Sums in other methods, of arguments or by other means (``sum``) are not seen.
     """
     if f"{cls.__module__}.{cls.__qualname__}" in NOT_STREAMS:
         return False
@@ -450,6 +465,10 @@ def is_residual(cls: type) -> bool:
     return any(_adds(node, derived) for node in ast.walk(function))
 
 
+_ADDING = ("add", "add_", "add_relu")
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+
+
 def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
     """Variables that are computed from one argument, shapes and sizes of it left out."""
     names: Set[str] = set()
@@ -457,8 +476,9 @@ def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
     while grown - names:
         names |= grown
         for node in ast.walk(function):
-            if isinstance(node, ast.Assign) and _mentions(node.value, names):
-                grown |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            if isinstance(node, _ASSIGNMENTS) and node.value is not None and _mentions(node.value, names):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                grown |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
     return names
 
 
@@ -467,6 +487,9 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
         return _mentions(node.target, derived) and _mentions(node.value, derived)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _mentions(node.left, derived) and _mentions(node.right, derived)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
+        summands = [node.func.value, *node.args[:2]]  # of torch.add the first mentions nothing
+        return sum(_mentions(summand, derived) for summand in summands) >= 2
     return False
 
 

@@ -10,7 +10,7 @@ From "Orthogonal and Idempotent Transformations for Learning Deep Neural Network
 | ``idempotent_cmr`` | I - P_MR, what each branch has beyond that mean; B = 1 is P = 0, no skip connection | C - C/B |
 | ``orthogonal_tp`` | M ⊗ ... ⊗ M with M = [[1, -1], [1, 1]] / sqrt(2) | C |
 | ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n of random rotations, others at each site | C |
-| ``scaled`` | I / L for L residual additions, so that y = x / L + f | C |
+| ``scaled`` | I / L for L sites, that is residual additions, so that y = x / L + f | C |
 
 Widths that are no power of two have a Kronecker factor for each prime factor of C, the largest first. For a prime p,
 M is p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), cas = cos + sin: Hartley's matrix with its rows in

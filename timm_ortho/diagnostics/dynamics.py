@@ -8,7 +8,8 @@ if the connection has a skip transform) and f the branch output (paper, Section 
 All are taken over the channel axis, whatever the connection's own scope, so that the numbers of different connections
 can be compared. A row of :func:`record` has besides ``parallel_share = parallel / stream`` and ``orthogonal_share``,
 of the averages: a single token may be zero (the paper's class token is, at the start), the average is not. Padding, as
-the attention mask tells it, is in no average.
+the attention mask tells it, is in no average. A connection that a forward pass calls several times (``coat`` shares its
+position encodings) is one site, with the averages over its calls.
 """
 import math
 import warnings
@@ -99,10 +100,17 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[SiteLike])
         One entry for each site, in the order of ``sites``.
     """
     sites = list(sites)
-    seen: Dict[int, Tensor] = {}
-    with _watching([site.connection for site in sites], seen.__setitem__), evaluation(model), torch.no_grad():
+    calls: List[List[Tensor]] = [[] for _ in sites]
+
+    def add(index: int, figures: Tensor) -> None:
+        calls[index].append(figures)
+
+    with _watching([site.connection for site in sites], add), evaluation(model), torch.no_grad():
         model(images)
-    return [SiteDynamics(site.layer, site.kind, site.name, *seen[i].tolist()) for i, site in enumerate(sites)]
+    return [
+        SiteDynamics(site.layer, site.kind, site.name, *torch.stack(figures).mean(0).tolist())
+        for site, figures in zip(sites, calls, strict=True)
+    ]
 
 
 @contextmanager
@@ -300,18 +308,19 @@ class _Pass:
     def __init__(self, step: int, places: List[_Place]) -> None:
         self.step = step
         self.places = places
-        self.figures: List[Tuple[_Place, Tensor]] = []
+        self.figures: Dict[int, List[Tensor]] = {}  # of each call, by place
 
     def add(self, index: int, figures: Tensor) -> None:
         place = self.places[index]
         if isinstance(place.connection, HybridConnection):
             learned = torch.stack(place.connection.in_use())
             figures = torch.cat([figures, learned.to(figures)])
-        self.figures.append((place, figures))
+        self.figures.setdefault(index, []).append(figures)
 
     def rows(self) -> List[Row]:
-        values = iter(torch.cat([figures for _, figures in self.figures]).tolist() if self.figures else ())
-        return [self._row(place, [next(values) for _ in figures]) for place, figures in self.figures]
+        means = {index: torch.stack(figures).mean(0) for index, figures in self.figures.items()}
+        values = iter(torch.cat(list(means.values())).tolist() if means else ())
+        return [self._row(self.places[index], [next(values) for _ in figures]) for index, figures in means.items()]
 
     def _row(self, place: _Place, values: List[float]) -> Row:
         stream, parallel, orthogonal, cosine, *learned = values
