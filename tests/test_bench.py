@@ -623,6 +623,14 @@ def test_bad_arguments(capsys, tmp_path, arguments, message):
     assert not output.exists()
 
 
+def test_an_output_that_is_no_folder_is_told_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure", None)
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main(["bench", "--quick", "--device", "cpu", "--output", str(file)]) == 2
+    assert capsys.readouterr().err == f"timm-ortho: error: --output {file} cannot be a folder: File exists\n"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_gpu(capsys):
     assert cli.main(["bench", "--device", "cuda"]) == 2

@@ -105,6 +105,13 @@ def test_fx_draws_anew_at_each_call():
     ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite, got -1.0"),
     ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite, got 0.0"),
     ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite, got inf"),
+    ({"connection": "feature", "eps": "1e-6"}, "eps must be positive and finite, got '1e-6'"),
+    ({"connection": "feature", "eps": None}, "eps must be positive and finite, got None"),
+    ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
+    ({"connection": ["global"]}, "unknown connection ['global'], known are 'linear', 'feature', 'global', 'hybrid'; "
+                                 "did you mean 'global'?"),
+    ({"connection": "orthogonal"}, "unknown connection 'orthogonal', known are 'linear', 'feature', 'global', "
+                                   "'hybrid'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
     ({"connection": "linear", "prob": math.nan}, "prob must be in [0, 1], got nan"),
     ({"connection": "hybrid", "prob": 0.5}, "hybrid learns its weights and takes no prob, got prob=0.5 (allowed: 1.0)"),

@@ -3,6 +3,7 @@ import copy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -126,8 +127,10 @@ def test_there_and_back(block):
 
 
 def test_layers():
-    model = connect(build("Block"), "feature", layers=[1])
-    assert [type(s.connection).__name__ for s in sites(model)] == ["LinearConnection"] * 2 + ["FeatureConnection"] * 2
+    for layers in ([1], {1}, range(1, 2), iter([1]), np.array([1])):
+        model = connect(build("Block"), "feature", layers=layers)
+        classes = [type(site.connection).__name__ for site in sites(model)]
+        assert classes == ["LinearConnection"] * 2 + ["FeatureConnection"] * 2
     assert {type(s.connection) for s in sites(connect(model, "global", layers=[]))} == {LinearConnection}
 
 
@@ -235,6 +238,7 @@ def unchanged(model, *args, **kwargs):
     ({"layers": [0, 2]}, ["layers", "[0, 1]", "2"]),
     ({"layers": [-1]}, ["layers", "[0, 1]", "-1"]),
     ({"layers": ["0"]}, ["layers", "'0'"]),
+    ({"layers": 1}, ["layers", "[0, 1]", "got 1"]),
     ({"connection": "hybrid", "prob": 0.5}, ["hybrid", "prob=0.5"]),
     ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid", "prob=0.5"]),
     ({"start": "nowhere"}, ["start", "'nowhere'", "'orthogonal', 'linear'"]),
@@ -258,6 +262,27 @@ def test_models_that_cannot_be_converted(model, words):
     error = unchanged(model, "feature")
     assert isinstance(error, UnsupportedModelError)
     assert all(word in str(error) for word in words), error
+
+
+class Adapter(nn.Module):
+    """Looks residual: the result of a layer, and something small that follows from the same input."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.small = layer, nn.Linear(layer.in_features, layer.out_features)
+
+    def forward(self, x):
+        return self.layer(x) + self.small(x)
+
+
+def test_adapters_in_a_branch_are_part_of_it():
+    model = tiny_vit()
+    for block in model.blocks:
+        block.attn.qkv, block.mlp.fc1 = Adapter(block.attn.qkv), Adapter(block.mlp.fc1)
+    for connection in ("feature", "linear"):  # before the model has connections and after
+        assert len(sites(connect(model, connection))) == 4
+    model.head = Adapter(model.head)
+    assert "not supported: test_convert.Adapter" in str(unchanged(model, "feature"))
 
 
 def test_a_release_with_another_block(monkeypatch):

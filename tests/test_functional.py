@@ -370,6 +370,15 @@ def test_export_takes_an_activation_in_place_behind_the_update():
     torch.testing.assert_close(program.module()(x, f), Activated()(x, f))
 
 
+def test_compiled_for_any_shape_and_any_eps():
+    x, f = pair((2, 3, 4))
+    compiled = torch.compile(residual_update, fullgraph=True, dynamic=True, backend="eager")
+    for eps in (1e-6, 1e-3, 0.5):
+        assert torch.equal(compiled(x, f, eps=eps), residual_update(x, f, eps=eps))
+    x, f = pair((5, 7, 3))
+    assert torch.equal(compiled(x, f), residual_update(x, f))
+
+
 def test_compile_keeps_the_closed_form_without_a_graph_break():
     x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
     graphs = []

@@ -417,6 +417,12 @@ def test_a_folder_without_a_config(client, tmp_path):
     refused(client.run(f"timm_ortho.pull('{folder}')"), f"{folder}: there is no config.json in it")
 
 
+@pytest.mark.parametrize("name", ["", "a/b/c", "/some/folder"])
+def test_a_name_that_is_none(client, name):
+    refused(client.run(f"timm_ortho.pull({name!r})"), f"'{name}' is not the name of a repository: give it as "
+            f"organisation/name, and a folder as 'local-dir:{name or 'DIR'}'")
+
+
 def nan(tensor):
     tensor = tensor.clone()
     tensor.view(-1)[:2] = float("nan")

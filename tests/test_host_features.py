@@ -82,6 +82,15 @@ def test_compile_without_graph_breaks(arguments, connection, backend):
     torch._dynamo.reset()
 
 
+def test_compile_goes_on_after_another_eps(arguments):
+    model, x = create(arguments), images()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for eps in (1e-6, 1e-2):
+        connect(model, "feature", eps=eps)
+        torch.testing.assert_close(compiled(x), model(x))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
 def test_export(arguments, connection):
     model = create(arguments, **connection)

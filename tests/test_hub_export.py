@@ -328,6 +328,9 @@ def test_other_wrong_words(tmp_path):
     (tmp_path / "full" / "thesis.tex").touch()
     assert "holds other things ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
+    thesis = tmp_path / "full" / "thesis.tex"
+    assert f"{thesis} is a file: choose another --output" in message(tiny(), thesis)
+    assert f"nothing can be written in {thesis}: " in message(tiny(), thesis / "out")
 
 
 def test_command_line(grid, tmp_path, capsys, monkeypatch):

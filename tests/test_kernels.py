@@ -18,7 +18,7 @@ import timm
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import gradgradcheck
+from torch.autograd import forward_ad, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -399,6 +399,20 @@ def test_second_derivatives_of_the_kernels(weights, calls):
     torch.testing.assert_close(second("triton"), second("torch"))
     assert calls["update"] == 1
     assert gradgradcheck(functools.partial(update, "triton"), tuple(inputs.values()))
+
+
+@backends
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_forward_mode_whatever_else_is_wanted(backend, with_gradient):
+    """The closed form has no forward mode, and a kernel would hand on no tangent at all."""
+    x, f, dx = tensors((3, 5, 20), (DOUBLE, DOUBLE))
+    df, _, _ = tensors((3, 5, 20), (DOUBLE, DOUBLE), seed=1)
+    expected = torch.autograd.functional.jvp(residual_update, (x, f), (dx, df))
+    f.requires_grad_(with_gradient)
+    with forward_ad.dual_level():
+        y = residual_update(forward_ad.make_dual(x, dx), forward_ad.make_dual(f, df), backend=backend)
+        torch.testing.assert_close(tuple(forward_ad.unpack_dual(y)), expected)
+    assert y.requires_grad is with_gradient
 
 
 @needs_triton

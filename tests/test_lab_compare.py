@@ -18,6 +18,7 @@ from timm.scheduler import PlateauLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from timm_ortho.lab import LabError, data, grid as grid_module, recipe, report, training, write_json
+from timm_ortho.lab.checkpoints import disk_errors
 from timm_ortho.lab.compare import compare, plan
 
 # timm's ImageDataset leaves the closing of its files to the garbage collector.
@@ -309,6 +310,16 @@ def test_damaged_checkpoint_gives_way_to_an_older_one(images, tmp_path, monkeypa
         tmp_path / "whole" / "feature-seed0" / "summary.csv").read_text()
 
 
+@pytest.mark.parametrize(("error", "advice"), [
+    (OSError(errno.ENOSPC, "No space left on device"), "make room and give"),
+    (RuntimeError("unexpected pos 64 vs 0"), "make room and give"),  # torch's writer
+    (PermissionError(errno.EACCES, "Permission denied"), "see to the folder and give"),
+])
+def test_advice_follows_what_the_system_says(tmp_path, error, advice):
+    with pytest.raises(LabError, match=advice), disk_errors(tmp_path):
+        raise error
+
+
 @pytest.mark.parametrize("where", ["checkpoint", "history", "result"])
 def test_full_disk_is_one_line_and_loses_nothing(images, tmp_path, monkeypatch, where):
     output = tmp_path / "out"
@@ -435,6 +446,7 @@ def test_default_folder_follows_the_settings(images):
     (dict(model_kwargs={"connection": "feature"}), r"use --connections"),
     (dict(batch_size=64), r"batch_size 64 is larger than the training set of 32 images"),
     (dict(batch_size=7, mixup=0.2), r"mixup and cutmix need an even batch_size, not 7"),
+    (dict(num_classes=1), r"num_classes=1 is too few for data set '', which has 2 classes"),
     (dict(device="cuda:99"), r"PyTorch sees no device 'cuda:99' here: use --device cpu"),
     (dict(opt="adamm"), r"timm cannot make a run of these options: .*adamm"),
     (dict(sched="plateau"), r"timm cannot make a run of these options: Plateau LR only supports step per epoch"),

@@ -31,6 +31,15 @@ def test_values_get_timms_types(tmp_path):
     assert (options.lr, options.epochs, options.mean, options.model_kwargs) == (1e-3, 5, [0.5], {"a": 1})
 
 
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-6", 1e-6), ("-2.5E+3", -2.5e3), ("1.0e-6", 1e-6), ("3", 3), ("true", True), ("[1, 2]", [1, 2]), ("1e", "1e"),
+    ("vit_small", "vit_small"), ("5e3d1ab", "5e3d1ab"),
+])
+def test_assignments_read_numbers_as_timms_parser_does(text, value):
+    key, read = recipe.parse_assignment(f"connection_eps={text}")
+    assert (key, read, type(read)) == ("connection_eps", value, type(value))
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("weigth_decay: 0.1", "recipe '.*': timm's train.py has no option 'weigth_decay'; the nearest is 'weight_decay'"),
     ("- a list", "must be a mapping of timm's train.py options, not a list"),

@@ -140,6 +140,10 @@ def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path
     options = resolve(given)
     groups = [*operator_groups(options), *model_groups(options)]
     machine = bench_report.machine(options.device, environment, command)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(f"--output {output} cannot be a folder: {error.strerror}") from None
     rows, status = [], 0
     try:
         # disable=None: no bar where the output is not a terminal

@@ -18,6 +18,7 @@ A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skip
 above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
 """
 import math
+from numbers import Real
 from typing import Dict, List, Optional, Type
 
 import torch
@@ -36,8 +37,8 @@ STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # 
 
 def check_prob(prob: float) -> None:
     """Raise ValueError unless ``prob`` is a probability."""
-    if not 0.0 <= prob <= 1.0:
-        raise ValueError(f"prob must be in [0, 1], got {prob}")
+    if not (isinstance(prob, Real) and 0.0 <= prob <= 1.0):
+        raise ValueError(f"prob must be in [0, 1], got {prob!r}")
 
 
 def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:

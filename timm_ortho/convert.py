@@ -1,6 +1,7 @@
 """The one door through which a model gets its connections."""
+import operator
 from itertools import repeat
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Collection, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from torch import nn
 
@@ -47,7 +48,7 @@ def connect(
         *,
         eps: float = 1e-6,
         prob: float = 1.0,
-        layers: Optional[Sequence[int]] = None,
+        layers: Optional[Iterable[int]] = None,
         start: str = "orthogonal",
         skip: str = "identity",
         skip_branches: Optional[int] = None,
@@ -61,7 +62,8 @@ def connect(
     must be told of; any other connection takes them away.
 
     Args:
-        model: Any module that contains supported blocks: timm's models, their ``features_only`` forms, your own.
+        model: Any module that contains supported blocks: timm's models, their ``features_only`` forms, your own, with
+            adapters in the blocks or without.
         connection: ``linear``, ``feature``, ``global`` or ``hybrid``.
         eps: Added to |x|^2.
         prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
@@ -120,14 +122,18 @@ def sites(model: nn.Module) -> List[Site]:
 
 
 def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family, Tuple[str, ...]]]:
-    """Every block that adds something to a stream as it is configured, its family and the kinds of its sites."""
-    blocks, unsupported = [], []
+    """Every block that adds something to a stream as it is configured, its family and the kinds of its sites.
+
+    A module from elsewhere within one of timm's blocks (LoRA, an adapter) is part of its branch, whatever it adds.
+    """
+    blocks, unsupported, within = [], [], set()
     for module in model.modules():
         family = family_of(module)
         if family is not None:
             kinds = family.reached(module)
             blocks += [(module, family, kinds)] if kinds else []
-        elif is_residual(type(module)):
+            within.update(module.modules())
+        elif is_residual(type(module)) and (module not in within or type(module).__module__.startswith("timm.")):
             unsupported.append(f"{type(module).__module__}.{type(module).__qualname__}")
     if blocks and not unsupported:
         return blocks
@@ -136,17 +142,22 @@ def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family, Tuple[s
     without = ", ".join(dict.fromkeys(unsupported)) or "none"
     raise UnsupportedModelError(
         f"cannot connect {type(model).__name__} ({TIMM}): supported residual blocks found: {names}; "
-        f"residual blocks found that are not supported: {without}. timm-ortho list shows what is supported. "
-        "The model is unchanged.", tuple(dict.fromkeys(unsupported)))
+        f"residual blocks found that are not supported: {without}. timm-ortho list shows what is supported; what wraps "
+        "other layers, of the head say, can be put on after the model is connected. The model is unchanged.",
+        tuple(dict.fromkeys(unsupported)))
 
 
-def _chosen_layers(layers: Optional[Sequence[int]], count: int) -> Sequence[int]:
+def _chosen_layers(layers: Optional[Iterable[int]], count: int) -> Collection[int]:
     if layers is None:
         return range(count)
-    wrong = [layer for layer in layers if not isinstance(layer, int) or not 0 <= layer < count]
+    try:
+        given = [operator.index(layer) for layer in layers]  # NumPy's integers too, and whatever can be read only once
+    except TypeError:
+        raise ValueError(f"layers must be block indices in [0, {count - 1}], got {layers!r}") from None
+    wrong = [layer for layer in given if not 0 <= layer < count]
     if wrong:
-        raise ValueError(f"layers must be block indices in [0, {count - 1}], got {wrong[0]!r} in {list(layers)}")
-    return set(layers)
+        raise ValueError(f"layers must be block indices in [0, {count - 1}], got {wrong[0]} in {given}")
+    return set(given)
 
 
 def _make_connections(

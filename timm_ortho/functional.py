@@ -26,6 +26,7 @@ import importlib.util
 import itertools
 import math
 import os
+from numbers import Real
 from types import ModuleType
 from typing import Any, Collection, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -407,8 +408,9 @@ def residual_update(
     """Add to the stream the weighted parts of the branch output along and across it, ``x + a f_par + b f_orth``.
 
     An autograd function with closed-form gradients, differentiable any number of times, which ``torch.compile`` fuses.
-    Under ``torch.export``, ``torch.jit.trace`` and FX it is :func:`plain_update`, whatever the backend. TorchScript
-    compiles no keyword-only arguments: call :func:`plain_update` in code that is to be scripted.
+    Under ``torch.export``, ``torch.jit.trace``, FX and forward-mode differentiation it is :func:`plain_update`,
+    whatever the backend. TorchScript compiles no keyword-only arguments: call :func:`plain_update` in code that is to
+    be scripted.
 
     Args:
         x: Stream, of any shape.
@@ -452,7 +454,7 @@ def residual_update(
         return x + f
     if chosen == "triton" and torch.compiler.is_compiling():
         return _kernels().operator(x, f, parallel, orthogonal, dims, eps, keep == "branch")
-    if is_recorded():
+    if is_recorded() or torch.autograd.forward_ad._current_level >= 0:  # the closed form has no forward mode
         return plain_update(x, f, parallel, orthogonal, dims, eps)
     if not _needs_gradient(x, f, parallel, orthogonal):
         return _without_gradient(x, f, parallel, orthogonal, dims, eps, chosen)
@@ -505,14 +507,14 @@ def _check_mask(mask: Tensor, x: Tensor) -> None:
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is a positive, finite number."""
-    if not (math.isfinite(eps) and eps > 0):
-        raise ValueError(f"eps must be positive and finite, got {eps}")
+    if not (isinstance(eps, Real) and 0.0 < eps < math.inf):  # comparisons: a compiler can follow these with any eps
+        raise ValueError(f"eps must be positive and finite, got {eps!r}")
 
 
 def known_name(kind: str, name: str, known: Collection[str]) -> str:
     """``name`` if it is one of ``known``, otherwise a ValueError that lists them and suggests the nearest."""
-    if name in known:
+    if isinstance(name, str) and name in known:
         return name
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(repr(k) for k in known)}{hint}")

@@ -87,8 +87,12 @@ def export(
     )
     curve = CURVE if run is not None and run.history else None
     card = ModelCard(scrubbed(str(model_card(subject, run, curve)), token))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.")
+    except OSError as error:
+        raise PublishError(f"nothing can be written in {folder.parent}: {error.strerror}") from None
+    with made as scratch:
         _write(Path(scratch), built, config, card, token)
         if curve:
             draw_curve(run, Path(scratch, curve))
@@ -372,7 +376,9 @@ def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
 
 def _move(scratch: Path, folder: Path) -> None:
     if folder.exists():
-        strangers = [item.name for item in folder.iterdir() if item.name not in FILES] if folder.is_dir() else ["it"]
+        if not folder.is_dir():
+            raise PublishError(f"{folder} is a file: choose another --output")
+        strangers = [item.name for item in folder.iterdir() if item.name not in FILES]
         if strangers:
             raise PublishError(f"{folder} holds other things ('{strangers[0]}'): choose another --output")
         shutil.rmtree(folder)

@@ -14,6 +14,7 @@ Beside timm's `args.yaml`, `summary.csv`, `last.pth.tar`, `checkpoint-<epoch>.pt
 the run continues. Should it be damaged all the same, the newest of the older checkpoints takes its place: an epoch's
 random numbers follow from seed and epoch, so the epochs that are lost come out again as they were.
 """
+import errno
 import json
 import math
 import sys
@@ -48,6 +49,9 @@ def read_json(path: Path) -> Any:
         raise LabError(f"{path} cannot be read ({_reason(error)}); remove {path.parent} to train it anew") from None
 
 
+_FULL = errno.ENOSPC, errno.EDQUOT
+
+
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """Makes one line of whatever the operating system or torch's writer says about a file that cannot be written."""
@@ -58,7 +62,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             (folder / "tmp.pth.tar").unlink()  # half a checkpoint
-        raise DiskError(f"cannot write in {folder} ({_reason(error)}): make room and give the same command again; what "
+        advice = "make room" if isinstance(error, RuntimeError) or error.errno in _FULL else "see to the folder"
+        raise DiskError(f"cannot write in {folder} ({_reason(error)}): {advice} and give the same command again; what "
                         "is finished stays, and this run continues from its last checkpoint") from None
 
 

@@ -199,6 +199,9 @@ def _in_chans(options: Namespace, mode: Optional[str]) -> int:
 
 def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
     if options.num_classes is not None:
+        if classes and options.num_classes < len(classes):
+            raise LabError(f"num_classes={options.num_classes} is too few for data set '{options.dataset}', which has "
+                           f"{len(classes)} classes")
         return options.num_classes
     if classes:
         return len(classes)

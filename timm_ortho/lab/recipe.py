@@ -9,6 +9,7 @@
 """
 import difflib
 import json
+import re
 from argparse import Namespace
 from functools import cache
 from importlib.resources import files
@@ -47,6 +48,8 @@ INERT = frozenset("""
 
 # train.py's parser takes one number, but hands a list that stands in the YAML on to timm.data, which knows both.
 _NUMBER_OR_LIST = frozenset({"color_jitter"})
+
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 # Where the lab's default is not timm's, and why.
 DEFAULTS = {
@@ -100,14 +103,15 @@ def load(name: str) -> dict[str, Any]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`key=value` of the command line, the value read as YAML."""
+    """`key=value` of the command line, the value read as YAML, but for 1e-6: text there, a number to timm's parser."""
     key, sign, value = text.partition("=")
     if not sign:
         raise LabError(f"'{text}' is not of the form key=value")
     try:
-        return key.strip(), yaml.safe_load(value)
+        read = yaml.safe_load(value)
     except yaml.YAMLError:
         raise LabError(f"the value in '{text}' is not YAML") from None
+    return key.strip(), float(read) if isinstance(read, str) and _EXPONENT.fullmatch(read) else read
 
 
 def resolve(values: Mapping[str, Any]) -> tuple[Namespace, list[str]]:

@@ -38,6 +38,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
         in_folder(folder)
         return timm.create_model(name, pretrained=True, **kwargs)
     hf_hub_id = name.removeprefix("hf-hub:")
+    _check_id(hf_hub_id)
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
     _check_config(config, f"hf-hub:{hf_hub_id}")
     # of one commit, whatever happens to the branch meanwhile; timm finds both in the cache then and asks nobody
@@ -46,6 +47,16 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     model = timm.create_model(f"hf-hub:{commit}", pretrained=True, cache_dir=cache_dir, **kwargs)
     model.pretrained_cfg["hf_hub_id"] = hf_hub_id
     return model
+
+
+def _check_id(hf_hub_id: str) -> None:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(split_revision(hf_hub_id)[0])
+    except HFValidationError:
+        raise WeightsError(f"'{hf_hub_id}' is not the name of a repository: give it as organisation/name, and a folder "
+                           f"as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path") from None
 
 
 def _check_config(file: Path, source: str) -> None:
