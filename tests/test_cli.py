@@ -49,6 +49,12 @@ def test_list(capsys):
     assert int(rows["vit_small_ortho"][0].replace(",", "")) > 10_000_000
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"timm-ortho {timm_ortho.__version__}\n")
+
+
 def test_list_holds_nothing_of_timms_own(capsys):
     assert "no variant matches 'resnet18'" in fails(capsys, "list", "resnet18")
 

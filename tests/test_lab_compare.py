@@ -446,6 +446,7 @@ def test_default_folder_follows_the_settings(images):
     (dict(model_kwargs={"connection": "feature"}), r"use --connections"),
     (dict(batch_size=64), r"batch_size 64 is larger than the training set of 32 images"),
     (dict(batch_size=7, mixup=0.2), r"mixup and cutmix need an even batch_size, not 7"),
+    (dict(epochs=0), r"epochs must be at least 1, got 0"),
     (dict(num_classes=1), r"num_classes=1 is too few for data set '', which has 2 classes"),
     (dict(device="cuda:99"), r"PyTorch sees no device 'cuda:99' here: use --device cpu"),
     (dict(opt="adamm"), r"timm cannot make a run of these options: .*adamm"),

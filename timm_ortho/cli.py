@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
+from . import __version__
+
 __all__ = ["main"]
 
 _PLOTTING = {"matplotlib": "matplotlib", "tqdm": "tqdm"}
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="timm-ortho", description="Orthogonal residual connections for timm's models.")
+    parser.add_argument("--version", action="version", version=f"timm-ortho {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
     _add_study(commands)

@@ -142,6 +142,8 @@ def check_model(options: Namespace, connection: str) -> None:
 
 def check_run(job: Job, source: Source) -> None:
     """Makes a run ready and lets it go again: an optimizer, schedule or loader that cannot be is known now."""
+    if job.options.epochs < 1:
+        raise LabError(f"epochs must be at least 1, got {job.options.epochs}")
     try:
         Run(job.options, source, job.folder, torch.device(job.options.device), job.extras)
     except LabError:
