@@ -627,8 +627,10 @@ def test_an_output_that_is_no_folder_is_told_before_anything_is_measured(capsys,
     monkeypatch.setattr(bench, "measure", None)
     file = tmp_path / "file"
     file.touch()
-    assert cli.main(["bench", "--quick", "--device", "cpu", "--output", str(file)]) == 2
-    assert capsys.readouterr().err == f"timm-ortho: error: --output {file} cannot be a folder: File exists\n"
+    for output in (file, file / "out" / "bench"):
+        assert cli.main(["bench", "--quick", "--device", "cpu", "--output", str(output)]) == 2
+        message = f"timm-ortho: error: --output {output} cannot be written: {file} is a file\n"
+        assert capsys.readouterr().err == message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

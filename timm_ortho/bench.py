@@ -13,6 +13,7 @@ convolution. Precisions other than float32 are dtypes of the operator's tensors,
 """
 import difflib
 import gc
+import os
 import time
 from argparse import Namespace
 from contextlib import contextmanager, nullcontext
@@ -140,10 +141,7 @@ def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path
     options = resolve(given)
     groups = [*operator_groups(options), *model_groups(options)]
     machine = bench_report.machine(options.device, environment, command)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BenchError(f"--output {output} cannot be a folder: {error.strerror}") from None
+    _check_output(output)
     rows, status = [], 0
     try:
         # disable=None: no bar where the output is not a terminal
@@ -205,6 +203,14 @@ def _device(name: Optional[str]) -> torch.device:
     except (AssertionError, RuntimeError, ValueError) as error:
         raise BenchError(f"--device {name}: {_first_line(error)}") from None
     return device
+
+
+def _check_output(folder: Path) -> None:
+    """That it can be written is known before the measurement; it is made afterwards, if there is something to write."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        reason = "is not writable" if there.is_dir() else "is a file"
+        raise BenchError(f"--output {folder} cannot be written: {there} {reason}")
 
 
 def _known(kind: str, name: str, known: Any) -> None:
