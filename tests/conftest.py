@@ -1,10 +1,18 @@
-"""What has to be settled before the first test is imported: where the Triton kernels run. Fixtures of several files."""
+"""What has to be settled before the first test is imported: threads, and where the Triton kernels run. Fixtures of
+several files.
+"""
 import os
+
+# One thread here and, by the environment, in every process that a test starts, whatever the user has set. The tensors
+# are small: a second thread costs more than it brings, and rounds sums otherwise, which tests across processes see.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
 import torch
 from hub_client import HubClient
 from hub_server import HubServer
+
+torch.set_num_threads(1)  # a plugin may have imported torch before
 
 if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels on the CPU. Triton asks for this variable when it is imported, which timm
@@ -38,3 +46,9 @@ def server(served):
 @pytest.fixture
 def client(served):
     return served[1]
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests of a report's numbers: its figures are made, but not laid out and written, which takes far longer."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write("<svg/>"))

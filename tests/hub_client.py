@@ -58,7 +58,7 @@ class HubClient:
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
             "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
             "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": os.pathsep.join(
                 [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]),
             **({"HF_TOKEN": token} if token else {}),
             **environment,

@@ -21,6 +21,7 @@ from timm_ortho.models._build import on_meta
 ALL = [*SMALL, *MADE, *LARGER]
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *BLOCKS_OF_OTHERS])}  # in turn
 MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
+SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in [*LARGER, *BLOCKS_OF_OTHERS])]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -51,7 +52,7 @@ def outputs(model, x):
 
 @pytest.mark.skipif(
     not isinstance(on_meta(), torch.device), reason="before timm 1.0.21 not all of a model is on the meta device")
-@pytest.mark.parametrize("name", [*ALL, *BLOCKS_OF_OTHERS])
+@pytest.mark.parametrize("name", SHAPES)
 def test_streams_are_as_wide_as_the_table_says(name):
     """At every site, stream and branch: it is what a transform of the stream is made for, and shows the channel axis.
 
@@ -79,6 +80,7 @@ def test_every_covered_module_has_a_model_here():
     assert covered <= set(of_modules())
 
 
+@pytest.mark.slow
 def test_every_line_of_the_table_has_a_model_here():
     with on_meta():
         models = [build(name)[0] for name in [*ALL, *BLOCKS_OF_OTHERS] if name in MADE or timm.is_model(name)]

@@ -1,6 +1,7 @@
 """Getting weights: by a registered name, from a repository, from a folder; what goes wrong, and how soon that is said.
 
-The models are in processes of their own (`hub_client.py`) that know no other Hub than the one of `hub_server.py`.
+The models are in processes of their own (`hub_client.py`) that know no other Hub than the one of `hub_server.py`. Their
+logits are compared bit for bit with this process's, so all have as many threads: one, by `conftest.py`.
 """
 import hashlib
 import json
@@ -84,6 +85,10 @@ def refused(result, text, token=None):
     assert re.search(text, result.error), result.error
     assert result.seconds < LIMIT
     assert token is None or token not in result.output
+
+
+def test_the_processes_have_one_thread_as_this_one(client):
+    assert client.run("answer(torch.get_num_threads())").answer == torch.get_num_threads() == 1
 
 
 # ------------------------------------------------------------------------------------------- what is there

@@ -1,9 +1,8 @@
 """What PyTorch and timm users do with a model besides training it, on a ViT and a ResNetV2 variant."""
 import copy
 import io
-import os
+import itertools
 import pickle
-import socket
 import subprocess
 import sys
 
@@ -50,15 +49,21 @@ def test_deepcopy(arguments, connection):
     timm.utils.ModelEmaV3(model).update(model)
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_pickle_in_a_fresh_process(arguments, connection, tmp_path):
-    model = create(arguments, **connection)
-    expected = model(images())
-    assert torch.equal(pickle.loads(pickle.dumps(model))(images()), expected)
-    torch.save({"model": model, "x": images(), "y": expected}, tmp_path / "model.pt")
-    code = ("import sys, torch; d = torch.load(sys.argv[1], weights_only=False); "
-            "assert torch.equal(d['model'].eval()(d['x']), d['y'])")  # timm_ortho is not imported by hand
-    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
+def test_pickle_in_a_fresh_process(tmp_path):
+    for number, (arguments, connection) in enumerate(itertools.product(MODELS.values(), CONNECTIONS)):
+        model = create(arguments, **connection)
+        expected = model(images())
+        assert torch.equal(pickle.loads(pickle.dumps(model))(images()), expected)
+        torch.save({"model": model, "x": images(), "y": expected}, tmp_path / f"{number}.pt")
+    code = """
+import sys, torch
+for path in sys.argv[1:]:  # timm_ortho is not imported by hand
+    d = torch.load(path, weights_only=False)
+    assert torch.equal(d['model'].eval()(d['x']), d['y']), path
+"""
+    saved = sorted(tmp_path.iterdir())
+    assert len(saved) == 6
+    subprocess.run([sys.executable, "-c", code, *saved], check=True)
 
 
 def test_state_dict_with_weights_only(arguments):
@@ -186,11 +191,10 @@ def test_tracebacks_show_the_routed_line(arguments):
 
 
 DDP = """
-import copy, os, sys, timm, timm_ortho, torch, torch.distributed as dist
+import copy, sys, timm, timm_ortho, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-arguments = eval(sys.argv[1])
-dist.init_process_group("gloo")
-rank = dist.get_rank()
+arguments, store, rank = eval(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = timm.create_model(**arguments).eval()  # eval: BatchNorm would see half the batch
 alone = copy.deepcopy(model)
@@ -208,27 +212,19 @@ dist.destroy_process_group()
 """
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("connection", CONNECTIONS[:2], ids=str)
 def test_two_processes_train_as_one(arguments, connection, tmp_path):
     script = tmp_path / "ddp.py"
     script.write_text(DDP)
-    port = str(free_port())
     processes = [
         subprocess.Popen(
-            [sys.executable, script, repr({**arguments, **connection})], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                 "OMP_NUM_THREADS": "1"})
+            [sys.executable, script, repr({**arguments, **connection}), tmp_path / "store", str(rank)],
+            stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=600)
             assert process.returncode == 0, errors
     finally:
         for process in processes:

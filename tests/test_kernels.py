@@ -715,10 +715,15 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
+    """Nothing is spilled. How many registers they take is for Triton to say."""
     assert {row["arch"] for row in compiled_kernels} == {80, 90}
-    for row in compiled_kernels:
-        assert row["stack"] == row["local"] == 0, row  # nothing is spilled
-        assert row["registers"] <= 128, row
+    assert [row for row in compiled_kernels if row["stack"] or row["local"]] == []
+
+
+STREAMS = {  # how many tensors as large as the stream each kernel reads and writes
+    "forward": dict(loads=2, stores=1), "backward": dict(loads=3, stores=2),
+    "sums forward": dict(loads=2), "sums backward": dict(loads=2),
+}
 
 
 @pytest.mark.slow
@@ -726,11 +731,12 @@ def test_compiled_kernels_move_sixteen_bytes_at_a_time(compiled_kernels):
     rows = [row for row in compiled_kernels if row["size"] in ALIGNED]
     assert {row["size"] for row in rows} == ALIGNED
     for row in rows:
-        stream = ["loads"] if row["kernel"].startswith("sums") else ["loads", "stores"]
-        for accesses in (row[name] for name in stream):
-            assert accesses.get("16", 0) >= 2, row
-            assert set(accesses) <= {"16", "4"}, row
-            assert accesses.get("4", 0) <= 6, row  # s, n, the partial sums and the weights
+        for name, tensors in STREAMS[row["kernel"]].items():
+            assert row[name].get("16", 0) >= 2 * tensors, row
+            assert set(row[name]) <= {"16", "4"}, row
+            # s, n, the partial sums and the weights: 10 with Triton 3.8, 6 with the releases before and after it. A
+            # tensor of the stream would add 8 or more.
+            assert row[name].get("4", 0) <= 12, row
 
 
 # ---------------------------------------------------------------------------------------------- on a GPU only

@@ -22,7 +22,8 @@ from timm_ortho.lab.checkpoints import disk_errors
 from timm_ortho.lab.compare import compare, plan
 
 # timm's ImageDataset leaves the closing of its files to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*png:ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file.*png:ResourceWarning"), pytest.mark.usefixtures("undrawn")]
 
 TINY = {
     "model": "vit_small",

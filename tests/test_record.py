@@ -308,9 +308,9 @@ def test_a_recorded_step_is_cheap_enough():
     timm_ortho.record(models["recorded"], every=1)
     for _ in range(7):
         for name, model in models.items():
-            began = time.perf_counter()
+            began = time.process_time()
             train(model, 1)
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.process_time() - began)
     assert statistics.median(seconds["recorded"]) < 3.5 * statistics.median(seconds["plain"])
 
 

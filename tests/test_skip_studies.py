@@ -74,6 +74,7 @@ def test_paper_figures_stand_where_the_runs_do():
     assert cells["skips_depthwise"][("56", "Orthogonal-Random"), ("SVHN",)] == [97.058, 0.055]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["skips_depthwise", "skip_rank"])
 def test_from_run_to_report(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

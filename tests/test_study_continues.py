@@ -20,6 +20,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import timm_ortho
 from timm_ortho.lab import LabError, design, study, training
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
 # ------------------------------------------------------------------------------------------ killed, continued
 KILLED = """
 import os, signal, sys

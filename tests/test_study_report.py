@@ -184,7 +184,10 @@ def markdown_tables(text):
 
 
 # ----------------------------------------------------------------------------------------- every study
-@pytest.fixture(scope="module", params=[*GRIDS, *ROWS])
+EVERY = [*GRIDS, *ROWS]
+
+
+@pytest.fixture(scope="module", params=EVERY)
 def report(request, tmp_path_factory):
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     if name in ROWS:
@@ -281,6 +284,9 @@ def test_paper_stands_whole_beside(report):
         assert (stated == "–") == (here == "–")
 
 
+@pytest.mark.parametrize("report", [
+    name if name in ("accuracy", "overhead") else pytest.param(name, marks=pytest.mark.slow) for name in EVERY
+], indirect=True, scope="module")
 def test_results_make_the_same_report_again(report, tmp_path):
     _, folder, _ = report
     study_report.rewrite(folder / "results.json", tmp_path)
@@ -289,12 +295,6 @@ def test_results_make_the_same_report_again(report, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------- numbers
-@pytest.fixture
-def undrawn(monkeypatch):
-    """For tests of numbers alone: drawing takes most of a report's time."""
-    monkeypatch.setattr(page, "svg", lambda draw, salt: "<svg/>")
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_numbers_are_those_of_the_runs(tmp_path):
     values = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
@@ -386,6 +386,7 @@ def test_nothing_is_finished(tmp_path):
     assert {here for _, here in side_by_side(tmp_path).values()} == {"not run", "–"}
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", GRIDS)
 def test_baseline_is_missing(name, tmp_path):
     """An interrupted study with what is not the baseline: everything but differences."""
