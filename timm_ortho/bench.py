@@ -30,7 +30,8 @@ from tqdm import tqdm
 
 from . import bench_report
 from .bench_report import Result
-from .connections import LinearConnection, known_name
+from ._checks import known_name
+from .connections import LinearConnection
 from .convert import connect, sites
 from .functional import choose_backend, plain_update, residual_update
 from .models._build import SUFFIXES, on_meta

@@ -42,17 +42,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from .functional import AUTO, BACKEND_VARIABLE, choose_backend, in_dtype, is_recorded, known_name
+from ._checks import known_name
+from ._compat import is_recorded
+from .backends import BACKEND_VARIABLE, choose_backend
+from .functional import in_dtype
 from .kronecker import Matrix, fused, hartley, primes, rotation
 
 __all__ = ["SKIPS", "Skip", "TransformingConv2d", "create_skip", "move_into", "move_out_of", "plain_skip"]
 
 _PIECE = 2 ** 18  # elements; with what is made of them they fit the last cache of a CPU core
-
-# What "auto" takes for products with matrices: Inductor leaves them to a library, a pass over the stream each, while it
-# fuses means and multiples with what is around them. As for AUTO, the row for CUDA is not measured.
-_AUTO_FOR_PRODUCTS = {**AUTO, ("cuda", "compiled"): "triton"}
-
 
 # -------------------------------------------------------------------------------------------- the map, plainly
 def _accumulate_in(x: Tensor) -> torch.dtype:
@@ -332,8 +330,7 @@ class Skip(nn.Module):
 
     def _kernels(self, x: Tensor, f: Optional[Tensor]) -> Optional[ModuleType]:
         """:mod:`timm_ortho.skip_kernels` where it is to run and can, imported on first use."""
-        auto = _AUTO_FOR_PRODUCTS if self.matrices else None
-        if choose_backend(x, x if f is None else f, auto=auto) != "triton":
+        if choose_backend(x, x if f is None else f) != "triton":
             return None
         from . import skip_kernels
 

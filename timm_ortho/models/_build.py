@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..connections import CONNECTIONS
 from ..convert import connect
 from ..diagnostics import record_as_asked
-from ..functional import known_name
+from .._checks import known_name
 from .loading import checked, located, naming_the_source, restore_source
 
 __all__ = [
