@@ -76,9 +76,7 @@ def test_what_readme_names_is_there_after_the_import():
         pytest.skip("no checkout")
     names = dotted(readme.read_text(encoding="utf-8"))
     assert {"timm_ortho.hub.push", "timm_ortho.connect", "timm_ortho.representation.compare"} <= set(names)
-    found = run(f"import functools, timm_ortho\n"
-                f"for name in {names}: print(name, callable(functools.reduce(getattr, name.split('.')[1:], timm_ortho)))")
-    assert found.split("\n")[:-1] == [f"{name} {name != 'timm_ortho.representation'}" for name in names]
+    run("import timm_ortho\n" + "\n".join(names))  # each is an expression
 
 
 def is_there(name):

@@ -26,6 +26,7 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 import torch
 from timm.utils import CheckpointSaver, update_summary
 
+from ..runs import load_checkpoint
 from . import DiskError, LabError, write_json
 
 __all__ = ["Checkpoints", "disk_errors", "read_json", "read_result"]
@@ -153,9 +154,8 @@ class Checkpoints(CheckpointSaver):
 
     def _read(self, path: Path) -> dict | str:
         """A checkpoint, or in words why it is none."""
-        torch.serialization.add_safe_globals([Namespace])  # what timm stores as args
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = load_checkpoint(path)
             return checkpoint if {"epoch", "state_dict", "optimizer"} <= checkpoint.keys() else "it lacks a part"
         except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
             return _reason(error)
