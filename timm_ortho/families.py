@@ -37,7 +37,7 @@ from torch import nn
 
 from .routing import Route, Sum
 
-__all__ = ["FAMILIES", "NOT_STREAMS", "Family", "family_of", "is_residual", "routed_class"]
+__all__ = ["FAMILIES", "NOT_STREAMS", "Family", "family_of", "is_residual", "routed_class", "written_class"]
 
 TIMM = f"timm {timm.__version__}"
 
@@ -396,10 +396,18 @@ def family_of(module: nn.Module) -> Optional[Family]:
 
     Subclasses of a block class are other classes: their ``forward`` may be anything.
     """
-    cls = type(module)
+    cls = written_class(module)
     if cls.__module__ == __name__:
         return _BY_ROUTED_NAME.get(cls.__name__.partition("__")[0])
     return _BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def written_class(module: nn.Module) -> type:
+    """A module's class as its author wrote it; ``fully_shard`` and parametrizations put a subclass in its place."""
+    cls = type(module)
+    while cls.__module__.startswith("torch.") and "forward" not in vars(cls):
+        cls = cls.__bases__[-1]
+    return cls
 
 
 def routed_class(family: Family, kinds: Optional[Tuple[str, ...]] = None) -> type:
@@ -444,6 +452,7 @@ def __getattr__(name: str) -> type:
     if family is None or not set(kinds or ()) <= set(family.sites):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return routed_class(family, kinds)
+
 
 @cache
 def is_residual(cls: type) -> bool:
