@@ -1,4 +1,4 @@
-"""Checks of arguments that several files share. Each raises a ValueError that says what was given and what is allowed."""
+"""Checks of arguments that several files share: a ValueError says what was given and what is allowed."""
 import difflib
 import math
 from numbers import Real

@@ -303,9 +303,9 @@ def checked_update(
         keep_branch: bool = False,
         backend: Optional[str] = None,
 ) -> Tensor:
-    """:func:`residual_update` of arguments that are known to be good, as a connection's are; x and f are still checked.
+    """:func:`residual_update` of arguments that are known to be good, as a connection's are; the tensors are checked.
 
-    In a small model the time of a launch is the time of this function: nothing is asked here that could be asked before.
+    In a small model an update takes the time of its launches: nothing is asked here that could be asked before.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
         return handle_torch_function(plain_update, (x, f), x, f, a, b, dims, eps, mask)
@@ -333,153 +333,6 @@ def checked_update(
     elif name == "triton":
         computed_by = _kernels() if is_asked_for(name, backend) else CHECKED
     if needs_gradient:
-        return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
-    return computed_by.update(x, f, a, b, dims, eps, False)[0]
-
-
-def _is_learned(weight: Weight) -> bool:
-    return isinstance(weight, Tensor) and weight.requires_grad
-
-
-def _are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
-    """Whether the weights are numbers, and these: to compare a tensor would wait for its device."""
-    return not isinstance(a, Tensor) and a == a_value and not isinstance(b, Tensor) and b == b_value
-
-
-TORCH = Backend(_update, _gradients)
-INDUCTOR = Backend(compiled(_update), compiled(_gradients))
-
-
-def _kernels() -> ModuleType:
-    """:mod:`timm_ortho.kernels`, on first use: Triton takes a while to import, and need not be there."""
-    from . import kernels
-
-    return kernels
-
-
-CHECKED = Backend(
-    checked("forward", lambda *args: _kernels().update(*args), _update),
-    checked("backward", lambda *args: _kernels().gradients(*args), _gradients))
-
-
-# -------------------------------------------------------------------------------------- what others call
-def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[Tensor, Tensor]:
-    """Split the branch output into its parts along and across the stream (paper, Eq. 2 and 3).
-
-    Args:
-        x: Stream, of any shape.
-        f: Branch output, of the same shape.
-        dim: Axis or axes of one projection; None stands for every axis but the first (the batch).
-        eps: Added to |x|^2, in the accumulation dtype.
-
-    Returns:
-        ``(parallel, orthogonal)`` with ``parallel = <x, f> / (|x|^2 + eps) x`` and ``parallel + orthogonal = f``,
-        each of the shape of ``f`` and in the dtype of ``x + f``.
-
-    Raises:
-        ValueError: Shapes differ, a dtype is not floating, ``dim`` does not exist, or ``eps`` is not positive.
-    """
-    check_eps(eps)
-    dims = _check(x, f, _listed(dim))
-    result = torch.promote_types(x.dtype, f.dtype)
-    x, f = x.to(_accumulate_in(result)), f.to(_accumulate_in(result))
-    xf, n = _project(x, f, dims, eps)
-    parallel = xf / n * x
-    return parallel.to(result), (f - parallel).to(result)
-
-
-def residual_update(
-        x: Tensor,
-        f: Tensor,
-        *,
-        parallel: Weight = 0.0,
-        orthogonal: Weight = 1.0,
-        dim: Dim = -1,
-        eps: float = 1e-6,
-        mask: Optional[Tensor] = None,
-        keep: str = "output",
-        backend: Optional[str] = None,
-) -> Tensor:
-    """Add to the stream the weighted parts of the branch output along and across it, ``x + a f_par + b f_orth``.
-
-    An autograd function with closed-form gradients, differentiable any number of times, which ``torch.compile`` fuses.
-    Under ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation it is
-    :func:`plain_update`. TorchScript compiles no keyword-only arguments: call :func:`plain_update` in code that is to
-    be scripted.
-
-    Args:
-        x: Stream, of any shape.
-        f: Branch output, of the same shape.
-        parallel: ``a``, a float or a 0-d tensor that may require gradients. 0 drops the part along the stream.
-        orthogonal: ``b``, likewise. ``a = b = 1.0`` is ``x + f``, bit for bit.
-        dim: Axis or axes of one projection: the channel axis gives one for each token or pixel (Algorithm 1). None
-            stands for every axis but the first: one for each sample (Algorithm 2).
-        eps: Added to |x|^2, in the accumulation dtype (float32, or float64 for float64 inputs).
-        mask: What is real, a boolean tensor that broadcasts to the shape of x: ``[B, N, 1]`` for the tokens of a padded
-            batch. The rest may hold anything; it is left out of every sum, and its results and gradients are zero. None
-            if all is real.
-        keep: What autograd keeps beside ``x`` when ``a`` is 0 and ``b`` is 1: ``"output"`` (the result, which must
-            then not be changed in place) or ``"branch"`` (``f``). Other weights always keep ``f``.
-        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``, see :func:`choose_backend`. None stands for
-            what TIMM_ORTHO_BACKEND said in the environment, and for ``"auto"`` where it was not set.
-
-    Returns:
-        The new stream, of the shape of ``x`` and in the dtype of ``x + f``.
-
-    Raises:
-        ValueError: Shapes or devices differ, a dtype is not floating, ``dim`` does not exist, a weight is not a scalar,
-            ``eps`` is not positive, ``mask`` is not boolean or does not broadcast, or ``keep`` or ``backend`` is
-            unknown.
-        RuntimeError: The backend asked for cannot run.
-    """
-    check_eps(eps)
-    for name, weight in (("parallel", parallel), ("orthogonal", orthogonal)):
-        if isinstance(weight, Tensor) and weight.dim() > 0:
-            raise ValueError(f"{name} must be a float or a 0-d tensor, got a tensor of shape {tuple(weight.shape)}")
-    known_name("keep", keep, ("output", "branch"))
-    return checked_update(x, f, parallel, orthogonal, _listed(dim), eps, mask, keep == "branch", backend)
-
-
-def checked_update(
-        x: Tensor,
-        f: Tensor,
-        a: Weight,
-        b: Weight,
-        dims: Optional[List[int]],
-        eps: float,
-        mask: Optional[Tensor] = None,
-        keep_branch: bool = False,
-        backend: Optional[str] = None,
-) -> Tensor:
-    """:func:`residual_update` of arguments that are known to be good, as a connection's are; x and f are still checked.
-
-    In a small model the time of a launch is the time of this function: nothing is asked here that could be asked before.
-    """
-    if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-        return handle_torch_function(plain_update, (x, f), x, f, a, b, dims, eps, mask)
-    ndim = x.dim()
-    if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape or x.device != f.device
-            or not x.is_floating_point() or not f.is_floating_point()):
-        dims = _check(x, f, dims)
-    if mask is not None:
-        _check_mask(mask, x)
-        x, f = without_padding(x, mask), without_padding(f, mask)
-    name = choose_backend(x, f, backend)
-    if not isinstance(a, Tensor) and a == 1.0 and not isinstance(b, Tensor) and b == 1.0:
-        return x + f
-    if torch.compiler.is_compiling():
-        if is_recorded():
-            return plain_update(x, f, a, b, dims, eps)
-        if name == "triton":
-            return _kernels().operator(x, f, a, b, dims, eps, keep_branch)
-    elif torch.jit.is_tracing() or functorch_is_active() or forward_mode_is_active():
-        return plain_update(x, f, a, b, dims, eps)
-    computed_by = TORCH
-    if name == "inductor":
-        computed_by = INDUCTOR
-    elif name == "triton":
-        computed_by = _kernels() if is_asked_for(name, backend) else CHECKED
-    if torch.is_grad_enabled() and (x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b)):
         return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
     return computed_by.update(x, f, a, b, dims, eps, False)[0]
 
