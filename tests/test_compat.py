@@ -43,7 +43,7 @@ def test_feature_take_indices():
 
 def test_save_config_for_hf(tmp_path):
     model = timm.create_model("test_vit", num_classes=7)
-    _compat.save_config_for_hf(model, str(tmp_path / "config.json"), {"model_args": {"depth": 2}})
+    _compat.save_config_for_hf(model, tmp_path / "config.json", {"model_args": {"depth": 2}})
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architecture"], config["num_classes"]) == ("test_vit", 7)
     assert config["model_args"]["depth"] == 2

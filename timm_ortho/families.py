@@ -64,8 +64,6 @@ class Family(NamedTuple):
         method: The method with the additions; ``forward`` where a release of timm has no such method.
         unless: Says of a block that its sums stay what they are.
         tokens_apart: Whether the global scope is each token by itself here.
-        mask: The method's argument, if it has it, that says which tokens may attend to which, and so what is padding
-            (see :func:`timm_ortho.connections.real_tokens`). The connections receive it as well.
     """
 
     module: str
@@ -77,7 +75,6 @@ class Family(NamedTuple):
     method: str = "forward"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
-    mask: str = "attn_mask"
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: _last_width(block)
     projection: Callable[[nn.Module], Optional[nn.Module]] = lambda block: None
 
@@ -443,7 +440,7 @@ def _route(family: Family, kinds: Tuple[Optional[str], ...]) -> Route:
         for stream, kind in zip(streams, family.kinds, strict=True)
     ]
     method = family.method if hasattr(block, family.method) else "forward"
-    return Route(block, sums, method=method, mask=family.mask, host=TIMM)
+    return Route(block, sums, method=method, mask="attn_mask", host=TIMM)
 
 
 def __getattr__(name: str) -> type:

@@ -207,9 +207,6 @@ class Recorder:
         rows, self._rows = self.rows, []
         return rows
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
     def state_dict(self) -> Dict[str, Any]:
         """``step`` and ``rows`` in plain values, for a checkpoint."""
         return {"step": self.step, "rows": [dict(row) for row in self.rows]}
