@@ -8,7 +8,7 @@ import timm_ortho
 HOUSE = [  # a file may import only from lines below its own
     ("__main__",), ("cli",), ("lab",), ("bench",), ("bench_report",), ("hub",), ("repository",), ("card",),
     ("runs",), ("models",), ("theorems",), ("convert",), ("families",), ("routing",), ("diagnostics",),
-    ("connections", "skips"), ("functional",), ("skip_kernels",), ("kernels",), ("provenance",),
+    ("connections", "skips"), ("functional",), ("kernels",), ("provenance",),
 ]
 
 
