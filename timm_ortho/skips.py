@@ -117,8 +117,7 @@ def _without_autocast(device: str) -> ContextManager:
 
 @torch.compiler.assume_constant_result  # compiled code has them as constants, guarded by these arguments
 def _tensors(width: int, seed: str, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
-    with torch.inference_mode(False):
-        return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
+    return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
 
 
 _cached_tensors = lru_cache(maxsize=1024)(_tensors)  # in no module: never copied, saved or rounded
