@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 import timm_ortho
 from timm_ortho import _compat
 
-ELSEWHERE = {"functional.py", "skips.py"}
 NAMED_TUPLE = {"_asdict", "_replace"}
 OPERATIONS = {"_to_copy"}  # ATen's own name
 
@@ -21,7 +20,7 @@ OPERATIONS = {"_to_copy"}  # ATen's own name
 def test_private_names_are_in_compat_only():
     """No import from a private module, and no private attribute of what another file defines."""
     for path in Path(timm_ortho.__file__).parent.rglob("*.py"):
-        if path.name in {"_compat.py", *ELSEWHERE}:
+        if path.name == "_compat.py":
             continue
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
@@ -48,6 +47,47 @@ def test_save_config_for_hf(tmp_path):
     assert (config["architecture"], config["num_classes"]) == ("test_vit", 7)
     assert config["model_args"]["depth"] == 2
     assert config["pretrained_cfg"]["input_size"] == [3, 160, 160]
+
+
+def test_functorch_is_active():
+    assert not _compat.functorch_is_active()
+    assert torch.func.vmap(lambda x: x * _compat.functorch_is_active())(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_forward_mode_is_active():
+    assert not _compat.forward_mode_is_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.forward_mode_is_active()
+
+
+def test_is_recorded():
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append(_compat.is_recorded())
+            return x + 1
+
+    seen = []
+    Asks()(torch.ones(1))
+    torch.jit.trace(Asks(), torch.ones(1))
+    assert (seen[0], seen[-1]) == (False, True) or seen[:2] == [False, True]
+
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + (2 if _compat.is_recorded() else 1)
+
+    assert torch.export.export(Adds(), (torch.ones(1),)).module()(torch.ones(1)) == 3
+    if not torch.__version__.startswith("2.6."):  # there compiling cannot be told from exporting
+        assert torch.compile(Adds(), backend="eager", fullgraph=True)(torch.ones(1)) == 2
+
+
+def test_is_compiler_error():
+    def broken(graph, inputs):
+        raise ValueError("cannot")
+
+    with pytest.raises(Exception) as error:  # noqa: PT011 its class is what is asked
+        torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
+    assert _compat.is_compiler_error(error.value)
+    assert not _compat.is_compiler_error(ValueError("cannot"))
 
 
 def test_torch_dispatch_mode():

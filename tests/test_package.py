@@ -15,7 +15,7 @@ PACKAGE = Path(timm_ortho.__file__).parent
 HOUSE = [  # a file may import only from lines below its own
     ("__main__",), ("cli",), ("lab",), ("bench",), ("bench_report",), ("hub",), ("repository",), ("card",),
     ("runs",), ("models",), ("theorems",), ("convert",), ("families",), ("routing",), ("diagnostics",),
-    ("connections", "skips"), ("functional",), ("skip_kernels",), ("kernels",), ("provenance", "_compat"),
+    ("connections", "skips"), ("functional",), ("backends",), ("kernels",), ("provenance", "_checks", "_compat"),
 ]
 
 

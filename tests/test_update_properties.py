@@ -8,8 +8,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
 
 from timm_ortho import backends
 from timm_ortho.functional import plain_update, residual_update
