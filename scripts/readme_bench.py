@@ -13,17 +13,19 @@ from itertools import product
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
 
-from timm_ortho.bench import DEFAULTS
+from timm_ortho.bench import DEFAULTS, MODEL_STEPS, MODES, TINY
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- speed: made by scripts/readme_bench.py -->", "<!-- end of speed -->"
 NOT_MEASURED = "not measured"
 
-SITUATIONS = tuple(product(("training", "inference"), ("eager", "compiled")))
-FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "triton", "triton-compiled")
+SITUATIONS = tuple(product(MODEL_STEPS, MODES))
+FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton", "triton-compiled")
+LAUNCHED, LAUNCHES = ("linear", "appendix", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
 MODELS_HEADER = ("on", "model", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
-                 "kept for backward", "peak memory")
+                 "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
+LAUNCH_HEADER = ("on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix")
 
 Row = Mapping[str, str]
 
@@ -50,12 +52,11 @@ def main(
 
 
 def section(results: Path) -> str:
-    """What stands between the markers: the table of models, that of the operator, and where the rows come from."""
+    """What stands between the markers: the tables of models, operator and launches, and where the rows come from."""
     rows = [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
-    models = [*model_lines(rows), *unmeasured(rows, "models", len(MODELS_HEADER))]
-    operator = [*operator_lines(rows), *unmeasured(rows, "operator", len(OPERATOR_HEADER))]
-    return "\n\n".join(filter(None, [markdown(MODELS_HEADER, models), markdown(OPERATOR_HEADER, operator),
-                                     sources(rows)]))
+    tables = [markdown(header, [*lines(rows), *unmeasured(rows, what, len(header))])
+              for what, (header, lines) in TABLES.items()]
+    return "\n\n".join(filter(None, [*tables, sources(rows)]))
 
 
 def read(path: Path) -> list[Row]:
@@ -81,12 +82,12 @@ def place(row: Row) -> str:
 
 
 def unmeasured(rows: Sequence[Row], what: str, width: int) -> list[list[str]]:
-    """A line for each default model or shape of a kind of device that there are no rows of."""
+    """A line for each default model, shape or launch of a kind of device that there are no rows of."""
     lines = []
     for kind, name in (("cpu", "CPU"), ("cuda", "GPU")):
         if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
-            subjects = DEFAULTS[kind]["models" if what == "models" else "shapes"]
-            lines += [[name, subject, *[NOT_MEASURED] * (width - 2)] for subject in subjects]
+            subjects = {"models": DEFAULTS[kind]["models"], "operator": DEFAULTS[kind]["shapes"], "launch": LAUNCHES}
+            lines += [[name, subject, *[NOT_MEASURED] * (width - 2)] for subject in subjects[what]]
     return lines
 
 
@@ -107,26 +108,27 @@ def pick(rows: Iterable[Row], **wanted: str) -> Row:
     return found[0] if found else {}
 
 
-def number(row: Row, column: str, form: str) -> str:
-    return form.format(float(row[column])) if row.get(column) else NOT_MEASURED
+def number(row: Row, column: str, form: str, unit: float = 1) -> str:
+    return form.format(float(row[column]) / unit) if row.get(column) else NOT_MEASURED
 
 
 def model_lines(rows: Iterable[Row]) -> list[list[str]]:
     lines = []
     for (on, model, candidate, *how), mine in cases(rows, "models", "model", "candidate", "layout", "dtype").items():
         if candidate != "linear":
-            training = pick(mine, step="training", mode="eager")
+            eager, compiled = (pick(mine, step="training", mode=mode) for mode in ("eager", "compiled"))
             name, bracket, arguments = model.partition("(")
             lines.append([on, f"{name}_{candidate}{bracket}{arguments}", ", ".join(how),
                           *(interval(pick(mine, step=step, mode=mode)) for step, mode in SITUATIONS),
-                          number(training, "saved_ratio", "{:.3f}"), number(training, "peak_ratio", "{:.3f}")])
+                          number(eager, "saved_ratio", "{:.3f}"), number(compiled, "saved_ratio", "{:.3f}"),
+                          number(eager, "peak_ratio", "{:.3f}")])
     return lines
 
 
-def interval(row: Row) -> str:
-    if not row.get("ratio_p50"):
+def interval(row: Row, name: str = "ratio") -> str:
+    if not row.get(f"{name}_p50"):
         return NOT_MEASURED
-    return "{:.3f} [{:.3f}, {:.3f}]".format(*(float(row[f"ratio_{q}"]) for q in ("p50", "p20", "p80")))
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*(float(row[f"{name}_{q}"]) for q in ("p50", "p20", "p80")))
 
 
 def operator_lines(rows: Iterable[Row]) -> list[list[str]]:
@@ -156,9 +158,21 @@ def speedup(rows: Sequence[Row]) -> str:
     return NOT_MEASURED
 
 
+def launch_lines(rows: Iterable[Row]) -> list[list[str]]:
+    lines = []
+    for (on, model, shape, step), mine in cases(rows, "launch", "model", "shape", "step").items():
+        times = (number(pick(mine, candidate=name), "ms_p50", "{:,.1f}", 1e-3) for name in LAUNCHED)
+        ours = pick(mine, candidate="ortho")
+        lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio")])
+    return lines
+
+
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
 
+
+TABLES = {"models": (MODELS_HEADER, model_lines), "operator": (OPERATOR_HEADER, operator_lines),
+          "launch": (LAUNCH_HEADER, launch_lines)}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
     python tests/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
 
 Triton itself reads the signatures off the arguments of a launch: here the launches are those of `launch_of` in
-:mod:`timm_ortho.kernels` and :mod:`timm_ortho.skip_kernels`, with what Triton would find out about their arguments.
+:mod:`timm_ortho.kernels`, with what Triton would find out about their arguments.
 """
 import json
 import re
@@ -18,8 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from timm_ortho import kernels, skip_kernels
-from timm_ortho.skips import create_skip
+from timm_ortho import kernels
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -32,16 +31,7 @@ SIZES = {  # [outer, width, inner] and the dtype of stream, branch and gradients
     "many channels": (64, 2048, 7 * 7, "bf16"),
     "global": (256, 197 * 768, 1, "bf16"),
 }
-SKIPS = {  # a map, [outer, width, inner] and the dtype of stream and branch
-    "two matrices": ("orthogonal_tp", 256 * 197, 768, 1, "bf16"),
-    "two matrices in float32": ("orthogonal_tp", 64 * 56 * 56, 256, 1, "fp32"),
-    "matrix of 64 rows": ("orthogonal_tp", 64 * 7 * 7, 2048, 1, "fp32"),
-    "one matrix": ("orthogonal_tp", 64 * 56 * 56, 64, 1, "fp32"),
-    "matrices for channels": ("orthogonal_tp", 64, 256, 56 * 56, "bf16"),
-    "means": ("idempotent_mr", 256 * 197, 768, 1, "bf16"),
-    "means for channels": ("idempotent_cmr", 64, 256, 56 * 56, "bf16"),
-}
-NUMBERS = ("a", "b", "eps", "own", "mean")
+NUMBERS = ("a", "b", "eps")
 LEARNED = ("tokens", "channels", "global")  # sizes at which a and b are tensors as well
 
 
@@ -115,24 +105,9 @@ def launches(size, learned):
                    dict(SAME=same, BOTH=both, ACC=tl.float32))
 
 
-def skip_launches(size):
-    """Likewise, of a map of the stream."""
-    name, *view, dtype = SKIPS[size]
-    skip = create_skip(name, view[1])
-    rows = [len(matrix) for matrix in skip.matrices]
-    _, where = skip_kernels.launch_of(*view, skip_kernels.shape_of(rows, view[1], skip.branches), bool(rows))
-    matrices = dict.fromkeys(("right_ptr", "left_ptr")[:len(rows)], "fp32")
-    for direction, names, transposed in (("forward", "x_ptr f_ptr y_ptr", False), ("backward", "x_ptr y_ptr", True)):
-        yield (direction, skip_kernels._transform_kernel, {**dict.fromkeys(names.split(), dtype), **matrices}, where,
-               dict(TRANSPOSED=transposed, PRECISION=skip_kernels.PRECISION, ACC=tl.float32))
-
-
 if __name__ == "__main__":
     for arch in map(int, sys.argv[1:]):
-        cases = [(size, learned, launches(size, learned)) for size, learned in [
-            *((size, False) for size in SIZES), *((size, True) for size in LEARNED)]]
-        cases += [(size, False, skip_launches(size)) for size in SKIPS]
-        for size, learned, launched in cases:
-            for name, *arguments in launched:
+        for size, learned in [*((size, False) for size in SIZES), *((size, True) for size in LEARNED)]:
+            for name, *arguments in launches(size, learned):
                 row = dict(arch=arch, size=size, learned=learned, kernel=name)
                 print(json.dumps({**row, **resources(compile_kernel(*arguments, arch))}), flush=True)

@@ -4,6 +4,8 @@ import importlib.util
 import random
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from argparse import Namespace
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +15,16 @@ import timm
 import torch
 from torch import nn
 
-from timm_ortho import bench, bench_report, cli, sites
+from timm_ortho import FeatureConnection, bench, bench_report, cli, sites
 from timm_ortho.bench import Candidate, measure, saved_bytes
 from timm_ortho.bench_report import COLUMNS, Result
 from timm_ortho.functional import plain_update
+from timm_ortho.lab.grid import limited_threads
 from timm_ortho.provenance import commit_of
 
 ROOT = Path(__file__).parents[1]
-FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "triton", "triton-compiled", "copy"]
+FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton",
+            "triton-compiled", "copy"]
 TINY_VIT = ["--models", "vit_small", "--img-size", "32", "--model-kwargs", "depth=1", "embed_dim=32", "num_heads=2"]
 
 
@@ -34,14 +38,16 @@ def run(folder, *arguments):
     return read(folder)
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def small():
     """A copy and a flushed buffer that cost nothing, and no answer from whoever set the backend's variable."""
-    for defaults in (bench.DEFAULTS["cpu"], bench.QUICK):
-        monkeypatch.setitem(defaults, "copy_bytes", 1 << 20)
-    monkeypatch.setattr(bench, "FLUSHED_BYTES", dict.fromkeys(bench.FLUSHED_BYTES, 1 << 10))
-    for name in ("TIMM_ORTHO_BACKEND", "TRITON_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for defaults in (bench.DEFAULTS["cpu"], bench.QUICK):
+            patch.setitem(defaults, "copy_bytes", 1 << 20)
+        patch.setattr(bench, "FLUSHED_BYTES", dict.fromkeys(bench.FLUSHED_BYTES, 1 << 10))
+        for name in ("TIMM_ORTHO_BACKEND", "TRITON_INTERPRET"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture
@@ -122,17 +128,17 @@ def candidates(*names, **details):
 
 
 def test_candidates_take_turns():
-    clock, ticks = FakeClock(dict(linear=20.0, torch=20.0, triton=20.0)), []
-    results = measure(candidates("linear", "torch", "triton"), 3, clock, lambda: ticks.append(len(clock.called)))
+    clock = FakeClock(dict(linear=20.0, torch=20.0, triton=20.0))
+    results = measure(candidates("linear", "torch", "triton"), 3, clock)
     warm_up = ["linear"] * 2 + ["torch"] * 2 + ["triton"] * 2
     assert clock.called == [*warm_up, *"linear torch triton triton torch linear linear torch triton".split()]
-    assert ticks == [6, 9, 12, 15]
     assert [len(result.ms) for result in results] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("ms", "calls"), [(100.0, 1), (5.0, 2), (0.001, 50)])
 def test_a_short_call_is_repeated_within_a_sample(ms, calls):
     assert measure(candidates("linear"), 1, FakeClock({"linear": ms}))[0].once["calls"] == calls
+    assert measure(candidates("linear"), 1, FakeClock({"linear": ms}), most_calls=1)[0].once["calls"] == 1
 
 
 @pytest.mark.parametrize("error", [
@@ -255,8 +261,8 @@ def test_the_appendix_is_the_same_update(dim):
 def operator_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("operator")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(bench.QUICK, "copy_bytes", 1 << 20)
-        patch.delenv("TRITON_INTERPRET", raising=False)
+        # as torch.compile traces and differentiates, without the minute that its code generator takes
+        patch.setattr(bench, "_compiled", partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager"))
         return folder, run(folder, "--quick", "--what", "operator", "--shapes", "2x5x16", "--repeats", "4")
 
 
@@ -284,6 +290,7 @@ def test_operator_figures(operator_run):
         assert float(row["share_of_copy"]) < 1
         assert bool(row["ratio_p50"]) == (step != "backward")
         assert row["backend"] == "torch"
+        assert by[step, "inductor"]["backend"] == "inductor"
         assert float(by[step, "appendix"]["appendix_ratio_p50"]) == 1.0
         copy = by[step, "copy"]
         assert float(copy["share_of_copy"]) == 1.0
@@ -342,7 +349,7 @@ def test_convolutional_shapes_have_two_layouts_and_both_scopes():
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_the_operators_tensors(layout, monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, "plain_update", lambda x, f, a, b, dims, eps: seen.append((x, f, dims)) or x + f)
+    monkeypatch.setattr(bench, "plain_update", lambda x, f, dims, **_: seen.append((x, f, dims)) or x + f)
     options = bench.resolve(dict(what=["operator"], device="cpu", compile=False))
     built = bench._operator_candidates(options, (2, 3, 4, 5), layout, "feature", "bfloat16", "both")
     plain = next(one for one in built if one.name == "plain")
@@ -356,20 +363,20 @@ def test_the_operators_tensors(layout, monkeypatch):
 
 
 def test_what_is_timed_of_the_operator():
-    x, f, g = (torch.randn(2, 3, requires_grad=True) for _ in range(3))
-    product = torch.mul
-    prepare, run = bench._on_the_clock(product, x, f, g, "forward")
+    def timed(step):
+        tensors = bench._tensors(torch.device("cpu"), (2, 3), "tokens", "float32", step)
+        return *tensors, *bench._timed(torch.mul, *tensors, step)
+
+    x, f, _, run, prepare = timed("forward")
     assert prepare() is None
+    assert torch.equal(run(None), x * f)
     assert not run(None).requires_grad
-    prepare, run = bench._on_the_clock(product, x, f, g, "backward")
-    assert prepare().requires_grad
-    gradients = run(prepare())
-    prepare, run = bench._on_the_clock(product, x, f, g, "both")
-    assert prepare() is None
-    for got in (gradients, run(None)):
-        assert torch.equal(got[0], f * g)
-        assert torch.equal(got[1], x * g)
-    assert x.grad is None
+    for step in ("backward", "both"):
+        x, f, g, run, prepare = timed(step)
+        state = prepare()
+        assert (state is not None) == (step == "backward")
+        assert all(map(torch.equal, run(state), (f * g, x * g)))
+        assert x.grad is None
 
 
 # --------------------------------------------------------------------------------------------- the models
@@ -433,7 +440,7 @@ def test_twins_differ_in_their_connections_only():
 
 
 def test_a_training_step_is_forward_loss_and_backward():
-    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", torch.float32, False, "training")
+    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", torch.float32, "eager", "training")
     for one in built * 2:  # the gradients of a call before are gone
         state = one.prepare()
         assert all(parameter.grad is None for parameter in one.parameters)
@@ -444,7 +451,7 @@ def test_a_training_step_is_forward_loss_and_backward():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inference_keeps_no_graph_and_autocasts(dtype):
-    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", dtype, False, "inference")
+    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", dtype, "eager", "inference")
     for one in built:
         result = one.run(one.prepare())
         assert result.is_inference()
@@ -460,7 +467,7 @@ def test_layouts_of_convolutional_models():
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nn.Conv2d, "forward", watched(nn.Conv2d.forward, seen))
-            built = bench._model_candidates(one, torch.device("cpu"), layout, torch.float32, False, "inference")
+            built = bench._model_candidates(one, torch.device("cpu"), layout, torch.float32, "eager", "inference")
             built[1].run(None)
         assert all(x.is_contiguous(memory_format=torch.channels_last) == (layout == "channels_last") for x in seen)
 
@@ -474,40 +481,90 @@ def watched(forward, seen):
     return call
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_backend_is_that_of_the_tensors_at_the_connection(monkeypatch, training):
-    asked = []
+@pytest.mark.parametrize("step", ["training", "inference"])
+@pytest.mark.parametrize(("mode", "expected"), [
+    ("eager", "default"), ("inductor", "inductor"), ("compiled", "compiled")])
+def test_each_mode_has_its_backend(monkeypatch, mode, expected, step):
+    active, seen, ran = ["default"], [], []
+
+    @contextmanager
+    def use_backend(name):
+        active.append(name)
+        yield
+        active.pop()
 
     def choose(x, f):
-        asked.append((tuple(x.shape), f.requires_grad, torch.is_inference_mode_enabled()))
-        return "triton"
+        if torch.compiler.is_compiling():
+            return "compiled"
+        seen.append((f.requires_grad, torch.is_inference_mode_enabled()))
+        return active[-1]
 
+    monkeypatch.setattr(bench, "use_backend", use_backend)
     monkeypatch.setattr(bench, "choose_backend", choose)
-    step = "training" if training else "inference"
-    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", torch.float32, False, step)
-    assert [one.backend() for one in built] == ["torch", "triton"]
-    assert asked == [((2, 5, 32), training, not training)]
-    assert [one.backend() for one in built] == ["torch", "triton"]
-    assert len(asked) == 2  # the hook of the first time is gone
-
-
-def test_the_backend_under_a_compiler(monkeypatch):
-    monkeypatch.setattr(bench, "choose_backend", lambda x, f: "triton" if torch.compiler.is_compiling() else "torch")
-    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", torch.float32, True, "training")
-    assert [one.backend() for one in built] == ["torch", "triton"]
-    torch.compiler.reset()
+    monkeypatch.setattr(FeatureConnection, "forward", lambda self, x, f, **_: ran.append(active[-1]) or x + f)
+    linear, ortho = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", torch.float32, mode, step)
+    assert (linear.backend(), ortho.backend()) == ("torch", expected)
+    if mode != "compiled":
+        ortho.run(ortho.prepare())
+        assert ran == [expected] * 2
+        assert seen == [(step == "training", step == "inference")]
 
 
 def test_compiled_models(tmp_path, monkeypatch):
-    # as torch.compile traces and differentiates, without the minute that its code generator takes
     monkeypatch.setattr(bench, "_compiled", partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager"))
+    monkeypatch.setattr(bench, "use_backend", nullcontext)
     rows = run(tmp_path, "--what", "models", *TINY_VIT[:1], "vit_small_ortho", *TINY_VIT[2:], "-b", "2",
                "--repeats", "2")
     assert [(row["mode"], row["step"], row["candidate"], row["note"]) for row in rows] == [
-        (mode, step, name, "") for mode in ("eager", "compiled") for step in ("training", "inference")
+        (mode, step, name, "") for mode in ("eager", "inductor", "compiled") for step in ("training", "inference")
         for name in ("linear", "ortho")]
     assert all(int(row["saved_bytes"]) > 0 for row in rows if row["step"] == "training")
     assert {row["backend"] for row in rows} == {"torch"}
+
+
+# ------------------------------------------------------------------------------------------- the launches
+def test_launches(tmp_path):
+    rows = run(tmp_path, "--what", "launch", "--repeats", "1")
+    small = "vit_small(img_size=32, patch_size=8, embed_dim=64, num_heads=4)"
+    assert [(row["model"], row["shape"], row["step"], row["candidate"]) for row in rows] == [
+        (model, shape, step, name) for model, shape in (("", "1x1x32"), (small, "1x3x32x32"), (small, "32x3x32x32"))
+        for step in ("training", "inference") for name in ("linear", "appendix", "ortho")]
+    for row in rows:
+        assert (row["threads"], row["repeats"], row["mode"], row["note"]) == ("1", "5", "eager", "")
+        assert float(row["ratio_p50"]) > 0
+        assert float(row["appendix_ratio_p50"]) > 0
+
+
+@pytest.mark.parametrize(("what", "expected"), [("launch", [1, 0, 10, 2000]), ("models", [3, 1 << 10, 2, 50])])
+def test_how_launches_are_measured(monkeypatch, what, expected):
+    seen = []
+
+    def measured(candidates, repeats, clock, most_calls):
+        seen.extend([torch.get_num_threads(), clock.buffer.nbytes, repeats, most_calls])
+        return []
+
+    monkeypatch.setattr(bench, "measure", measured)
+    with limited_threads(3):
+        bench._rows(bench.Group({"what": what}, 0, list), Namespace(device=torch.device("cpu"), repeats=2))
+        assert torch.get_num_threads() == 3
+    assert seen == expected
+
+
+@pytest.mark.parametrize("step", ["training", "inference"])
+def test_tiny_tensors(step):
+    linear, appendix, ortho = (one.run(one.prepare()) for one in bench._tiny_candidates(torch.device("cpu"), step))
+    assert isinstance(ortho, tuple) == (step == "training")  # gradients
+    torch.testing.assert_close(ortho, appendix)
+    assert not torch.allclose(linear[0], ortho[0])
+
+
+def test_a_model_with_the_formula_of_the_appendix():
+    twins = bench._twins(architecture()._replace(appendix=True))
+    assert list(twins) == ["linear", "appendix", "ortho"]
+    images = torch.randn(2, 3, 32, 32)
+    linear, appendix, ortho = (model.forward_features(images) for model in twins.values())
+    torch.testing.assert_close(appendix, ortho)
+    assert not torch.allclose(linear, ortho)
 
 
 @pytest.mark.gpu
@@ -539,7 +596,7 @@ def test_tables(capsys, tmp_path):
 def test_ctrl_c_writes_what_is_finished(tmp_path, monkeypatch, capsys, finished):
     measured = []
 
-    def interrupted(candidates, *rest):
+    def interrupted(candidates, *_, **__):
         if len(measured) == finished:
             raise KeyboardInterrupt
         measured.append(candidates)
@@ -559,11 +616,11 @@ def test_ctrl_c_writes_what_is_finished(tmp_path, monkeypatch, capsys, finished)
 def test_an_unexpected_error_loses_no_finished_row(tmp_path, monkeypatch):
     real, groups = bench.measure, []
 
-    def breaks(*arguments):
+    def breaks(*arguments, **more):
         groups.append(1)
         if len(groups) == 2:
             raise RuntimeError("a bug")
-        return real(*arguments)
+        return real(*arguments, **more)
 
     monkeypatch.setattr(bench, "measure", breaks)
     with pytest.raises(RuntimeError, match="a bug"):
@@ -594,7 +651,7 @@ def test_nothing_to_draw_is_no_error(tmp_path):
 
 # ----------------------------------------------------------------------------------------- the command line
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--what", "modles"], "unknown part 'modles', known are 'operator', 'models'; did you mean 'models'?"),
+    (["--what", "modles"], "unknown part 'modles', known are 'operator', 'models', 'launch'; did you mean 'models'?"),
     (["--skips", "ortho_tp"], "unknown skip 'ortho_tp', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
                               "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
     (["--dtypes", "float23"], "unknown dtype 'float23'"),
@@ -717,20 +774,30 @@ def lines_of(script, results, on):
 
 def test_readme_tables(script, tmp_path):
     fake_csv(tmp_path, "bench_cpu.csv", [
-        model_row("training", "eager", 1.3), model_row("training", "compiled", 0.98),
+        model_row("training", "eager", 1.3), model_row("training", "compiled", 0.98, saved_ratio="1.137"),
+        model_row("training", "inductor", 1.1),
         model_row("training", "eager", 1.0, candidate="linear"),
         operator_row("both", "torch", ratio_p50="1.5", appendix_ratio_p50="0.4"),
         operator_row("forward", "torch", share_of_copy="0.61"), operator_row("backward", "torch", share_of_copy="0.7"),
         operator_row("both", "triton", note="no GPU"),
+        *(dict(what="launch", shape="1x1x32", step="inference", candidate=name, ms_p50=ms)
+          for name, ms in (("linear", "0.0032"), ("appendix", "0.025"))),
+        *(dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate=name, ms_p50=ms,
+               ratio_p20="1.1", ratio_p50="1.2", ratio_p80="1.3", appendix_ratio_p20="0.8", appendix_ratio_p50="0.9",
+               appendix_ratio_p80="1") for name, ms in (("linear", "1.5"), ("ortho", "1.8"))),
     ])
-    model, operator = lines_of(script, tmp_path, "CPU")
-    assert model == ["CPU", "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "0.980 [0.970, 1.000]",
-                     "not measured", "not measured", "1.004", "not measured"]
+    model, operator, launch, *others = lines_of(script, tmp_path, "CPU")
+    assert model == ["CPU", "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
+                     "0.980 [0.970, 1.000]", *["not measured"] * 3, "1.004", "1.137", "not measured"]
+    assert launch == ["CPU", "1x1x32", "inference", "3.2", "25.0", "not measured", "not measured", "not measured"]
+    assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
+    assert others[0][-2:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]"]
     assert operator[:3] == ["CPU", "16x197x384, tokens", "float32, global"]
     cells = dict(zip(script.FORMULAS, operator[3:-1], strict=True))
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
     unmeasured = lines_of(script, tmp_path, "GPU")
-    assert [line[1] for line in unmeasured] == [*bench.DEFAULTS["cuda"]["models"], *bench.DEFAULTS["cuda"]["shapes"]]
+    assert [line[1] for line in unmeasured] == [
+        *bench.DEFAULTS["cuda"]["models"], *bench.DEFAULTS["cuda"]["shapes"], *script.LAUNCHES]
     assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
     assert ("* CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; commit "
             "0123456789ab with changes, 2026-01-02") in script.section(tmp_path)
@@ -745,9 +812,9 @@ def test_readme_rows_of_a_gpu(script, tmp_path):
     model, operator = lines_of(script, tmp_path, "NVIDIA H100")
     assert (model[1], model[-1]) == ("vit_small_ortho(depth=2)", "1.002")
     assert operator[-1] == "8.0 (triton)"
-    assert lines_of(script, tmp_path, "GPU") == []
+    assert [line[1] for line in lines_of(script, tmp_path, "GPU")] == list(script.LAUNCHES)
     assert {line[1] for line in lines_of(script, tmp_path, "CPU")} == {
-        *bench.DEFAULTS["cpu"]["models"], *bench.DEFAULTS["cpu"]["shapes"]}
+        *bench.DEFAULTS["cpu"]["models"], *bench.DEFAULTS["cpu"]["shapes"], *script.LAUNCHES}
     assert "driver 570.1, torch 2.9" in script.section(tmp_path)
 
 

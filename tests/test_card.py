@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+from argparse import Namespace
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from trained_runs import lab_grid, timm_run
 
 from timm_ortho import card as cards
 from timm_ortho.card import Subject, draw_curve, model_card
+from timm_ortho.lab.checkpoints import Checkpoints
 from timm_ortho.runs import CheckpointRun, PublishError, RecordedRun, class_names
 
 CONFIG = {
@@ -20,6 +22,8 @@ CONFIG = {
     "pretrained_cfg": {"input_size": [1, 16, 16], "mean": [0.3], "std": [0.38], "interpolation": "bicubic"},
 }
 SUBJECT = Subject("digits", CONFIG, 12345, "hf-hub:me/digits", "me/digits", license="apache-2.0")
+
+OPTIONS, PARTS = Namespace(eval_metric="top1", checkpoint_hist=1), dict(model=None, optimizer=None)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,21 @@ def test_a_run_of_timms_script(tmp_path):
         "top-1 of these weights, %": (30.25, None), "top-5 of these weights, %": (80.25, None)}
     data = ModelCard(str(model_card(SUBJECT, run))).data
     assert (data.datasets, data.eval_results[0].dataset_name) == (["uoft-cs/cifar10"], "CIFAR-10")
+
+
+@pytest.mark.parametrize("allowed", [[], [Namespace]])
+@pytest.mark.parametrize("read", [CheckpointRun, lambda folder: Checkpoints(folder, OPTIONS, **PARTS).load()])
+def test_reading_a_checkpoint_leaves_torch_as_it_was(tmp_path, read, allowed):
+    """What may be unpickled is said once for the whole process: that is not ours to widen, nor to take back."""
+    folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(allowed)
+        assert read(folder) is not None
+        assert torch.serialization.get_safe_globals() == allowed
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 def test_a_resumed_run_repeats_rows_and_the_later_ones_count(tmp_path):

@@ -169,6 +169,17 @@ def test_hooks_and_other_state_survive():
     assert isinstance(model.blocks[0], vit.Block)
 
 
+def test_parametrized_blocks_are_blocks():
+    """Their class is made at run time, below the one that had the connections."""
+    model = connect(timm.create_model("test_convnext"), "feature")
+    before, block = len(sites(model)), model.stages[0].blocks[0]
+    cls = type(parametrized(model).stages[0].blocks[0])
+    assert len(sites(model)) == before
+    connect(model, "linear")
+    assert {type(site.connection) for site in sites(model)} == {LinearConnection}
+    assert type(block) is cls is not families.convnext_ConvNeXtBlock
+
+
 def test_timm_is_untouched():
     """In a process of its own: timm's classes and a timm model are what they were, after import and conversion."""
     code = """
@@ -222,6 +233,11 @@ class Subclass(vit.Block):
         return x
 
 
+def parametrized(model):
+    nn.utils.parametrize.register_parametrization(model.stages[0].blocks[0], "gamma", nn.Identity())
+    return model
+
+
 def unchanged(model, *args, **kwargs):
     before, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
     with pytest.raises(ValueError) as error:  # noqa: PT011 compared by the caller
@@ -255,7 +271,10 @@ def test_bad_arguments(kwargs, words):
     (lambda: nn.Sequential(tiny_vit(), Foreign()),
      ["found: timm.models.vision_transformer.Block", "not supported: test_convert.Foreign"]),
     (lambda: nn.Sequential(tiny_vit(), Subclass(48, 2)), ["not supported: test_convert.Subclass"]),
-], ids=["vgg11", "foreign", "half", "subclass"])
+    (lambda: nn.Sequential(tiny_vit(), nn.TransformerEncoderLayer(8, 1)), ["transformer.TransformerEncoderLayer"]),
+    (lambda: nn.Sequential(tiny_vit(), parametrized(timm.create_model("test_convnext"))),
+     ["its ParametrizedConvNeXtBlock is sharded or parametrized"]),
+], ids=["vgg11", "foreign", "half", "subclass", "torch", "parametrized"])
 def test_models_that_cannot_be_converted(model, words):
     with on_meta():
         model = model()

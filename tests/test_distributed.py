@@ -1,4 +1,7 @@
-"""DDP and FSDP2 over two processes: the losses of one process on the whole batch, and checkpoints that it loads."""
+"""DDP and FSDP2 over two processes: the losses of one process on the whole batch, and checkpoints that it loads.
+
+And what a sharded model still is, in one process: fully_shard gives each block a class of its own.
+"""
 from datetime import timedelta
 from functools import cache
 
@@ -10,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import timm_ortho  # noqa: F401 registers
+import timm_ortho
 
 STEPS, BATCH = 4, 4
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
@@ -113,3 +116,69 @@ def test_checkpoint_loads_into_one_process(results, wrapper, name):
             found, weight, rtol=1e-7, atol=1e-9, msg=lambda message, parameter=parameter: f"{parameter}: {message}")
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     torch.testing.assert_close(model(images), expected.eval()(images), rtol=1e-7, atol=1e-9)
+
+
+# --------------------------------------------------------------------------------- one process, sharded blocks
+@pytest.fixture
+def group():
+    if "FSDP2" not in WRAPPERS:
+        pytest.skip("fully_shard is for GPUs only")
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield
+    distributed.destroy_process_group()
+
+
+def connections(model):
+    return [(site.layer, site.kind, site.name, type(site.connection).__name__) for site in timm_ortho.sites(model)]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_model_has_its_sites():
+    model = create("feature", checkpointing=False)
+    before = connections(model)
+    with timm_ortho.record(parallel(model, "FSDP2"), every=1) as recorder:
+        model(torch.randn(2, 3, 16, 16, dtype=torch.float64))
+    assert connections(model) == before
+    assert [(row["layer"], row["kind"], row["name"]) for row in recorder.rows] == [place[:3] for place in before]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("before", "after"), [("feature", "global"), ("hybrid", "linear")])
+def test_a_sharded_model_switches_its_connections_and_stays_sharded(before, after):
+    """In the middle of a training, with the losses and the weights of one that is not sharded."""
+    models = create(before, checkpointing=False), parallel(create(before, checkpointing=False), "FSDP2")
+    classes = [type(module) for module in models[1].modules() if not isinstance(module, timm_ortho.Connection)]
+    losses = []
+    for model in models:
+        first = train(model)
+        timm_ortho.connect(model, after, eps=1e-3)
+        losses.append(torch.cat([first, train(model)]))
+    assert [type(module) for module in models[1].modules() if not isinstance(module, timm_ortho.Connection)] == classes
+    assert connections(models[1]) == connections(models[0])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-9, atol=1e-11)
+    assert losses[0][0] != losses[0][STEPS]
+    for (name, weight), sharded in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), weight, rtol=1e-7, atol=1e-9, msg=name)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("name", "connection", "blocks"), [
+    ("vit_small_patch16_224", "feature", True),  # another class for each block
+    ("vit_small_ortho", "hybrid", True),  # parameters that nobody shards, whose gradients nobody reduces
+    ("vit_small_ortho", "hybrid", False),
+])
+def test_what_a_sharded_model_cannot_become_is_refused(name, connection, blocks):
+    model = timm.create_model(name, **VIT)
+    model = parallel(model, "FSDP2") if blocks else fully_shard(model)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(timm_ortho.UnsupportedModelError, match=r"sharded.*: connect first, then fully_shard") as error:
+        timm_ortho.connect(model, connection)
+    assert "\n" not in str(error.value)
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_no_block_is_none_when_it_is_sharded():
+    model = timm.create_model("vit_small_ortho", global_pool="map", class_token=False, **VIT)
+    fully_shard(model.attn_pool)  # looks residual, and is known by its class
+    assert len(timm_ortho.sites(timm_ortho.connect(model, "global"))) == 6

@@ -7,7 +7,8 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from timm_ortho import functional
-from timm_ortho.functional import BACKENDS, decompose, plain_update, residual_update
+from timm_ortho.backends import BACKENDS
+from timm_ortho.functional import decompose, plain_update, residual_update
 
 DIMS = [-1, 1, (1, 2), (2, 1, 3), None]
 SHAPES = [(2, 7, 5, 3), (1, 1, 3, 1), (3, 5, 1, 2)]
@@ -304,40 +305,6 @@ def test_plain_formula_and_eager_mode_agree_bit_for_bit(weights, dtype):
         dims = [dim] if isinstance(dim, int) else dim if dim is None else list(dim)
         eager = residual_update(x, f, parallel=a, orthogonal=b, dim=dim)
         assert torch.equal(eager, plain_update(x, f, a, b, dims, 1e-6))
-
-
-@pytest.mark.parametrize(("shape", "dim", "memory_format"), [
-    ((5, 33, 48), -1, torch.contiguous_format),
-    ((6, 48, 9, 7), 1, torch.channels_last),
-], ids=["tokens", "channels_last"])
-@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7), "learned"], ids=str)
-def test_cut_into_pieces_along_the_batch_nothing_changes_bit_for_bit(monkeypatch, shape, dim, memory_format, weights):
-    x, f = (t.contiguous(memory_format=memory_format) for t in pair(shape, torch.float32))
-    g = torch.randn_like(x)
-
-    def results():
-        a, b = (torch.tensor(w, requires_grad=True) for w in (0.3, 0.7)) if weights == "learned" else weights
-        inputs = [x.clone().requires_grad_(), f.clone().requires_grad_(), *(w for w in (a, b) if torch.is_tensor(w))]
-        y = residual_update(*inputs[:2], parallel=a, orthogonal=b, dim=dim)
-        with torch.no_grad():
-            inference = residual_update(x, f, parallel=a, orthogonal=b, dim=dim)
-        return [y.detach(), inference, *torch.autograd.grad(y, inputs, g)]
-
-    whole = results()
-    monkeypatch.setattr(functional, "_PIECE", 64 * 48)  # one or two samples, the last piece shorter
-    counts, pieces = [], functional._pieces
-    monkeypatch.setattr(functional, "_pieces", lambda *args: counts.append(len(pieces(*args))) or pieces(*args))
-    for got, expected in zip(results(), whole, strict=True):
-        assert torch.equal(got, expected)
-    assert min(counts) > 1
-
-
-@pytest.mark.parametrize(("shape", "dim"), [((2, 256, 64, 64), 1), ((4, 2 ** 19), -1), ((4, 2 ** 19), None)],
-                         ids=["pixels apart", "few rows", "global"])
-def test_sums_whose_order_pieces_would_change_stay_whole(shape, dim):
-    x = torch.ones(shape)
-    dims = functional._check(x, x, dim, 1e-6)
-    assert functional._pieces(dims, x, x, x) == [(x, x, x)]
 
 
 class Update(torch.nn.Module):

@@ -1,14 +1,21 @@
 """The package as such: what importing it costs, loads and changes."""
+import importlib
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 import timm_ortho
+
+PACKAGE = Path(timm_ortho.__file__).parent
 
 HOUSE = [  # a file may import only from lines below its own
     ("__main__",), ("cli",), ("lab",), ("bench",), ("bench_report",), ("hub",), ("repository",), ("card",),
     ("runs",), ("models",), ("theorems",), ("convert",), ("families",), ("routing",), ("diagnostics",),
-    ("connections", "skips"), ("functional",), ("skip_kernels",), ("kernels",), ("provenance",),
+    ("connections", "skips"), ("functional",), ("backends",), ("kernels",), ("provenance", "_checks", "_compat"),
 ]
 
 
@@ -17,7 +24,7 @@ def run(code):
 
 
 def test_import_is_cheap():
-    """Of time and of other packages. torch may load Triton by itself: what counts is what this package adds."""
+    """In time, the process's own, and in other packages. Torch may load Triton: what counts is what this package adds."""
     code = ("import sys, time, timm; before, began = set(sys.modules), time.process_time(); import timm_ortho; "
             "print(time.process_time() - began, *(name.split('.')[0] for name in set(sys.modules) - before))")
     seconds, *names = run(code).split()
@@ -26,11 +33,10 @@ def test_import_is_cheap():
 
 
 def test_files_import_only_from_below():
-    package = Path(timm_ortho.__file__).parent
     level = {name: i for i, names in enumerate(HOUSE) for name in names}
     checked = 0
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package).with_suffix("").parts
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts == ("__init__",):
             continue
         for line in path.read_text().splitlines():
@@ -47,4 +53,36 @@ def test_files_import_only_from_below():
 
 
 def test_the_marker_of_a_typed_package_is_there():
-    assert (Path(timm_ortho.__file__).parent / "py.typed").exists()
+    assert (PACKAGE / "py.typed").exists()
+
+
+def dotted(text):
+    """`timm_ortho.hub.push` and the like, also through `from timm_ortho import representation`."""
+    names = re.findall(r"\btimm_ortho(?:\.[A-Za-z_]\w*)+", text)
+    for imported in re.findall(r"from timm_ortho import ([\w, ]+)", text):
+        for name in imported.split(", "):
+            names += [f"timm_ortho.{name}", *(f"timm_ortho.{used}" for used in re.findall(rf"\b{name}\.\w+", text))]
+    return sorted(set(names))
+
+
+def test_what_readme_names_is_there_after_the_import():
+    readme = PACKAGE.parent / "README.md"
+    if not readme.exists():
+        pytest.skip("no checkout")
+    names = dotted(readme.read_text(encoding="utf-8"))
+    assert {"timm_ortho.hub.push", "timm_ortho.connect", "timm_ortho.representation.compare"} <= set(names)
+    run("import timm_ortho\n" + "\n".join(names))  # each is an expression
+
+
+def is_there(name):
+    with suppress(ModuleNotFoundError):  # what it is looked for in is no package
+        if importlib.util.find_spec(name) is not None:
+            return True
+    module, _, attribute = name.rpartition(".")
+    return hasattr(importlib.import_module(module), attribute)
+
+
+def test_what_the_source_names_exists():
+    named = {name: path.name for path in PACKAGE.rglob("*.py") for name in dotted(path.read_text(encoding="utf-8"))}
+    assert "timm_ortho.hub.push" in named
+    assert {name: path for name, path in named.items() if not is_there(name)} == {}

@@ -177,11 +177,11 @@ def test_counts_training_passes_and_records_every_nth():
     assert not model._forward_hooks
 
 
-def test_iterates_drains_and_goes_on():
+def test_drains_and_goes_on():
     model = vit()
     recorder = timm_ortho.record(model, every=1)
     train(model, 2)
-    assert [row["step"] for row in recorder] == [0] * 4 + [1] * 4
+    assert [row["step"] for row in recorder.rows] == [0] * 4 + [1] * 4
     assert len(recorder.drain()) == 8
     train(model, 1)
     assert [row["step"] for row in recorder.rows] == [2] * 4

@@ -1,4 +1,5 @@
 """Routing on blocks made for the test: what is replaced, what is kept, what is refused."""
+import importlib
 import inspect
 import linecache
 import math
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from timm_ortho.routing import Route, RoutingError, Sum, route
+from timm_ortho.routing import Route, RoutingError, Sum
 
 SCALE = 2.0  # a global that the blocks below use
 
@@ -39,7 +40,7 @@ class UsesSuper(Block):
 
 def routed(block=Block, names=("one", "two"), stream="x"):
     sums = [Sum(stream, name) for name in names]
-    return route(block, sums, name="Routed", module="tests.somewhere", host="timm 9.9")
+    return Route(block, sums, host="timm 9.9").subclass(name="Routed", module="tests.somewhere")
 
 
 class Recorder(nn.Module):
@@ -137,6 +138,27 @@ def test_forward_with_a_closure():
         routed(UsesSuper, ("one",))
 
 
+HOST = """
+from __future__ import annotations
+from torch import nn
+
+class Block(nn.Module):
+    def forward(self, x: Nowhere, scale: missing.Type = 2.0) -> list[Nowhere]:
+        return x + scale * x
+"""
+
+
+def test_annotations_that_the_host_never_evaluates(tmp_path, monkeypatch):
+    """They may name what exists for type checkers only."""
+    (tmp_path / "host_of_future.py").write_text(HOST)
+    monkeypatch.syspath_prepend(tmp_path)
+    block = importlib.import_module("host_of_future").Block
+    cls = routed(block, ("one",))
+    assert cls.forward.__annotations__ == block.forward.__annotations__ == {
+        "x": "Nowhere", "scale": "missing.Type", "return": "list[Nowhere]"}
+    assert routed().forward.__annotations__ == {"bias": float}  # evaluated, as in this file
+
+
 def test_globals_are_read_when_called(monkeypatch):
     block, _ = instance(routed())
     monkeypatch.setitem(globals(), "SCALE", math.pi)
@@ -201,7 +223,7 @@ class Named(nn.Module):
 
 def with_connections(cls, made, *names):
     block = made
-    block.__class__ = route(cls, names, name="Routed", module="tests.somewhere")
+    block.__class__ = Route(cls, names).subclass(name="Routed", module="tests.somewhere")
     for _, name in names:
         if name:
             setattr(block, name, Named())

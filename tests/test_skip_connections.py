@@ -213,6 +213,19 @@ def test_compiles_as_one_graph(connection, skip):
     torch.testing.assert_close(*gradients)
 
 
+def test_compiled_code_sees_another_connect():
+    """In the blocks, and in the weights of a projection."""
+    torch._dynamo.reset()
+    model, x, found = tiny("plain basic").double().eval(), images().double(), []
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for seed in (0, 1, 0):
+        connect(model, "feature", skip="orthogonal_random", skip_seed=seed)
+        found.append(compiled(x))
+        torch.testing.assert_close(found[-1], model(x))
+    assert torch.equal(found[0], found[2])
+    assert not torch.allclose(found[0], found[1])
+
+
 def test_autocast_trains():
     model = connect(tiny("plain basic"), "feature", skip="orthogonal_random")
     with torch.autocast("cpu", torch.bfloat16):

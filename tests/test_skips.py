@@ -2,10 +2,15 @@
 import copy
 import math
 import pickle
+from functools import reduce
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from timm_ortho import skips
+from timm_ortho.functional import is_recorded
 from timm_ortho.skips import SKIPS, create_skip
 
 WIDTHS = [1, 2, 12, 74, 192]
@@ -40,9 +45,10 @@ def dense(name, width, branches=None, **arguments):
         for _ in range(int(math.log2(width))):
             product = torch.kron(product, torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=torch.float64) / math.sqrt(2))
         return product
-    if name == "scaled":
-        return eye / arguments["count"]
-    return eye if name == "identity" else create_skip(name, width, **arguments).matrix()
+    if name in ("identity", "scaled"):
+        return eye / arguments.get("count", 1)
+    matrices = create_skip(name, width, **arguments).matrices
+    return reduce(torch.kron, map(torch.DoubleTensor, matrices), torch.ones(1, 1).double())
 
 
 @pytest.fixture(autouse=True)
@@ -185,28 +191,8 @@ def test_branches_are_blocks_of_channels(name, branches):
     torch.testing.assert_close(create_skip(name, 24, branches=branches)(x), x @ p.T)
 
 
-@pytest.mark.parametrize("layout", ["tokens", "nchw", "channels_last"])
-@pytest.mark.parametrize("name", ["mr", "cmr", "tp", "random"])
-def test_pieces(name, layout, monkeypatch):
-    """A stream larger than a piece: the same, with f or without, and the gradients too."""
-    monkeypatch.setattr("timm_ortho.skips._PIECE", 100)
-    skip, arguments = MAPS[name]
-    x, dim = LAYOUTS[layout](24)
-    x = x.double().requires_grad_()
-    p = dense(skip, 24, **arguments)
-    module = create_skip(skip, 24, dim=dim, **arguments)
-    expected = (x.movedim(dim, -1) @ p.T).movedim(-1, dim)
-    f, g = torch.randn_like(x, requires_grad=True), torch.randn_like(x)
-    torch.testing.assert_close(module(x), expected)
-    torch.testing.assert_close(module.add(x, f), expected + f)
-    found = torch.autograd.grad(module.add(x, f), (x, f), g)
-    torch.testing.assert_close(found, torch.autograd.grad(expected + f, (x, f), g))
-
-
-@pytest.mark.parametrize("piece", [10, 1000])
-def test_gradients_are_no_views(piece, monkeypatch):
+def test_gradients_are_no_views():
     """Autograd adds another gradient of the stream to this one in place only if nothing else holds its memory."""
-    monkeypatch.setattr("timm_ortho.skips._PIECE", piece)
     module, found = create_skip("orthogonal_tp", 24, dim=1), []
     x = torch.randn(2, 24, 3, 5).to(memory_format=torch.channels_last).requires_grad_().mul(1)
     x.register_hook(found.append)
@@ -230,10 +216,15 @@ def test_rounds_once(name, dtype):
 def test_autocast_leaves_the_stream_alone(name):
     skip, arguments = MAPS[name]
     module, x = create_skip(skip, 48, **arguments), torch.randn(3, 48, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        y = module(x)
+        y, of_compiler = module(x), compiled(x)
         z = module.add(x, torch.randn(3, 48, dtype=torch.bfloat16))
+        gradient, = torch.autograd.grad(y, x, y.detach())
     assert torch.equal(y, module(x))
+    assert torch.equal(of_compiler, y)
+    assert torch.equal(gradient, module.transpose(y))
     assert z.dtype == torch.float32
 
 
@@ -283,6 +274,80 @@ def test_export(name):
     torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
 
 
+@pytest.mark.parametrize("name", ["cmr", "random"])
+def test_compiled_matrices_are_constants(name):
+    skip, arguments = MAPS[name]
+    module, graphs = create_skip(skip, 24, **arguments), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    y = torch.compile(lambda x: (is_recorded(), module(x)), fullgraph=True, backend=backend)(x)
+    if y[0]:
+        pytest.skip("this torch does not tell a compiler from torch.export")
+    torch.testing.assert_close(y[1], module(x))
+    assert torch.tensor not in [node.target for node in graphs[0].graph.nodes]
+
+
+def test_maps_that_are_alike_share_compiled_code():
+    """As the blocks of a model that are compiled one by one; rotations differ, and so do their graphs."""
+    torch._dynamo.reset()
+    counter, x = CompileCounter(), torch.randn(2, 24)
+    for name, expected in (("orthogonal_tp", 1), ("idempotent_cmr", 2), ("orthogonal_random", 4)):
+        for site in range(2):
+            module = create_skip(name, 24, site=site)
+            compiled = torch.compile(module, fullgraph=True, backend=counter)
+            torch.testing.assert_close(compiled(x), module(x))
+        assert counter.frame_count == expected
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_default_device_changes_nothing(name):
+    skip, arguments = MAPS[name]
+    x, f = torch.randn(3, 24, requires_grad=True), torch.randn(3, 24)
+    with torch.device("cpu"):
+        module = create_skip(skip, 24, **arguments)
+        y, traced = module(x), torch.fx.symbolic_trace(module)
+        with pytest.raises(ValueError, match=f"skip '{skip}' is for 24 channels on axis -1"):
+            module.add(f[:, :12], f[:, :12])
+        assert torch.equal(traced(x), y)
+    assert torch.equal(module(x), y)
+    assert y.grad_fn.name() == module(x).grad_fn.name() == "_MappedBackward"
+    assert len([node for node in traced.graph.nodes if node.target is skips.plain_skip]) == 1
+
+
+def test_subclasses_of_tensors_are_asked():
+    class Stream(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            asked.append(function)
+            return super().__torch_function__(function, types, args, kwargs)
+
+    asked, module, x = [], create_skip("orthogonal_tp", 24), torch.randn(3, 24)
+    y = module(x.as_subclass(Stream))
+    assert asked == [skips.plain_skip]
+    assert torch.equal(y.as_subclass(torch.Tensor), module(x))
+
+
+def test_what_others_make_of_the_matrices_is_not_kept():
+    """Fake tensors and the transforms of torch.func wrap what is made while they are active."""
+    def faked(x):
+        with FakeTensorMode() as mode:
+            return module(mode.from_tensor(x))
+
+    x = torch.randn(3, 20)
+    for site in range(3):
+        module = create_skip("orthogonal_random", 20, site=site)
+        (torch.func.functionalize(module), torch.func.vmap(torch.func.jacrev(module)), faked)[site](x)
+        torch.testing.assert_close(module(x), x @ module.matrix(torch.float32).T)
+        kept = skips._cached_tensors(20, module.seed, x.device, x.dtype)
+        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in kept)
+        assert {type(tensor) for tensor in kept} == {torch.Tensor}
+
+
 def test_copies_and_pickles():
     module, x = create_skip("orthogonal_random", 24, site=4), torch.randn(3, 24)
     expected = module(x)  # its tensors are made now, and stay behind
@@ -294,15 +359,21 @@ def test_copies_and_pickles():
 
 def test_inference_mode_does_not_spoil_training():
     module, x = create_skip("orthogonal_tp", 24), torch.randn(3, 24, requires_grad=True)
-    with torch.inference_mode():
-        module(x)
-    module(x).sum().backward()
-    torch.func.jacrev(module)(x)
+    torch._dynamo.reset()
+    for form in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        skips._cached_tensors.cache_clear()
+        with torch.inference_mode():
+            form(x)
+        first, = torch.autograd.grad(form(x).pow(3).sum(), x, create_graph=form is module)
+        if form is module:
+            first.sum().backward()
+        torch.func.jacrev(module)(x)
 
 
 def test_made_on_the_meta_device():
     with torch.device("meta"):
         module = create_skip("orthogonal_random", 21)
+        assert module.matrix().device.type == "cpu"
     x = torch.randn(2, 21)
     torch.testing.assert_close(module(x), create_skip("orthogonal_random", 21)(x))
     assert module(x.to("meta")).shape == x.shape

@@ -18,7 +18,9 @@ from tiny_study import STUDY, assert_same_run, results, run, state, written
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import timm_ortho
-from timm_ortho.lab import LabError, design, study, training
+from timm_ortho.lab import LabError, design, study, training, workers
+
+WORKER = workers._Worker
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -283,6 +285,32 @@ def test_a_run_that_cannot_be_continued_does_not_stop_the_others(tmp_path):
     found = results(tmp_path / "out")
     assert [item["connection"] for item in found["runs"]] == ["feature"]
     assert found["unfinished"] == ["linear-seed0"]
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_error_that_nobody_foresaw_does_not_stop_the_others(tmp_path, monkeypatch, capsys, count):
+    """One or several at a time: the same report, the same words, the traceback in the run's log."""
+    path, output, processes = written(tmp_path), tmp_path / "out", []
+    monkeypatch.setattr(workers, "_Worker", lambda *given: processes.append(given) or WORKER(*given))
+    assert run(path, output) == 0
+    for file in output.glob("*/result.json"):
+        file.unlink()
+    folders = [output / f"lr=0.001-{connection}-seed0" for connection in ("linear", "feature")]
+    for folder in folders:
+        (folder / "records.json").write_text("{}")
+    failures = [f"{folder.name}: KeyError: 'marks', see {folder / 'log.txt'}" for folder in folders]
+    with pytest.raises(LabError) as error:
+        run(path, output, workers=count)
+    assert str(error.value) in [
+        f"2 of 4 runs failed (and 1 more): {failure}; the same command again tries them anew" for failure in failures]
+    assert results(output)["unfinished"] == [folder.name for folder in folders]
+    assert len(results(output)["runs"]) == 2
+    assert len(processes) > 2 or count == 1  # those that met the errors train nothing else
+    said = capsys.readouterr().err
+    for folder, failure in zip(folders, failures, strict=True):
+        assert f"timm-ortho: {failure.replace(':', ' failed:', 1)}\n" in said
+        assert "Traceback (most recent call last)" in (folder / "log.txt").read_text()
+        assert (folder / "log.txt").read_text().endswith("KeyError: 'marks'\n")
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])

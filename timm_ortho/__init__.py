@@ -1,4 +1,7 @@
 """Orthogonal residual connections for timm. Importing this package registers its models with timm."""
+import importlib
+from types import ModuleType
+
 from .connections import (
     CONNECTIONS,
     Connection,
@@ -26,3 +29,10 @@ __all__ = [
     "WeightsError", "absorb", "connect", "create_connection", "create_skip", "decompose", "diagonalise", "paper",
     "pull", "record", "representation", "residual_update", "sites", "skip_networks", "variants",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``timm_ortho.hub``, imported on first use: it brings what only publishing needs."""
+    if name == "hub":
+        return importlib.import_module(f"{__name__}.hub")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,9 @@ A call is timed by CUDA events, on a CPU by its clock, after a buffer larger tha
 training step is forward, cross entropy and backward; an optimizer costs every model the same and would make the ratio
 smaller. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may search for its fastest
 convolution. Precisions other than float32 are dtypes of the operator's tensors, and autocast in models.
+
+The part `launch` is about what a call costs before it touches data: 32 elements, and a ViT 64 wide, with one thread. No
+buffer is written there: a GPU would hide the launches behind it, and from a CPU's cache it would drive the interpreter.
 """
 import difflib
 import gc
@@ -29,10 +32,12 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from . import bench_report
+from ._checks import known_name
+from .backends import choose_backend, use_backend
 from .bench_report import Result
-from .connections import LinearConnection, known_name
+from .connections import FeatureConnection, LinearConnection
 from .convert import connect, sites
-from .functional import choose_backend, plain_update, residual_update
+from .functional import plain_update, residual_update
 from .models._build import SUFFIXES, on_meta
 from .skips import SKIPS
 
@@ -40,7 +45,8 @@ __all__ = ["DEFAULTS", "BenchError", "bench"]
 
 EPS = 1e-6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PARTS, SCOPES, STEPS = ("operator", "models"), ("feature", "global"), ("forward", "backward", "both")
+PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
+MODES, MODEL_STEPS = ("eager", "inductor", "compiled"), ("training", "inference")
 
 # Tensors that must be read or written: x, f and y forward; x, y or f, g and two gradients backward.
 TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
@@ -62,7 +68,11 @@ DEFAULTS = {
 QUICK = dict(
     shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})
-SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(2,))}
+SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
+
+# What launches decide: the tensors, and the model of `timm-ortho compare` on images of 32 x 32, by batch size.
+TINY = (1, 1, 32)
+SMALL, SMALL_BATCHES = dict(img_size=32, patch_size=8, embed_dim=64, num_heads=4), (1, 32)
 
 
 class BenchError(ValueError):
@@ -72,7 +82,8 @@ class BenchError(ValueError):
 class Architecture(NamedTuple):
     """A model: its name without suffix, the suffixes of its variants, their arguments, and the shape of a batch.
 
-    With `skips` it is measured with these transforms of the stream in place of variants, all with linear connections.
+    With `skips` it is measured with these transforms of the stream in place of variants, all with linear connections,
+    and with `appendix` also with the formula of the paper's appendix in place of its connections.
     """
 
     base: str
@@ -81,6 +92,7 @@ class Architecture(NamedTuple):
     batch: tuple[int, ...]
     layouts: Sequence[str]
     skips: Sequence[str] = ()
+    appendix: bool = False
 
     @property
     def label(self) -> str:
@@ -139,21 +151,18 @@ def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path
         BenchError: Something that was given cannot be measured; nothing has been, then.
     """
     options = resolve(given)
-    groups = [*operator_groups(options), *model_groups(options)]
+    groups = [*operator_groups(options), *model_groups(options), *launch_groups(options)]
     machine = bench_report.machine(options.device, environment, command)
     _check_output(output)
     rows, status = [], 0
     try:
         # disable=None: no bar where the output is not a terminal
-        progress = tqdm(total=len(groups) * (1 + options.repeats), leave=False, disable=None)
-        with as_in_training(options.device), progress as bar:
-            clock = Clock(options.device)
-            for group in groups:
+        with as_in_training(options.device), tqdm(groups, leave=False, disable=None) as bar:
+            for group in bar:
                 bar.set_description(" ".join(filter(None, group.labels.values())))
                 torch.compiler.reset()  # groups share code, and its limit of recompilations
                 gc.collect()  # the last group's models may be held by a cycle
-                results = measure(group.build(), options.repeats, clock, bar.update)
-                rows += [{**row, **machine} for row in bench_report.rows(group.labels, group.images, results)]
+                rows += [{**row, **machine} for row in _rows(group, options)]
     except KeyboardInterrupt:
         status = 130
     finally:
@@ -162,6 +171,17 @@ def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path
     print(f"{bench_report.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {output / 'bench.svg'}" if rows
           else "no group was finished: nothing is written")
     return status
+
+
+def _rows(group: Group, options: Namespace) -> list[bench_report.Row]:
+    launch, threads = group.labels["what"] == "launch", torch.get_num_threads()
+    torch.set_num_threads(1 if launch else threads)
+    try:
+        clock, repeats = Clock(options.device, flushes=not launch), options.repeats * (5 if launch else 1)
+        results = measure(group.build(), repeats, clock, most_calls=2000 if launch else 50)
+        return bench_report.rows(group.labels, group.images, results)
+    finally:
+        torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------------------------------------ what to measure
@@ -175,10 +195,9 @@ def resolve(given: Mapping[str, Any]) -> Namespace:
     quick, device = given.pop("quick", False), _device(given.pop("device", None))
     options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **given}, device=device)
     skips = given.get("skips", ())
-    chosen = ("part", options.what, PARTS), ("dtype", options.dtypes, DTYPES), ("skip", skips, SKIPS)
-    for kind, names, known in chosen:
-        for name in names:
-            _known(kind, name, known)
+    _check_known("part", options.what, PARTS)
+    _check_known("dtype", options.dtypes, DTYPES)
+    _check_known("skip", skips, SKIPS)
     for name in ("repeats", "batch_size", "img_size"):
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
@@ -195,7 +214,7 @@ def resolve(given: Mapping[str, Any]) -> Namespace:
 
 def _device(name: Optional[str]) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    _known("device", name.partition(":")[0], DEFAULTS)
+    _check_known("device", [name.partition(":")[0]], DEFAULTS)
     try:
         device = torch.device(name)
         choose_backend(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
@@ -213,9 +232,10 @@ def _check_output(folder: Path) -> None:
         raise BenchError(f"--output {folder} cannot be written: {there} {reason}")
 
 
-def _known(kind: str, name: str, known: Any) -> None:
+def _check_known(kind: str, names: Sequence[str], known: Any) -> None:
     try:
-        known_name(kind, name, known)
+        for name in names:
+            known_name(kind, name, known)
     except ValueError as error:
         raise BenchError(error) from None
 
@@ -227,12 +247,12 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
 def _architecture(
-        name: str,
-        batch: int,
-        img_size: Optional[int],
-        arguments: Mapping[str, Any],
-        skips: Sequence[str] = (),
+        name: str, batch: int, img_size: Optional[int], arguments: Mapping[str, Any], skips: Sequence[str] = (),
 ) -> Architecture:
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     base = name.removesuffix(suffix)
@@ -257,11 +277,11 @@ def _architecture(
 
 # -------------------------------------------------------------------------------------------------- the clock
 class Clock:
-    """Times a candidate on a device; a buffer larger than its last cache is written before each call."""
+    """Times a candidate on a device; if it flushes, a buffer larger than the last cache is written before each call."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, flushes: bool = True) -> None:
         self.device = device
-        self.buffer = torch.empty(FLUSHED_BYTES[device.type], dtype=torch.int8, device=device)
+        self.buffer = torch.empty(flushes * FLUSHED_BYTES[device.type], dtype=torch.int8, device=device)
 
     def __call__(self, candidate: Candidate, calls: int) -> float:
         """Milliseconds of a call, the mean of `calls`."""
@@ -329,36 +349,29 @@ def _first_line(error: Exception) -> str:
     return text[:200]
 
 
-def measure(
-        candidates: Sequence[Candidate],
-        repeats: int,
-        clock: Clock,
-        tick: Callable[[], Any] = lambda: None,
-) -> list[Result]:
+def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_calls: int = 50) -> list[Result]:
     """Measures a group in turns: each candidate once in every repetition, forth and back, so that no place is favoured.
 
     Args:
         candidates: One that fails is noted, and the others go on without it.
         repeats: Repetitions.
         clock: Times a candidate.
-        tick: Called after the warm-up and after each repetition.
+        most_calls: In a sample, which takes about 10 ms.
     """
     pairs = [(candidate, Result(candidate.name, candidate.moved, note=candidate.note)) for candidate in candidates]
     for candidate, result in pairs:
-        result.once = _attempt(result, partial(_once, candidate, clock)) or {}
-    tick()
+        result.once = _attempt(result, partial(_once, candidate, clock, most_calls)) or {}
     for repetition in range(repeats):
         for candidate, result in reversed(pairs) if repetition % 2 else pairs:
             ms = _attempt(result, lambda c=candidate, r=result: clock(c, r.once["calls"]))
             result.ms += [] if ms is None else [ms]
-        tick()
     return [result for _, result in pairs]
 
 
-def _once(candidate: Candidate, clock: Clock) -> dict[str, Any]:
+def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]:
     once: dict[str, Any] = {"backend": candidate.backend()}
     clock(candidate, 1)  # compiles, and searches for the fastest convolution
-    once["calls"] = max(1, min(50, round(10 / max(clock(candidate, 1), 1e-3))))  # a sample takes about 10 ms
+    once["calls"] = max(1, min(most_calls, round(10 / max(clock(candidate, 1), 1e-3))))
     if clock.device.type == "cuda":
         once["peak_memory"] = _peak_memory(candidate, clock.device)
     if candidate.keep is not None:
@@ -421,57 +434,49 @@ def operator_groups(options: Namespace) -> list[Group]:
     for shape in options.shapes if "operator" in options.what else ():
         layouts = ("tokens",) if len(shape) == 3 else ("nchw", "channels_last")
         for layout, dtype, scope, step in product(layouts, options.dtypes, options.scopes, STEPS):
-            labels = dict(what="operator", shape="x".join(map(str, shape)), layout=layout, scope=scope, dtype=dtype,
-                          step=step)
-            groups.append(Group(labels, 0, partial(_operator_candidates, options, shape, layout, scope, dtype, step)))
+            labels = dict(layout=layout, scope=scope, dtype=dtype, step=step)
+            build = partial(_operator_candidates, options, shape, **labels)
+            groups.append(Group({"what": "operator", "shape": _times(shape), **labels}, 0, build))
     return groups
 
 
 def _operator_candidates(
-        options: Namespace,
-        shape: tuple[int, ...],
-        layout: str,
-        scope: str,
-        dtype: str,
-        step: str,
-) -> list[Candidate]:
-    def tensor(seed: int) -> Tensor:
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(options.device, DTYPES[dtype])
-        return value.to(memory_format=torch.channels_last) if layout == "channels_last" else value
-
-    x, f, g = tensor(0).requires_grad_(), tensor(1).requires_grad_(), tensor(2)
+        options: Namespace, shape: tuple[int, ...], layout: str, scope: str, dtype: str, step: str) -> list[Candidate]:
+    x, f, g = _tensors(options.device, shape, layout, dtype, step)
     dim = None if scope == "global" else -1 if layout == "tokens" else 1
-
-    def plain(x: Tensor, f: Tensor) -> Tensor:
-        return plain_update(x, f, 0.0, 1.0, None if dim is None else [dim], EPS)
+    plain = partial(plain_update, parallel=0.0, orthogonal=1.0, dims=None if dim is None else [dim], eps=EPS)
 
     def candidate(name: str, formula: Callable[[Tensor, Tensor], Tensor], **details: Any) -> Candidate:
-        prepare, run = _on_the_clock(formula, x, f, g, step)
         moved = (MOVED_BY_LINEAR if name == "linear" else TENSORS_MOVED)[step] * x.nbytes
         keep = partial(formula, x, f) if step == "both" else None
-        return Candidate(name, run, prepare, moved=moved, keep=keep, held=3 * x.nbytes, **details)
+        return Candidate(name, *_timed(formula, x, f, g, step), moved=moved, keep=keep, held=3 * x.nbytes, **details)
 
     candidates = [candidate("linear", torch.add), candidate("plain", plain),
                   candidate("appendix", partial(appendix_update, dim=dim))]
     candidates += [candidate("compiled", _compiled(plain))] if options.compile else []
-    for backend in ("torch", "triton"):
+    for backend in ("torch", "inductor", "triton") if options.compile else ("torch", "triton"):
         update, can_run = partial(residual_update, dim=dim, eps=EPS, backend=backend), _can_run(x, f, backend)
         candidates.append(candidate(backend, update, **can_run))
-        candidates += [candidate(f"{backend}-compiled", _compiled(update), **can_run)] if options.compile else []
+        if options.compile and backend != "inductor":
+            candidates.append(candidate(f"{backend}-compiled", _compiled(update), **can_run))
     return [*candidates, _copy(options)]
 
 
-def _on_the_clock(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tuple[Callable, Callable]:
-    """What comes before the clock starts, and what is timed."""
-    def forward(_: None) -> Tensor:
-        with torch.no_grad():
-            return formula(x, f)
+def _tensors(device: torch.device, shape: tuple[int, ...], layout: str, dtype: str, step: str) -> list[Tensor]:
+    """Stream and branch output, with gradients if the step has a backward pass, and the sum's gradient."""
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    x, f, g = (value.to(device, DTYPES[dtype], memory_format=memory_format) for value in values)
+    return [x.requires_grad_(step != "forward"), f.requires_grad_(step != "forward"), g]
 
-    if step == "forward":
-        return lambda: None, forward
+
+def _timed(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tuple[Callable, Callable]:
+    """What is timed, and what comes before the clock starts."""
     if step == "backward":
-        return lambda: formula(x, f), lambda y: torch.autograd.grad(y, (x, f), g)
-    return lambda: None, lambda _: torch.autograd.grad(formula(x, f), (x, f), g)
+        return lambda y: torch.autograd.grad(y, (x, f), g), lambda: formula(x, f)
+    if step == "forward":
+        return lambda _: formula(x, f), lambda: None
+    return lambda _: torch.autograd.grad(formula(x, f), (x, f), g), lambda: None
 
 
 def _can_run(x: Tensor, f: Tensor, backend: str) -> dict[str, Any]:
@@ -490,68 +495,60 @@ def _copy(options: Namespace) -> Candidate:
 
 # ----------------------------------------------------------------------------------------------- the models
 def model_groups(options: Namespace) -> list[Group]:
-    """A group for each architecture, layout, precision, mode and step."""
-    modes = ("eager", "compiled") if options.compile else ("eager",)
-    groups = []
-    for one in options.models:
-        for layout, dtype, mode, step in product(one.layouts, options.dtypes, modes, ("training", "inference")):
-            labels = dict(what="models", model=one.label, shape="x".join(map(str, one.batch)), layout=layout,
-                          dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
-            build = partial(_model_candidates, one, options.device, layout, DTYPES[dtype], mode == "compiled", step)
-            groups.append(Group(labels, one.batch[0], build))
-    return groups
+    """A group for each architecture, layout, precision, mode and step.
+
+    The modes are eager with the default backend, eager with `inductor`, and the whole model under torch.compile.
+    """
+    modes = MODES if options.compile else MODES[:1]
+    return [_model_group("models", options.device, one, *how) for one in options.models
+            for how in product(one.layouts, options.dtypes, modes, MODEL_STEPS)]
+
+
+def _model_group(
+        what: str, device: torch.device, one: Architecture, layout: str, dtype: str, mode: str, step: str) -> Group:
+    labels = dict(what=what, model=one.label, shape=_times(one.batch), layout=layout,
+                  dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
+    return Group(labels, one.batch[0], partial(_model_candidates, one, device, layout, DTYPES[dtype], mode, step))
 
 
 def _model_candidates(
-        architecture: Architecture,
-        device: torch.device,
-        layout: str,
-        dtype: torch.dtype,
-        compiled: bool,
-        step: str,
+        one: Architecture, device: torch.device, layout: str, dtype: torch.dtype, mode: str, step: str,
 ) -> list[Candidate]:
     memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
-    images = torch.randn(architecture.batch, generator=torch.Generator().manual_seed(0))
-    images = images.to(device, memory_format=memory_format)
-    models = _twins(architecture)
-    for model in models.values():
-        model.to(device, memory_format=memory_format).train(step == "training")
-    return [_model_candidate(name, model, images, dtype, compiled) for name, model in models.items()]
+    images = torch.randn(one.batch, generator=torch.Generator().manual_seed(0)).to(device, memory_format=memory_format)
+    return [_model_candidate(name, model.to(device, memory_format=memory_format).train(step == "training"), images,
+                             dtype, mode)
+            for name, model in _twins(one).items()]
 
 
 def _twins(architecture: Architecture) -> dict[str, nn.Module]:
-    """The variants, and before them the first once more with linear connections; all with the same weights."""
-    if architecture.skips:
-        return _with_skips(architecture)
-    suffixes = architecture.suffixes
+    """The model with linear connections, then its variants or transforms of the stream; all with the same weights."""
+    first, branches = architecture.suffixes[0], architecture.arguments.get("skip_branches")
+    models = {"linear": connect(_seeded(architecture, first), "linear")}
+    if architecture.appendix:
+        models["appendix"] = connect(_seeded(architecture, first), "linear")
+        for site in sites(models["appendix"]):
+            site.connection.forward = lambda x, f, attn_mask=None: appendix_update(x, f, -1)
+    for name in architecture.skips:
+        models[name] = connect(_seeded(architecture, first), "linear", skip=name, skip_branches=branches)
+    suffixes = () if architecture.skips else architecture.suffixes
+    return {**models, **{suffix[1:]: _seeded(architecture, suffix) for suffix in suffixes}}
+
+
+def _seeded(architecture: Architecture, suffix: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        models = [timm.create_model(architecture.base + suffix, **architecture.arguments)
-                  for suffix in (suffixes[0], *suffixes)]
-    connect(models[0], "linear")
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict(), strict=False)  # --model-kwargs connection=hybrid has more
-    return dict(zip(("linear", *(suffix[1:] for suffix in suffixes)), models, strict=True))
+        return timm.create_model(architecture.base + suffix, **architecture.arguments)
 
 
-def _with_skips(architecture: Architecture) -> dict[str, nn.Module]:
-    """The architecture with linear connections: once as it is, and with each transform of the stream."""
-    models = {}
-    for name in ("linear", *architecture.skips):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = timm.create_model(architecture.base + architecture.suffixes[0], **architecture.arguments)
-        skip = {} if name == "linear" else {"skip": name, "skip_branches": architecture.arguments.get("skip_branches")}
-        models[name] = connect(model, "linear", **skip)
-    return models
-
-
-def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, compiled: bool) -> Candidate:
+def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
-    forward = _compiled(model) if compiled else model
+    forward = _compiled(model) if mode == "compiled" else model
+    using = partial(use_backend, "inductor") if mode == "inductor" else nullcontext
 
-    def logits(forward: Callable[[Tensor], Tensor] = forward) -> Tensor:
-        with torch.autocast(images.device.type, dtype) if dtype != torch.float32 else nullcontext():
+    def logits() -> Tensor:
+        autocast = torch.autocast(images.device.type, dtype) if dtype != torch.float32 else nullcontext()
+        with autocast, using():
             return forward(images)
 
     def loss() -> Tensor:
@@ -563,28 +560,38 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
 
     parameters = list(model.parameters())
     held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), images, labels))
-    backend = partial(_backend_in, model, partial(logits, model), compiled)
+    ours = not isinstance(sites(model)[0].connection, LinearConnection)
+    asks = partial(_chosen_backend, images.device, using, mode == "compiled", model.training)
+    backend = asks if ours else lambda: "torch"
     if not model.training:
         return Candidate(name, infer, backend=backend, held=held)
     return Candidate(name, lambda _: loss().backward(), model.zero_grad, backend, keep=loss, parameters=parameters,
                      held=held)
 
 
-def _backend_in(model: nn.Module, forward: Callable[[], Tensor], compiled: bool) -> str:
-    """The backend that is chosen for what the model's first connection receives, in eager mode or under a compiler."""
-    connection = sites(model)[0].connection
-    if isinstance(connection, LinearConnection):
-        return "torch"
+def _chosen_backend(device: torch.device, using: Callable[[], Any], compiled: bool, training: bool) -> str:
+    """The backend that is chosen for tensors like those at a model's connections."""
     choose = torch.compile(choose_backend, backend="eager", fullgraph=True) if compiled else choose_backend
-    chosen = []
+    with torch.inference_mode(not training), using():
+        x = torch.ones(1, 1, device=device, requires_grad=training)
+        return choose(x, x)
 
-    def ask(module: nn.Module, inputs: Sequence[Tensor]) -> None:  # with leaves: dynamo looks at an input's gradient
-        chosen.append(choose(*(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)))
 
-    hook = connection.register_forward_pre_hook(ask)
-    try:
-        with torch.inference_mode(not model.training):
-            forward()
-    finally:
-        hook.remove()
-    return chosen[0]
+# ------------------------------------------------------------------------------------------------ the launches
+def launch_groups(options: Namespace) -> list[Group]:
+    """A group for each step of the smallest tensors, then for each batch size and step of the small model."""
+    if "launch" not in options.what:
+        return []
+    labels = dict(what="launch", shape=_times(TINY), layout="tokens", dtype="float32", mode="eager")
+    tiny = [Group({**labels, "step": step}, 0, partial(_tiny_candidates, options.device, step)) for step in MODEL_STEPS]
+    small = [_architecture("vit_small_ortho", batch, None, SMALL)._replace(appendix=True) for batch in SMALL_BATCHES]
+    return tiny + [_model_group("launch", options.device, one, "tokens", "float32", "eager", step)
+                   for one in small for step in MODEL_STEPS]
+
+
+def _tiny_candidates(device: torch.device, step: str) -> list[Candidate]:
+    of_operator = "both" if step == "training" else "forward"
+    x, f, g = _tensors(device, TINY, "tokens", "float32", of_operator)
+    updates = {"linear": torch.add, "appendix": partial(appendix_update, dim=-1), "ortho": FeatureConnection()}
+    return [Candidate(name, *_timed(update, x, f, g, of_operator), partial(choose_backend, x, f))
+            for name, update in updates.items()]

@@ -67,7 +67,7 @@ class Result:
 
 # ------------------------------------------------------------------------------------------------- the rows
 def rows(labels: Mapping[str, str], images: int, results: Sequence[Result]) -> list[Row]:
-    """A row for each candidate of a group, without the columns of the machine.
+    """A row for each candidate of a group, without the columns of :func:`machine`.
 
     Args:
         labels: Columns that the group shares.
@@ -81,7 +81,7 @@ def rows(labels: Mapping[str, str], images: int, results: Sequence[Result]) -> l
 def _row(labels: Mapping[str, str], images: int, result: Result, others: Mapping[str, Result]) -> Row:
     linear = others["linear"]
     row = {**dict.fromkeys(COLUMNS, ""), **labels, **result.once, "candidate": result.name, "baseline": linear.name,
-           "repeats": len(result.ms), "note": result.note}
+           "repeats": len(result.ms), "note": result.note, "threads": torch.get_num_threads()}
     if result.note:
         return {**row, **dict.fromkeys(FIGURES)}
     row |= _spread("ms", result.ms)
@@ -129,18 +129,11 @@ def _share(result: Result, copy: Result) -> Optional[float]:
 
 # ---------------------------------------------------------------------------------------------- the machine
 def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Row:
-    """The columns that say on what, with what and by what command rows were measured.
-
-    Args:
-        device: Where.
-        environment: What `timm-ortho env` prints.
-        command: The command line.
-    """
+    """The columns that say on what, with what (`environment` as `timm-ortho env` prints it) and how it was measured."""
     gpu = device.type == "cuda"
     return {
         **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
-        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "",
         "commit": commit_of(Path(__file__).parents[1]),
@@ -169,6 +162,12 @@ _SHOWN = {  # part: header, and the cell's text or the column
         "over linear": lambda row: _cell(row, "saved_ratio", "{:.4f}"),
         "peak": lambda row: _cell(row, "peak_memory", "{:,.0f} MiB", 2**20),
         "over linear ": lambda row: _cell(row, "peak_ratio", "{:.4f}"), "note": "note",
+    },
+    "launch": {
+        "model": "model", "shape": "shape", "step": "step", "candidate": "candidate", "backend": "backend",
+        "us": lambda row: _cell(row, "ms_p50", "{:.1f}", 1e-3),
+        "over linear [p20, p80]": lambda row: _interval(row, "ratio"),
+        "over appendix [p20, p80]": lambda row: _interval(row, "appendix_ratio"), "note": "note",
     },
 }
 

@@ -502,7 +502,7 @@ def _backend(device: str) -> str:
     """What runs in a training step, and who says so."""
     import torch
 
-    from .functional import BACKEND_VARIABLE, choose_backend
+    from .backends import BACKEND_VARIABLE, choose_backend
 
     x = torch.ones(1, 1, device=device, requires_grad=True)
     wanted = os.environ.get(BACKEND_VARIABLE)

@@ -18,14 +18,14 @@ A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skip
 above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
 """
 import math
-from numbers import Real
 from typing import Dict, List, Optional, Type
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from .functional import Weight, check_eps, known_name, plain_update, residual_update
+from ._checks import check_eps, check_prob, known_name
+from .functional import Weight, checked_update, plain_update
 
 __all__ = [
     "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
@@ -33,12 +33,6 @@ __all__ = [
 ]
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
-
-
-def check_prob(prob: float) -> None:
-    """Raise ValueError unless ``prob`` is a probability."""
-    if not (isinstance(prob, Real) and 0.0 <= prob <= 1.0):
-        raise ValueError(f"prob must be in [0, 1], got {prob!r}")
 
 
 def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
@@ -89,7 +83,8 @@ class Connection(nn.Module):
         check_eps(eps)
         self.dim = dim
         self.eps = float(eps)
-        self.keep = keep
+        self.keep = known_name("keep", keep, ("output", "branch"))
+        self.keep_branch = keep == "branch"
         self.dims = [dim]
         self.skip = None
         self.arrives_transformed = False
@@ -103,13 +98,15 @@ class Connection(nn.Module):
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
         """The update with weights a and b, in the form that eager mode or TorchScript wants."""
-        x = self.carried(x)
-        mask = real_tokens(attn_mask, x) if self.dims is None else None
+        if self.skip is not None:
+            x = self.carried(x)
+        mask: Optional[Tensor] = None
+        if attn_mask is not None and self.dims is None:
+            mask = real_tokens(attn_mask, x)
         if torch.jit.is_scripting():
             return plain_update(x, f, parallel, orthogonal, self.dims, self.eps, mask)
         else:
-            return residual_update(
-                x, f, parallel=parallel, orthogonal=orthogonal, dim=self.dims, eps=self.eps, mask=mask, keep=self.keep)
+            return checked_update(x, f, parallel, orthogonal, self.dims, self.eps, mask, self.keep_branch)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps:g}"

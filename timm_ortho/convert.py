@@ -5,8 +5,9 @@ from typing import Any, Collection, Dict, Iterable, Iterator, List, NamedTuple, 
 
 from torch import nn
 
+from ._compat import is_sharded
 from .connections import Connection, create_connection
-from .families import TIMM, Family, family_of, is_residual, routed_class
+from .families import TIMM, Family, family_of, is_residual, routed_class, written_class
 from .skips import Skip, create_skip, move_into, move_out_of
 
 __all__ = ["Site", "UnsupportedModelError", "connect", "sites"]
@@ -15,7 +16,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class UnsupportedModelError(ValueError):
-    """A model has residual blocks that are not in the table of families, or none that are.
+    """A model has residual blocks that are not in the table of families, or none that are, or it is sharded already.
 
     Attributes:
         unsupported: Names of the classes that are not.
@@ -59,7 +60,8 @@ def connect(
 
     May be called at any time, in the middle of training too: parameters, buffers, hooks and the state dict's keys stay
     as they are. ``hybrid`` adds two parameters a site, which start afresh at each call and which an existing optimizer
-    must be told of; any other connection takes them away.
+    must be told of; any other connection takes them away. After ``fully_shard`` a model stays sharded, and what it has
+    can be replaced by connections without parameters.
 
     Args:
         model: Any module that contains supported blocks: timm's models, their ``features_only`` forms, your own, with
@@ -83,7 +85,8 @@ def connect(
 
     Raises:
         ValueError: An unknown name, or a value outside its range. The model is then as it was.
-        UnsupportedModelError: No supported block, or some residual blocks that are not. The model is then as it was.
+        UnsupportedModelError: No supported block, some residual blocks that are not, or sharded blocks that would need
+            another class or new parameters. The model is then as it was.
         timm_ortho.routing.RoutingError: The installed timm's block is not the one that the table describes.
     """
     blocks = _supported_blocks(model)
@@ -95,9 +98,12 @@ def connect(
     for layer, (block, family, kinds) in enumerate(blocks):
         here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
         made = _make_connections(block, family, kinds, here, skips)
-        converted.append((block, routed_class(family, kinds), made, family.projection(block)))
+        cls = routed_class(family, kinds)
+        _check_fixed(model, block, cls, made.values())
+        converted.append((block, cls, made, family.projection(block)))
     for block, cls, connections, projection in converted:
-        block.__class__ = cls
+        if not isinstance(block, cls):
+            block.__class__ = cls
         move_out_of(projection)
         for name, module in connections.items():
             setattr(block, name, module)
@@ -133,8 +139,10 @@ def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family, Tuple[s
             kinds = family.reached(module)
             blocks += [(module, family, kinds)] if kinds else []
             within.update(module.modules())
-        elif is_residual(type(module)) and (module not in within or type(module).__module__.startswith("timm.")):
-            unsupported.append(f"{type(module).__module__}.{type(module).__qualname__}")
+            continue
+        cls = written_class(module)
+        if is_residual(cls) and (module not in within or cls.__module__.startswith("timm.")):
+            unsupported.append(f"{cls.__module__}.{cls.__qualname__}")
     if blocks and not unsupported:
         return blocks
     found = [f"{family.module}.{family.block}" for _, family, _ in blocks]
@@ -145,6 +153,17 @@ def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family, Tuple[s
         f"residual blocks found that are not supported: {without}. timm-ortho list shows what is supported; what wraps "
         "other layers, of the head say, can be put on after the model is connected. The model is unchanged.",
         tuple(dict.fromkeys(unsupported)))
+
+
+def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:
+    """Refuses what a block that is sharded or parametrized cannot become: its class and parameters are fixed."""
+    wrapped = type(block) is not written_class(block)
+    grows = any(True for connection in connections for _ in connection.parameters())
+    if (wrapped and not isinstance(block, cls)) or (grows and (wrapped or is_sharded(block))):
+        raise UnsupportedModelError(
+            f"cannot connect {type(model).__name__} like this any more, since its {type(block).__name__} is sharded or "
+            "parametrized, which fixes its class and its parameters: connect first, then fully_shard. The model is "
+            "unchanged.")
 
 
 def _chosen_layers(layers: Optional[Iterable[int]], count: int) -> Collection[int]:

@@ -37,7 +37,7 @@ from torch import nn
 
 from .routing import Route, Sum
 
-__all__ = ["FAMILIES", "NOT_STREAMS", "Family", "family_of", "is_residual", "routed_class"]
+__all__ = ["FAMILIES", "NOT_STREAMS", "Family", "family_of", "is_residual", "routed_class", "written_class"]
 
 TIMM = f"timm {timm.__version__}"
 
@@ -64,8 +64,6 @@ class Family(NamedTuple):
         method: The method with the additions; ``forward`` where a release of timm has no such method.
         unless: Says of a block that its sums stay what they are.
         tokens_apart: Whether the global scope is each token by itself here.
-        mask: The method's argument, if it has it, that says which tokens may attend to which, and so what is padding
-            (see :func:`timm_ortho.connections.real_tokens`). The connections receive it as well.
     """
 
     module: str
@@ -77,7 +75,6 @@ class Family(NamedTuple):
     method: str = "forward"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
-    mask: str = "attn_mask"
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: _last_width(block)
     projection: Callable[[nn.Module], Optional[nn.Module]] = lambda block: None
 
@@ -396,10 +393,18 @@ def family_of(module: nn.Module) -> Optional[Family]:
 
     Subclasses of a block class are other classes: their ``forward`` may be anything.
     """
-    cls = type(module)
+    cls = written_class(module)
     if cls.__module__ == __name__:
         return _BY_ROUTED_NAME.get(cls.__name__.partition("__")[0])
     return _BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def written_class(module: nn.Module) -> type:
+    """A module's class as its author wrote it; ``fully_shard`` and parametrizations put a subclass in its place."""
+    cls = type(module)
+    while cls.__module__.startswith("torch.") and "forward" not in vars(cls):
+        cls = cls.__bases__[-1]
+    return cls
 
 
 def routed_class(family: Family, kinds: Optional[Tuple[str, ...]] = None) -> type:
@@ -435,7 +440,7 @@ def _route(family: Family, kinds: Tuple[Optional[str], ...]) -> Route:
         for stream, kind in zip(streams, family.kinds, strict=True)
     ]
     method = family.method if hasattr(block, family.method) else "forward"
-    return Route(block, sums, method=method, mask=family.mask, host=TIMM)
+    return Route(block, sums, method=method, mask="attn_mask", host=TIMM)
 
 
 def __getattr__(name: str) -> type:
@@ -444,6 +449,7 @@ def __getattr__(name: str) -> type:
     if family is None or not set(kinds or ()) <= set(family.sites):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return routed_class(family, kinds)
+
 
 @cache
 def is_residual(cls: type) -> bool:

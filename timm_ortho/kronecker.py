@@ -6,14 +6,14 @@ from typing import List
 
 import torch
 
-__all__ = ["Matrix", "fused", "hartley", "primes", "rotation"]
+__all__ = ["Matrix", "factors", "hartley", "rotation"]
 
 Matrix = List[List[float]]
 
 _FUSED = (8, 16, 32, 64)  # most rows of a matrix that several steps of a butterfly are fused into
 
 
-def primes(width: int) -> List[int]:
+def _primes(width: int) -> List[int]:
     """The prime factors, the largest first."""
     found, p = [], 2
     while p * p <= width:
@@ -47,9 +47,14 @@ def rotation(p: int, draw: random.Random) -> Matrix:
     return q.tolist()
 
 
-def fused(factors: List[Matrix]) -> List[Matrix]:
-    """Neighbouring factors multiplied out: as few matrices as ``_FUSED`` allows, and of those the smallest."""
-    return min((_grouped(factors, most) for most in _FUSED), key=len)
+def factors(width: int, seed: str = "") -> List[Matrix]:
+    """A factor for each prime of the width, Hartley's matrices or, with a seed, rotations drawn from it.
+
+    Neighbours are multiplied out: as few matrices as ``_FUSED`` allows, and of those the smallest.
+    """
+    draw = random.Random(seed)  # Python's own: its random() gives the same numbers on every machine, in every release
+    made = [rotation(p, draw) if seed else hartley(p) for p in _primes(width)]
+    return min((_grouped(made, most) for most in _FUSED), key=len)
 
 
 def _grouped(factors: List[Matrix], most: int) -> List[Matrix]:

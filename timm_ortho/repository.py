@@ -26,10 +26,10 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors.torch import load_file
 from timm.data import create_dataset, resolve_data_config
 from timm.models import is_model, model_entrypoint
-from timm.models._hub import save_config_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
+from ._compat import save_config_for_hf
 from .card import CURVE, Subject, draw_curve, model_card
 from .connections import CONNECTIONS, FeatureConnection, HybridConnection, LinearConnection
 from .convert import Site, connect, sites
@@ -124,7 +124,6 @@ def scrubbed(text: str, token: Optional[str]) -> str:
 def _detached(model: nn.Module) -> nn.Module:
     """A copy on the CPU, in evaluation mode, out of the wrappers of DDP and torch.compile."""
     bare = unwrap_model(model)
-    bare = getattr(bare, "_orig_mod", bare)
     if any(isinstance(module, ChangeOfBasis) for module in bare.modules()):
         raise PublishError("the model was rewritten by timm_ortho.absorb or diagonalise, which no arguments of a "
                            "variant can say: publish the one that it was made from")

@@ -20,6 +20,8 @@ Additions are numbered along the way that a call takes: those on the two sides o
 which one is reached, and a side may do without. What a block's own configuration rules out (``if self.has_skip:``)
 :meth:`Route.reached` says for each instance.
 """
+import __future__
+
 import ast
 import inspect
 import linecache
@@ -27,7 +29,7 @@ import textwrap
 from types import CodeType, FunctionType
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-__all__ = ["Route", "RoutingError", "Sum", "route"]
+__all__ = ["Route", "RoutingError", "Sum"]
 
 
 class RoutingError(RuntimeError):
@@ -109,7 +111,9 @@ class Route:
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         made: dict = {}
-        exec(compile(source, filename, "exec"), self.method.__globals__, made)  # globals: names resolve as in the host
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the others are on by now
+        code = compile(source, filename, "exec", flags, dont_inherit=True)
+        exec(code, self.method.__globals__, made)  # names resolve as in the host
         method = made[self.method.__name__]
         method.__qualname__ = f"{name}.{method.__name__}"
         method.__doc__ = self.method.__doc__
@@ -119,11 +123,6 @@ class Route:
             "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
             method.__name__: method,
         })
-
-
-def route(block: type, sums: Sequence[Sum], *, name: str, module: str, host: str = "") -> type:
-    """The routed subclass of a block class: :class:`Route` and :meth:`Route.subclass` in one."""
-    return Route(block, sums, host=host).subclass(name=name, module=module)
 
 
 class _Router(ast.NodeTransformer):

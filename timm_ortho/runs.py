@@ -23,7 +23,10 @@ import torch
 import yaml
 from timm.models import clean_state_dict
 
-__all__ = ["CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "checkpoint_file", "class_names"]
+__all__ = [
+    "CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "checkpoint_file", "class_names",
+    "load_checkpoint",
+]
 
 _OF_GRID = ("compare.yaml", "study.yaml")
 _SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
@@ -210,10 +213,16 @@ def checkpoint_file(path: Path) -> Path:
                        "train.py or timm-ortho compare wrote, or a checkpoint")
 
 
+def load_checkpoint(path: Path) -> Any:
+    """What a file of torch holds, by its restricted unpickler; a Namespace, timm's `args`, is let through."""
+    unknown = {Namespace}.difference(torch.serialization.get_safe_globals())  # what others allowed stays allowed
+    with torch.serialization.safe_globals([*unknown]):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def _read_checkpoint(path: Path) -> dict:
-    torch.serialization.add_safe_globals([Namespace])  # what timm stores as args
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = load_checkpoint(path)
     except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
         reason = " ".join(str(error).split())[:200]
         raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {reason})") from None

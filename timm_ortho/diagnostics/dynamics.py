@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._compat import compiled_model, is_compiled_in_place
 from ..connections import Connection, HybridConnection, real_tokens
 from ..functional import decompose, without_padding
 
@@ -206,9 +207,6 @@ class Recorder:
         rows, self._rows = self.rows, []
         return rows
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
     def state_dict(self) -> Dict[str, Any]:
         """``step`` and ``rows`` in plain values, for a checkpoint."""
         return {"step": self.step, "rows": [dict(row) for row in self.rows]}
@@ -356,16 +354,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _is_compiled(model: nn.Module) -> bool:
     *wrappers, inner = _wrappers(model)
-    return inner._compiled_call_impl is not None or any("_orig_mod" in wrapper._modules for wrapper in wrappers)
+    return is_compiled_in_place(inner) or any(compiled_model(wrapper) is not None for wrapper in wrappers)
 
 
 def _wrappers(model: nn.Module) -> List[nn.Module]:
     """The model as given, what it wraps, and so on."""
     chain = [model]
     while True:
-        inner = chain[-1]._modules.get("_orig_mod")  # torch.compile's
-        if isinstance(chain[-1], DistributedDataParallel):
-            inner = chain[-1].module
+        inner = chain[-1].module if isinstance(chain[-1], DistributedDataParallel) else compiled_model(chain[-1])
         if inner is None:
             return chain
         chain.append(inner)

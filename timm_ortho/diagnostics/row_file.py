@@ -19,7 +19,7 @@ from typing import List, Optional, TypeVar
 import torch
 from torch import nn
 
-from .dynamics import Recorder, Row, record
+from .dynamics import Row, record
 
 __all__ = ["record_as_asked"]
 
@@ -44,7 +44,7 @@ def _every(text: str) -> int:
     return int(text)
 
 
-def _attach(model: nn.Module, path: Path, every: int) -> Recorder:
+def _attach(model: nn.Module, path: Path, every: int) -> None:
     last = _last_step(path)
     file = _RowFile(path)
     recorder = record(model, every, sink=file.append)

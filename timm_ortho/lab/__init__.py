@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DiskError", "LabError", "own_version", "write_json", "write_text"]
+__all__ = ["DiskError", "LabError", "RunError", "own_version", "write_json", "write_text"]
 
 
 class LabError(ValueError):
@@ -20,6 +20,10 @@ class LabError(ValueError):
 
 class DiskError(LabError):
     """A file cannot be written, and the next one will not be either."""
+
+
+class RunError(LabError):
+    """A run ended in an error that nobody foresaw, after which its process is not to be trusted with another run."""
 
 
 def own_version() -> str:

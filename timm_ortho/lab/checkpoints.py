@@ -26,9 +26,10 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 import torch
 from timm.utils import CheckpointSaver, update_summary
 
+from ..runs import load_checkpoint
 from . import DiskError, LabError, write_json
 
-__all__ = ["Checkpoints", "disk_errors", "read_json", "read_result"]
+__all__ = ["Checkpoints", "disk_errors", "one_line", "read_json", "read_result"]
 
 
 def read_result(folder: Path) -> Optional[dict]:
@@ -46,7 +47,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise LabError(f"{path} cannot be read ({_reason(error)}); remove {path.parent} to train it anew") from None
+        raise LabError(f"{path} cannot be read ({one_line(error)}); remove {path.parent} to train it anew") from None
 
 
 _FULL = errno.ENOSPC, errno.EDQUOT
@@ -63,7 +64,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             (folder / "tmp.pth.tar").unlink()  # half a checkpoint
         advice = "make room" if isinstance(error, RuntimeError) or error.errno in _FULL else "see to the folder"
-        raise DiskError(f"cannot write in {folder} ({_reason(error)}): {advice} and give the same command again; what "
+        raise DiskError(f"cannot write in {folder} ({one_line(error)}): {advice} and give the same command again; what "
                         "is finished stays, and this run continues from its last checkpoint") from None
 
 
@@ -153,12 +154,11 @@ class Checkpoints(CheckpointSaver):
 
     def _read(self, path: Path) -> dict | str:
         """A checkpoint, or in words why it is none."""
-        torch.serialization.add_safe_globals([Namespace])  # what timm stores as args
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = load_checkpoint(path)
             return checkpoint if {"epoch", "state_dict", "optimizer"} <= checkpoint.keys() else "it lacks a part"
         except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
-            return _reason(error)
+            return one_line(error)
 
     def _write_summary(self, history: Sequence[dict]) -> None:
         """`summary.csv` anew from the history, by timm's own writer, so that a continued run repeats no row."""
@@ -183,7 +183,7 @@ def _copy(source: Path, target: Path) -> None:
     partial_file.replace(target)
 
 
-def _reason(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

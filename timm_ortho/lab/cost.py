@@ -18,10 +18,10 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .. import bench, bench_report
+from .._compat import TorchDispatchMode
 from ..connections import CONNECTIONS, Connection
 from ..convert import Site, connect, sites
 from ..diagnostics.dynamics import evaluation
@@ -87,7 +87,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Optional[Mapping] = None):
         result = func(*args, **(kwargs or {}))
-        operation = func._overloadpacket
+        operation = func.overloadpacket
         if operation in flop_registry:
             self.products += flop_registry[operation](*args, **(kwargs or {}), out_val=result)
         elif self.in_connection:

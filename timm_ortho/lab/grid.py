@@ -5,6 +5,7 @@
 import difflib
 import inspect
 import sys
+import traceback
 from argparse import Namespace
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,16 +18,17 @@ import yaml
 from timm.data import resolve_data_config
 from tqdm import tqdm
 
-from . import LabError, own_version, recipe, write_text
-from .checkpoints import disk_errors, read_result
+from . import LabError, RunError, own_version, recipe, write_text
+from .checkpoints import disk_errors, one_line, read_result
 from .data import Source
 from .training import Extras, Progress, Run, build_model
 
 __all__ = [
-    "Job", "base_name", "check_folders", "check_model", "check_run", "check_threads", "claimed", "device_of",
+    "LOG", "Job", "base_name", "check_folders", "check_model", "check_run", "check_threads", "claimed", "device_of",
     "limited_threads", "resolve_options", "run_job", "seeds_of", "threads_for", "train_job", "writing_report",
 ]
 
+LOG = "log.txt"  # in a run's folder: what its process wrote, and the traceback of an error that nobody foresaw
 _SUFFIXES = ("_ortho", "_orthog", "_linear")
 _SMALL = 1_000_000  # parameters
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # what a recipe says for its own model only
@@ -332,7 +334,8 @@ def train_job(job: Job, source: Source, watch: Callable[[Run], Progress]) -> dic
         watch: Is shown the run before its first step, and returns what is told of its progress.
 
     Raises:
-        LabError: It cannot be trained or continued, or the device's memory or the disk is too small.
+        LabError: It cannot be trained or continued, or the device's memory or the disk is too small. A RunError for
+            any other error, whose traceback is in the run's log.
     """
     if job.options.torchcompile:
         torch.compiler.reset()  # models of one grid share their code, and its limit of recompilations
@@ -341,6 +344,14 @@ def train_job(job: Job, source: Source, watch: Callable[[Run], Progress]) -> dic
         return run.train(watch(run))
     except torch.cuda.OutOfMemoryError:
         raise LabError("the device is out of memory: choose a smaller batch size; finished runs stay") from None
+    except LabError:
+        raise
+    except Exception as error:  # whatever it is, it must not keep other runs from their end
+        with disk_errors(job.folder):
+            job.folder.mkdir(parents=True, exist_ok=True)
+            with open(job.folder / LOG, "a", encoding="utf-8") as log:
+                traceback.print_exception(error, file=log)
+        raise RunError(f"{one_line(error)}, see {job.folder / LOG}") from error
 
 
 def run_job(job: Job, source: Source, number: str) -> None:

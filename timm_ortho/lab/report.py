@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
 
-from . import write_json, write_text
+from . import own_version, write_json, write_text
 from .page import Table, figure_box, html_table, page, svg, text_table
 from .plots import band, label, style
 
@@ -60,7 +60,7 @@ def write(folder: Path) -> str:
     settings = yaml.safe_load((folder / "compare.yaml").read_text(encoding="utf-8"))
     runs, unfinished = _collect(folder, settings)
     rows = _summarise(runs, settings["connections"])
-    versions = {"torch": torch.__version__, "timm": timm.__version__, "timm-ortho": _own_version()}
+    versions = {"torch": torch.__version__, "timm": timm.__version__, "timm-ortho": own_version()}
     summary = [{**row, "difference": _plain(row["difference"])} for row in rows]
     write_json(folder / "results.json", {
         "settings": settings, "versions": versions, "summary": summary, "unfinished": unfinished, "runs": runs})
@@ -113,14 +113,6 @@ def _summarise(runs: Sequence[dict], connections: Sequence[str]) -> list[dict]:
 
 def _plain(difference: Optional[Difference]) -> Optional[dict]:
     return None if difference is None else vars(difference)
-
-
-def _own_version() -> Optional[str]:
-    from importlib.metadata import PackageNotFoundError, version
-    try:
-        return version("timm-ortho")
-    except PackageNotFoundError:  # run from a source tree that was not installed
-        return None
 
 
 # ------------------------------------------------------------------------------------------- the table

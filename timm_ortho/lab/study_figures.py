@@ -5,6 +5,7 @@ mean, as the paper's captions say. A value that is not finite leaves a gap.
 """
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
@@ -181,7 +182,6 @@ def traces(
         kind: str,
         measure: str,
         transitions: Mapping[tuple[int, str], Optional[int]],
-        series: Series = lambda run: run["connection"],
 ) -> Figure:
     """One measure of every site of a kind over the training steps, three panels in a row (Figures 3, 10 to 12).
 
@@ -190,14 +190,13 @@ def traces(
         kind: Kind of the sites, `mlp`.
         measure: `stream`, `parallel`, `orthogonal` or `cosine`.
         transitions: For layer and kind the step at which the traces part, a vertical line; None where they do not.
-        series: The lines.
     """
     sites = site_names(runs)[kind]
     rows = -(-len(sites) // 3)
     figure = Figure(figsize=(10, 0.6 + 2.3 * rows), layout="constrained")
     panels = figure.subplots(rows, min(3, len(sites)), squeeze=False).flat
     for axes, (layer, site) in zip(panels, sites, strict=False):
-        _trace_lines(axes, runs, site, measure, series)
+        _trace_lines(axes, runs, site, measure)
         if measure == "cosine":
             axes.axhline(0, color="#222222", linewidth=0.9, linestyle=(0, (4, 3)))
         if transitions.get((layer, kind)) is not None:
@@ -216,12 +215,12 @@ def final_site(run: Run) -> Optional[str]:
     return names[-1] if names else None
 
 
-def component_norms(runs: Sequence[Run], series: Series = lambda run: run["connection"]) -> Figure:
+def component_norms(runs: Sequence[Run]) -> Figure:
     """The last branch's output and its two parts over the training steps, on logarithmic axes (Figures 7 and 8)."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     for axes, measure in zip(figure.subplots(1, 3), ("orthogonal", "parallel", "branch"), strict=True):
         site = next(final_site(run) for run in runs if run["dynamics"])
-        _trace_lines(axes, runs, site, measure, series)
+        _trace_lines(axes, runs, site, measure)
         axes.set_yscale("log")
         label(axes, f"{TITLES[measure]}, last branch", "training step")
     _legend(figure, *figure.axes)
@@ -248,7 +247,8 @@ def _shade(layer: int, runs: Sequence[Run]) -> Any:
     return colormaps["cividis"](0.9 * layer / max(1, last))
 
 
-def _trace_lines(axes: Axes, runs: Sequence[Run], site: str, measure: str, series: Series) -> None:
+def _trace_lines(axes: Axes, runs: Sequence[Run], site: str, measure: str) -> None:
+    series = itemgetter("connection")
     for name, group in _by(series, runs):
         _trace_line(axes, group, site, measure, name, _line(name, series, runs))
 

@@ -71,10 +71,10 @@ class Spec:
 
 
 # ---------------------------------------------------------------------------------------------- measures
-def _best(run: Run, count: int = 5) -> Optional[float]:
-    """The mean of a run's best validation epochs, which is the paper's protocol for Table 2."""
+def _best(run: Run) -> Optional[float]:
+    """The mean of a run's five best validation epochs, which is the paper's protocol for Table 2."""
     values = sorted(row["eval_top1"] for row in run["history"] if finite(row["eval_top1"]))
-    return fmean(values[-count:]) if values else float("nan")
+    return fmean(values[-5:]) if values else float("nan")
 
 
 def _represented(key: str) -> Callable[[Run], Optional[float]]:

@@ -73,7 +73,7 @@ class Entry:
 
     def __str__(self) -> str:
         if not self.values:
-            return f"not finite ({_count(self.runs, 'run')})"
+            return f"not finite ({self.runs} run{'s' * (self.runs != 1)})"
         notes = []
         if len(self.values) < self.runs:
             notes.append(f"{self.runs - len(self.values)} of {self.runs} not finite")
@@ -314,7 +314,3 @@ def interval(difference: Optional[Difference], digits: int) -> str:
         return f"{difference.mean:+.{digits}f}"
     low, high = difference.mean - difference.half_width, difference.mean + difference.half_width
     return f"{difference.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,7 +1,8 @@
 """Several runs at once: processes that each train one run after another.
 
-A process that dies takes one run with it, which is reported with its log; another process takes its place. Nothing
-outlives the command: the processes end with it, whether it finishes, is interrupted or is killed.
+A process that dies takes one run with it, which is reported with its log; another process takes its place, as it does
+after an error that nobody foresaw (CUDA's outlive the run). Nothing outlives the command: the processes end with it,
+whether it finishes, is interrupted or is killed.
 """
 import os
 import signal
@@ -15,15 +16,14 @@ from typing import Any, Callable, Optional, Sequence
 
 import torch
 
-from . import LabError
+from . import LabError, RunError
 from .checkpoints import disk_errors
 from .data import open_source
-from .grid import Job, train_job
+from .grid import LOG, Job, train_job
 from .training import Progress, Run
 
-__all__ = ["LOG", "train_all"]
+__all__ = ["train_all"]
 
-LOG = "log.txt"  # in a run's folder: what its process wrote
 _SECONDS_TO_STOP = 15
 
 # Told of each run that ends: the run, and its result or the error that ended it.
@@ -54,7 +54,7 @@ def train_all(jobs: Sequence[Job], count: int, threads: int, tell: Tell) -> None
             for pipe in wait(list(at_work)):
                 worker = at_work[pipe]
                 job, ended = worker.job, worker.take()
-                if worker.process.is_alive() and waiting:
+                if waiting and not isinstance(ended, RunError):
                     worker.give(waiting.popleft())
                 else:
                     del at_work[pipe]
@@ -92,7 +92,7 @@ class _Worker:
             return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            return LabError(f"its process died ({_exit(self.process.exitcode)}), see {self.job.folder / LOG}")
+            return RunError(f"its process died ({_exit(self.process.exitcode)}), see {self.job.folder / LOG}")
 
     def stop(self) -> None:
         self.pipe.close()  # for a process that waits for a run this is the end

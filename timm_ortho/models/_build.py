@@ -17,10 +17,10 @@ from timm.models import (
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .._checks import known_name
 from ..connections import CONNECTIONS
 from ..convert import connect
 from ..diagnostics import record_as_asked
-from ..functional import known_name
 from .loading import checked, located, naming_the_source, restore_source
 
 __all__ = [

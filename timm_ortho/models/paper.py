@@ -21,7 +21,7 @@ from timm.models.resnetv2 import ResNetV2
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from ..functional import known_name
+from .._checks import known_name
 from ._build import SUFFIXES, create, register
 from .pretrained import checkpoint_filter_fn, pretrained_cfgs
 

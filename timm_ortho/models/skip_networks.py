@@ -29,10 +29,10 @@ from typing import Any, Callable, Dict, List, Optional, Union
 import torch
 from timm.layers import BatchNormAct2d, create_conv2d
 from timm.models import PretrainedCfg
-from timm.models._features import feature_take_indices
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
+from .._compat import feature_take_indices
 from ._build import SUFFIXES, create, register
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it

@@ -1,0 +1,130 @@
+"""Each private name of torch and timm does on the installed release what this package uses it for."""
+import ast
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+
+import timm_ortho
+from timm_ortho import _compat
+
+NAMED_TUPLE = {"_asdict", "_replace"}
+OPERATIONS = {"_to_copy"}  # ATen's own name
+
+
+def test_private_names_are_in_compat_only():
+    """No import from a private module, and no private attribute of what another file defines."""
+    for path in Path(timm_ortho.__file__).parent.rglob("*.py"):
+        if path.name == "_compat.py":
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+        modules = [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
+        assert not [name for name in modules if "._" in name], path.name
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+        own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        private = {node.attr for node in attributes if node.attr.startswith("_") and not node.attr.endswith("__")}
+        assert private <= own | NAMED_TUPLE | OPERATIONS, path.name
+
+
+def test_feature_take_indices():
+    assert _compat.feature_take_indices(4, 2) == ([2, 3], 3)
+    assert _compat.feature_take_indices(4, [0, -2]) == ([0, 2], 2)
+    assert _compat.feature_take_indices(4)[0] == [0, 1, 2, 3]
+
+
+def test_save_config_for_hf(tmp_path):
+    model = timm.create_model("test_vit", num_classes=7)
+    _compat.save_config_for_hf(model, tmp_path / "config.json", {"model_args": {"depth": 2}})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architecture"], config["num_classes"]) == ("test_vit", 7)
+    assert config["model_args"]["depth"] == 2
+    assert config["pretrained_cfg"]["input_size"] == [3, 160, 160]
+
+
+def test_functorch_is_active():
+    assert not _compat.functorch_is_active()
+    assert torch.func.vmap(lambda x: x * _compat.functorch_is_active())(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_forward_mode_is_active():
+    assert not _compat.forward_mode_is_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.forward_mode_is_active()
+
+
+def test_is_recorded():
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append(_compat.is_recorded())
+            return x + 1
+
+    seen = []
+    Asks()(torch.ones(1))
+    torch.jit.trace(Asks(), torch.ones(1))
+    assert (seen[0], seen[-1]) == (False, True) or seen[:2] == [False, True]
+
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x + (2 if _compat.is_recorded() else 1)
+
+    assert torch.export.export(Adds(), (torch.ones(1),)).module()(torch.ones(1)) == 3
+    if not torch.__version__.startswith("2.6."):  # there compiling cannot be told from exporting
+        assert torch.compile(Adds(), backend="eager", fullgraph=True)(torch.ones(1)) == 2
+
+
+def test_is_compiler_error():
+    def broken(graph, inputs):
+        raise ValueError("cannot")
+
+    with pytest.raises(Exception) as error:  # noqa: PT011 its class is what is asked
+        torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
+    assert _compat.is_compiler_error(error.value)
+    assert not _compat.is_compiler_error(ValueError("cannot"))
+
+
+def test_torch_dispatch_mode():
+    class Seen(_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    seen, x = [], torch.ones(2, 2, requires_grad=True)
+    with Seen():
+        (nn.functional.linear(x, x) + 1).sum().backward()
+    assert torch.ops.aten.add in seen
+    assert seen.count(torch.ops.aten.mm) == 3  # those of the backward pass as well
+
+
+def test_compiled_models():
+    model = nn.Linear(2, 2)
+    assert _compat.compiled_model(torch.compile(model)) is model
+    assert _compat.compiled_model(model) is None
+    assert not _compat.is_compiled_in_place(model)
+    model.compile()
+    assert _compat.is_compiled_in_place(model)
+
+
+@pytest.mark.parametrize("shard", [
+    fully_shard,
+    partial(FullyShardedDataParallel, device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD),
+])
+def test_is_sharded(shard):
+    if shard is fully_shard and torch.__version__.startswith("2.6."):
+        pytest.skip("for GPUs only")
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    assert not _compat.is_sharded(model[0][0])
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    try:
+        shard(model)
+    finally:
+        distributed.destroy_process_group()
+    assert _compat.is_sharded(model[0][0])  # all that is in it
+    assert not _compat.is_sharded(nn.Linear(2, 2))

@@ -1,0 +1,166 @@
+"""Every path that the update can take, on inputs that nobody chose, against float64: the result and all gradients.
+
+A path is as exact as the formula pasted under autograd in the same dtypes: at most three times as far from the truth,
+and a few units in the last place of what is rounded.
+"""
+import contextlib
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
+
+from timm_ortho import backends
+from timm_ortho.functional import plain_update, residual_update
+
+TRITON = backends._why_not("triton", torch.ones(1), torch.ones(1))
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EPS = 1e-3
+
+
+@st.composite
+def cases(draw, elements=4000):
+    """Shape, memory, axes, dtypes, weights, mask, and which inputs want gradients."""
+    ndim = draw(st.integers(1, 4))
+    shape = []
+    for _ in range(ndim):
+        room = max(1, elements // max(1, math.prod(shape)))
+        shape.append(draw(st.integers(0 if not shape else 1, min(70, room))))
+    axes = st.lists(st.integers(0, ndim - 1), min_size=1, unique=True)
+    dims = [draw(st.sampled_from([d, d - ndim])) for d in draw(axes)]
+    order = draw(st.permutations(range(ndim)))
+    same = draw(st.booleans())
+    weight = st.sampled_from(["learned", 0.0, 1.0, 0.3])
+    return dict(
+        shape=shape, dims=dims, orders=(order, order if same else draw(st.permutations(range(ndim)))),
+        slices=draw(st.sampled_from([(1, 1), (2, 1), (1, 2)])),
+        dtypes=draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES))) if draw(st.booleans())
+        else (torch.float32, torch.float32),
+        weights=draw(st.one_of(st.just((0.0, 1.0)), st.tuples(weight, weight))),
+        masked=draw(st.booleans()), keep=draw(st.sampled_from(["output", "branch"])),
+        needed=draw(st.sampled_from(["xf", "x", "f", ""])), scale=draw(st.sampled_from([1e-3, 1.0, 30.0])),
+        seed=draw(st.integers(0, 2 ** 16)))
+
+
+def laid_out(generator, shape, order, step, dtype):
+    """Random, its axes in this order in memory, and of every ``step``-th row only."""
+    inverse = [order.index(axis) for axis in range(len(shape))]
+    sizes = [shape[axis] for axis in order]
+    sizes[-1] *= step
+    return torch.randn(sizes, generator=generator, dtype=torch.float64).to(dtype)[..., ::step].permute(inverse)
+
+
+def tensors(case):
+    generator = torch.Generator().manual_seed(case["seed"])
+    x, f = (laid_out(generator, case["shape"], order, step, dtype)
+            for order, step, dtype in zip(case["orders"], case["slices"], case["dtypes"], strict=True))
+    g = laid_out(generator, case["shape"], case["orders"][1], 1, torch.promote_types(x.dtype, f.dtype))
+    mask = None
+    if case["masked"]:
+        sizes = [1 if d in {e % x.dim() for e in case["dims"]} and len(case["shape"]) > 1 else size
+                 for d, size in enumerate(case["shape"])]
+        mask = torch.rand(sizes, generator=generator) < 0.7
+    return x * case["scale"], f, g, mask
+
+
+def results(update, case, x, f, g, mask):
+    """y and the gradients of what is needed, by name."""
+    x, f = (t.detach().requires_grad_(name in case["needed"]) for name, t in (("x", x), ("f", f)))
+    acc = torch.float64 if x.dtype == torch.float64 or f.dtype == torch.float64 else torch.float32
+    a, b = (torch.tensor(0.625, dtype=acc, requires_grad=bool(case["needed"])) if w == "learned" else w
+            for w in case["weights"])
+    y = update(x, f, a, b, case["dims"], EPS, mask)
+    inputs = {name: t for name, t in zip("xfab", (x, f, a, b), strict=True)
+              if isinstance(t, torch.Tensor) and t.requires_grad}
+    if not y.requires_grad:
+        return {"y": y}
+    gradients = torch.autograd.grad(y, list(inputs.values()), g.to(y.dtype), allow_unused=True)
+    return {"y": y.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+def sizes_of_terms(case, x, f, g):
+    """Of what is added up in y and each gradient: terms that cancel each other are rounded at their own size."""
+    if not x.numel():
+        return dict.fromkeys(["y", "x", "f", "a", "b"], 0.0)
+    s = (x * f).sum(case["dims"]).abs() / ((x * x).sum(case["dims"]) + EPS)
+    x, f, g, gain = (t.abs().max().item() for t in (x, f, g, 1 + s))
+    of_weights = g * (f + gain * x) * math.prod(case["shape"])
+    return {"y": f + gain * x, "x": g * gain ** 2, "f": g, "a": of_weights, "b": of_weights}
+
+
+def check(update, case):
+    x, f, g, mask = tensors(case)
+    truth = results(plain_update, case, x.double(), f.double(), g.double(), mask)
+    pasted = results(plain_update, case, x, f, g, mask)
+    magnitudes = sizes_of_terms(case, x.double(), f.double(), g.double())
+    for name, got in results(update, case, x, f, g, mask).items():
+        exact = truth[name]
+        assert got.shape == exact.shape
+        assert got.dtype == pasted[name].dtype
+        if not exact.numel():
+            continue
+        size = exact.abs().max().item() + magnitudes[name]
+        allowed = 3 * (pasted[name].double() - exact).abs().max().item() + 8 * torch.finfo(got.dtype).eps * size
+        assert (got.double() - exact).abs().max().item() <= allowed, name
+
+
+def eager(backend):
+    def update(x, f, a, b, dims, eps, mask):
+        return residual_update(x, f, parallel=a, orthogonal=b, dim=tuple(dims), eps=eps, mask=mask, backend=backend)
+    return update
+
+
+def examples(count, phases=tuple(Phase)):
+    return settings(max_examples=count, phases=phases, deadline=None, database=None,
+                    suppress_health_check=list(HealthCheck))
+
+
+@examples(300)
+@given(cases())
+def test_closed_form(case):
+    check(eager("torch"), case)
+
+
+@examples(60)
+@given(cases())
+def test_without_gradients(case):
+    x, f, _, mask = tensors(case)
+    a, b = (0.625 if w == "learned" else w for w in case["weights"])
+    exact = plain_update(x.double(), f.double(), a, b, case["dims"], EPS, mask)
+    for context in (torch.no_grad(), torch.inference_mode(), torch.device("cpu"), contextlib.nullcontext()):
+        with context:
+            y = eager(None)(x, f, a, b, case["dims"], EPS, mask)
+            assert torch.equal(y, plain_update(x, f, a, b, case["dims"], EPS, mask))
+        if y.numel():
+            allowed = 64 * torch.finfo(y.dtype).eps * max(exact.abs().max().item(), x.double().abs().max().item())
+            assert (y.double() - exact).abs().max().item() <= allowed
+
+
+@examples(12)
+@given(cases(elements=3_000_000))
+def test_large_tensors(case):
+    check(eager("torch"), case)
+
+
+@pytest.mark.skipif(TRITON is not None, reason=str(TRITON))
+@examples(60)
+@given(cases(elements=600))
+def test_kernels(case):
+    assume(set(case["dtypes"]) != {torch.bfloat16, torch.float64})  # the interpreter's cast between them gives NaN
+    check(eager("triton"), case)
+
+
+@pytest.mark.slow  # each case is compiled, and would be while it shrinks
+@examples(10, [Phase.generate])
+@given(cases())
+def test_inductor(case):
+    check(eager("inductor"), case)
+
+
+def test_a_transposed_stream_projected_over_its_first_axis():
+    """Once cut into pieces along the axis that was summed: off by 0.28."""
+    x, f = (torch.randn(1024, 2048, generator=torch.Generator().manual_seed(seed)).t() for seed in (0, 1))
+    assert x.stride(0) == 1
+    for needed in (False, True):
+        y = residual_update(x.requires_grad_(needed), f, dim=0)
+        torch.testing.assert_close(y, plain_update(x.double(), f.double(), 0.0, 1.0, [0], 1e-6).float())

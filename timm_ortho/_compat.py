@@ -1,0 +1,50 @@
+"""Private names of torch and timm that this package uses, each once, and what for; tests/test_compat.py tries them."""
+from typing import Optional
+
+import torch
+from timm.models._features import feature_take_indices  # what `indices` of a forward_intermediates means
+from timm.models._hub import save_config_for_hf  # config.json as timm writes it, without an upload
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode  # every operation that runs, to count its FLOPs
+
+__all__ = [
+    "TorchDispatchMode", "compiled_model", "feature_take_indices", "forward_mode_is_active", "functorch_is_active",
+    "is_compiled_in_place", "is_compiler_error", "is_recorded", "is_sharded", "save_config_for_hf",
+]
+
+# Whether a transform of torch.func is active, which no public function tells.
+functorch_is_active = torch._C._are_functorch_transforms_active
+
+# Public from torch 2.7 on. Before, exporting cannot be told from compiling.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+
+def forward_mode_is_active() -> bool:
+    """Whether this is within ``torch.autograd.forward_ad.dual_level()``."""
+    return forward_ad._current_level >= 0
+
+
+def is_recorded() -> bool:
+    """Whether what is called ends up in a file: by ``torch.export`` or ``torch.jit.trace``."""
+    return torch.jit.is_tracing() or _is_exporting()
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Whether it says that something could not be compiled; the classes themselves move between releases."""
+    return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton."))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP manages a module's parameters; the public class is only that of the module that it was called on."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def compiled_model(module: nn.Module) -> Optional[nn.Module]:
+    """The model that ``torch.compile(model)`` wrapped, None of any other module."""
+    return module._modules.get("_orig_mod")
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
