@@ -24,7 +24,7 @@ def run(code):
 
 
 def test_import_is_cheap():
-    """In time, the process's own, and in other packages. Torch may load Triton: what counts is what this package adds."""
+    """In its own time, and in other packages: torch may load Triton, what counts is what this package adds."""
     code = ("import sys, time, timm; before, began = set(sys.modules), time.process_time(); import timm_ortho; "
             "print(time.process_time() - began, *(name.split('.')[0] for name in set(sys.modules) - before))")
     seconds, *names = run(code).split()
