@@ -6,7 +6,7 @@
 | ``inductor`` | the same, by ``torch.compile`` but called from eager mode | never: it compiles for half a minute |
 | ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, in eager mode, as long as they agree with ``torch`` |
 
-A backend has two functions, ``update`` and ``gradients``; see :func:`timm_ortho.functional.update`.
+A backend has two functions, ``update`` and ``gradients``, as :class:`Backend` says.
 """
 import functools
 import importlib.util
@@ -34,7 +34,7 @@ _default = os.environ.get(BACKEND_VARIABLE) or "auto"  # read once; an unknown n
 
 
 class Backend(NamedTuple):
-    """What computes the update: ``update`` and ``gradients`` as :mod:`timm_ortho.functional` has them."""
+    """``update(x, f, a, b, dims, eps, keep) -> y, s, n``, and ``gradients``, whose arguments are at each of them."""
 
     update: Callable[..., Any]
     gradients: Callable[..., Any]
