@@ -266,6 +266,7 @@ def operator_run(tmp_path_factory):
         return folder, run(folder, "--quick", "--what", "operator", "--shapes", "2x5x16", "--repeats", "4")
 
 
+@pytest.mark.slow
 def test_operator_rows(operator_run):
     _, rows = operator_run
     assert list(rows[0]) == list(COLUMNS)
@@ -510,6 +511,7 @@ def test_each_mode_has_its_backend(monkeypatch, mode, expected, step):
         assert seen == [(step == "training", step == "inference")]
 
 
+@pytest.mark.slow
 def test_compiled_models(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "_compiled", partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager"))
     monkeypatch.setattr(bench, "use_backend", nullcontext)

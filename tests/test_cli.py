@@ -37,6 +37,7 @@ def run_module(*arguments):
     return subprocess.run([sys.executable, "-m", "timm_ortho", *map(str, arguments)], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_list(capsys):
     assert cli.main(["list", "vit_small_*"]) == 0
     lines = capsys.readouterr().out.splitlines()

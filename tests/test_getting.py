@@ -527,6 +527,7 @@ def olah(tmp_path_factory, saved):
         process.wait()
 
 
+@pytest.mark.slow
 def test_olah_serves_the_same(olah, tmp_path, saved):
     _, logits, connections = saved["me/vit"]
     with HubClient(tmp_path, olah, imports=IMPORTS) as client:

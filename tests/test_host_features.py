@@ -77,7 +77,8 @@ def test_state_dict_with_weights_only(arguments):
 
 @pytest.mark.parametrize(
     ("connection", "backend"),
-    [(connection, "aot_eager") for connection in CONNECTIONS] + [pytest.param({}, "inductor", marks=pytest.mark.slow)],
+    [({}, "aot_eager"), pytest.param({}, "inductor", marks=pytest.mark.slow),
+     *(pytest.param(connection, "aot_eager", marks=pytest.mark.slow) for connection in CONNECTIONS[1:])],
     ids=str)
 def test_compile_without_graph_breaks(arguments, connection, backend):
     model, x = create(arguments, **connection), images()

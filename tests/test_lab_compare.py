@@ -321,7 +321,8 @@ def test_advice_follows_what_the_system_says(tmp_path, error, advice):
         raise error
 
 
-@pytest.mark.parametrize("where", ["checkpoint", "history", "result"])
+@pytest.mark.parametrize(
+    "where", ["checkpoint", *(pytest.param(where, marks=pytest.mark.slow) for where in ("history", "result"))])
 def test_full_disk_is_one_line_and_loses_nothing(images, tmp_path, monkeypatch, where):
     output = tmp_path / "out"
     with monkeypatch.context() as context:
@@ -362,6 +363,7 @@ def fill_disk(context, where):
     context.setattr("os.fsync", fsync)
 
 
+@pytest.mark.slow
 def test_checkpoint_that_torch_cannot_write_whole(images, tmp_path):
     """A real limit of the file size, at which torch's own writer fails: it says so in its own words."""
     code = """
@@ -532,6 +534,7 @@ def test_amp_on_the_cpu(images, tmp_path):
     assert args["amp_dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_compiled_model_trains_to_what_the_model_trains_to(images, tmp_path):
     for name, backend in (("eager", None), ("compiled", "aot_eager")):
         assert run(images, tmp_path / name, ["feature"], epochs=1, torchcompile=backend) == 0

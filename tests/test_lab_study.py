@@ -273,6 +273,7 @@ def test_shipped_study_from_run_to_report(tmp_path, monkeypatch, capsys):
     assert [values.get("connection_layers") for values in kwargs] == [None, [0, 1], None]
 
 
+@pytest.mark.slow
 def test_families_from_run_to_report(tmp_path, capsys):
     """Rows are families, columns connections with their differences, and there is no word of a paper."""
     output = tmp_path / "out"

@@ -289,6 +289,7 @@ def test_dropped_patches():
     assert all(tensor.isfinite().all() for tensor in logits_and_gradients(model, [collated(images(), 20)]).values())
 
 
+@pytest.mark.slow
 def test_compiled_as_one_graph():
     model = naflex(global_pool="avg", pos_embed="none")  # timm's positions are never compiled
     inputs = collated(images(), 20)

@@ -381,8 +381,13 @@ def test_distributed_data_parallel(tmp_path, which):
     same_rows(recorder.rows, expected.rows)
 
 
-@pytest.mark.parametrize("make", [lambda: vit(drop_path_rate=0.4), resnet])
-@pytest.mark.parametrize("way", ["recorded, then compiled", "compiled, then recorded", "compiled in place"])
+@pytest.mark.parametrize(("make", "way"), [
+    (lambda: vit(drop_path_rate=0.4), "recorded, then compiled"),
+    *(pytest.param(make, way, marks=pytest.mark.slow) for make, way in (
+        (lambda: vit(drop_path_rate=0.4), "compiled, then recorded"), (resnet, "recorded, then compiled"),
+        (resnet, "compiled, then recorded"), (resnet, "compiled in place"))),
+    (lambda: vit(drop_path_rate=0.4), "compiled in place"),
+])
 def test_compiled_models_are_run_once_more(way, make):
     torch.compiler.reset()
 

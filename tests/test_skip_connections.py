@@ -199,8 +199,11 @@ def test_recorded_is_the_stream_that_the_block_hands_on():
     assert min(row["stream"] for row in recorder.rows) > 0
 
 
-@pytest.mark.parametrize("skip", ["idempotent_cmr", "orthogonal_tp"])
-@pytest.mark.parametrize("connection", ["linear", "feature"])
+@pytest.mark.parametrize(("connection", "skip"), [
+    ("feature", "orthogonal_tp"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("linear", "idempotent_cmr"), ("linear", "orthogonal_tp"), ("feature", "idempotent_cmr"))),
+])
 def test_compiles_as_one_graph(connection, skip):
     torch._dynamo.reset()
     model, x = connect(tiny("plain basic").double(), connection, skip=skip), images().double()

@@ -115,7 +115,7 @@ def examples(count, phases=tuple(Phase)):
                     suppress_health_check=list(HealthCheck))
 
 
-@examples(300)
+@examples(200)
 @given(cases())
 def test_closed_form(case):
     check(eager("torch"), case)
@@ -143,8 +143,8 @@ def test_large_tensors(case):
 
 
 @pytest.mark.skipif(TRITON is not None, reason=str(TRITON))
-@examples(60)
-@given(cases(elements=600))
+@examples(30)
+@given(cases(elements=300))
 def test_kernels(case):
     assume(set(case["dtypes"]) != {torch.bfloat16, torch.float64})  # the interpreter's cast between them gives NaN
     check(eager("triton"), case)

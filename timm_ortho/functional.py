@@ -160,17 +160,17 @@ class _ResidualUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, f, a, b, dims, eps, keep_branch, backend):
         y, s, n = backend.update(x, f, a, b, dims, eps)
-        learned = [w if isinstance(w, Tensor) else None for w in (a, b)]
+        learned, numbers = zip(*((w, None) if isinstance(w, Tensor) else (None, w) for w in (a, b)), strict=True)
         ctx.recover = not keep_branch and _are(a, b, 0.0, 1.0)
         ctx.save_for_backward(x, y if ctx.recover else f, s, n, *learned)
         ctx.set_materialize_grads(False)
-        ctx.weights, ctx.dims, ctx.eps, ctx.backend, ctx.branch_dtype = (a, b), dims, eps, backend, f.dtype
+        ctx.numbers, ctx.dims, ctx.eps, ctx.backend, ctx.branch_dtype = numbers, dims, eps, backend, f.dtype
         return y, s
 
     @staticmethod
     def backward(ctx, g, grad_s):
         x, kept, s, n, *learned = ctx.saved_tensors
-        a, b = (w if tensor is None else tensor for w, tensor in zip(ctx.weights, learned, strict=True))
+        a, b = (number if w is None else w for number, w in zip(ctx.numbers, learned, strict=True))
         backend = ctx.backend
         if torch.is_grad_enabled():  # this pass is differentiated in its turn
             backend, n = TORCH, _project(x.to(n.dtype), x.to(n.dtype), ctx.dims, ctx.eps)[1]
