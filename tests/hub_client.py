@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-__all__ = ["HubClient", "Result"]
+__all__ = ["SOON", "HubClient", "Result"]
 
 IMPORTS = "import huggingface_hub, timm, torch; import timm_ortho"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Seconds in which a failure is told: 7 at most, and what a busy machine adds. huggingface_hub by itself asks for 23.
+SOON = 20
 
 
 @dataclass(frozen=True)

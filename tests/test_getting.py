@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from hub_client import HubClient
+from hub_client import SOON, HubClient
 from hub_server import HubServer
 from safetensors.torch import load, save
 
@@ -26,7 +26,6 @@ from timm_ortho.convert import sites
 pytestmark = pytest.mark.skipif(
     not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
 
-LIMIT = 10  # seconds in which every failure is to be told
 VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, connection_eps=1e-4)
 RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])
 MODELS = {"me/vit": ("vit_small_ortho", VIT), "me/resnet": ("resnetv2_18_cifar_orthog", RESNET)}
@@ -83,7 +82,7 @@ def refused(result, text, token=None):
     assert result.error.startswith("WeightsError: "), result.output
     assert "\n" not in result.error
     assert re.search(text, result.error), result.error
-    assert result.seconds < LIMIT
+    assert result.seconds < SOON
     assert token is None or token not in result.output
 
 
@@ -409,7 +408,7 @@ def test_timm_itself_tells_an_unknown_architecture(server, client, saved):
     server.commit("me/vit", with_config(saved["me/vit"][0], CONFIGS["unknown architecture"][0]))
     result = client.run(BY_TIMM)
     assert result.error == "RuntimeError: Unknown model (vit_smal_ortho)"
-    assert result.seconds < LIMIT
+    assert result.seconds < SOON
 
 
 def test_a_config_that_is_no_json(server, client):

@@ -4,7 +4,7 @@ its own, and what it pushed is loaded in others with an empty cache.
 import json
 
 import pytest
-from hub_client import HubClient
+from hub_client import SOON, HubClient
 from hub_server import HubServer
 from trained_runs import lab_grid
 
@@ -166,11 +166,11 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_a_failing_hub_is_named_within_ten_seconds(server, client, what):
+def test_a_failing_hub_is_named_soon(server, client, what):
     server.fail(what)
     result = client.run("hub.push(tiny(), 'me/model')")
     assert result.error.startswith("PublishError: " + FAILURES[what].format(server.endpoint))
-    assert result.seconds < 10
+    assert result.seconds < SOON
     assert "During handling" not in result.output  # one line, not the client's traceback
 
 
@@ -180,7 +180,7 @@ def test_a_hub_that_fails_on_the_way(server, client, status, path):
     server.fail(status, path)
     result = client.run("hub.push(tiny(), 'me/model')")
     assert result.error == "PublishError: " + FAILURES[status].format(server.endpoint)
-    assert result.seconds < 10
+    assert result.seconds < SOON
 
 
 def test_tokens_are_in_the_header_and_nowhere_else(server, client):
@@ -208,7 +208,7 @@ def test_without_a_network(tmp_path, endpoint, environment, error):
     with HubClient(tmp_path, endpoint, SECRET, IMPORTS, **environment) as client:
         result = client.run("hub.push(tiny(), 'me/model')")
     assert result.error == f"PublishError: {error}"
-    assert result.seconds < 10
+    assert result.seconds < SOON
     assert SECRET not in result.output
 
 

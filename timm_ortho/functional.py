@@ -55,12 +55,7 @@ def _formula(
         result = torch.promote_types(x.dtype, f.dtype)
         x, f = in_dtype(x, _accumulate_in(result)), in_dtype(f, _accumulate_in(result))
     xf, n = _project(x, f, dims, eps)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        gain = (n + _times(a, xf) - _times(b, xf)) / n
-        f = _times(b, f)
-    else:
-        gain = n.add(xf, alpha=a - b).div_(n)
-        f = f if b == 1.0 else b * f
+    gain, f = _gain(xf, n, a, b), _times(b, f)
     # a sum has the memory format of its first term
     y = f.addcmul(gain, x) if x.stride() == f.stride() else x * gain + f
     return y if y.dtype == result else y.to(result), xf, n
@@ -75,6 +70,16 @@ def _project(x: Tensor, f: Tensor, dims: List[int], eps: float) -> Tuple[Tensor,
 
 def _accumulate_in(result: torch.dtype) -> torch.dtype:
     return torch.float64 if result == torch.float64 else torch.float32
+
+
+def _gain(xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tensor:
+    """``1 + k s``, in branches that TorchScript can save: a name has one type in all that follows."""
+    if isinstance(a, Tensor):
+        return (n + a * xf - _times(b, xf)) / n
+    elif isinstance(b, Tensor):
+        return (n + a * xf - b * xf) / n
+    else:
+        return n.add(xf, alpha=a - b).div_(n)
 
 
 def _times(weight: Weight, x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ UPDATES = {"linear": lambda s, d: s * d, "paper": lambda s, d: s * d + 6 * s * d
 Row = dict[str, Any]
 aten = torch.ops.aten
 _PER_ELEMENT = {
-    **dict.fromkeys((aten.mul, aten.add, aten.sub, aten.rsub, aten.div, aten.sin, aten.cos, aten.clamp), 1),
+    **dict.fromkeys((aten.mul, aten.add, aten.add_, aten.sub, aten.div, aten.div_, aten.sin, aten.cos, aten.clamp), 1),
     aten.addcmul: 2,
 }
 _FREE = {aten._to_copy, aten.detach, aten.alias, aten.empty_like, aten.select, aten.view}
