@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from timm_ortho import skips
-from timm_ortho.functional import is_recorded
 from timm_ortho.skips import SKIPS, create_skip
 
 WIDTHS = [1, 2, 12, 74, 192]
@@ -274,24 +273,23 @@ def test_export(name):
     torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
 
 
-@pytest.mark.parametrize("name", ["cmr", "random"])
-def test_compiled_matrices_are_constants(name):
-    skip, arguments = MAPS[name]
-    module, graphs = create_skip(skip, 24, **arguments), []
+told_from_export = pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not tell its compiler from torch.export")
 
+
+@told_from_export
+def test_compiled_matrices_are_constants():
     def backend(graph, _):
         graphs.append(graph)
         return graph.forward
 
     torch._dynamo.reset()
-    x = torch.randn(2, 3, 24, dtype=torch.float64)
-    y = torch.compile(lambda x: (is_recorded(), module(x)), fullgraph=True, backend=backend)(x)
-    if y[0]:
-        pytest.skip("this torch does not tell a compiler from torch.export")
-    torch.testing.assert_close(y[1], module(x))
+    module, x, graphs = create_skip("orthogonal_random", 24), torch.randn(2, 3, 24, dtype=torch.float64), []
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=backend)(x), module(x))
     assert torch.tensor not in [node.target for node in graphs[0].graph.nodes]
 
 
+@told_from_export
 def test_maps_that_are_alike_share_compiled_code():
     """As the blocks of a model that are compiled one by one; rotations differ, and so do their graphs."""
     torch._dynamo.reset()
