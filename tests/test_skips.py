@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from timm_ortho import skips
+from timm_ortho import backends, skips
 from timm_ortho.skips import SKIPS, create_skip
 
 WIDTHS = [1, 2, 12, 74, 192]
@@ -416,3 +416,20 @@ def test_another_width(name):
         with pytest.raises(ValueError, match=rf"skip '{name}' is for 12 channels on axis 1, got a stream of shape "
                                              r"\(2, 24, 3\)"):
             call(torch.randn(2, 24, 3))
+
+
+@pytest.mark.skipif(not backends._cpp_compiler_is_installed(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", ["idempotent_cmr", pytest.param("orthogonal_random", marks=pytest.mark.slow)])
+def test_inductor_where_it_is_asked_for(name, monkeypatch):
+    calls, compiled = [], skips._compiled
+    monkeypatch.setattr(skips, "_compiled", lambda *args: calls.append(args[-1]) or compiled(*args))
+    skip, x, g = create_skip(name, 12), *torch.randn(2, 3, 5, 12)
+    expected = skip(x), skip.transpose(g)
+    assert calls == []
+    with backends.use_backend("inductor"):
+        y = skip(x.requires_grad_())
+        torch.testing.assert_close((y, *torch.autograd.grad(y, x, g)), expected)
+    assert calls == [False, True]
+    monkeypatch.setattr(backends, "_cpp_compiler_is_installed", lambda: False)
+    with backends.use_backend("inductor"), pytest.raises(RuntimeError, match=r"there is no C\+\+ compiler"):
+        skip(x)

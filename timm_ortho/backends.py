@@ -128,10 +128,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-        case = [(arg.dtype, arg.dim()) if isinstance(arg, Tensor) else tuple(arg) if isinstance(arg, list) else arg
-                for arg in args]
         try:
-            return of(*case)(*args)
+            return of(*map(_static, args))(*args)
         except Exception as error:
             if not is_compiler_error(error):
                 raise
@@ -139,6 +137,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(f"backend 'inductor' cannot compile: {first}; choose 'torch' or 'auto'") from error
 
     return call
+
+
+def _static(argument: Any) -> Any:
+    """What the compiled code of an argument depends on."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.dim()
+    return tuple(map(_static, argument)) if isinstance(argument, list) else argument
 
 
 # ----------------------------------------------------------------------------------- "triton", taken by "auto"

@@ -38,6 +38,7 @@ from torch.overrides import has_torch_function
 
 from ._checks import known_name
 from ._compat import functorch_is_active, is_recorded
+from .backends import choose_backend, compiled, is_asked_for
 from .functional import in_dtype
 from .kronecker import factors
 
@@ -99,6 +100,9 @@ def _transformed(
         y = means.expand_as(parts) if own == 0.0 else torch.add(own * parts, means, alpha=mean)
     y = in_dtype(y.reshape(shape), x.dtype)
     return y.movedim(-1, dim) if last else y
+
+
+_compiled = compiled(_transformed)
 
 
 # --------------------------------------------------------------------------------------------- the map as a module
@@ -225,7 +229,9 @@ class Skip(nn.Module):
         """The map by itself, in compiled code and in eager mode, where :class:`_Mapped` has its gradient."""
         make = _tensors if torch.compiler.is_compiling() else _cached_tensors
         tensors = make(self.width, self.seed, x.device, _accumulate_in(x)) if self.matrices else []
-        return _transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
+        compiles = is_asked_for("inductor", None) and choose_backend(x, x) == "inductor"
+        transformed = _compiled if compiles else _transformed
+        return transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """P as a dense matrix, [width, width], on the CPU: for checks and for small widths."""
