@@ -1,4 +1,5 @@
 """The formula: exact properties first, then gradients, then precision, then what is refused."""
+import contextlib
 import functools
 import itertools
 
@@ -312,9 +313,11 @@ class Update(torch.nn.Module):
         return residual_update(x, f) + residual_update(x, f, parallel=0.25, dim=(1, 2))
 
 
-def test_fx_records_the_plain_formula():
+@pytest.mark.parametrize("active", [contextlib.nullcontext(), torch.device("cpu")], ids=["", "default device"])
+def test_fx_records_the_plain_formula(active):
     x, f = pair((2, 3, 4))
-    traced = torch.fx.symbolic_trace(Update())
+    with active:
+        traced = torch.fx.symbolic_trace(Update())
     targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert targets.count(plain_update) == 2
     torch.testing.assert_close(traced(x, f), Update()(x, f))

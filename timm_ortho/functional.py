@@ -30,7 +30,7 @@ from typing import List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, known_name
 from ._compat import forward_mode_is_active, functorch_is_active, is_recorded
@@ -313,7 +313,8 @@ def checked_update(
     In a small model an update takes the time of its launches: nothing is asked here that could be asked before.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-        return handle_torch_function(plain_update, (x, f), x, f, a, b, dims, eps, mask)
+        proxy = f if isinstance(x, Tensor) else x  # asked by itself: a mode that is active would look into the formula
+        return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     ndim = x.dim()
     if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape or x.device != f.device
             or not x.is_floating_point() or not f.is_floating_point()):
