@@ -15,7 +15,7 @@ import timm
 import torch
 from torch import nn
 
-from timm_ortho import FeatureConnection, bench, bench_report, cli, sites
+from timm_ortho import FeatureConnection, backends, bench, bench_report, cli, sites
 from timm_ortho.bench import Candidate, measure, saved_bytes
 from timm_ortho.bench_report import COLUMNS, Result
 from timm_ortho.functional import plain_update
@@ -699,7 +699,8 @@ def test_no_gpu(capsys):
 
 
 def test_a_backend_that_the_environment_asks_for_in_vain(capsys, monkeypatch):
-    monkeypatch.setenv("TIMM_ORTHO_BACKEND", "triton")
+    monkeypatch.setattr(backends, "_default", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert cli.main(["bench", "--device", "cpu"]) == 2
     assert "TIMM_ORTHO_BACKEND" in capsys.readouterr().err
 

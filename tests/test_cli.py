@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import timm_ortho
-from timm_ortho import cli
+from timm_ortho import backends, cli
 
 SCRIPT = """
 import sys, pathlib, beside
@@ -71,7 +71,7 @@ def test_env(capsys):
 @pytest.mark.parametrize(("wanted", "answer"), [
     ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown TIMM_ORTHO_BACKEND 'tritn'")])
 def test_env_says_which_backend_runs_and_why(capsys, monkeypatch, wanted, answer):
-    monkeypatch.setenv("TIMM_ORTHO_BACKEND", wanted)
+    monkeypatch.setattr(backends, "_default", wanted)
     assert cli.main(["env"]) == 0
     assert f"backend          {answer}" in capsys.readouterr().out
 

@@ -40,6 +40,11 @@ class Backend(NamedTuple):
     gradients: Callable[..., Any]
 
 
+def default() -> str:
+    """What runs where nobody names a backend: what the environment said, or :func:`use_backend` says."""
+    return _default
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within this context ``name`` is what TIMM_ORTHO_BACKEND in the environment is for the whole process.

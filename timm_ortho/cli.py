@@ -502,13 +502,13 @@ def _backend(device: str) -> str:
     """What runs in a training step, and who says so."""
     import torch
 
-    from .backends import BACKEND_VARIABLE, choose_backend
+    from . import backends
 
     x = torch.ones(1, 1, device=device, requires_grad=True)
-    wanted = os.environ.get(BACKEND_VARIABLE)
-    source = f"{BACKEND_VARIABLE}={wanted}" if wanted else "auto"
+    wanted = backends.default()
+    source = "auto" if wanted == "auto" else f"{backends.BACKEND_VARIABLE}={wanted}"
     try:
-        return f"{choose_backend(x, x)} ({source})"
+        return f"{backends.choose_backend(x, x)} ({source})"
     except (RuntimeError, ValueError) as error:
         return f"none ({error})"
 
