@@ -19,7 +19,7 @@ import timm
 from timm.models import list_modules
 
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
-from timm_ortho.families import NOT_STREAMS
+from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
 from timm_ortho.models._build import on_meta
 
@@ -86,9 +86,9 @@ def survey(module: str) -> dict:
 def reason(model, error: UnsupportedModelError) -> str:
     """Why a model has no variant: what its blocks add instead, layers left out."""
     if error.unsupported:
-        return f"residual blocks that are not in the table: {', '.join(error.unsupported)}"
+        return f"residual blocks of unknown classes: {', '.join(error.unsupported)}"
     classes = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
-    reasons = [NOT_STREAMS[cls] for cls in classes if cls in NOT_STREAMS and cls.startswith("timm.models.")]
+    reasons = [NOT_RESIDUAL[cls] for cls in classes if cls in NOT_RESIDUAL and cls.startswith("timm.models.")]
     return "; ".join(dict.fromkeys(reasons)) or NO_SUMS
 
 

@@ -9,7 +9,7 @@
 | `compare_NAME.md` | a comparison of connections | `results/NAME.json`, which scripts/readme_results.py wrote |
 | `study_NAME.md` | a study | `results/studies/NAME/results.json`, which scripts/study_results.py wrote |
 
-`timm_ortho.card` writes all of them, from `model_cards/template.md`. Figures of other people's weights are their
+`timm_ortho.hub.card` writes all of them, from `model_cards/template.md`. Figures of other people's weights are their
 paper's, from `timm_ortho/lab/paper.json`, and said to be so.
 """
 import json
@@ -22,10 +22,10 @@ from huggingface_hub import ModelCard
 from timm.models import get_pretrained_cfg
 
 import timm_ortho  # noqa: F401  registers the models
-from timm_ortho.card import Subject, draw_curve, model_card, study_card
+from timm_ortho.hub.card import Subject, draw_curve, model_card, study_card
 from timm_ortho.lab.paper import experiments
 from timm_ortho.models._build import SUFFIXES, on_meta
-from timm_ortho.runs import RecordedRun, RecordedStudy, Run
+from timm_ortho.runs.folders import RecordedRun, RecordedStudy, Run
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "model_cards"

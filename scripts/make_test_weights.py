@@ -26,7 +26,7 @@ from study_results import commit_before
 import timm_ortho
 from timm_ortho.lab.data import Digits
 from timm_ortho.models._build import SUFFIXES
-from timm_ortho.models.pretrained import weights_file
+from timm_ortho.weights.pretrained import weights_file
 
 ROOT = Path(__file__).parents[1]
 SEED = 0

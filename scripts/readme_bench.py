@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
 
-from timm_ortho.bench import DEFAULTS, MODEL_STEPS, MODES, TINY
+from timm_ortho.bench.measure import DEFAULTS, MODEL_STEPS, MODES, TINY
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- speed: made by scripts/readme_bench.py -->", "<!-- end of speed -->"

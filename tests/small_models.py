@@ -1,5 +1,7 @@
-"""A small model for each line of the table of families and for each covered module of timm."""
+"""A small model for each line of the table of timm's blocks and for each covered module of timm."""
 import dataclasses
+import importlib
+from functools import cache
 
 import pytest
 import timm
@@ -224,3 +226,17 @@ def step(model, size):
     outputs = y if isinstance(y, tuple) else (y,)
     sum(output.square().sum() for output in outputs).backward()
     return [*outputs, *(p.grad for p in model.parameters()), *(buffer.clone() for buffer in model.buffers())]
+
+
+@cache
+def class_of(name):
+    """A class by its full name, None where an older timm has none."""
+    module, _, cls = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), cls, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def host(spec):
+    return class_of(spec.name)

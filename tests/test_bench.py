@@ -15,12 +15,13 @@ import timm
 import torch
 from torch import nn
 
-from timm_ortho import FeatureConnection, backends, bench, bench_report, cli, sites
-from timm_ortho.bench import Candidate, measure, saved_bytes
-from timm_ortho.bench_report import COLUMNS, Result
+from timm_ortho import FeatureConnection, backends, cli, sites
+from timm_ortho.bench import measure as bench, report as bench_report
+from timm_ortho.bench.measure import Candidate, measure, saved_bytes
+from timm_ortho.bench.report import COLUMNS, Result
 from timm_ortho.functional import plain_update
 from timm_ortho.lab.grid import limited_threads
-from timm_ortho.provenance import commit_of
+from timm_ortho.runs.provenance import commit_of
 
 ROOT = Path(__file__).parents[1]
 FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton",

@@ -12,10 +12,10 @@ import yaml
 from huggingface_hub import ModelCard
 from trained_runs import lab_grid, timm_run
 
-from timm_ortho import card as cards
-from timm_ortho.card import Subject, draw_curve, model_card
+from timm_ortho.hub import card as cards
+from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.lab.checkpoints import Checkpoints
-from timm_ortho.runs import CheckpointRun, PublishError, RecordedRun, class_names
+from timm_ortho.runs.folders import CheckpointRun, PublishError, RecordedRun, class_names
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from timm_ortho.lab import design
-from timm_ortho.runs import PublishError, RecordedStudy
+from timm_ortho.runs.folders import PublishError, RecordedStudy
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))

@@ -10,8 +10,9 @@ import torch
 from timm.models import resnetv2, vision_transformer as vit
 from torch import nn
 
-import timm_ortho
-from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, families, sites
+from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, sites
+from timm_ortho.blocks import routed, specs
+from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
 from timm_ortho.models._build import on_meta
 
@@ -42,8 +43,9 @@ if hasattr(vit, "DiffParallelScalingBlock"):  # timm 1.0.23 and later
 
 
 def test_every_line_of_the_papers_families_has_a_model_here():
-    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # the others: test_families.py
-    missing = {family.block for family in families.FAMILIES if family.module in modules} - set(BLOCKS)
+    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # the others: test_blocks.py
+    names = [spec.name.rpartition(".") for spec in specs("timm")]
+    missing = {block for module, _, block in names if module in modules} - set(BLOCKS)
     assert missing <= ({"DiffParallelScalingBlock"} if not hasattr(vit, "DiffParallelScalingBlock") else set())
 
 
@@ -177,7 +179,7 @@ def test_parametrized_blocks_are_blocks():
     assert len(sites(model)) == before
     connect(model, "linear")
     assert {type(site.connection) for site in sites(model)} == {LinearConnection}
-    assert type(block) is cls is not families.convnext_ConvNeXtBlock
+    assert type(block) is cls is not routed.timm__models__convnext__ConvNeXtBlock
 
 
 def test_timm_is_untouched():
@@ -310,18 +312,12 @@ def test_a_release_with_another_block(monkeypatch):
             return x + self.mlp(x)
 
     monkeypatch.setattr(vit, "Block", Block)
-    families._routed_class.cache_clear()
-    families._route.cache_clear()
     model = build("Block")
     classes = [type(m) for m in model.modules()]
     Block.__module__, Block.__qualname__ = "timm.models.vision_transformer", "Block"
     model.blocks[0].__class__ = Block
-    try:
-        with pytest.raises(RoutingError) as error:
-            connect(model, "feature")
-    finally:
-        families._routed_class.cache_clear()
-        families._route.cache_clear()
+    with pytest.raises(RoutingError) as error:
+        connect(model, "feature")
     for words in ("vision_transformer.Block", "expected 2", "found 1", f"timm {timm.__version__}"):
         assert words in str(error.value)
     assert [type(m) for m in model.modules()][:1] == classes[:1]
@@ -332,4 +328,4 @@ def test_the_pooling_head_is_no_site():
     model = connect(tiny_vit(global_pool="map", class_token=False), "feature")
     assert type(model.attn_pool).__module__.startswith("timm.")
     assert len(sites(model)) == 4
-    assert timm_ortho.families.is_residual(vit.Block)
+    assert looks_residual(vit.Block)

@@ -21,7 +21,7 @@ from hub_client import SOON, HubClient
 from hub_server import HubServer
 from safetensors.torch import load, save
 
-from timm_ortho.convert import sites
+from timm_ortho.connections import sites
 
 pytestmark = pytest.mark.skipif(
     not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")

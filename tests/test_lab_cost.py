@@ -4,9 +4,9 @@ import timm
 import torch
 
 import timm_ortho
-from timm_ortho import bench
+from timm_ortho.bench import measure as bench
 from timm_ortho.lab import LabError, cost
-from timm_ortho.provenance import device_name
+from timm_ortho.runs.provenance import device_name
 
 
 # ------------------------------------------------------------------------------------------------- Table 1a

@@ -1,19 +1,19 @@
 """Token sequences of several lengths in one batch: what is padding has no part in a result (issue 7, item 3)."""
 import dataclasses
-import importlib
 import inspect
 
 import pytest
 import timm
 import torch
+from small_models import host
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from timm.models.vision_transformer import ResPostBlock
 
 from timm_ortho import connect, create_connection, record, residual_update, sites
+from timm_ortho.blocks import routed_class, specs
 from timm_ortho.connections import CONNECTIONS, real_tokens
-from timm_ortho.families import FAMILIES, routed_class
 from timm_ortho.functional import plain_update
 
 LENGTHS = (5, 2, 7, 1)  # tokens of each sample; the batch has one token more than any of them
@@ -174,20 +174,20 @@ def test_torchscript_and_fx_settle_the_mask_when_they_run():
 # ---------------------------------------------------------------------------------------------------- timm's blocks
 def test_every_block_that_takes_a_mask_hands_it_on():
     taking = set()
-    for family in FAMILIES:
-        try:
-            block = getattr(importlib.import_module(family.module), family.block)
-        except (ImportError, AttributeError):  # an older timm
+    for spec in specs("timm"):
+        block = host(spec)
+        if block is None:
             continue
-        arguments = inspect.signature(getattr(block, family.method, block.forward)).parameters
+        arguments = inspect.signature(getattr(block, spec.method, block.forward)).parameters
         masks = [name for name in arguments if any(word in name for word in ("mask", "valid", "padding"))]
-        assert masks in ([], ["attn_mask"]), f"{family.routed_name} takes {masks}"
-        source = inspect.getsource(getattr(routed_class(family), family.method, routed_class(family).forward))
+        assert masks in ([], ["attn_mask"]), f"{spec.name} takes {masks}"
+        routed = routed_class(block, spec)
+        source = inspect.getsource(getattr(routed, spec.method, routed.forward))
         calls = [line for line in source.splitlines() if "self.connection_" in line]
-        assert len(calls) >= len(family.sites)
-        assert all(line.endswith(", attn_mask=attn_mask)") == bool(masks) for line in calls), family.routed_name
-        taking |= {family.routed_name} if masks else set()
-    assert taking >= {"vision_transformer_Block", "eva_EvaBlock", "vision_transformer_ParallelScalingBlock"}
+        assert len(calls) >= len(spec.sites)
+        assert all(line.endswith(", attn_mask=attn_mask)") == bool(masks) for line in calls), spec.name
+        taking |= {spec.name} if masks else set()
+    assert {f"timm.models.{name}" for name in ("vision_transformer.Block", "eva.EvaBlock")} <= taking
 
 
 SIZES = ((8, 12), (16, 16), (4, 20), (4, 4))  # images of 6, 16, 5 and 1 patches of 4 x 4

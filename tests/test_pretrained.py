@@ -16,9 +16,9 @@ from torch import nn
 from timm_ortho import WeightsError, cli, sites
 from timm_ortho.lab import recipe
 from timm_ortho.lab.data import Digits
-from timm_ortho.models import pretrained
 from timm_ortho.models._build import on_meta
 from timm_ortho.models.paper import ARCHITECTURES
+from timm_ortho.weights import pretrained
 
 TESTED = ["vit_test_ortho", "vit_test_orthog", "vit_test_linear"]
 ROOT = Path(__file__).parents[1]

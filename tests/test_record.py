@@ -15,8 +15,6 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho.diagnostics import record_dynamics
-from timm_ortho.diagnostics.dynamics import _places
-from timm_ortho.models._build import on_meta
 
 COLUMNS = ["step", "layer", "kind", "name", "stream", "parallel", "orthogonal", "parallel_share", "orthogonal_share",
            "cosine", "rho", "theta"]
@@ -107,7 +105,7 @@ def test_a_connection_that_a_pass_calls_twice_is_one_site_with_the_averages():
         model(x)
     row, = recorder.rows
     assert (row["stream"], row["parallel"], row["cosine"]) == pytest.approx(((36 + 9) / 2, 16, 0.8), rel=1e-5)
-    site = _places(model)[0]
+    site = timm_ortho.sites(model)[0]
     measured, = record_dynamics(model, x, [site])
     assert list(measured[3:]) == [row[key] for key in ("stream", "parallel", "orthogonal", "cosine")]
 
@@ -122,18 +120,6 @@ def test_rows_are_what_one_batch_is_measured_as(connection):
     for row, site in zip(recorder.rows, expected, strict=True):
         assert (row["layer"], row["kind"], row["name"]) == site[:3]
         assert [row[key] for key in site._fields[3:]] == pytest.approx(site[3:], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", [
-    "test_vit_ortho", "test_vit3_ortho", "test_vit4_ortho", "resnetv2_18_ortho", "resnetv2_50_ortho",
-    "resnetv2_34_cifar_ortho", "vit_small_patch16_36x1_224_ortho", "vit_small_patch16_18x2_224_ortho",
-])
-def test_sites_are_those_of_the_table_of_families(name):
-    if not timm.is_model(name):
-        pytest.skip(f"timm {timm.__version__} has no {name}")
-    with on_meta():
-        model = timm.create_model(name)
-    assert _places(model) == timm_ortho.sites(model)
 
 
 def test_learned_weights_are_those_in_use():

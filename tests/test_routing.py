@@ -40,7 +40,7 @@ class UsesSuper(Block):
 
 def routed(block=Block, names=("one", "two"), stream="x"):
     sums = [Sum(stream, name) for name in names]
-    return Route(block, sums, host="timm 9.9").subclass(name="Routed", module="tests.somewhere")
+    return Route(block, sums, library="timm 9.9").subclass(name="Routed", module="tests.somewhere")
 
 
 class Recorder(nn.Module):

@@ -7,7 +7,6 @@ import torch
 from timm.models import resnetv2, vision_transformer as vit
 
 from timm_ortho import SKIPS, connect, create_connection, create_skip, decompose, record, sites
-from timm_ortho.skips import Skip, TransformingConv2d, move_into, move_out_of
 
 SKIP_NAMES = [name for name in SKIPS if name != "identity"]
 
@@ -58,7 +57,7 @@ def test_every_site_of_a_model(kind, skip):
     def check(site):
         def hook(module, inputs, y):
             x, f = inputs
-            p = module.skip.matrix(x.dtype) if not module.arrives_transformed else torch.eye(x.shape[module.dim])
+            p = module.skip.matrix(x.dtype)
             expected = (x.movedim(module.dim, -1) @ p.T).movedim(-1, module.dim) + f
             torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
             checked.append(site.name)
@@ -69,61 +68,6 @@ def test_every_site_of_a_model(kind, skip):
     model(images()).square().sum().backward()
     assert checked == [site.name for site in found]
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("form", ["eager", "script", "fx", "export"])
-@pytest.mark.parametrize("connection", ["linear", "feature"])
-@pytest.mark.parametrize("kind", ["plain basic", "plain bottleneck"])
-def test_projected_shortcuts_are_transformed_by_their_weights(kind, connection, form):
-    """The same outputs and gradients as with P behind the convolution, and weights that know nothing of it."""
-    model = connect(tiny(kind).double(), connection, skip="orthogonal_random")
-    plain = copy.deepcopy(model)
-    moved = [site.connection for site in sites(plain) if site.connection.arrives_transformed]
-    convs = [module for module in plain.modules() if isinstance(module, TransformingConv2d)]
-    assert len(moved) == len(convs) == 2
-    for conv, module in zip(convs, moved, strict=True):
-        move_out_of(conv)
-        module.arrives_transformed = False
-    assert list(model.state_dict()) == list(plain.state_dict())
-    if form == "eager":
-        gradients = []
-        for one in (model, plain):
-            one(images().double()).square().sum().backward()
-            gradients.append([p.grad for p in one.parameters()])
-        torch.testing.assert_close(*gradients)
-    x = images().double()
-    expected = plain.eval()(x)
-    made = {
-        "eager": lambda model: model, "script": torch.jit.script, "fx": torch.fx.symbolic_trace,
-        "export": lambda model: torch.export.export(model, (x,)).module(),
-    }[form](model.eval())
-    torch.testing.assert_close(made(x), expected)
-
-
-def test_a_projected_shortcut_is_given_another_transform_or_none():
-    model = connect(tiny("plain basic"), "feature", skip="orthogonal_tp")
-    connect(model, "feature", skip="scaled")
-    convs = [module for module in model.modules() if isinstance(module, TransformingConv2d)]
-    assert [conv.skip.name for conv in convs] == ["scaled"] * 2
-    assert [site.connection.arrives_transformed for site in sites(model)] == [True, True, False]
-    connect(model, "feature")
-    assert not any(isinstance(module, (TransformingConv2d, Skip)) for module in model.modules())
-    assert not any(site.connection.arrives_transformed for site in sites(model))
-
-
-@pytest.mark.parametrize("conv", [
-    None, torch.nn.Conv2d(8, 12, 1), torch.nn.Conv2d(8, 12, 1, groups=4, bias=False),
-    timm.layers.StdConv2d(8, 12, 1, bias=False)], ids=["none", "bias", "groups", "standardised"])
-def test_other_projections_stay_as_they_are(conv):
-    assert not move_into(conv, create_skip("orthogonal_tp", 12, dim=1))
-    assert not isinstance(conv, TransformingConv2d)
-
-
-def test_a_norm_behind_the_projection_is_no_part_of_it():
-    model = tiny("plain basic")
-    model.stages[0].blocks[0].downsample.norm = torch.nn.BatchNorm2d(32)
-    connect(model, "linear", skip="orthogonal_tp")
-    assert [site.connection.arrives_transformed for site in sites(model)] == [False, True, False]
 
 
 def test_which_transforms_a_model_gets():

@@ -9,8 +9,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from timm_ortho import backends, skips
-from timm_ortho.skips import SKIPS, create_skip
+from timm_ortho import backends
+from timm_ortho.skips import SKIPS, create_skip, transforms as skips
 
 WIDTHS = [1, 2, 12, 74, 192]
 MAPS = {  # name: skip, arguments

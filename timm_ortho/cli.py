@@ -402,7 +402,7 @@ def _list_weights(pattern: str) -> int:
     """No network is asked: the size of what is not here yet is that of its parameters in float32."""
     import timm
 
-    from .models.pretrained import weights
+    from .weights.pretrained import weights
 
     names = [name for name in timm.list_pretrained(pattern) if _is_ours(name)]
     if not names:
@@ -440,12 +440,11 @@ def _is_ours(name: str) -> bool:
 def _describe(name: str, width: int) -> str:
     import timm
 
-    from .connections import CONNECTIONS
-    from .convert import sites
+    from .connections import sites
 
     model = _model_on_meta(name)
     found = sites(model)
-    used = sorted({kind for site in found for kind, cls in CONNECTIONS.items() if type(site.connection) is cls})
+    used = sorted({site.connection.name for site in found})
     weights = "yes" if timm.is_model_pretrained(name) else "none"
     return f"{name:{width}}  {_parameters(model):>14,}  {len(found):>5}  {', '.join(used):10}  {weights}"
 
@@ -476,7 +475,7 @@ def environment() -> dict[str, str]:
 
     import torch
 
-    from .provenance import device_name
+    from .runs.provenance import device_name
 
     def version(package: str) -> str:
         try:

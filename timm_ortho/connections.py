@@ -8,7 +8,9 @@ that take an attention mask call with that mask as well, ``forward(x, f, attn_ma
 | ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
 | ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
 
-The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked here, when a connection is made.
+The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked here, when a connection is made. Another
+connection is a subclass of :class:`Connection`, given to :func:`timm_ortho.connect` as it is, or by the name that
+:func:`register_connection` gives it.
 
 Padding (NaFlex: token sequences of several lengths in one batch) is what the mask lets no token attend to. The global
 scope leaves it out, so that a sample gives the same result padded or not; in the others each token is on its own, and
@@ -17,8 +19,9 @@ there is nothing to leave out.
 A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skips`). Then x stands for P x everywhere
 above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
 """
+import inspect
 import math
-from typing import Dict, List, Optional, Type
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,7 @@ from .functional import Weight, checked_update, plain_update
 
 __all__ = [
     "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "create_connection", "real_tokens",
+    "Site", "create_connection", "layers_of", "real_tokens", "register_connection", "sites",
 ]
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -72,8 +75,8 @@ class Connection(nn.Module):
         eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
         dims: Axes of one projection, None for every axis but the batch.
         keep: What autograd keeps for the backward pass, see :func:`timm_ortho.functional.residual_update`.
-        skip: Transform of the stream, a :class:`timm_ortho.skips.Skip`, or None for the stream as it is.
-        arrives_transformed: Whether what puts out the stream, a block's projected shortcut, has applied ``skip`` to it.
+        skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the stream as it is.
+        name: Under which it was made, see :data:`CONNECTIONS`; the name of its class if it was not made by name.
     """
 
     dims: Optional[List[int]]
@@ -87,11 +90,11 @@ class Connection(nn.Module):
         self.keep_branch = keep == "branch"
         self.dims = [dim]
         self.skip = None
-        self.arrives_transformed = False
+        self.name = type(self).__name__
 
     def carried(self, x: Tensor) -> Tensor:
         """``P x``, the stream that the branch output is compared with and added to."""
-        if self.skip is None or self.arrives_transformed:
+        if self.skip is None:
             return x
         return self.skip(x)
 
@@ -128,8 +131,8 @@ class LinearConnection(Connection):
         self.branch_first = branch_first
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-        if self.skip is not None and not self.arrives_transformed:
-            return self.skip.add(x, f)
+        if self.skip is not None:
+            x = self.carried(x)
         return f + x if self.branch_first else x + f
 
     def extra_repr(self) -> str:
@@ -167,7 +170,7 @@ class GlobalConnection(FeatureConnection):
     """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch. Arguments as Orthogonal-F's.
 
     Padding takes no part in it, and comes out as zero. With ``tokens_apart`` it is Orthogonal-F's projection after all,
-    for blocks in which tokens have nothing to do with each other (see :mod:`timm_ortho.families`).
+    for blocks in which tokens have nothing to do with each other (see :mod:`timm_ortho.blocks.timm`).
     """
 
     def __init__(
@@ -223,7 +226,8 @@ class HybridConnection(Connection):
         return f"{super().extra_repr()}, start={self.start!r}"
 
 
-CONNECTIONS: Dict[str, Type[Connection]] = {
+# --------------------------------------------------------------------------------------------------- by name
+CONNECTIONS: Dict[str, Callable[..., Connection]] = {
     "linear": LinearConnection,
     "feature": FeatureConnection,
     "global": GlobalConnection,
@@ -231,8 +235,28 @@ CONNECTIONS: Dict[str, Type[Connection]] = {
 }
 
 
+def register_connection(name: str, connection: Callable[..., Connection]) -> None:
+    """Make a connection known by name: to :func:`timm_ortho.connect`, and as ``connection`` to every variant.
+
+    Args:
+        name: A Python identifier, so that it can be an argument on a command line and a value in config.json.
+        connection: A subclass of :class:`Connection`, or a function that returns one. It is called with those of
+            :func:`create_connection`'s arguments that it takes, of which ``dim`` and ``eps`` are two.
+
+    Raises:
+        ValueError: The name is taken or no identifier, or the connection has another signature.
+    """
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"the name of a connection must be an identifier, got {name!r}")
+    if CONNECTIONS.get(name, connection) is not connection:
+        raise ValueError(f"there is a connection {name!r} already, {CONNECTIONS[name].__name__}: choose another name")
+    _parameters(connection)
+    create_connection(connection)
+    CONNECTIONS[name] = connection
+
+
 def create_connection(
-        connection: str,
+        connection: Union[str, Callable[..., Connection]],
         *,
         dim: int = -1,
         eps: float = 1e-6,
@@ -245,27 +269,99 @@ def create_connection(
         device=None,
         dtype=None,
 ) -> Connection:
-    """Make a connection by name. Arguments that the named one has no use for are checked and otherwise ignored.
+    """Make a connection. Arguments that it has no use for are checked and otherwise ignored.
 
-    ``skip`` is a module that maps the stream x to P x and has ``add(x, f) -> P x + f``, as those of
-    :func:`timm_ortho.skips.create_skip`.
+    Args:
+        connection: Its name, its class, or a function that makes one.
+        dim, eps, prob, start, keep: As :class:`FeatureConnection` and :class:`HybridConnection` have them.
+        branch_first: As :class:`LinearConnection` has it.
+        tokens_apart: As :class:`GlobalConnection` has it.
+        skip: A module that maps the stream x to P x, as those of :func:`timm_ortho.skips.create_skip`.
+        device, dtype: Of its parameters.
 
     Raises:
-        ValueError: An unknown name, or a value outside its range.
+        ValueError: An unknown name, a value outside its range, or a connection with another signature.
     """
-    cls = CONNECTIONS[known_name("connection", connection, CONNECTIONS)]
+    make = CONNECTIONS[known_name("connection", connection, CONNECTIONS)] if isinstance(connection, str) else connection
     check_eps(eps)
     check_prob(prob)
     known_name("start", start, STARTS)
-    if cls is GlobalConnection:
-        made = cls(dim, eps, prob, keep, tokens_apart)
-    elif cls is FeatureConnection:
-        made = cls(dim, eps, prob, keep)
-    elif cls is HybridConnection:
-        if prob != 1.0:
-            raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
-        made = cls(dim, eps, start, device=device, dtype=dtype)
-    else:
-        made = cls(dim, eps, branch_first=branch_first)
+    if make is HybridConnection and prob != 1.0:
+        raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
+    given = dict(
+        dim=dim, eps=eps, prob=prob, start=start, keep=keep, branch_first=branch_first, tokens_apart=tokens_apart,
+        device=device, dtype=dtype)
+    taken = _parameters(make)
+    made = make(**{name: value for name, value in given.items() if name in taken})
+    if not isinstance(made, Connection):
+        raise ValueError(f"{_name_of(make)} must make a timm_ortho.Connection, got {type(made).__name__}")
+    _check_forward(made)
+    made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip = skip
     return made
+
+
+def _name_of(make: Any) -> str:
+    return getattr(make, "__name__", type(make).__name__)
+
+
+def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
+    """The arguments that a connection is made with, by name."""
+    problem = "is neither a connection's name, nor its class, nor a function that makes one"
+    if callable(make):
+        parameters = dict(inspect.signature(make).parameters)
+        missing = [name for name in ("dim", "eps") if name not in parameters]
+        if not missing:
+            return parameters
+        problem = f"must take dim and eps, as timm_ortho.Connection does, and does not take {' and '.join(missing)}"
+    raise ValueError(f"{_name_of(make) if callable(make) else repr(make)} {problem}")
+
+
+def _check_forward(connection: Connection) -> None:
+    signature = inspect.signature(connection.forward)
+    try:
+        signature.bind(None, None, attn_mask=None)
+    except TypeError as error:
+        raise ValueError(
+            f"{type(connection).__name__}.forward must take (x, f, attn_mask=None), got {signature}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------- in a model
+class Site(NamedTuple):
+    """One residual addition of a model with connections.
+
+    Attributes:
+        layer: Index of its block, counted through the model from 0.
+        kind: What the branch is, see :class:`timm_ortho.blocks.BlockSpec`: ``attention``, ``mlp``, ``conv``, ...; the
+            attribute's name for a connection that an author wrote into a block.
+        name: Where the connection is in the model: ``blocks.0.connection_attention``.
+        connection: The module with ``forward(x, f)``.
+    """
+
+    layer: int
+    kind: str
+    name: str
+    connection: Connection
+
+
+def sites(model: nn.Module) -> List[Site]:
+    """The residual additions of a model with connections, block by block; empty for a model without any."""
+    names, found = [], []
+    for name, module in model.named_modules():
+        if isinstance(module, Connection):
+            names.append(name.rpartition(".")[0])
+            found.append((name.rpartition(".")[2].removeprefix("connection_"), name, module))
+    return [Site(layer, *site) for layer, site in zip(layers_of(names), found, strict=True)]
+
+
+def layers_of(blocks: Iterable[str]) -> Iterator[int]:
+    """The layer of each block, by the names of the blocks in the order in which a model has them.
+
+    A block inside another one, such as the position encoding of ``davit``'s blocks, belongs to the layer of that one.
+    """
+    outer: Optional[str] = None
+    layer = -1
+    for name in blocks:
+        if outer is None or not (name == outer or outer == "" or name.startswith(f"{outer}.")):
+            outer, layer = name, layer + 1
+        yield layer

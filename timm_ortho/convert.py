@@ -1,22 +1,82 @@
 """The one door through which a model gets its connections."""
 import operator
+import sys
 from itertools import repeat
-from typing import Any, Collection, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+    Union,
+)
 
 from torch import nn
 
 from ._compat import is_sharded
-from .connections import Connection, create_connection
-from .families import TIMM, Family, family_of, is_residual, routed_class, written_class
-from .skips import Skip, create_skip, move_into, move_out_of
+from .blocks import (
+    BlockSpec,
+    branch_first,
+    host_class,
+    is_residual,
+    reached,
+    routed_class,
+    spec_of,
+    written_class,
+)
+from .connections import Connection, create_connection, layers_of
+from .skips import create_skip
 
-__all__ = ["Site", "UnsupportedModelError", "connect", "sites"]
+__all__ = ["UnsupportedModelError", "connect", "disconnect"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
+class _Block(NamedTuple):
+    """A module with residual additions: those of its class, or connections that its author wrote into it."""
+
+    name: str
+    module: nn.Module
+    spec: Optional[BlockSpec]
+    kinds: Tuple[str, ...]  # attributes of the connections where there is no spec
+
+    def attribute(self, kind: str) -> str:
+        return self.spec.sites[kind] if self.spec else kind
+
+    def dims(self) -> Dict[str, int]:
+        """Channel axis of the stream, by kind."""
+        return self.spec.dims(self.module) if self.spec else {kind: self._own(kind).dim for kind in self.kinds}
+
+    def widths(self) -> Dict[str, int]:
+        """Channels of the stream, by kind."""
+        if self.spec is None:
+            raise ValueError(f"{type(self.module).__name__} was written with connections and does not say how wide its "
+                             "stream is, which a skip has to know")
+        return self.spec.widths(self.module)
+
+    def details(self) -> Dict[str, Dict[str, Any]]:
+        """What a connection has to know of its block, by kind."""
+        if self.spec is None:
+            return {kind: dict(keep=self._own(kind).keep) for kind in self.kinds}
+        first = branch_first(host_class(self.module), self.spec)
+        return {
+            kind: dict(keep=self.spec.keep, branch_first=first[kind], tokens_apart=self.spec.tokens_apart)
+            for kind in self.kinds
+        }
+
+    def _own(self, kind: str) -> Connection:
+        return getattr(self.module, kind)
+
+
 class UnsupportedModelError(ValueError):
-    """A model has residual blocks that are not in the table of families, or none that are, or it is sharded already.
+    """A model has residual blocks of unknown classes, or none of known ones, or it is sharded already.
 
     Attributes:
         unsupported: Names of the classes that are not.
@@ -27,25 +87,9 @@ class UnsupportedModelError(ValueError):
         self.unsupported = tuple(unsupported)
 
 
-class Site(NamedTuple):
-    """One residual addition of a converted model.
-
-    Attributes:
-        layer: Index of its block, counted through the model from 0.
-        kind: What the branch is, see :class:`timm_ortho.families.Family`: ``attention``, ``mlp``, ``conv``, ...
-        name: Where the connection is in the model: ``blocks.0.connection_attention``.
-        connection: The module with ``forward(x, f)``.
-    """
-
-    layer: int
-    kind: str
-    name: str
-    connection: Connection
-
-
 def connect(
         model: ModelT,
-        connection: str = "feature",
+        connection: Union[str, Callable[..., Connection]] = "feature",
         *,
         eps: float = 1e-6,
         prob: float = 1.0,
@@ -64,18 +108,21 @@ def connect(
     can be replaced by connections without parameters.
 
     Args:
-        model: Any module that contains supported blocks: timm's models, their ``features_only`` forms, your own, with
-            adapters in the blocks or without.
-        connection: ``linear``, ``feature``, ``global`` or ``hybrid``.
+        model: Any module that contains known blocks, with adapters in them or without: models of timm, their
+            ``features_only`` forms, of torchvision, of transformers, your own (see :func:`timm_ortho.register_block`);
+            also one whose blocks hold a :class:`Connection` as an attribute, which is replaced.
+        connection: ``linear``, ``feature``, ``global``, ``hybrid`` or another registered name; or the class of a
+            connection, or a function that makes one, called with those of its arguments that it takes: ``dim``,
+            ``eps``, ``prob``, ``start``, ``keep``, ``device``, ``dtype``.
         eps: Added to |x|^2.
         prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
-        layers: Indices of the blocks that carry the connection, the others being linear; None for all.
+        layers: Indices of the blocks that carry the connection, the others being linear; None for all. A block within
+            a block, such as the layer that ends another one's MLP in transformers, belongs to the layer of that one.
         start: Where ``hybrid`` starts: ``orthogonal`` or ``linear``.
         skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par +
             b f_orth with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
             ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the model's L sites), see
-            :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut, whose convolution may
-            apply P by its weights.
+            :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut.
         skip_branches: B of the idempotent ones; None for as many as there are channels.
         skip_rank: Their rank, in place of ``skip_branches``; a rank that all widths of the model must allow.
         skip_seed: Of ``orthogonal_random``, which draws another rotation for each site.
@@ -84,82 +131,116 @@ def connect(
         The same model.
 
     Raises:
-        ValueError: An unknown name, or a value outside its range. The model is then as it was.
-        UnsupportedModelError: No supported block, some residual blocks that are not, or sharded blocks that would need
+        ValueError: An unknown name, a value outside its range, or a connection with another signature. The model is
+            then as it was.
+        UnsupportedModelError: No known block, residual blocks of unknown classes, or sharded blocks that would need
             another class or new parameters. The model is then as it was.
-        timm_ortho.routing.RoutingError: The installed timm's block is not the one that the table describes.
+        timm_ortho.RoutingError: The installed release's block is not the one that the table describes.
     """
-    blocks = _supported_blocks(model)
-    chosen = _chosen_layers(layers, len(blocks))
+    blocks = _blocks(model)
+    numbers = list(layers_of(block.name for block in blocks))
+    chosen = _chosen_layers(layers, numbers[-1] + 1)
     arguments = dict(eps=eps, prob=prob, start=start)
     create_connection(connection, **arguments)  # raises before anything is changed, even if no layer is chosen
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
-    for layer, (block, family, kinds) in enumerate(blocks):
+    for layer, block in zip(numbers, blocks, strict=True):
         here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
-        made = _make_connections(block, family, kinds, here, skips)
-        cls = routed_class(family, kinds)
-        _check_fixed(model, block, cls, made.values())
-        converted.append((block, cls, made, family.projection(block)))
-    for block, cls, connections, projection in converted:
-        if not isinstance(block, cls):
-            block.__class__ = cls
-        move_out_of(projection)
-        for name, module in connections.items():
-            setattr(block, name, module)
-            module.arrives_transformed = move_into(projection, module.skip)
+        made = _make_connections(block, here, skips)
+        module = block.module
+        cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
+        _check_fixed(model, module, cls, made.values())
+        converted.append((module, cls, made))
+    for module, cls, connections in converted:
+        if not isinstance(module, cls):
+            module.__class__ = cls
+        for name, made in connections.items():
+            setattr(module, name, made)
     return model
 
 
-def sites(model: nn.Module) -> List[Site]:
-    """The residual additions of a converted model, block by block; empty for a model without connections."""
-    found = []
-    layer = -1
-    for prefix, block in model.named_modules():
-        family = family_of(block)
-        if family is None:
-            continue
-        here = [(kind, name) for kind, name in family.sites.items() if hasattr(block, name)]
-        layer += bool(here)
-        for kind, attribute in here:
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            found.append(Site(layer, kind, name, getattr(block, attribute)))
-    return found
+def disconnect(model: ModelT) -> ModelT:
+    """Give every block its own class back, in place, and take the connections out: what :func:`connect` undoes.
 
+    Connections that an author wrote into a block are part of it: they become ``linear``.
 
-def _supported_blocks(model: nn.Module) -> List[Tuple[nn.Module, Family, Tuple[str, ...]]]:
-    """Every block that adds something to a stream as it is configured, its family and the kinds of its sites.
+    Args:
+        model: Any module, with connections or without.
 
-    A module from elsewhere within one of timm's blocks (LoRA, an adapter) is part of its branch, whatever it adds.
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: Its blocks are sharded or parametrized, which fixes their classes. It is then as it was.
     """
-    blocks, unsupported, within = [], [], set()
-    for module in model.modules():
-        family = family_of(module)
-        if family is not None:
-            kinds = family.reached(module)
-            blocks += [(module, family, kinds)] if kinds else []
+    routed = [module for module in model.modules() if host_class(module) is not written_class(module)]
+    for module in routed:
+        _check_fixed(model, module, host_class(module), ())
+    for module in routed:
+        for name, child in list(module.named_children()):
+            if isinstance(child, Connection):
+                delattr(module, name)
+        module.__class__ = host_class(module)
+    written = [_Block(name, module, None, kinds) for name, module, kinds in _written(model)]
+    for block in written:
+        for name, made in _make_connections(block, dict(connection="linear"), repeat(None)).items():
+            setattr(block.module, name, made)
+    return model
+
+
+
+def _blocks(model: nn.Module) -> List[_Block]:
+    """Every block that adds something to a stream as it is configured.
+
+    A module from elsewhere within a known block (LoRA, an adapter) is part of its branch, whatever it adds.
+    """
+    blocks, unsupported, within = [], {}, set()
+    written = {name: kinds for name, _, kinds in _written(model)}
+    for name, module in model.named_modules():
+        spec = spec_of(module)
+        if spec is not None or name in written:
+            kinds = written[name] if spec is None else reached(module, spec)
+            blocks += [_Block(name, module, spec, kinds)] if kinds else []
             within.update(module.modules())
-            continue
-        cls = written_class(module)
-        if is_residual(cls) and (module not in within or cls.__module__.startswith("timm.")):
-            unsupported.append(f"{cls.__module__}.{cls.__qualname__}")
+        elif is_residual(module) and (module not in within or _is_of_a_table(module)):
+            cls = written_class(module)
+            unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
     if blocks and not unsupported:
         return blocks
-    found = [f"{family.module}.{family.block}" for _, family, _ in blocks]
-    names = ", ".join(dict.fromkeys(found)) or "none"
-    without = ", ".join(dict.fromkeys(unsupported)) or "none"
+    found = dict.fromkeys(block.spec.name if block.spec else type(block.module).__qualname__ for block in blocks)
     raise UnsupportedModelError(
-        f"cannot connect {type(model).__name__} ({TIMM}): supported residual blocks found: {names}; "
-        f"residual blocks found that are not supported: {without}. timm-ortho list shows what is supported; what wraps "
-        "other layers, of the head say, can be put on after the model is connected. The model is unchanged.",
-        tuple(dict.fromkeys(unsupported)))
+        f"cannot connect {type(model).__name__} ({_version(written_class(model))}): supported residual blocks found: "
+        f"{', '.join(found) or 'none'}; residual blocks found that are not supported: "
+        f"{', '.join(unsupported) or 'none'}. timm-ortho list shows what is supported, timm_ortho.register_block adds "
+        "a class, timm_ortho.not_residual says that one has no stream; what wraps other layers, of the head "
+        "say, can be put on after the model is connected. The model is unchanged.",
+        tuple(unsupported))
+
+
+def _written(model: nn.Module) -> Iterator[Tuple[str, nn.Module, Tuple[str, ...]]]:
+    """The modules that hold connections as their authors wrote them, and the names of these."""
+    for name, module in model.named_modules():
+        if host_class(module) is written_class(module):
+            kinds = tuple(kind for kind, child in module.named_children() if isinstance(child, Connection))
+            if kinds:
+                yield name, module, kinds
+
+
+def _is_of_a_table(module: nn.Module) -> bool:
+    """Whether a class is of a library whose blocks are known, so that its sums are no adapter's."""
+    return written_class(module).__module__.partition(".")[0] in ("timm", "torchvision", "transformers")
+
+
+def _version(cls: type) -> str:
+    library = cls.__module__.partition(".")[0]
+    return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:
     """Refuses what a block that is sharded or parametrized cannot become: its class and parameters are fixed."""
     wrapped = type(block) is not written_class(block)
     grows = any(True for connection in connections for _ in connection.parameters())
-    if (wrapped and not isinstance(block, cls)) or (grows and (wrapped or is_sharded(block))):
+    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block))):
         raise UnsupportedModelError(
             f"cannot connect {type(model).__name__} like this any more, since its {type(block).__name__} is sharded or "
             "parametrized, which fixes its class and its parameters: connect first, then fully_shard. The model is "
@@ -179,28 +260,18 @@ def _chosen_layers(layers: Optional[Iterable[int]], count: int) -> Collection[in
     return set(given)
 
 
-def _make_connections(
-        block: nn.Module,
-        family: Family,
-        kinds: Sequence[str],
-        arguments: Dict,
-        skips: Iterator[Optional[Skip]],
-) -> Dict[str, Connection]:
-    parameter = next(block.parameters(), None)
+def _make_connections(block: _Block, arguments: Dict, skips: Iterator[Optional[nn.Module]]) -> Dict[str, Connection]:
+    parameter = next(block.module.parameters(), None)
     where = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
-    dims, branch_first = family.dims(block), family.branch_first
-    made = {}
-    for kind in kinds:
-        of_site = dict(
-            dim=dims[kind], keep=family.keep, branch_first=branch_first[kind], tokens_apart=family.tokens_apart,
-            skip=next(skips))
-        made[family.sites[kind]] = create_connection(**of_site, **where, **arguments).train(block.training)
-    return made
+    dims, details = block.dims(), block.details()
+    return {
+        block.attribute(kind): create_connection(
+            dim=dims[kind], skip=next(skips), **details[kind], **where, **arguments).train(block.module.training)
+        for kind in block.kinds
+    }
 
 
-def _make_skips(
-        blocks: Sequence[Tuple[nn.Module, Family, Sequence[str]]], skip: str, **arguments: Any,
-) -> Iterator[Optional[Skip]]:
+def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterator[Optional[nn.Module]]:
     """The transform of each site in order, None for the stream as it is.
 
     Raises:
@@ -210,9 +281,9 @@ def _make_skips(
         create_skip(skip, 1, **arguments)  # what else is given is checked; no block is asked how wide its stream is
         return repeat(None)
     places = []
-    for block, family, kinds in blocks:
-        widths, dims = family.widths(block), family.dims(block)
-        places += [(widths[kind], dims[kind]) for kind in kinds]
+    for block in blocks:
+        widths, dims = block.widths(), block.dims()
+        places += [(widths[kind], dims[kind]) for kind in block.kinds]
     skips = [
         create_skip(skip, width, dim=dim, count=len(places), site=site, **arguments)
         for site, (width, dim) in enumerate(places)

@@ -33,7 +33,7 @@ __all__ = ["Route", "RoutingError", "Sum"]
 
 
 class RoutingError(RuntimeError):
-    """The installed release's block is not what the table of families says it is."""
+    """A block's method does not hold the additions that it is said to hold, or cannot be rebuilt."""
 
 
 class Sum(NamedTuple):
@@ -69,29 +69,34 @@ class Route:
         sums: The additions that the method is expected to hold, in the order of the source.
         method: Its name.
         mask: The argument, if the method takes it, that connections are handed as ``attn_mask``.
-        host: What the host is called in errors, such as ``"timm 1.0.31"``.
+        library: Where the block is from, for errors: ``"timm 1.0.31"``.
 
     Raises:
         RoutingError: The method holds other additions to these streams, or cannot be rebuilt.
     """
 
     def __init__(
-            self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", host: str = "") -> None:
+            self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", library: str = "",
+    ) -> None:
         self.block = block
         self.method: FunctionType = getattr(block, method)
-        where = f"{block.__module__}.{block.__qualname__} of {host or 'the host'}"
+        where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
         enclosed = self.method.__code__.co_freevars
         if enclosed:
             raise RoutingError(f"{where}: {method} uses {', '.join(enclosed)} of an enclosing scope")
-        tree = ast.parse(textwrap.dedent(inspect.getsource(self.method)))
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(self.method)))
+        except (OSError, TypeError, SyntaxError) as error:
+            raise RoutingError(f"{where}: the source of {method} cannot be read: {error}") from None
         router = _Router(sums, self.method, mask)
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.written))
-            found = "; ".join(router.found) or "none"
+            others = f"none, but to others: {'; '.join(router.others)}" if router.others else "none"
+            found = "; ".join(router.found) or others
             raise RoutingError(
-                f"{where}: expected {len(sums)} additions to {streams} in {method}, found {router.length} "
-                f"({found}){router.problem}. This release of timm_ortho does not know this block; please report it.")
+                f"{where}: expected {len(sums)} additions to {streams} in {method}, found "
+                f"{router.length} ({found}){router.problem}")
         self.branch_first = router.branch_first  # of each addition: whether the stream is its right summand
         self._ways = router.ways
 
@@ -139,6 +144,7 @@ class _Router(ast.NodeTransformer):
         self.ways: List[List[_Way]] = [[] for _ in sums]
         self.branch_first = [False for _ in sums]
         self.found: List[str] = []
+        self.others: List[str] = []  # additions to other streams
         self.problem = ""
 
     # ------------------------------------------------------------------------------------- additions
@@ -164,6 +170,7 @@ class _Router(ast.NodeTransformer):
         """Connection, stream and branch of an addition; None if it is about something else."""
         written = [ast.unparse(summand) for summand in summands]
         if not any(one in self.streams for one in written):
+            self.others.append(ast.unparse(node))
             return None
         self.found.append(ast.unparse(node))
         at = self.position

@@ -14,28 +14,19 @@ position encodings) is one site, with the averages over its calls.
 import math
 import warnings
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._compat import compiled_model, is_compiled_in_place
-from ..connections import Connection, HybridConnection, real_tokens
+from ..connections import HybridConnection, Site, real_tokens, sites as sites_of
 from ..functional import decompose, without_padding
 
 __all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics"]
 
 Row = Dict[str, Any]
-
-
-class SiteLike(Protocol):
-    """What is read of a site: :class:`timm_ortho.convert.Site` has it."""
-
-    layer: int
-    kind: str
-    name: str
-    connection: nn.Module
 
 
 class SiteDynamics(NamedTuple):
@@ -87,7 +78,7 @@ def _watching(connections: Sequence[nn.Module], found: Callable[[int, Tensor], N
             handle.remove()
 
 
-def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[SiteLike]) -> List[SiteDynamics]:
+def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> List[SiteDynamics]:
     """Run ``model`` once in evaluation mode and measure every site.
 
     The hooks exist only during the call, and no random number is drawn, so training goes on as if nothing had happened.
@@ -95,7 +86,7 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[SiteLike])
     Args:
         model: Any model with connections.
         images: One batch, on the model's device.
-        sites: The model's sites, from :func:`timm_ortho.convert.sites`.
+        sites: The model's sites, from :func:`timm_ortho.connections.sites`.
 
     Returns:
         One entry for each site, in the order of ``sites``.
@@ -178,7 +169,7 @@ class Recorder:
             self, model: nn.Module, every: int = 50, sink: Optional[Callable[[List[Row]], None]] = None) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, got {every!r}")
-        if not _places(model):
+        if not sites_of(_unwrapped(model)):
             raise ValueError(
                 f"{type(_unwrapped(model)).__name__} has no connections to record; "
                 f"timm_ortho.connect(model, 'linear') gives it linear ones, which change nothing")
@@ -235,8 +226,8 @@ class Recorder:
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return
-        self._pass = _Pass(step, _places(model))
-        self._hooks.enter_context(_watching([place.connection for place in self._pass.places], self._pass.add))
+        self._pass = _Pass(step, sites_of(_unwrapped(model)))
+        self._hooks.enter_context(_watching([site.connection for site in self._pass.sites], self._pass.add))
         if traced or _is_compiled(model):
             with _undisturbed(model):
                 _unwrapped(model).forward(*args, **kwargs)
@@ -291,40 +282,31 @@ class _NoHook:
         pass
 
 
-class _Place(NamedTuple):
-    """A site as it is found without the table of families, which this part of the package does not know."""
-
-    layer: int
-    kind: str
-    name: str
-    connection: Connection
-
-
 class _Pass:
     """One forward pass that is recorded, its figures on the device."""
 
-    def __init__(self, step: int, places: List[_Place]) -> None:
+    def __init__(self, step: int, sites: List[Site]) -> None:
         self.step = step
-        self.places = places
-        self.figures: Dict[int, List[Tensor]] = {}  # of each call, by place
+        self.sites = sites
+        self.figures: Dict[int, List[Tensor]] = {}  # of each call, by site
 
     def add(self, index: int, figures: Tensor) -> None:
-        place = self.places[index]
-        if isinstance(place.connection, HybridConnection):
-            learned = torch.stack(place.connection.in_use())
+        connection = self.sites[index].connection
+        if isinstance(connection, HybridConnection):
+            learned = torch.stack(connection.in_use())
             figures = torch.cat([figures, learned.to(figures)])
         self.figures.setdefault(index, []).append(figures)
 
     def rows(self) -> List[Row]:
         means = {index: torch.stack(figures).mean(0) for index, figures in self.figures.items()}
         values = iter(torch.cat(list(means.values())).tolist() if means else ())
-        return [self._row(self.places[index], [next(values) for _ in figures]) for index, figures in means.items()]
+        return [self._row(self.sites[index], [next(values) for _ in figures]) for index, figures in means.items()]
 
-    def _row(self, place: _Place, values: List[float]) -> Row:
+    def _row(self, site: Site, values: List[float]) -> Row:
         stream, parallel, orthogonal, cosine, *learned = values
         rho, theta = learned or (None, None)
         return {
-            "step": self.step, "layer": place.layer, "kind": place.kind, "name": place.name,
+            "step": self.step, "layer": site.layer, "kind": site.kind, "name": site.name,
             "stream": stream, "parallel": parallel, "orthogonal": orthogonal,
             "parallel_share": _ratio(parallel, stream), "orthogonal_share": _ratio(orthogonal, stream),
             "cosine": cosine, "rho": rho, "theta": theta,
@@ -333,17 +315,6 @@ class _Pass:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
-
-
-def _places(model: nn.Module) -> List[_Place]:
-    """The connections of a model, with the names that they have without wrappers; layers count the blocks."""
-    places, layers = [], {}
-    for name, connection in _unwrapped(model).named_modules():
-        if isinstance(connection, Connection):
-            block, _, attribute = name.rpartition(".")
-            layer = layers.setdefault(block, len(layers))
-            places.append(_Place(layer, attribute.removeprefix("connection_"), name, connection))
-    return places
 
 
 # ------------------------------------------------------------------------------------------ wrapped models

@@ -26,7 +26,7 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 import torch
 from timm.utils import CheckpointSaver, update_summary
 
-from ..runs import load_checkpoint
+from ..runs.folders import load_checkpoint
 from . import DiskError, LabError, write_json
 
 __all__ = ["Checkpoints", "disk_errors", "one_line", "read_json", "read_result"]

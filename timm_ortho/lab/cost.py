@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
-from .. import bench, bench_report
 from .._compat import TorchDispatchMode
-from ..connections import CONNECTIONS, Connection
-from ..convert import Site, connect, sites
+from ..bench import measure as bench, report as bench_report
+from ..connections import CONNECTIONS, Connection, Site, sites
+from ..convert import connect
 from ..diagnostics.dynamics import evaluation
 from ..functional import decompose
 from ..models._build import on_meta
-from ..provenance import device_name
+from ..runs.provenance import device_name
 from . import LabError
 
 __all__ = [

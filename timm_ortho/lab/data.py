@@ -18,7 +18,7 @@ from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
 from timm.utils import random_seed
 from torch.utils.data import Dataset
 
-from ..runs import class_names
+from ..runs.folders import class_names
 from . import LabError
 
 __all__ = ["DataStream", "Digits", "Source", "loaders", "open_source", "epoch_seed"]

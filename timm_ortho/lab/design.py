@@ -161,7 +161,7 @@ class Design:
 # ------------------------------------------------------------------------------------------ from the file
 def shipped() -> dict[str, Path]:
     """The studies that come with the package, by name."""
-    folder = Path(str(files("timm_ortho").joinpath("studies")))
+    folder = Path(str(files(__package__).joinpath("studies")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 

@@ -66,7 +66,7 @@ def known_options() -> Mapping[str, Mapping[str, Any]]:
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
-    folder = Path(str(files("timm_ortho").joinpath("recipes")))
+    folder = Path(str(files(__package__).joinpath("recipes")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 

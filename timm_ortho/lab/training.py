@@ -22,10 +22,11 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed
 from torch import nn
 
-from ..convert import connect, sites
+from ..connections import sites
+from ..convert import connect
 from ..diagnostics import record, record_dynamics
 from ..models._build import pop_connection_arguments
-from ..provenance import device_name, made_with
+from ..runs.provenance import device_name, made_with
 from . import LabError, write_json, write_text
 from .checkpoints import Checkpoints, disk_errors, read_json
 from .data import DataStream, Source, epoch_seed, loaders

@@ -21,7 +21,7 @@ from .._checks import known_name
 from ..connections import CONNECTIONS
 from ..convert import connect
 from ..diagnostics import record_as_asked
-from .loading import checked, located, naming_the_source, restore_source
+from ..weights.checks import checked, located, naming_the_source, restore_source
 
 __all__ = [
     "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta", "pop_connection_arguments", "register",

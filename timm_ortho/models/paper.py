@@ -22,8 +22,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from .._checks import known_name
+from ..weights.pretrained import checkpoint_filter_fn, pretrained_cfgs
 from ._build import SUFFIXES, create, register
-from .pretrained import checkpoint_filter_fn, pretrained_cfgs
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it

@@ -13,9 +13,9 @@ __all__ = ["commit_of", "device_name", "first_line", "made_with"]
 
 def made_with() -> dict[str, str]:
     """Versions of timm-ortho, timm and torch, and the commit where the package runs from a checkout."""
-    from . import __version__
+    from .. import __version__
 
-    commit = commit_of(Path(__file__).parents[1])
+    commit = commit_of(Path(__file__).parents[2])
     versions = {"timm-ortho": __version__, "timm": timm.__version__, "torch": torch.__version__}
     return {**versions, "commit": commit} if commit else versions
 

@@ -13,8 +13,8 @@ from huggingface_hub import CommitInfo, HfApi, constants, get_token
 from huggingface_hub.utils import RepositoryNotFoundError
 from torch import nn
 
+from ..runs.folders import PublishError, checkpoint_file
 from .repository import Model, check_id, export, scrubbed, short
-from .runs import PublishError, checkpoint_file
 
 __all__ = ["PublishError", "export", "push"]
 

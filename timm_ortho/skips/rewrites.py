@@ -22,21 +22,21 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .convert import Site, sites
-from .families import family_of
-from .skips import Skip, move_out_of
+from ..blocks import spec_of
+from ..connections import Site, sites
+from .transforms import Skip
 
 __all__ = ["ChangeOfBasis", "SkipRewriteError", "absorb", "diagonalise"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Of a routed block class and a kind of site: the layer that begins the branch and the one that ends it. Only blocks in
+# Of a block class and a kind of site: the layer that begins the branch and the one that ends it. Only blocks in
 # which nothing acts on the stream itself but the skip.
 _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
-    ("vision_transformer_Block", "attention"): ("norm1", "drop_path1"),
-    ("vision_transformer_Block", "mlp"): ("norm2", "drop_path2"),
-    ("resnetv2_PreActBasic", "conv"): ("norm1", "drop_path"),
-    ("resnetv2_PreActBottleneck", "conv"): ("norm1", "drop_path"),
+    ("timm.models.vision_transformer.Block", "attention"): ("norm1", "drop_path1"),
+    ("timm.models.vision_transformer.Block", "mlp"): ("norm2", "drop_path2"),
+    ("timm.models.resnetv2.PreActBasic", "conv"): ("norm1", "drop_path"),
+    ("timm.models.resnetv2.PreActBottleneck", "conv"): ("norm1", "drop_path"),
 }
 
 
@@ -71,9 +71,6 @@ class Coordinates(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (self.kept[:, None, None] if self.dim == 1 else self.kept)
-
-    def add(self, x: Tensor, f: Tensor) -> Tensor:
-        return self.forward(x) + f
 
 
 class _Place(NamedTuple):
@@ -141,9 +138,6 @@ def _rewritten(
 ) -> ModelT:
     model = copy.deepcopy(model)
     places = _places(model, verb, kind)
-    for place in places:
-        move_out_of(family_of(place.block).projection(place.block))
-        place.site.connection.arrives_transformed = False
     like = next(model.parameters())
     arrives = None  # the basis in which the stream comes to a block: before the first, the model's own
     for chain in _chains(places):
@@ -191,14 +185,14 @@ def _places(model: nn.Module, verb: str, kind: str) -> List[_Place]:
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
             raise SkipRewriteError(f"{verb} is for {kind} skips, got {got} at {site.name} of {name}")
-        width = family_of(block).widths(block)[site.kind]
+        width = spec_of(block).widths(block)[site.kind]
         p = torch.eye(width, dtype=torch.float64) if skip is None else skip.matrix()
         places.append(place._replace(p=p))
     return places
 
 
 def _key(place: _Place) -> Tuple[str, str]:
-    return family_of(place.block).routed_name, place.site.kind
+    return spec_of(place.block).name, place.site.kind
 
 
 def _chains(places: List[_Place]) -> List[List[_Place]]:

@@ -12,7 +12,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .runs import RecordedStudy, Run
+from ..runs.folders import RecordedStudy, Run
 
 __all__ = ["CITATIONS", "Subject", "draw_curve", "model_card", "study_card", "template"]
 
@@ -29,14 +29,14 @@ DATASETS = {
     "imagenet1k": ("ImageNet-1k", "ILSVRC/imagenet-1k"),
 }
 
-CONNECTIONS = {
+_CONNECTIONS = {
     "linear": "linear: y = x + f, the residual connection as it always was",
     "feature": "feature (Orthogonal-F): one projection for each token or pixel, over the channels",
     "global": "global (Orthogonal-G): one projection for each sample, over all axes",
     "hybrid": "hybrid: both parts, with two learned weights at each addition",
 }
 
-SKIPS = {
+_SKIPS = {
     "idempotent_mr": "idempotent_mr: the mean of the branches (Idempotent-MR)",
     "idempotent_cmr": "idempotent_cmr: what each branch has beyond their mean (Idempotent-CMR)",
     "orthogonal_tp": "orthogonal_tp: a Kronecker power of one rotation (Orthogonal-TP)",
@@ -129,7 +129,7 @@ class Subject:
 
 def template() -> Path:
     """`model_cards/template.md`: beside the package in a checkout, inside it when it is installed."""
-    inside, beside = Path(__file__).parent / "template.md", Path(__file__).parents[1] / "model_cards" / "template.md"
+    inside, beside = Path(__file__).with_name("template.md"), Path(__file__).parents[2] / "model_cards" / "template.md"
     return inside if inside.is_file() else beside
 
 
@@ -297,9 +297,9 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     yield "architecture", f"`{config['architecture']}`"
     connection = arguments.pop("connection", None)
     if connection:
-        yield "connection", CONNECTIONS[connection]
+        yield "connection", _CONNECTIONS.get(connection, f"{connection}: registered by its author")
     if "skip" in arguments:
-        yield "transform of the stream", SKIPS[arguments.pop("skip")]
+        yield "transform of the stream", _SKIPS[arguments.pop("skip")]
     for key, value in arguments.items():
         yield f"`{key}`", f"`{value}`"
     if subject.parameters is not None:

@@ -17,8 +17,7 @@ from timm.models import PretrainedCfg, get_pretrained_cfg
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_fn
 from torch import Tensor, nn
 
-from ._build import SUFFIXES
-from .preflight import cached
+from .fetching import cached
 
 __all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "weights", "weights_file"]
 
@@ -35,17 +34,19 @@ _AUTHORS = dict(
 
 def weights_file(name: str) -> Path:
     """The file in this package with the weights of ``name``, a model with its tag, whether it exists or not."""
-    return Path(__file__).parents[1] / "weights" / f"{name}.safetensors"
+    return Path(__file__).with_name(f"{name}.safetensors")
 
 
 def _shipped(name: str) -> Dict[str, Any]:
     return dict(file=str(weights_file(name)), label_names=tuple("0123456789"))
 
 
+_SHIPPED = ("vit_test_ortho", "vit_test_orthog", "vit_test_linear")
+
 # model: tag: what its configuration has beyond the architecture's
 _OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
     "vit_base_ortho": {"authors_in1k": _AUTHORS},
-    **{f"vit_test{suffix}": {"digits": _shipped(f"vit_test{suffix}.digits")} for suffix in SUFFIXES},
+    **{name: {"digits": _shipped(f"{name}.digits")} for name in _SHIPPED},
 }
 
 

@@ -1,23 +1,24 @@
 """The table of timm's residual blocks, line by line: on a small model for each, and on what it leaves out."""
 import copy
-import importlib.util
+import importlib
 import inspect
 import pickle
 import pkgutil
-from functools import cache
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from small_models import BLOCKS_OF_OTHERS, LARGER, MADE, SMALL, build, of_modules, step
+from small_models import BLOCKS_OF_OTHERS, LARGER, MADE, SMALL, build, class_of, host, of_modules, step
 from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
 
-from timm_ortho import UnsupportedModelError, connect, families, sites
-from timm_ortho.families import FAMILIES, NOT_STREAMS, family_of, is_residual, routed_class
+from timm_ortho import UnsupportedModelError, connect, sites
+from timm_ortho.blocks import reached, registry, routed, routed_class, spec_of, specs, timm as table
+from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.models import coverage
 from timm_ortho.models._build import on_meta
 
+TIMM = specs("timm")
 ALL = [*SMALL, *MADE, *LARGER]
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *BLOCKS_OF_OTHERS])}  # in turn
 MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
@@ -65,7 +66,7 @@ def test_streams_are_as_wide_as_the_table_says(name):
     seen = {}
     for site in sites(model):
         block = model.get_submodule(site.name.rpartition(".")[0])
-        width = family_of(block).widths(block)[site.kind]
+        width = spec_of(block).widths(block)[site.kind]
         site.connection.register_forward_pre_hook(
             lambda module, inputs, key=(site.name, width): seen.update(
                 {key: [tensor.shape[module.dim] for tensor in inputs]}))
@@ -84,29 +85,20 @@ def test_every_covered_module_has_a_model_here():
 def test_every_line_of_the_table_has_a_model_here():
     with on_meta():
         models = [build(name)[0] for name in [*ALL, *BLOCKS_OF_OTHERS] if name in MADE or timm.is_model(name)]
-    found = {family for model in models for module in model.modules()
-             if (family := family_of(module)) and family.reached(module)}
-    missing = {f"{family.module}.{family.block}" for family in FAMILIES if exists(family) and family not in found}
-    assert missing == set()
+    found = {spec.name for model in models for module in model.modules()
+             if (spec := spec_of(module)) and reached(module, spec)}
+    assert {spec.name for spec in TIMM if host(spec)} - found == set()
 
 
-@cache
-def exists(family):
-    try:
-        return hasattr(importlib.import_module(family.module), family.block)
-    except ModuleNotFoundError:  # an older timm
-        return False
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.routed_name)
-def test_every_line_holds_for_the_installed_timm(family):
-    if not exists(family):
-        pytest.skip(f"timm {timm.__version__} has no {family.module}.{family.block}")
-    cls = routed_class(family)
-    assert cls is getattr(families, family.routed_name)
-    source = inspect.getsource(getattr(cls, family.method, cls.forward))
-    assert all(f"self.{attribute}(" in source for attribute in family.sites.values())
-    assert len(set(family.sites.values())) == sum(kind is not None for kind in family.kinds)
+@pytest.mark.parametrize("spec", TIMM, ids=lambda spec: spec.name)
+def test_every_line_holds_for_the_installed_timm(spec):
+    if not host(spec):
+        pytest.skip(f"timm {timm.__version__} has no {spec.name}")
+    cls = routed_class(host(spec), spec)
+    assert cls is getattr(routed, routed.routed_name(spec.name))
+    source = inspect.getsource(getattr(cls, spec.method, cls.forward))
+    assert all(f"self.{attribute}(" in source for attribute in spec.sites.values())
+    assert len(set(spec.sites.values())) == sum(kind is not None for kind in spec.kinds)
 
 
 def test_channel_axes():
@@ -144,14 +136,14 @@ def test_blocks_without_a_sum_as_configured_stay_as_they_are():
 def test_a_block_with_half_of_its_sums():
     model, size = build("visformer_tiny")
     connect(model, "hybrid", start="linear")
-    halves = [module for module in model.modules() if type(module) is families.visformer_Block__mlp]
+    halves = [module for module in model.modules() if type(module) is routed.timm__models__visformer__Block__mlp]
     assert halves
     assert not any(hasattr(half, "connection_attention") for half in halves)
     again = pickle.loads(pickle.dumps(model))
     assert [type(a) for a in again.modules()] == [type(a) for a in model.modules()]
     assert all(torch.equal(a, b) for a, b in zip(step(again, size), step(model, size), strict=True))
     with pytest.raises(AttributeError):
-        families.visformer_Block__nothing  # noqa: B018
+        routed.timm__models__visformer__Block__nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [
@@ -171,12 +163,8 @@ def test_folding_a_model_changes_nothing(name):
 
 def test_what_is_listed_as_no_stream_is_not_taken_for_one():
     """Nor is it in the table, or it would be left out for nothing."""
-    assert not set(NOT_STREAMS) & {f"{family.module}.{family.block}" for family in FAMILIES}
-    here = []
-    for name in NOT_STREAMS:
-        module, _, cls = name.rpartition(".")
-        home = importlib.import_module(module) if importlib.util.find_spec(module) else None  # an older timm
-        here += [getattr(home, cls)] if hasattr(home, cls) else []
+    assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
+    here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
     assert not any(map(is_residual, here))
 
@@ -185,16 +173,19 @@ def test_every_class_of_timm_that_looks_residual_is_in_a_table():
     """Or users who choose it, an attention gate say, would be refused a model that is otherwise supported."""
     names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
     names |= {f"timm.models.{name}" for name in list_modules() if coverage.of_timm(name)}
-    families_here = [family for family in FAMILIES if importlib.util.find_spec(family.module)]  # not in an older timm
-    names |= {family.module for family in families_here}
+    in_table = {host(spec) for spec in TIMM} - {None}
+    names |= {cls.__module__ for cls in in_table}
     classes = {
         cls for name in names for cls in vars(importlib.import_module(name)).values()
         if inspect.isclass(cls) and issubclass(cls, torch.nn.Module) and cls.__module__ == name
     }
     assert len(classes) > 600
-    in_table = {getattr(importlib.import_module(each.module), each.block, None) for each in families_here} - {None}
     left = {cls for cls in classes - in_table if is_residual(cls)}
     assert {cls for cls in left if not any(issubclass(block, cls) for block in in_table)} == set()
+
+
+def is_residual(cls):
+    return f"{cls.__module__}.{cls.__qualname__}" not in registry._NOT_RESIDUAL and looks_residual(cls)
 
 
 class _Sums(torch.nn.Module):
@@ -230,7 +221,7 @@ class _Sums(torch.nn.Module):
     ("collected", False),
 ])
 def test_what_looks_residual(method, residual):
-    assert is_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual
+    assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual
 
 
 def test_a_gate_of_the_branch_is_no_residual_block():

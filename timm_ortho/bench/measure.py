@@ -31,15 +31,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from . import bench_report
-from ._checks import known_name
-from .backends import choose_backend, use_backend
-from .bench_report import Result
-from .connections import FeatureConnection, LinearConnection
-from .convert import connect, sites
-from .functional import plain_update, residual_update
-from .models._build import SUFFIXES, on_meta
-from .skips import SKIPS
+from .._checks import known_name
+from ..backends import choose_backend, use_backend
+from ..connections import FeatureConnection, LinearConnection, sites
+from ..convert import connect
+from ..functional import plain_update, residual_update
+from ..models._build import SUFFIXES, on_meta
+from ..skips import SKIPS
+from . import report as bench_report
+from .report import Result
 
 __all__ = ["DEFAULTS", "BenchError", "bench"]
 

@@ -6,7 +6,7 @@ from timm.models import resnetv2, vision_transformer as vit
 from torch import nn
 
 from timm_ortho import SkipRewriteError, absorb, connect, diagonalise, sites
-from timm_ortho.theorems import ChangeOfBasis, Coordinates
+from timm_ortho.skips.rewrites import ChangeOfBasis, Coordinates
 
 MODELS = {
     "vit": lambda: vit.VisionTransformer(

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
-from .preflight import CacheDir, WeightsError, fetch
+from .fetching import CacheDir, WeightsError, fetch
 
 __all__ = ["SAFE", "checked", "in_folder", "located", "naming_the_source", "restore_source", "safe_name"]
 

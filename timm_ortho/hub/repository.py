@@ -29,13 +29,13 @@ from timm.models import is_model, model_entrypoint
 from timm.utils import unwrap_model
 from torch import nn
 
-from ._compat import save_config_for_hf
+from .._compat import save_config_for_hf
+from ..connections import CONNECTIONS, LinearConnection, Site, sites
+from ..convert import connect
+from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments
+from ..runs.folders import CheckpointRun, PublishError, Run, class_names
+from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
-from .connections import CONNECTIONS, FeatureConnection, HybridConnection, LinearConnection
-from .convert import Site, connect, sites
-from .models._build import creation_arguments, is_of_connections, pop_connection_arguments
-from .runs import CheckpointRun, PublishError, Run, class_names
-from .theorems import ChangeOfBasis
 
 __all__ = ["Model", "check_id", "export", "scrubbed", "short"]
 
@@ -166,18 +166,19 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
     carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
     if not carrying:
         return {"connection": "linear", **transform}
-    kinds = {(type(site.connection), site.connection.eps, getattr(site.connection, "prob", 1.0)) for site in carrying}
+    kinds = {(site.connection.name, site.connection.eps, getattr(site.connection, "prob", 1.0)) for site in carrying}
     layers = sorted({site.layer for site in carrying})
     if len(kinds) > 1 or len(carrying) != sum(site.layer in layers for site in found):
         raise PublishError("the model's connections differ from site to site in more than being linear or not, which "
                            "no arguments of a variant can say: connect it with one connection")
-    (cls, eps, prob), = kinds
-    name = next(name for name, known in CONNECTIONS.items() if known is cls)
+    (name, eps, _), = kinds
+    if name not in CONNECTIONS:
+        raise PublishError(f"the model's connection, {name}, has no name that config.json could say: give it one with "
+                           "timm_ortho.register_connection, and connect the model by that name")
     arguments = {"connection": name, "connection_eps": eps}
-    if issubclass(cls, FeatureConnection):
-        arguments["connection_prob"] = prob
-    if cls is HybridConnection:
-        arguments["connection_start"] = carrying[0].connection.start
+    for argument in ("prob", "start"):
+        if hasattr(carrying[0].connection, argument):
+            arguments[f"connection_{argument}"] = getattr(carrying[0].connection, argument)
     if layers != sorted({site.layer for site in found}):
         arguments["connection_layers"] = layers
     return {**arguments, **transform}

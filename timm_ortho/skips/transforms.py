@@ -20,14 +20,11 @@ SO(p).
 P is never formed. The idempotent maps are one mean over the branches; the Kronecker forms are a butterfly, a step for
 each prime factor, log2(C) of them for a power of two. Steps are fused, several at a time, into products with a small
 matrix of at most 64 rows, because a step alone is bound by memory: 256 channels take two products with 16 x 16 matrices
-instead of eight passes over the stream. Where the stream is what a convolution puts out, a block's projected shortcut,
-P goes into the convolution's weights: (P W) * x is P (W * x), one product for each input channel in place of one for
-each pixel of the batch. The backward pass is P^T and keeps nothing, but for P W.
+instead of eight passes over the stream. The backward pass is P^T and keeps nothing.
 
 Half-precision inputs are transformed in float32 (float64 stays float64) and the result is cast once. There are no
 parameters, buffers or entries of a state dict: the maps follow from their arguments, the random ones from a seed.
 """
-import copy
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Callable, ContextManager, Dict, List, Optional
@@ -36,13 +33,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from ._checks import known_name
-from ._compat import functorch_is_active, is_recorded
-from .backends import choose_backend, compiled, is_asked_for
-from .functional import in_dtype
+from .._checks import known_name
+from .._compat import functorch_is_active, is_recorded
+from ..backends import choose_backend, compiled, is_asked_for
+from ..functional import in_dtype
 from .kronecker import factors
 
-__all__ = ["SKIPS", "Skip", "TransformingConv2d", "create_skip", "move_into", "move_out_of", "plain_skip"]
+__all__ = ["SKIPS", "Skip", "create_skip", "plain_skip"]
 
 
 # ---------------------------------------------------------------------------------------------- the map, plainly
@@ -201,10 +198,6 @@ class Skip(nn.Module):
         else:
             return self.apply_to(x, False)
 
-    def add(self, x: Tensor, f: Tensor) -> Tensor:
-        """``P x + f``."""
-        return self.forward(x) + f
-
     def transpose(self, x: Tensor) -> Tensor:
         """``P^T x``; for an orthogonal map what undoes it."""
         return self.apply_to(x, True)
@@ -241,36 +234,6 @@ class Skip(nn.Module):
     def extra_repr(self) -> str:
         branches = f", branches={self.branches}" if self.mean else ""
         return f"{self.name!r}, width={self.width}, dim={self.dim}{branches}, rank={self.rank}"
-
-
-# ------------------------------------------------------------------------------- the map, in a convolution before it
-class TransformingConv2d(nn.Conv2d):
-    """``P (W * x)`` as ``(P W) * x``, with P in ``skip``. The weights that are trained, stored and loaded are W."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.skip(self.weight), self.bias)
-
-
-def move_into(conv: Optional[nn.Module], skip: Optional[Skip]) -> bool:
-    """Make a convolution apply a transform to what it puts out, in place, if that can be done by its weights.
-
-    Returns:
-        Whether it does so now. Not without either of them, nor for convolutions of other classes (that standardise
-        their weights, say), in groups or with a bias.
-    """
-    if skip is None or type(conv) is not nn.Conv2d or conv.groups > 1 or conv.bias is not None:
-        return False
-    conv.__class__ = TransformingConv2d
-    conv.skip = copy.deepcopy(skip)
-    conv.skip.dim = 0  # of the weights
-    return True
-
-
-def move_out_of(conv: Optional[nn.Module]) -> None:
-    """What undoes :func:`move_into`; does nothing to other modules."""
-    if type(conv) is TransformingConv2d:
-        del conv.skip
-        conv.__class__ = nn.Conv2d
 
 
 # ---------------------------------------------------------------------------------------------- the table of maps

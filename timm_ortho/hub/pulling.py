@@ -7,8 +7,8 @@ from typing import Any, Dict, Union
 import timm
 from torch import nn
 
-from .loading import SAFE, in_folder, safe_name
-from .preflight import CacheDir, WeightsError, fetch, split_revision
+from ..weights.checks import SAFE, in_folder, safe_name
+from ..weights.fetching import CacheDir, WeightsError, fetch, split_revision
 
 __all__ = ["pull"]
 

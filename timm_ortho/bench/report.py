@@ -27,7 +27,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .provenance import commit_of, first_line
+from ..runs.provenance import commit_of, first_line
 
 __all__ = ["COLUMNS", "Result", "figure", "machine", "quantiles", "rows", "tables", "write"]
 
@@ -136,7 +136,7 @@ def machine(device: torch.device, environment: Mapping[str, str], command: str) 
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "python": platform.python_version(),
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "",
-        "commit": commit_of(Path(__file__).parents[1]),
+        "commit": commit_of(Path(__file__).parents[2]),
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -1,0 +1,62 @@
+"""Whether a class that no table has looks like a residual block, by the source of its ``forward``."""
+import ast
+import inspect
+import textwrap
+from functools import cache
+from typing import Set
+
+__all__ = ["looks_residual"]
+
+
+@cache
+def looks_residual(cls: type) -> bool:
+    """Whether a class looks like a residual block.
+
+    That is: two things that both follow from the input are added, by ``+``, ``torch.add`` or the tensor's own methods.
+    It errs towards yes, so that no model is converted by half: what looks residual and is not is named by
+    :func:`timm_ortho.not_residual`. Sums in other methods, of arguments or by other means (``sum``) are not seen.
+    """
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]
+    except (OSError, TypeError, SyntaxError, AttributeError):  # built in, generated, or without a forward
+        return False
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
+        return False
+    derived = _derived(function, function.args.args[1].arg)
+    return any(_adds(node, derived) for node in ast.walk(function))
+
+
+_ADDING = ("add", "add_", "add_relu")
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+
+
+def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
+    """Variables that are computed from one argument, shapes and sizes of it left out."""
+    names: Set[str] = set()
+    grown = {source}
+    while grown - names:
+        names |= grown
+        for node in ast.walk(function):
+            if isinstance(node, _ASSIGNMENTS) and node.value is not None and _mentions(node.value, names):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                grown |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return names
+
+
+def _adds(node: ast.AST, derived: Set[str]) -> bool:
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        return _mentions(node.target, derived) and _mentions(node.value, derived)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _mentions(node.left, derived) and _mentions(node.right, derived)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
+        summands = [node.func.value, *node.args[:2]]  # of torch.add the first mentions nothing
+        return sum(_mentions(summand, derived) for summand in summands) >= 2
+    return False
+
+
+def _mentions(node: ast.AST, names: Set[str]) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr in ("shape", "size", "ndim", "device", "dtype"):
+        return False
+    if isinstance(node, ast.Name):
+        return node.id in names
+    return any(_mentions(child, names) for child in ast.iter_child_nodes(node))

@@ -1,0 +1,141 @@
+"""Which classes are residual blocks: the tables of the libraries, and what users register."""
+import importlib
+import sys
+from typing import Dict, Optional, Sequence, Tuple, Union
+
+from torch import nn
+
+from .._checks import known_name
+from . import timm, torchvision, transformers
+from .detection import looks_residual
+from .routed import host_class, route, routed_name, written_class
+from .spec import BlockSpec
+
+__all__ = ["host_and_spec", "is_residual", "not_residual", "register_block", "spec_of", "specs"]
+
+_TABLES = (timm, torchvision, transformers)
+_SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
+_NOT_RESIDUAL: Dict[str, str] = {name: why for table in _TABLES for name, why in table.NOT_RESIDUAL.items()}
+_BY_ROUTED_NAME: Dict[str, str] = {routed_name(name): name for name in _SPECS}
+_REGISTERED: Dict[str, type] = {}  # by users; the others are imported by their names
+
+
+def register_block(
+        block: type,
+        *,
+        stream: Union[str, Sequence[Union[str, Sequence[str]]]],
+        kinds: Sequence[Optional[str]],
+        dim: Union[int, Sequence[int]] = -1,
+        keep: str = "output",
+        method: str = "forward",
+) -> type:
+    """Make a class of residual blocks known to :func:`timm_ortho.connect`.
+
+    Its instances get connections in place of those additions. The class itself stays as it is. Subclasses of it are
+    other classes, to be registered by themselves.
+
+    Args:
+        block: An ``nn.Module`` whose method adds something to its stream: ``return x + self.f(self.norm(x))``.
+        stream: What stands for the stream in an addition, as it is written there: one expression, or one for each
+            addition (or several, where the sides of an ``if`` write it differently).
+        kinds: A name for each addition to the stream, in the order of the source, no two alike: ``"attention"``,
+            ``"mlp"``, ``"conv"`` or any identifier. None for an addition that stays as it is. Additions on the two
+            sides of an ``if`` count once.
+        dim: Channel axis of the stream: -1 for tokens, 1 for B C H W; one for all additions or one for each.
+        keep: ``"branch"`` if the sum is changed in place afterwards, by an activation say.
+        method: The method with the additions.
+
+    Returns:
+        The class, so that this can be a decorator's last step.
+
+    Raises:
+        TypeError: ``block`` is no class of modules.
+        ValueError: ``kinds``, ``dim`` or ``keep`` is none, or another class of that name is known already.
+        timm_ortho.RoutingError: The method cannot be read, or holds other additions; the message has those found.
+    """
+    if not (isinstance(block, type) and issubclass(block, nn.Module)):
+        raise TypeError(f"block must be a class of torch.nn.Module, got {block!r}")
+    kinds = _tuple("kinds", kinds, str)
+    named = [kind for kind in kinds if kind is not None]
+    if not named or len(set(named)) < len(named) or not all(str(kind).isidentifier() for kind in named):
+        raise ValueError(f"kinds must be different identifiers, one for each addition, got {kinds!r}")
+    known_name("keep", keep, ("output", "branch"))
+    streams = stream if isinstance(stream, str) else tuple(
+        one if isinstance(one, str) else tuple(one) for one in stream)
+    for what, values in (("stream", streams), ("dim", dim)):
+        if not isinstance(values, (str, int)) and len(values) != len(kinds):
+            raise ValueError(f"there are {len(values)} for {what} and {len(kinds)} kinds: give one, or one for each")
+    dims = dim if isinstance(dim, int) else _tuple("dim", dim, int)
+    name = _name(block)
+    spec = BlockSpec(name, streams, kinds, dims, keep=keep, method=method)
+    if name in _SPECS and _SPECS[name] != spec and _REGISTERED.get(name, block) is block:
+        raise ValueError(f"{name} is known already, with stream {_SPECS[name].stream!r} and kinds {_SPECS[name].kinds}")
+    if not callable(getattr(block, method, None)):
+        raise ValueError(f"{name} has no method {method!r}")
+    route(block, spec, kinds)  # refuses what does not fit
+    _SPECS[name], _REGISTERED[name], _BY_ROUTED_NAME[routed_name(name)] = spec, block, name
+    return block
+
+
+def not_residual(block: type, reason: str) -> type:
+    """Say of a class that adds what follows from its input, which looks like a residual block, that it is none.
+
+    Args:
+        block: The class.
+        reason: What the addition is: ``"a position embedding"``.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: ``block`` is no class.
+    """
+    if not isinstance(block, type):
+        raise TypeError(f"block must be a class, got {block!r}")
+    _NOT_RESIDUAL[_name(block)] = str(reason)
+    return block
+
+
+def spec_of(module: nn.Module) -> Optional[BlockSpec]:
+    """What is known of a block, with connections or without; None for any other module.
+
+    Subclasses of a block class are other classes: their ``forward`` may be anything.
+    """
+    host = host_class(module)
+    name = _name(host)
+    registered = _REGISTERED.get(name, host)  # a class of that name that was defined again is another one
+    return _SPECS.get(name) if registered is host else None
+
+
+def is_residual(module: nn.Module) -> bool:
+    """Whether a module of no known class looks like a residual block."""
+    cls = written_class(module)
+    return _name(cls) not in _NOT_RESIDUAL and looks_residual(cls)
+
+
+def specs(library: str) -> Tuple[BlockSpec, ...]:
+    """The known blocks of a library, by the name of its package."""
+    return tuple(spec for name, spec in _SPECS.items() if name.partition(".")[0] == library)
+
+
+def host_and_spec(routed: str) -> Tuple[Optional[type], Optional[BlockSpec]]:
+    """The block class that a routed class is named after, which is imported if need be, and what is known of it."""
+    name = _BY_ROUTED_NAME.get(routed)
+    if name is None:
+        return None, None
+    return _REGISTERED.get(name) or _imported(name), _SPECS[name]
+
+
+def _imported(name: str) -> type:
+    module, _, cls = name.rpartition(".")
+    return getattr(sys.modules.get(module) or importlib.import_module(module), cls)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _tuple(what: str, values: Sequence, of: type) -> tuple:
+    if isinstance(values, str) or not all(one is None or isinstance(one, of) for one in values):
+        raise ValueError(f"{what} must be a sequence of {of.__name__}, got {values!r}")
+    return tuple(values)

@@ -1,0 +1,7 @@
+"""The Hugging Face Hub: models published there, and pulled from there."""
+from ..runs.folders import PublishError
+from .pulling import pull
+from .pushing import push
+from .repository import export
+
+__all__ = ["PublishError", "export", "pull", "push"]

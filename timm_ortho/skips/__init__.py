@@ -1,0 +1,7 @@
+"""Skip transforms, fixed linear maps of the stream, and equivalences between networks (Wang et al., 2017).
+
+:mod:`timm_ortho.skips.rewrites` has the equivalences.
+"""
+from .transforms import SKIPS, Skip, create_skip, plain_skip
+
+__all__ = ["SKIPS", "Skip", "create_skip", "plain_skip"]
