@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from timm.models import get_pretrained_cfg
 from torch import nn
 
+import timm_ortho
 from timm_ortho import WeightsError, cli, sites
 from timm_ortho.lab import recipe
 from timm_ortho.lab.data import Digits
@@ -130,6 +131,28 @@ def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_pa
         "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()  # a faster start
     assert expected.std() > 0.3
     torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_transformers_own_vit_with_connections_gives_these_logits(small, tmp_path):
+    """Loaded by transformers from a folder in the authors' layout, connected, and compared with `vit_base_ortho`."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    tensors = load_file(small[1])
+    classes = tensors["classifier.bias"].shape[0]
+    config = transformers.ViTConfig(
+        image_size=64, patch_size=16, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=192,
+        hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6, num_labels=classes)
+    config.save_pretrained(tmp_path)
+    norms = {f"vit.encoder.layer.{layer}.layernorm_{which}.{kind}": value * torch.ones(48)
+             for layer in range(2) for which in ("before", "after") for kind, value in (("weight", 1.0), ("bias", 0.0))}
+    save_file({**tensors, **norms}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.ViTForImageClassification.from_pretrained(tmp_path).eval()
+    x = images(2, 3, 64, 64)
+    linear = model(x).logits
+    torch.testing.assert_close(linear, from_file(small[1], connection="linear")(x), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        timm_ortho.connect(model, "feature")(x).logits, from_file(small[1])(x), atol=1e-4, rtol=0)
+    assert (model(x).logits - linear).abs().max() > 1e-2
 
 
 @torch.no_grad()

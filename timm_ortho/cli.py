@@ -376,7 +376,8 @@ def _lines(file: str) -> list[str]:
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="the registered variants")
     parser.add_argument("pattern", nargs="?", help="as in timm.list_models: 'vit_small*'; without one, what is covered "
-                                                    "of each of timm's modules and why the rest is not")
+                                                    "of each of timm's modules and why the rest is not, and the blocks "
+                                                    "of torchvision and transformers")
     parser.add_argument("--weights", action="store_true", help="what has weights, from where, and if they are here")
     parser.set_defaults(call=_list)
 
@@ -428,6 +429,11 @@ def _list_modules() -> int:
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:3]]
     for *cells, left_out in rows:
         print("  ".join([*(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)), left_out]).rstrip())
+    for library, modules in coverage.libraries().items():
+        print(f"\n{library}, for timm_ortho.connect: residual blocks by module")
+        width = max(map(len, modules))
+        for module, blocks in modules.items():
+            print(f"{module:{width}}  {', '.join(blocks)}")
     return 0
 
 

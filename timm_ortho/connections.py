@@ -51,12 +51,14 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
         x: Stream, ``[B, N, C]``.
 
     Returns:
-        Boolean, ``[B or 1, N, 1]``. None, where all are real, without a mask or with one of another shape.
+        Boolean, ``[B or 1, N, 1]``. None, where all are real, without a mask or with one of another shape or kind.
     """
     if attn_mask is None:
         return None
     if has_torch_function_variadic(attn_mask, x):  # FX: to be settled when the graph is run
         return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x)
+    if not isinstance(attn_mask, Tensor):  # flex attention's blocks of a mask
+        return None
     mask, tokens = attn_mask, x.shape[1]
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
@@ -346,12 +348,14 @@ class Site(NamedTuple):
 
 def sites(model: nn.Module) -> List[Site]:
     """The residual additions of a model with connections, block by block; empty for a model without any."""
-    names, found = [], []
-    for name, module in model.named_modules():
-        if isinstance(module, Connection):
-            names.append(name.rpartition(".")[0])
-            found.append((name.rpartition(".")[2].removeprefix("connection_"), name, module))
-    return [Site(layer, *site) for layer, site in zip(layers_of(names), found, strict=True)]
+    found = [
+        (block, attribute, connection) for block, module in model.named_modules()
+        for attribute, connection in module.named_children() if isinstance(connection, Connection)
+    ]
+    return [
+        Site(layer, attribute.removeprefix("connection_"), f"{block}.{attribute}" if block else attribute, connection)
+        for layer, (block, attribute, connection) in zip(layers_of(block for block, _, _ in found), found, strict=True)
+    ]
 
 
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:

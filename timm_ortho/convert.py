@@ -148,6 +148,10 @@ def connect(
         here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
         made = _make_connections(block, here, skips)
         module = block.module
+        if "forward" in vars(module):
+            raise UnsupportedModelError(
+                f"cannot connect {type(model).__name__}: {block.name} has a forward of its own, which hides its "
+                "class': connect the model before what put it there. The model is unchanged.")
         cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
         _check_fixed(model, module, cls, made.values())
         converted.append((module, cls, made))

@@ -58,6 +58,7 @@ class Sum(NamedTuple):
 # A way to an addition: the conditions on ``self`` that a call meets there.
 _Way = Tuple[CodeType, ...]
 
+_DOCUMENTING = {"auto_docstring"}  # decorators that need the class around a method, and that its copy does without
 _CHANGING = {"training", "grad_checkpointing"}  # attributes that say nothing about the next call
 
 
@@ -79,7 +80,7 @@ class Route:
             self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", library: str = "",
     ) -> None:
         self.block = block
-        self.method: FunctionType = getattr(block, method)
+        self.method: FunctionType = inspect.unwrap(getattr(block, method))  # as it is written, whatever wraps it
         where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
         enclosed = self.method.__code__.co_freevars
         if enclosed:
@@ -194,6 +195,7 @@ class _Router(ast.NodeTransformer):
 
     # ------------------------------------------------------------------------------------------ ways
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list = [one for one in node.decorator_list if ast.unparse(one) not in _DOCUMENTING]
         node.body = self._visit_statements(node.body)
         return node
 

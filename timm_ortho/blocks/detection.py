@@ -44,6 +44,8 @@ def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
 
 
 def _adds(node: ast.AST, derived: Set[str]) -> bool:
+    if any(isinstance(child, ast.Tuple) for child in ast.iter_child_nodes(node)):
+        return False  # outputs, put together
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
         return _mentions(node.target, derived) and _mentions(node.value, derived)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

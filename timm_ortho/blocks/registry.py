@@ -1,7 +1,8 @@
 """Which classes are residual blocks: the tables of the libraries, and what users register."""
+import ast
 import importlib
 import sys
-from typing import Dict, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -46,7 +47,7 @@ def register_block(
         method: The method with the additions.
 
     Returns:
-        The class, so that this can be a decorator's last step.
+        The class.
 
     Raises:
         TypeError: ``block`` is no class of modules.
@@ -62,6 +63,11 @@ def register_block(
     known_name("keep", keep, ("output", "branch"))
     streams = stream if isinstance(stream, str) else tuple(
         one if isinstance(one, str) else tuple(one) for one in stream)
+    for one in _flat(streams):
+        try:
+            ast.parse(one, mode="eval")
+        except SyntaxError:
+            raise ValueError(f"stream {one!r} is no expression") from None
     for what, values in (("stream", streams), ("dim", dim)):
         if not isinstance(values, (str, int)) and len(values) != len(kinds):
             raise ValueError(f"there are {len(values)} for {what} and {len(kinds)} kinds: give one, or one for each")
@@ -133,6 +139,10 @@ def _imported(name: str) -> type:
 
 def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _flat(streams: Union[str, tuple]) -> List[str]:
+    return [streams] if isinstance(streams, str) else [one for each in streams for one in _flat(each)]
 
 
 def _tuple(what: str, values: Sequence, of: type) -> tuple:

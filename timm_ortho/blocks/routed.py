@@ -4,10 +4,11 @@ Each is an attribute of this module under its block class' full name, ``timm__mo
 when it is first asked for: pickle and ``torch.load`` find it in a fresh process. Of a block with a sum that its
 configuration rules out only the others are routed, and the name says which: ``timm__models__visformer__Block__mlp``.
 """
+import inspect
 import re
 import sys
 from functools import cache
-from typing import Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
@@ -21,9 +22,14 @@ __all__ = ["branch_first", "host_class", "reached", "route", "routed_class", "ro
 def written_class(module: nn.Module) -> type:
     """A module's class as its author wrote it; ``fully_shard`` and parametrizations put a subclass in its place."""
     cls = type(module)
-    while cls.__module__.startswith("torch.") and "forward" not in vars(cls):
+    while cls.__module__.startswith("torch.") and _forward(cls) is _forward(cls.__bases__[-1]):
         cls = cls.__bases__[-1]
     return cls
+
+
+def _forward(cls: type) -> Any:
+    """As it is written: transformers wraps that of each subclass of its layers again."""
+    return inspect.unwrap(getattr(cls, "forward", None))
 
 
 def host_class(module: nn.Module) -> type:
@@ -83,7 +89,7 @@ def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Rout
     method = spec.method if hasattr(host, spec.method) else "forward"
     library = host.__module__.partition(".")[0]
     version = getattr(sys.modules.get(library), "__version__", "")
-    return Route(host, sums, method=method, mask="attn_mask", library=f"{library} {version}".strip())
+    return Route(host, sums, method=method, mask=spec.mask, library=f"{library} {version}".strip())
 
 
 def __getattr__(name: str) -> type:

@@ -21,6 +21,7 @@ class BlockSpec(NamedTuple):
         keep: ``"branch"`` where the sum is changed in place afterwards, so that it cannot be kept for the backward
             pass (see :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions; ``forward`` where a release of the library has no such method.
+        mask: The argument of that method, if it has one, that connections are handed as ``attn_mask``.
         unless: Says of a block that its sums stay what they are.
         tokens_apart: Whether the global scope is each token by itself here.
         width: Channels of the stream, of a block: one number for all additions or one for each. What its last linear
@@ -33,6 +34,7 @@ class BlockSpec(NamedTuple):
     dim: Union[int, Tuple[int, ...], Callable[[nn.Module], int]] = -1
     keep: str = "output"
     method: str = "forward"
+    mask: str = "attn_mask"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: last_width(block)

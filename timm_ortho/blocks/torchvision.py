@@ -1,6 +1,59 @@
+"""The table of torchvision's residual blocks, those of its classification networks for images and videos.
+
+:mod:`timm_ortho.blocks.timm` says what a site is. Of MaxViT's partitioned attention the stream is whole: [B, windows,
+tokens, C].
+"""
 from typing import Dict, Tuple
 
-from .spec import BlockSpec
+from torch import nn
 
-BLOCKS: Tuple[BlockSpec, ...] = ()
-NOT_RESIDUAL: Dict[str, str] = {}
+from .spec import BlockSpec, last_width
+
+__all__ = ["BLOCKS", "NOT_RESIDUAL"]
+
+
+def _last_width_3d(block: nn.Module) -> int:
+    return [module for module in block.modules() if isinstance(module, nn.Conv3d)][-1].out_channels
+
+
+def _block(name: str, *columns, **more) -> BlockSpec:
+    return BlockSpec(f"torchvision.models.{name}", *columns, **more)
+
+
+_TOKENS, _NHWC, _NCHW = -1, -1, 1  # channel axis of B N C, B H W C and B C H W
+_TRANSFORMER = ("attention", "mlp")
+
+BLOCKS: Tuple[BlockSpec, ...] = (
+    _block("vision_transformer.EncoderBlock", ("input", "x"), _TRANSFORMER, _TOKENS),
+    _block("swin_transformer.SwinTransformerBlock", "x", _TRANSFORMER, _NHWC),  # video: B T H W C
+    _block("swin_transformer.SwinTransformerBlockV2", "x", _TRANSFORMER, _NHWC),
+    _block("maxvit.MBConv", "res", ("conv",), _NCHW),
+    _block("maxvit.PartitionAttentionLayer", "x", _TRANSFORMER, _TOKENS),  # B windows N C: whole
+    _block("resnet.BasicBlock", "identity", ("conv",), _NCHW, keep="branch"),
+    _block("resnet.Bottleneck", "identity", ("conv",), _NCHW, keep="branch"),
+    _block("regnet.ResBottleneckBlock", (("self.proj(x)", "x"),), ("conv",), _NCHW, keep="branch"),
+    _block("convnext.CNBlock", "input", ("conv",), _NCHW),
+    _block("efficientnet.MBConv", "input", ("conv",), _NCHW),
+    _block("efficientnet.FusedMBConv", "input", ("conv",), _NCHW),
+    _block("mobilenetv2.InvertedResidual", "x", ("conv",), _NCHW),
+    _block("mobilenetv3.InvertedResidual", "input", ("conv",), _NCHW),
+    _block("mnasnet._InvertedResidual", "input", ("conv",), _NCHW),
+    # video, B C T H W and B N C
+    _block("video.resnet.BasicBlock", "residual", ("conv",), _NCHW, keep="branch", width=_last_width_3d),
+    _block("video.resnet.Bottleneck", "residual", ("conv",), _NCHW, keep="branch", width=_last_width_3d),
+    _block(
+        "video.mvit.MultiscaleBlock", ("x_skip", "x_proj"), _TRANSFORMER, _TOKENS,
+        width=lambda block: (block.norm2.normalized_shape[0], last_width(block.mlp))),
+)
+
+NOT_RESIDUAL: Dict[str, str] = {
+    f"torchvision.{module}.{cls}": why
+    for why, modules in {
+        "a sum of resolutions": {
+            "models.segmentation.lraspp": "LRASPPHead",
+            "ops.feature_pyramid_network": "FeaturePyramidNetwork",
+        },
+    }.items()
+    for module, classes in modules.items()
+    for cls in classes.split()
+}

@@ -6,12 +6,16 @@ when it is built if it cannot be connected. A module that the file does not know
 """
 import json
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Tuple
 
 from timm.models import list_models, list_modules, model_entrypoint
 
-__all__ = ["FILE", "Row", "architectures", "bases", "cells", "load", "of_timm", "rows", "table"]
+from ..blocks import specs
+
+__all__ = ["FILE", "Row", "architectures", "bases", "cells", "libraries", "load", "of_timm", "rows", "table"]
 
 FILE = Path(__file__).with_name("coverage.json")
 UNKNOWN = "not known to this release of timm_ortho"
@@ -68,6 +72,19 @@ def rows() -> List[Row]:
         covered = {name: sites for name, sites in known["covered"].items() if name in names}
         found.append(Row(module, covered, {name: known["left_out"].get(name, UNKNOWN) for name in names
                                            if name not in covered}))
+    return found
+
+
+def libraries() -> Dict[str, Dict[str, List[str]]]:
+    """The block classes that :func:`timm_ortho.connect` knows of the other libraries installed here, by module."""
+    found: Dict[str, Dict[str, List[str]]] = {}
+    for library in ("torchvision", "transformers"):
+        if find_spec(library) is None:
+            continue
+        modules = found[f"{library} {version(library)}"] = {}
+        for spec in specs(library):
+            module, _, block = spec.name.removeprefix(f"{library}.models.").rpartition(".")
+            modules.setdefault(module.partition(".modeling_")[0], []).append(block)
     return found
 
 

@@ -1,0 +1,298 @@
+"""Anyone's residual blocks and connections: registered, connected, disconnected, or refused in one line."""
+import copy
+import json
+import pickle
+from functools import partial
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import timm_ortho
+from timm_ortho import (
+    Connection,
+    FeatureConnection,
+    GlobalConnection,
+    LinearConnection,
+    RoutingError,
+    UnsupportedModelError,
+    connect,
+    create_connection,
+    disconnect,
+    hub,
+    sites,
+)
+from timm_ortho.blocks import registry
+
+
+class MyBlock(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.norm, self.f, self.g = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        x = x + self.f(self.norm(x))
+        return x + self.g(x)
+
+
+class Embedding(nn.Module):
+    def forward(self, x):
+        return x + x.mean(1, keepdim=True)
+
+
+class Written(nn.Module):
+    """A new architecture's block, which says itself where its connection is."""
+
+    def __init__(self, dim=8):
+        super().__init__()
+        self.f = nn.Linear(dim, dim)
+        self.add = create_connection("feature", dim=-1)
+
+    def forward(self, x):
+        return self.add(x, self.f(x))
+
+
+class Clipped(Connection):
+    """At most tau |x| + kappa |f_orth| of the part along the stream gets through."""
+
+    def __init__(self, dim=-1, eps=1e-6, tau=0.1, kappa=0.5):
+        super().__init__(dim, eps)
+        self.tau, self.kappa = tau, kappa
+
+    def forward(self, x, f, attn_mask=None):
+        parallel, orthogonal = timm_ortho.decompose(x, f, self.dim, self.eps)
+        length = partial(torch.linalg.vector_norm, dim=self.dim, keepdim=True)
+        limit = self.tau * length(x) + self.kappa * length(orthogonal)
+        return x + orthogonal + parallel * (limit / length(parallel).clamp_min(self.eps)).clamp(max=1.0)
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """What a test registers is forgotten."""
+    for name in ("_SPECS", "_NOT_RESIDUAL", "_REGISTERED", "_BY_ROUTED_NAME"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    yield
+    timm_ortho.CONNECTIONS.pop("clipped", None)
+
+
+@pytest.fixture
+def known():
+    return timm_ortho.register_block(MyBlock, stream="x", kinds=("attention", "mlp"), dim=-1)
+
+
+def tokens():
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+# --------------------------------------------------------------------------------------------------- blocks
+def test_a_users_block(known):
+    model, x = nn.Sequential(known(), known()), tokens()
+    host = copy.deepcopy(model)
+    assert torch.equal(connect(model, "linear")(x), host(x))
+    assert [(site.layer, site.kind, site.name) for site in sites(model)] == [
+        (layer, kind, f"{layer}.connection_{kind}") for layer in (0, 1) for kind in ("attention", "mlp")]
+    f = host[0].f(host[0].norm(x))
+    first = x + f - (x * f).sum(-1, keepdim=True) / ((x * x).sum(-1, keepdim=True) + 1e-6) * x
+    seen = []
+    connect(model, "feature")[0].connection_attention.register_forward_hook(lambda *args: seen.append(args[-1]))
+    model(x)
+    torch.testing.assert_close(seen[0], first)
+    again = pickle.loads(pickle.dumps(connect(model, "global")))
+    assert type(again[0]) is type(model[0])
+    assert type(again[0]).__bases__ == (MyBlock,)
+    assert torch.equal(again(x), model(x))
+    disconnect(model)
+    assert [type(block) for block in model] == [MyBlock] * 2
+    assert torch.equal(model(x), host(x))
+    assert not sites(model)
+
+
+def test_some_layers_and_another_method():
+    class Block(MyBlock):
+        def inner(self, x):
+            return x.add(1.0) + self.f(x)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    timm_ortho.register_block(Block, stream="x.add(1.0)", kinds=["conv"], dim=-1, keep="branch", method="inner")
+    model = connect(nn.Sequential(Block(), Block()), "global", layers=[1])
+    assert [type(site.connection) for site in sites(model)] == [LinearConnection, GlobalConnection]
+    assert sites(model)[1].connection.keep == "branch"
+    model(tokens()).sum().backward()
+
+
+def test_a_class_that_is_defined_again_is_another():
+    """As a cell of a notebook that runs twice does it."""
+    def define():
+        class Block(MyBlock):
+            def forward(self, x):
+                return x + self.f(x)
+        return timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
+
+    old, new = define(), define()
+    assert len(sites(connect(nn.Sequential(new()), "feature"))) == 1
+    with pytest.raises(UnsupportedModelError):
+        connect(nn.Sequential(old()), "feature")
+
+
+def test_what_is_not_residual():
+    model = nn.Sequential(Embedding(), timm.models.vision_transformer.Block(8, 2))
+    with pytest.raises(UnsupportedModelError, match=r"not supported: test_open_door\.Embedding"):
+        connect(model)
+    timm_ortho.not_residual(Embedding, "a mean")
+    assert len(sites(connect(model))) == 2
+    with pytest.raises(TypeError, match="must be a class"):
+        timm_ortho.not_residual(model, "a model")
+
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        y = x.relu()
+        return y + x.exp()
+
+
+@pytest.mark.parametrize(("block", "arguments", "error", "message"), [
+    (Wrong, dict(stream="z", kinds=("mlp",)), RoutingError,
+     r"door.Wrong.*: expected 1 additions to 'z' in forward, found 0 \(none, but to others: y \+ x.exp\(\)\)"),
+    (MyBlock, dict(stream="x", kinds=("mlp",)), RoutingError,
+     r"expected 1 additions to 'x' in forward, found 2 \(x \+ self.f\(self.norm\(x\)\); x \+ self.g\(x\)\)"),
+    (MyBlock, dict(stream="x", kinds=("mlp", "mlp")), ValueError, "kinds must be different identifiers"),
+    (MyBlock, dict(stream="x", kinds="mlp"), ValueError, "kinds must be a sequence of str, got 'mlp'"),
+    (MyBlock, dict(stream="x", kinds=("a b", "mlp")), ValueError, "kinds must be different identifiers"),
+    (MyBlock, dict(stream=("x",), kinds=("attention", "mlp")), ValueError, "there are 1 for stream and 2 kinds"),
+    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1,)), ValueError, "there are 1 for dim and 2 kinds"),
+    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), keep="all"), ValueError, "unknown keep 'all'"),
+    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), method="no"), ValueError, "has no method 'no'"),
+    (MyBlock, dict(stream="x +", kinds=("attention", "mlp")), ValueError, "stream 'x [+]' is no expression"),
+    (type("Built", (nn.Module,), {"forward": eval("lambda self, x: x + 1")}), dict(stream="x", kinds=("mlp",)),
+     RoutingError, "the source of forward cannot be read"),
+    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError, "known already"),
+    (len, dict(stream="x", kinds=("attention", "mlp")), TypeError, "must be a class of torch.nn.Module"),
+])
+def test_a_registration_that_does_not_fit(block, arguments, error, message):
+    known = dict(registry._SPECS)
+    with pytest.raises(error, match=message) as caught:
+        timm_ortho.register_block(block, **arguments)
+    assert "\n" not in str(caught.value)
+    assert known == registry._SPECS
+
+
+def test_a_dim_outside_the_tensor_is_told_where_it_is_used():
+    timm_ortho.register_block(MyBlock, stream="x", kinds=("attention", "mlp"), dim=3)
+    with pytest.raises(ValueError, match=r"dim must name one or more different axes in \[-3, 2\], got 3"):
+        connect(MyBlock(), "feature")(tokens())
+
+
+def test_a_block_with_a_forward_of_its_own(known):
+    model = nn.Sequential(known())
+    model[0].forward = model[0].forward
+    with pytest.raises(UnsupportedModelError, match="0 has a forward of its own"):
+        connect(model, "feature")
+    assert type(model[0]) is MyBlock
+
+
+def test_connections_that_a_block_was_written_with(known):
+    model = nn.Sequential(Written(), known())
+    assert [(site.layer, site.kind) for site in sites(model)] == [(0, "add")]
+    connect(model, "global", eps=1e-3)
+    assert {type(site.connection) for site in sites(model)} == {GlobalConnection}
+    assert [site.layer for site in sites(model)] == [0, 1, 1]
+    assert sites(model)[0].connection.dim == -1
+    assert sites(model)[0].connection.eps == 1e-3
+    with pytest.raises(ValueError, match="does not say how wide its stream is"):
+        connect(model, "feature", skip="orthogonal_tp")
+    disconnect(model)
+    assert [type(site.connection) for site in sites(model)] == [LinearConnection]
+
+
+# ---------------------------------------------------------------------------------------------- connections
+def clipped(x, f, tau=0.1, kappa=0.5):
+    x, f = x.double(), f.double()
+    s = (x * f).sum(-1, keepdim=True) / ((x * x).sum(-1, keepdim=True) + 1e-6)
+    parallel, orthogonal = s * x, f - s * x
+    limit = tau * x.norm(dim=-1, keepdim=True) + kappa * orthogonal.norm(dim=-1, keepdim=True)
+    return x + orthogonal + parallel * (limit / parallel.norm(dim=-1, keepdim=True)).clamp(max=1)
+
+
+def test_a_connection_as_a_class_and_as_a_function(known):
+    x, f = torch.randn(2, 64, 8), torch.randn(2, 64, 8)
+    torch.testing.assert_close(Clipped()(x, f).double(), clipped(x, f), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(Clipped()(x, f), FeatureConnection()(x, f))
+    model = connect(nn.Sequential(known()), Clipped)
+    assert {(type(site.connection), site.connection.name) for site in sites(model)} == {(Clipped, "Clipped")}
+    model(tokens()).sum().backward()
+    connect(model, lambda dim, eps: Clipped(dim, eps, tau=0.0, kappa=0.0))
+    expected = connect(copy.deepcopy(model), "feature")(tokens())
+    torch.testing.assert_close(model(tokens()), expected)
+    connect(model, partial(Clipped, kappa=0.0))
+    assert {site.connection.kappa for site in sites(model)} == {0.0}
+
+
+def test_a_connection_by_name(tmp_path):
+    """In variants, in the arguments of train.py, in config.json and from there again, and on the card."""
+    timm_ortho.register_connection("clipped", Clipped)
+    timm_ortho.register_connection("clipped", Clipped)  # a cell of a notebook that runs twice
+    model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()
+    assert {(type(site.connection), site.connection.eps) for site in sites(model)} == {(Clipped, 1e-4)}
+    card = hub.export(model, tmp_path / "out", "me/clipped")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_args"].items() >= {"connection": "clipped", "connection_eps": 1e-4}.items()
+    assert "clipped" in str(card)
+    again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(again(x), model(x))
+
+
+def test_a_connection_without_a_name_is_not_published(tmp_path):
+    model = connect(timm.create_model("vit_test_linear"), Clipped)
+    with pytest.raises(hub.PublishError, match=r"timm_ortho\.register_connection"):
+        hub.export(model, tmp_path / "out", "me/clipped")
+
+
+class WithoutDim(Connection):
+    def __init__(self, eps=1e-6):
+        super().__init__(-1, eps)
+
+
+class OtherForward(Connection):
+    def forward(self, x, f, g):
+        return x
+
+
+@pytest.mark.parametrize(("connection", "message"), [
+    (WithoutDim, "WithoutDim must take dim and eps, as timm_ortho.Connection does, and does not take dim"),
+    (OtherForward, r"OtherForward.forward must take \(x, f, attn_mask=None\), got \(x, f, g\)"),
+    (lambda dim, eps: nn.Identity(), "must make a timm_ortho.Connection, got Identity"),
+    (3, "3 is neither a connection's name, nor its class, nor a function that makes one"),
+])
+def test_a_connection_of_another_kind(known, connection, message):
+    model = nn.Sequential(known())
+    for call in (lambda: connect(model, connection), lambda: timm_ortho.register_connection("other", connection)):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert type(model[0]) is MyBlock
+    assert "other" not in timm_ortho.CONNECTIONS
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("feature", "there is a connection 'feature' already, FeatureConnection"), ("a b", "must be an identifier")])
+def test_a_name_that_cannot_be_had(name, message):
+    with pytest.raises(ValueError, match=message):
+        timm_ortho.register_connection(name, Clipped)
+
+
+def test_disconnect_leaves_a_model_of_timm_as_it_was():
+    model = timm.create_model("resnetv2_18", num_classes=3)
+    classes, names, keys = [type(m) for m in model.modules()], [n for n, _ in model.named_modules()], model.state_dict()
+    x = torch.randn(2, 3, 32, 32)
+    expected = model.eval()(x)
+    connect(model, "hybrid", skip="orthogonal_tp")
+    disconnect(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert [name for name, _ in model.named_modules()] == names
+    assert model.state_dict().keys() == keys.keys()
+    assert torch.equal(model(x), expected)
+    assert disconnect(model) is model
