@@ -1,8 +1,13 @@
 """Anyone's residual blocks and connections: registered, connected, disconnected, or refused in one line."""
 import copy
 import json
+import linecache
 import pickle
+import re
+import sys
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -83,6 +88,30 @@ def known():
 
 def tokens():
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_readmes_examples():
+    readme = Path(timm_ortho.__file__).parents[1] / "README.md"
+    if not readme.exists():
+        pytest.skip("no checkout")
+    _, _, section = readme.read_text(encoding="utf-8").partition("### Your own blocks and connections\n")
+    block, connection = re.findall(r"```python\n(.*?)```", section.partition("\n### ")[0], re.DOTALL)
+    names = {"timm": timm, "timm_ortho": timm_ortho, "torch": torch}
+    with pytest.raises(RoutingError, match="cannot be read"):  # it has no file: what a notebook has, and this test not
+        exec(block, names)
+    source = "<readme>"
+    linecache.cache[source] = (len(block), None, block.splitlines(keepends=True), source)
+    names["__name__"] = "readme"
+    sys.modules["readme"] = SimpleNamespace(__file__=source)
+    try:
+        exec(compile(block, source, "exec"), names)
+        assert [site.kind for site in sites(names["model"])] == ["mlp", "mlp"]
+        exec(connection, names)
+    finally:
+        del sys.modules["readme"]
+    assert {type(site.connection).__name__ for site in sites(names["model"])} == {"Clipped"}
+    x, f = torch.randn(2, 64, 8), torch.randn(2, 64, 8)
+    torch.testing.assert_close(names["Clipped"]()(x, f).double(), clipped(x, f), rtol=1e-5, atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------- blocks

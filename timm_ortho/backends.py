@@ -24,13 +24,21 @@ from torch import Tensor
 from ._checks import known_name
 from ._compat import functorch_is_active, is_compiler_error
 
-__all__ = ["BACKENDS", "BACKEND_VARIABLE", "Backend", "checked", "choose_backend", "compiled", "use_backend"]
+__all__ = [
+    "BACKENDS", "BACKEND_VARIABLE", "Backend", "accumulate_in", "checked", "choose_backend", "compiled", "default",
+    "is_asked_for", "use_backend",
+]
 
 BACKENDS = ("auto", "torch", "inductor", "triton")
 BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 _default = os.environ.get(BACKEND_VARIABLE) or "auto"  # read once; an unknown name is refused where it is used
+
+
+def accumulate_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of products, sums and divisions for a stream of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Backend(NamedTuple):

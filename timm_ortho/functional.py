@@ -34,7 +34,16 @@ from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, known_name
 from ._compat import forward_mode_is_active, functorch_is_active, is_recorded
-from .backends import BACKENDS, Backend, checked, choose_backend, compiled, is_asked_for, use_backend
+from .backends import (
+    BACKENDS,
+    Backend,
+    accumulate_in,
+    checked,
+    choose_backend,
+    compiled,
+    is_asked_for,
+    use_backend,
+)
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
 
@@ -53,7 +62,7 @@ def _formula(
     result = x.dtype
     if x.dtype != torch.float32 or f.dtype != torch.float32:
         result = torch.promote_types(x.dtype, f.dtype)
-        x, f = in_dtype(x, _accumulate_in(result)), in_dtype(f, _accumulate_in(result))
+        x, f = in_dtype(x, accumulate_in(result)), in_dtype(f, accumulate_in(result))
     xf, n = _project(x, f, dims, eps)
     gain, f = _gain(xf, n, a, b), _times(b, f)
     # a sum has the memory format of its first term
@@ -66,10 +75,6 @@ def _project(x: Tensor, f: Tensor, dims: List[int], eps: float) -> Tuple[Tensor,
     if len(dims) == 1:  # PyTorch reads an axis faster than a list of one
         return (x * f).sum(dims[0], True), (x * x).sum(dims[0], True).add_(eps)
     return (x * f).sum(dims, True), (x * x).sum(dims, True).add_(eps)
-
-
-def _accumulate_in(result: torch.dtype) -> torch.dtype:
-    return torch.float64 if result == torch.float64 else torch.float32
 
 
 def _gain(xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tensor:
@@ -239,7 +244,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
     check_eps(eps)
     dims = _check(x, f, _listed(dim))
     result = torch.promote_types(x.dtype, f.dtype)
-    x, f = x.to(_accumulate_in(result)), f.to(_accumulate_in(result))
+    x, f = x.to(accumulate_in(result)), f.to(accumulate_in(result))
     xf, n = _project(x, f, dims, eps)
     parallel = xf / n * x
     return parallel.to(result), (f - parallel).to(result)

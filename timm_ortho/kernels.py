@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backends import accumulate_in
+
 __all__ = ["gradients", "operator", "update"]
 
 Weight = Union[float, Tensor]
@@ -353,7 +355,7 @@ def update(
         y of the shape and memory format of ``x``; s and n with the axes ``dims`` of size 1, in the accumulation dtype.
     """
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
-    acc = accumulate_in(y)
+    acc = accumulate_in(y.dtype)
     view = view_of(tuple(x.shape), x.stride(), tuple(dims))
     s, n = (_projections(x, view, dims, acc) for _ in range(2)) if keep else (None, None)
     if x.numel() == 0:  # a projection of no elements has s = 0
@@ -453,10 +455,6 @@ def _weights(a: Weight, b: Weight, x: Tensor) -> List[Any]:
     return [*tensors, *(0.0 if isinstance(w, Tensor) else float(w) for w in (a, b))]
 
 
-def accumulate_in(y: Tensor) -> torch.dtype:
-    return torch.float64 if y.dtype == torch.float64 else torch.float32
-
-
 def triton_dtype(acc: torch.dtype):
     return tl.float64 if acc == torch.float64 else tl.float32
 
@@ -488,7 +486,7 @@ def _(x, f, a, b, dims, eps, recover):
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
     reduced = {d % x.dim() for d in dims}
     shape = [1 if axis in reduced else size for axis, size in enumerate(x.shape)]
-    acc = accumulate_in(y)
+    acc = accumulate_in(y.dtype)
     return y, x.new_empty(shape, dtype=acc), x.new_empty(shape, dtype=acc)
 
 

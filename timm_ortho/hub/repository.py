@@ -12,7 +12,6 @@ The folder is loaded again before anybody gets to see it, and has to give the sa
 import json
 import re
 import shutil
-import struct
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -23,7 +22,7 @@ import timm
 import torch
 from huggingface_hub import ModelCard, get_token
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from timm.data import create_dataset, resolve_data_config
 from timm.models import is_model, model_entrypoint
 from timm.utils import unwrap_model
@@ -320,41 +319,13 @@ def _write(folder: Path, model: nn.Module, config: Mapping[str, Any], card: Mode
     if broken:
         raise PublishError(f"{len(broken)} of {len(weights)} tensors hold NaN or infinities, {broken[0]} among them: "
                            "the training diverged, and nobody can use these weights")
-    _save(weights, folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(config, indent=2)
     if scrubbed(text, token) != text:
         raise PublishError("config.json would hold what looks like a token: take it out of the model's arguments and "
                            "labels")
     (folder / "config.json").write_text(text, encoding="utf-8")
     card.save(folder / "README.md")
-
-
-_LINE = 64  # bytes
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}
-
-
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes safetensors in which each tensor of whole cache lines begins with one.
-
-    transformers computes with the file as it lies in memory, and CPU kernels choose by the address how they add: from
-    safetensors' own writer a ResNet's logits come out different in the last bit. Hence the padding of the header, which
-    the format allows, and the tensors that would push the others off their places at the end.
-    """
-    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % _LINE)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            file.write(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:

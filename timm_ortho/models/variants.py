@@ -4,11 +4,12 @@ An entry point builds timm's model, with all of its arguments and its own ``Pret
 one function for all of them; the names come from timm's registry and from ``coverage.json``, which says which modules
 of timm have blocks that can be connected and what of them cannot: see :mod:`timm_ortho.models.coverage`.
 """
-import re
+import ast
+import inspect
 import sys
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, FrozenSet
 
 from timm.models import build_model_with_cfg, get_pretrained_cfg, model_entrypoint, resolve_pretrained_cfg
 from torch import nn
@@ -34,21 +35,22 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
 def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Dict[str, Any]) -> nn.Module:
     """Call an entry point of timm with ``build``; what it fixes itself, as an MLP-Mixer its width, can be given too.
 
-    Half of timm's entry points let the caller's arguments win, the others merge them with their own in a call that
-    Python refuses. There the argument goes past the entry point, to the class of the model.
+    Half of timm's entry points let the caller's arguments win, the others hand them on beside their own, which Python
+    refuses. There the argument goes past the entry point, to the class of the model.
     """
-    kwargs, past = dict(kwargs), {}
-    while True:
-        try:
-            return _rebound(function, lambda *args, **own: build(*args, **{**own, **past}))(**kwargs)
-        except TypeError as error:
-            fixed = _GIVEN_TWICE.search(str(error))
-            if fixed is None or fixed[1] not in kwargs:
-                raise
-            past[fixed[1]] = kwargs.pop(fixed[1])
+    past = {name: value for name, value in kwargs.items() if name in _fixed(function)}
+    kwargs = {name: value for name, value in kwargs.items() if name not in past}
+    return _rebound(function, lambda *args, **own: build(*args, **{**own, **past}))(**kwargs)
 
 
-_GIVEN_TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
+@cache
+def _fixed(function: FunctionType) -> FrozenSet[str]:
+    """The arguments that an entry point hands on beside its caller's: ``dict(embed_dim=512, **kwargs)``."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
+    beside = [call for call in calls if any(
+        keyword.arg is None and isinstance(keyword.value, ast.Name) for keyword in call.keywords)]
+    named = {keyword.arg for call in beside for keyword in call.keywords if keyword.arg}
+    return frozenset(named - set(inspect.signature(function).parameters))
 
 
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:

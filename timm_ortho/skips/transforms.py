@@ -35,7 +35,7 @@ from torch.overrides import has_torch_function
 
 from .._checks import known_name
 from .._compat import functorch_is_active, is_recorded
-from ..backends import choose_backend, compiled, is_asked_for
+from ..backends import accumulate_in, choose_backend, compiled, is_asked_for
 from ..functional import in_dtype
 from .kronecker import factors
 
@@ -43,10 +43,6 @@ __all__ = ["SKIPS", "Skip", "create_skip", "plain_skip"]
 
 
 # ---------------------------------------------------------------------------------------------- the map, plainly
-def _accumulate_in(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 @torch.jit.script_if_tracing  # a trace would have the sizes of one stream in it
 def plain_skip(
         x: Tensor, own: float, mean: float, branches: int, matrices: List[List[List[float]]], dim: int,
@@ -62,7 +58,7 @@ def plain_skip(
         dim: Channel axis.
         transposed: P^T in place of P.
     """
-    dtype = _accumulate_in(x)
+    dtype = accumulate_in(x.dtype)
     tensors = [torch.tensor(matrix, dtype=dtype, device=x.device) for matrix in matrices]
     return _transformed(x, own, mean, branches, tensors, dim, transposed)
 
@@ -77,7 +73,7 @@ def _transformed(
         for size in x.shape[dim:][1:]:
             inner = inner * size
     shape = y.shape
-    y = y.to(_accumulate_in(x))
+    y = y.to(accumulate_in(x.dtype))
     if len(tensors) > 0:
         below = width * inner  # elements from one row of a matrix to the next
         for tensor in tensors:
@@ -221,7 +217,7 @@ class Skip(nn.Module):
     def compute(self, x: Tensor, transposed: bool) -> Tensor:
         """The map by itself, in compiled code and in eager mode, where :class:`_Mapped` has its gradient."""
         make = _tensors if torch.compiler.is_compiling() else _cached_tensors
-        tensors = make(self.width, self.seed, x.device, _accumulate_in(x)) if self.matrices else []
+        tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
         compiles = is_asked_for("inductor", None) and choose_backend(x, x) == "inductor"
         transformed = _compiled if compiles else _transformed
         return transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
