@@ -1,4 +1,4 @@
-"""Writes the paper's recipes, timm_ortho/recipes/*.yaml, from timm_ortho/lab/paper.json: 21 files, one source.
+"""Writes the paper's recipes, timm_ortho/lab/recipes/*.yaml, from timm_ortho/lab/paper.json: 21 files, one source.
 
     python scripts/make_recipes.py            writes them
     python scripts/make_recipes.py --check    names those that differ from what would be written, exit status 1
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from timm_ortho.lab.paper import Experiment, experiments, figures
 
-FOLDER = Path(__file__).resolve().parent.parent / "timm_ortho" / "recipes"
+FOLDER = Path(__file__).resolve().parent.parent / "timm_ortho" / "lab" / "recipes"
 WIDTH = 120
 # Where the authors' published code differs from their paper. The recipes follow the paper and say so.
 PUBLISHED = {

@@ -715,7 +715,7 @@ def test_missing_extra(capsys, monkeypatch):
 
 def test_options_are_handed_on(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr(bench, "bench", lambda *arguments: given.extend(arguments) or 0)
+    monkeypatch.setattr("timm_ortho.bench.bench", lambda *arguments: given.extend(arguments) or 0)
     assert cli.main(["bench", "--what", "models", "--amp", "-b", "4", "--quick", "--no-compile", "--model-kwargs",
                      "depth=2", "--output", str(tmp_path)]) == 0
     options, environment, output, command = given

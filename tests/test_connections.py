@@ -108,8 +108,8 @@ def test_fx_draws_anew_at_each_call():
     ({"connection": "feature", "eps": "1e-6"}, "eps must be positive and finite, got '1e-6'"),
     ({"connection": "feature", "eps": None}, "eps must be positive and finite, got None"),
     ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
-    ({"connection": ["global"]}, "unknown connection ['global'], known are 'linear', 'feature', 'global', 'hybrid'; "
-                                 "did you mean 'global'?"),
+    ({"connection": ["global"]}, "['global'] is neither a connection's name, nor its class, nor a function that makes "
+                                 "one"),
     ({"connection": "orthogonal"}, "unknown connection 'orthogonal', known are 'linear', 'feature', 'global', "
                                    "'hybrid'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),

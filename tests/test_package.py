@@ -15,7 +15,7 @@ PACKAGE = Path(timm_ortho.__file__).parent
 
 HOUSE = [  # a file may import only from lines below its own
     "__main__", "cli", "lab", "hub", "bench", "models", "weights", "runs", "diagnostics", "convert", "skips", "blocks",
-    "routing", "connections", "functional", "backends", "kernels", "_compat", "_checks",
+    "routing", "connections", "functional", "kernels", "backends", "_compat", "_checks",
 ]
 
 

@@ -114,7 +114,7 @@ def test_trains_on():
     (diagonalise, lambda: build("basic", skip="orthogonal_tp"), ["for idempotent skips", "'orthogonal_tp'"]),
     (absorb, MODELS["vit"], ["VisionTransformer has no connections", "timm_ortho.connect"]),
     (absorb, lambda: connect(resnet(layers=(1, 1), preact=False), "linear", skip="orthogonal_tp"),
-     ["cannot absorb ResNetV2", "resnetv2_Bottleneck", "normalised, gated or activated", "resnetv2_PreActBasic"]),
+     ["cannot absorb ResNetV2", "resnetv2.Bottleneck", "normalised, gated or activated", "resnetv2.PreActBasic"]),
     (absorb, lambda: connect(vit.VisionTransformer(
         img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2, block_fn=vit.ParallelScalingBlock), "linear"),
      ["cannot absorb VisionTransformer", "ParallelScalingBlock"]),
