@@ -1,17 +1,16 @@
 """Anyone's residual blocks and connections: registered, connected, disconnected, or refused in one line."""
 import copy
 import json
-import linecache
 import pickle
 import re
-import sys
+import runpy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+import yaml
 from torch import nn
 
 import timm_ortho
@@ -22,6 +21,7 @@ from timm_ortho import (
     LinearConnection,
     RoutingError,
     UnsupportedModelError,
+    cli,
     connect,
     create_connection,
     disconnect,
@@ -90,26 +90,18 @@ def tokens():
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_readmes_examples():
+def test_readmes_examples(tmp_path):
     readme = Path(timm_ortho.__file__).parents[1] / "README.md"
     if not readme.exists():
         pytest.skip("no checkout")
     _, _, section = readme.read_text(encoding="utf-8").partition("### Your own blocks and connections\n")
-    block, connection = re.findall(r"```python\n(.*?)```", section.partition("\n### ")[0], re.DOTALL)
-    names = {"timm": timm, "timm_ortho": timm_ortho, "torch": torch}
-    with pytest.raises(RoutingError, match="cannot be read"):  # it has no file: what a notebook has, and this test not
-        exec(block, names)
-    source = "<readme>"
-    linecache.cache[source] = (len(block), None, block.splitlines(keepends=True), source)
-    names["__name__"] = "readme"
-    sys.modules["readme"] = SimpleNamespace(__file__=source)
-    try:
-        exec(compile(block, source, "exec"), names)
-        assert [site.kind for site in sites(names["model"])] == ["mlp", "mlp"]
-        exec(connection, names)
-    finally:
-        del sys.modules["readme"]
+    examples = re.findall(r"```python\n(.*?)```", section.partition("\n### ")[0], re.DOTALL)
+    assert len(examples) == 2
+    (tmp_path / "mine.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples]))
+    names = runpy.run_path(str(tmp_path / "mine.py"))
     assert {type(site.connection).__name__ for site in sites(names["model"])} == {"Clipped"}
+    block = timm_ortho.connect(names["MyBlock"](64), "feature")
+    assert [site.kind for site in sites(block)] == ["mlp"]
     x, f = torch.randn(2, 64, 8), torch.randn(2, 64, 8)
     torch.testing.assert_close(names["Clipped"]()(x, f).double(), clipped(x, f), rtol=1e-5, atol=1e-6)
 
@@ -278,6 +270,24 @@ def test_a_connection_without_a_name_is_not_published(tmp_path):
     model = connect(timm.create_model("vit_test_linear"), Clipped)
     with pytest.raises(hub.PublishError, match=r"timm_ortho\.register_connection"):
         hub.export(model, tmp_path / "out", "me/clipped")
+
+
+def test_a_connection_of_a_module_is_compared_by_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import timm_ortho\nclass Half(timm_ortho.FeatureConnection):\n    def forward(self, x, f, attn_mask=None):\n"
+        "        return super().forward(x, 0.5 * f)\ntimm_ortho.register_connection('half', Half)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["compare", "--epochs", "1", "--seeds", "1", "--connections", "linear", "half", "--output",
+               str(tmp_path / "out"), "--model-kwargs", "embed_dim=16", "depth=1", "num_heads=2", "--option"]
+    try:
+        assert cli.main([*command, "device_modules=mine"]) == 0
+    finally:
+        timm_ortho.CONNECTIONS.pop("half", None)
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"linear", "half"}
+    options = yaml.safe_load((tmp_path / "out" / "half-seed0" / "args.yaml").read_text())
+    assert options["device_modules"] == ["timm_ortho", "mine"]
+    assert cli.main([*command, "device_modules=nowhere"]) == 2
+    assert "option 'device_modules': No module named 'nowhere'" in capsys.readouterr().err
 
 
 class WithoutDim(Connection):

@@ -3,6 +3,7 @@
 `compare` and `study` make `Job`s and hand them here.
 """
 import difflib
+import importlib
 import inspect
 import sys
 import traceback
@@ -74,13 +75,23 @@ def resolve_options(given: Mapping[str, Any], recipe_name: Optional[str]) -> tup
     values = {**values, **given, "model": base, "model_kwargs": kwargs}
     options, inert = recipe.resolve(values)
     options.model = _variant(base)
-    options.device_modules = ["timm_ortho"]  # so that train.py --config args.yaml finds the variant
+    # timm_ortho so that train.py --config args.yaml finds the variant, others for what they register
+    options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
+    _import(options.device_modules)
     options.device = str(device_of(options.device))
     if "amp_dtype" not in values and options.device == "cpu":
         options.amp_dtype = "bfloat16"  # timm's float16 needs a loss scaler, which the CPU does not have
     if "connection" in options.model_kwargs:
         raise LabError("the connection is not a model argument here: use --connections")
     return options, inert
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise LabError(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
 
 
 def base_name(model: str) -> str:
@@ -337,6 +348,7 @@ def train_job(job: Job, source: Source, watch: Callable[[Run], Progress]) -> dic
         LabError: It cannot be trained or continued, or the device's memory or the disk is too small. A RunError for
             any other error, whose traceback is in the run's log.
     """
+    _import(job.options.device_modules)  # again: this may be a process that has not seen them
     if job.options.torchcompile:
         torch.compiler.reset()  # models of one grid share their code, and its limit of recompilations
     try:
