@@ -21,6 +21,7 @@ from timm_ortho.bench.measure import Candidate, measure, saved_bytes
 from timm_ortho.bench.report import COLUMNS, Result
 from timm_ortho.functional import plain_update
 from timm_ortho.lab.grid import limited_threads
+from timm_ortho.runs import provenance
 from timm_ortho.runs.provenance import commit_of
 
 ROOT = Path(__file__).parents[1]
@@ -319,7 +320,7 @@ def test_machine_columns(operator_run):
     assert row["command"] == (f"timm-ortho bench --device cpu --output {folder} --quick --what operator "
                               "--shapes 2x5x16 --repeats 4")
     assert (row["device"], row["threads"]) == ("cpu", str(torch.get_num_threads()))
-    assert (row["torch"], row["timm"]) == (cli.environment()["torch"], timm.__version__)
+    assert (row["torch"], row["timm"]) == (provenance.environment()["torch"], timm.__version__)
     assert all(row[name] for name in ("cpu", "python", "system", "date", "timm_ortho", "triton"))
     if (ROOT / ".git").exists():
         head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -722,7 +723,7 @@ def test_options_are_handed_on(monkeypatch, tmp_path):
     assert {key: value for key, value in options.items() if value is not None} == {
         "what": ["models"], "dtypes": ["bfloat16"], "batch_size": 4, "quick": True, "compile": False,
         "model_kwargs": {"depth": 2}}
-    assert environment["torch"] == cli.environment()["torch"]
+    assert environment["torch"] == provenance.environment()["torch"]
     assert output == tmp_path
     assert command.startswith("timm-ortho bench --what models --amp -b 4 ")
 

@@ -6,6 +6,7 @@ import pytest
 
 import timm_ortho
 from timm_ortho import backends, cli
+from timm_ortho.runs.provenance import environment
 
 SCRIPT = """
 import sys, pathlib, beside
@@ -161,4 +162,4 @@ def test_importing_the_package_leaves_the_lab_alone():
 
 
 def test_version_is_the_packages():
-    assert cli.environment()["timm-ortho"] in (timm_ortho.__version__, "not installed")
+    assert environment()["timm-ortho"] in (timm_ortho.__version__, "not installed")

@@ -1,6 +1,7 @@
 """Recipes: timm's keys, types and defaults, and what is said about the others."""
 import pytest
 
+from timm_ortho import cli
 from timm_ortho.lab import LabError, recipe
 
 
@@ -36,7 +37,7 @@ def test_values_get_timms_types(tmp_path):
     ("vit_small", "vit_small"), ("5e3d1ab", "5e3d1ab"),
 ])
 def test_assignments_read_numbers_as_timms_parser_does(text, value):
-    key, read = recipe.parse_assignment(f"connection_eps={text}")
+    key, read = cli._assignment(f"connection_eps={text}")
     assert (key, read, type(read)) == ("connection_eps", value, type(value))
 
 

@@ -3,6 +3,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -102,12 +103,11 @@ def _compare(parsed: argparse.Namespace) -> int:
     _require("compare", _LAB)
     from .lab import LabError
     from .lab.compare import compare
-    from .lab.recipe import parse_assignment
     try:
-        given = dict(parse_assignment(text) for text in parsed.option)
+        given = dict(_assignment(text) for text in parsed.option)
         given.update({key: getattr(parsed, key) for key in _PASSED if getattr(parsed, key) is not None})
         if parsed.model_kwargs:
-            given["model_kwargs"] = dict(parse_assignment(text) for text in parsed.model_kwargs)
+            given["model_kwargs"] = dict(_assignment(text) for text in parsed.model_kwargs)
         if parsed.data_dir is not None and parsed.dataset is None and parsed.recipe is None:
             given["dataset"] = ""  # an image folder, as in train.py
         return compare(
@@ -197,8 +197,7 @@ def _lab(command: str) -> Iterator[Any]:
 
 
 def _study_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    from .lab.recipe import parse_assignment
-    given = dict(parse_assignment(text) for text in parsed.option)
+    given = dict(_assignment(text) for text in parsed.option)
     given.update({key: getattr(parsed, key) for key in ("dataset", "data_dir", "device")
                   if getattr(parsed, key) is not None})
     return given
@@ -257,16 +256,15 @@ _MEASURED = (
 def _bench(parsed: argparse.Namespace) -> int:
     _require("bench", _PLOTTING)
     from .bench import BenchError, bench
-    from .lab import LabError
-    from .lab.recipe import parse_assignment
+    from .runs.provenance import environment
     if parsed.amp and parsed.dtypes:
         raise UsageError("--amp is --dtypes bfloat16: give one of them")
     try:
         given = {name: getattr(parsed, name) for name in _MEASURED}
         given["dtypes"] = ["bfloat16"] if parsed.amp else parsed.dtypes
-        given["model_kwargs"] = dict(parse_assignment(text) for text in parsed.model_kwargs or ())
+        given["model_kwargs"] = dict(_assignment(text) for text in parsed.model_kwargs or ())
         return bench(given, environment(), parsed.output, parsed.command_line)
-    except (BenchError, LabError) as error:
+    except BenchError as error:
         raise UsageError(error) from None
 
 
@@ -469,53 +467,29 @@ def _parameters(model: Any) -> int:
 
 
 def _env(parsed: argparse.Namespace) -> int:
+    from .runs.provenance import environment
+
     for key, value in environment().items():
         print(f"{key:16} {value}")
     return 0
 
 
-def environment() -> dict[str, str]:
-    """What a bug report needs: versions, machine, device, backend."""
-    import platform
-    from importlib import metadata
-
-    import torch
-
-    from .runs.provenance import device_name
-
-    def version(package: str) -> str:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    packages = ["timm-ortho", "timm", "torch", "torchvision", "triton", "huggingface-hub", "safetensors"]
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        **{package: version(package) for package in packages},
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": platform.platform(),
-        "cpu": device_name(torch.device("cpu")),
-        "gpu": ", ".join(gpus) or "none",
-        "cuda": torch.version.cuda or torch.version.hip or "none",
-        "device": "cuda" if gpus else "cpu",
-        "backend": _backend("cuda" if gpus else "cpu"),
-    }
+# ------------------------------------------------------------------------------------------ key=value
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
-def _backend(device: str) -> str:
-    """What runs in a training step, and who says so."""
-    import torch
+def _assignment(text: str) -> tuple[str, Any]:
+    """`key=value`, the value read as YAML, but for 1e-6: text there, a number to timm's parser."""
+    import yaml
 
-    from . import backends
-
-    x = torch.ones(1, 1, device=device, requires_grad=True)
-    wanted = backends.default()
-    source = "auto" if wanted == "auto" else f"{backends.BACKEND_VARIABLE}={wanted}"
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise UsageError(f"'{text}' is not of the form key=value")
     try:
-        return f"{backends.choose_backend(x, x)} ({source})"
-    except (RuntimeError, ValueError) as error:
-        return f"none ({error})"
+        read = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UsageError(f"the value in '{text}' is not YAML") from None
+    return key.strip(), float(read) if isinstance(read, str) and _EXPONENT.fullmatch(read) else read
 
 
 # -------------------------------------------------------------------------------------------------- run

@@ -9,7 +9,6 @@
 """
 import difflib
 import json
-import re
 from argparse import Namespace
 from functools import cache
 from importlib.resources import files
@@ -20,7 +19,7 @@ import yaml
 
 from . import LabError
 
-__all__ = ["find", "load", "known_options", "parse_assignment", "resolve", "shipped"]
+__all__ = ["find", "load", "known_options", "resolve", "shipped"]
 
 IMPLEMENTED = frozenset("""
     data_dir dataset train_split val_split train_num_samples val_num_samples dataset_download class_map input_img_mode
@@ -48,8 +47,6 @@ INERT = frozenset("""
 
 # train.py's parser takes one number, but hands a list that stands in the YAML on to timm.data, which knows both.
 _NUMBER_OR_LIST = frozenset({"color_jitter"})
-
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 # Where the lab's default is not timm's, and why.
 DEFAULTS = {
@@ -100,18 +97,6 @@ def load(name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise LabError(f"recipe '{name}' must be a mapping of timm's train.py options, not a {type(values).__name__}")
     return {_known(key, f"recipe '{name}'"): value for key, value in values.items()}
-
-
-def parse_assignment(text: str) -> tuple[str, Any]:
-    """`key=value` of the command line, the value read as YAML, but for 1e-6: text there, a number to timm's parser."""
-    key, sign, value = text.partition("=")
-    if not sign:
-        raise LabError(f"'{text}' is not of the form key=value")
-    try:
-        read = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise LabError(f"the value in '{text}' is not YAML") from None
-    return key.strip(), float(read) if isinstance(read, str) and _EXPONENT.fullmatch(read) else read
 
 
 def resolve(values: Mapping[str, Any]) -> tuple[Namespace, list[str]]:

@@ -1,14 +1,18 @@
-"""What a result was made with: the commit of the checkout, the versions, and the machine."""
+"""What a result was made with: the commit of the checkout, the versions, the machine and the backend."""
 import os
 import platform
 import shutil
 import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import timm
 import torch
 
-__all__ = ["commit_of", "device_name", "first_line", "made_with"]
+from .. import backends
+
+__all__ = ["commit_of", "device_name", "environment", "first_line", "made_with"]
 
 
 def made_with() -> dict[str, str]:
@@ -18,6 +22,40 @@ def made_with() -> dict[str, str]:
     commit = commit_of(Path(__file__).parents[2])
     versions = {"timm-ortho": __version__, "timm": timm.__version__, "torch": torch.__version__}
     return {**versions, "commit": commit} if commit else versions
+
+
+def environment() -> dict[str, str]:
+    """What a bug report needs: versions, machine, device, backend."""
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    packages = ["timm-ortho", "timm", "torch", "torchvision", "triton", "huggingface-hub", "safetensors"]
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    device = "cuda" if gpus else "cpu"
+    return {
+        **{package: version(package) for package in packages},
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        "cpu": device_name(torch.device("cpu")),
+        "gpu": ", ".join(gpus) or "none",
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "device": device,
+        "backend": _backend(device),
+    }
+
+
+def _backend(device: str) -> str:
+    """What runs in a training step, and who says so."""
+    x = torch.ones(1, 1, device=device, requires_grad=True)
+    wanted = backends.default()
+    source = "auto" if wanted == "auto" else f"{backends.BACKEND_VARIABLE}={wanted}"
+    try:
+        return f"{backends.choose_backend(x, x)} ({source})"
+    except (RuntimeError, ValueError) as error:
+        return f"none ({error})"
 
 
 def commit_of(root: Path) -> str:
