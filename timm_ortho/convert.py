@@ -192,7 +192,6 @@ def disconnect(model: ModelT) -> ModelT:
     return model
 
 
-
 def _blocks(model: nn.Module) -> List[_Block]:
     """Every block that adds something to a stream as it is configured.
 
