@@ -209,7 +209,7 @@ def test_a_dim_outside_the_tensor_is_told_where_it_is_used():
 def test_a_block_with_a_forward_of_its_own(known):
     model = nn.Sequential(known())
     model[0].forward = model[0].forward
-    with pytest.raises(UnsupportedModelError, match="0 has a forward of its own"):
+    with pytest.raises(UnsupportedModelError, match="0 has a forward set on the instance"):
         connect(model, "feature")
     assert type(model[0]) is MyBlock
 

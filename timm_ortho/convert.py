@@ -1,6 +1,5 @@
 """The one door through which a model gets its connections."""
 import operator
-import sys
 from itertools import repeat
 from typing import (
     Any,
@@ -26,6 +25,7 @@ from .blocks import (
     branch_first,
     host_class,
     is_residual,
+    library_of,
     reached,
     routed_class,
     spec_of,
@@ -148,10 +148,10 @@ def connect(
         here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
         made = _make_connections(block, here, skips)
         module = block.module
-        if "forward" in vars(module):
+        if block.spec is not None and "forward" in vars(module):
             raise UnsupportedModelError(
-                f"cannot connect {type(model).__name__}: {block.name} has a forward of its own, which hides its "
-                "class': connect the model before what put it there. The model is unchanged.")
+                f"cannot connect {type(model).__name__}: {block.name} has a forward set on the instance, which hides "
+                "that of its class: connect the model before what put it there. The model is unchanged.")
         cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
         _check_fixed(model, module, cls, made.values())
         converted.append((module, cls, made))
@@ -212,7 +212,7 @@ def _blocks(model: nn.Module) -> List[_Block]:
         return blocks
     found = dict.fromkeys(block.spec.name if block.spec else type(block.module).__qualname__ for block in blocks)
     raise UnsupportedModelError(
-        f"cannot connect {type(model).__name__} ({_version(written_class(model))}): supported residual blocks found: "
+        f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): supported residual blocks found: "
         f"{', '.join(found) or 'none'}; residual blocks found that are not supported: "
         f"{', '.join(unsupported) or 'none'}. timm-ortho list shows what is supported, timm_ortho.register_block adds "
         "a class, timm_ortho.not_residual says that one has no stream; what wraps other layers, of the head "
@@ -232,11 +232,6 @@ def _written(model: nn.Module) -> Iterator[Tuple[str, nn.Module, Tuple[str, ...]
 def _is_of_a_table(module: nn.Module) -> bool:
     """Whether a class is of a library whose blocks are known, so that its sums are no adapter's."""
     return written_class(module).__module__.partition(".")[0] in ("timm", "torchvision", "transformers")
-
-
-def _version(cls: type) -> str:
-    library = cls.__module__.partition(".")[0]
-    return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:

@@ -3,10 +3,10 @@
 To support another block class, add its line to its library's table, and its architecture to the tests.
 """
 from .registry import is_residual, not_residual, register_block, spec_of, specs
-from .routed import branch_first, host_class, reached, routed_class, written_class
+from .routed import branch_first, host_class, library_of, reached, routed_class, written_class
 from .spec import BlockSpec
 
 __all__ = [
-    "BlockSpec", "branch_first", "host_class", "is_residual", "not_residual", "reached", "register_block",
+    "BlockSpec", "branch_first", "host_class", "is_residual", "library_of", "not_residual", "reached", "register_block",
     "routed_class", "spec_of", "specs", "written_class",
 ]

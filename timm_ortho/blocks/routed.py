@@ -16,7 +16,9 @@ from torch import nn
 from ..routing import Route, Sum
 from .spec import BlockSpec
 
-__all__ = ["branch_first", "host_class", "reached", "route", "routed_class", "routed_name", "written_class"]
+__all__ = [
+    "branch_first", "host_class", "library_of", "reached", "route", "routed_class", "routed_name", "written_class",
+]
 
 
 def written_class(module: nn.Module) -> type:
@@ -87,9 +89,13 @@ def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Rout
         for stream, kind in zip(streams, spec.kinds, strict=True)
     ]
     method = spec.method if hasattr(host, spec.method) else "forward"
-    library = host.__module__.partition(".")[0]
-    version = getattr(sys.modules.get(library), "__version__", "")
-    return Route(host, sums, method=method, mask=spec.mask, library=f"{library} {version}".strip())
+    return Route(host, sums, method=method, mask=spec.mask, library=library_of(host))
+
+
+def library_of(cls: type) -> str:
+    """Where a class is from, for errors: ``timm 1.0.31``."""
+    library = cls.__module__.partition(".")[0]
+    return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 
 
 def __getattr__(name: str) -> type:
