@@ -1,8 +1,8 @@
-"""Find by building which of timm's architectures have variants, and write it down for the package and the README.
+"""Find by building which of timm's architectures have variants; for the package, and the table of a page.
 
     python scripts/coverage.py [MODULE ...]     # builds them, writes timm_ortho/models/coverage.json
     python scripts/coverage.py --check [MODULE ...]   # builds them, says what the file does not, and exits with 1
-    python scripts/coverage.py --readme         # writes the README's table, from the file
+    python scripts/coverage.py --page           # writes the table of model_cards/coverage.md, from the file
 
 Every architecture of timm's registry is built on the meta device and connected. It is covered if all of its residual
 blocks are in the table of families and at least one has a site; otherwise it is left out, with the reason. With the
@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 
 import timm
+from marked import replaced
 from timm.models import list_modules
 
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
@@ -23,7 +24,7 @@ from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
 from timm_ortho.models._build import on_meta
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "model_cards" / "coverage.md"
 BEGIN, END = "<!-- coverage: made by scripts/coverage.py -->", "<!-- end of coverage -->"
 NO_SUMS = "no residual additions"
 
@@ -32,10 +33,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="of timm.models (default: all)")
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if the file says something else")
-    parser.add_argument("--readme", action="store_true", help="write the README's table; builds nothing")
+    parser.add_argument("--page", action="store_true", help="write model_cards/coverage.md's table; builds nothing")
     args = parser.parse_args()
-    if args.readme:
-        README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    if args.page:
+        PAGE.write_text(replaced(PAGE, BEGIN, END, table())[1], encoding="utf-8")
         return 0
     known = coverage.load()
     wanted = args.modules or [name for name in list_modules() if coverage.of_timm(name)]
@@ -55,17 +56,12 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def with_table(readme: str) -> str:
-    """The README's text with the table that the file says between its markers."""
-    head, begin, rest = readme.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{README} has no '{BEGIN}' with '{END}' behind it")
+def table() -> str:
+    """What the page has between its marks."""
     rows = coverage.rows()
     covered, left_out = (sum(len(found) for found in column) for column in list(zip(*rows, strict=True))[1:])
-    total = f"{covered:,} of timm {timm.__version__}'s {covered + left_out:,} architectures"
-    summary = f"<details><summary>{total}, by module</summary>"
-    return f"{head}{BEGIN}\n{summary}\n\n{coverage.table()}\n\n</details>\n{END}{tail}"
+    total = f"{covered:,} of timm {timm.__version__}'s {covered + left_out:,} architectures:"
+    return f"{total}\n\n{coverage.table()}"
 
 
 def survey(module: str) -> dict:

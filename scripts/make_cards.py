@@ -10,9 +10,8 @@
 | `study_NAME.md` | a study | `results/studies/NAME/results.json`, which scripts/study_results.py wrote |
 
 `timm_ortho.hub.card` writes all of them, from `model_cards/template.md`. Figures of other people's weights are their
-paper's, from `timm_ortho/lab/paper.json`, and said to be so.
+cards' and their paper's, `AUTHORS` and `timm_ortho/lab/paper.json`, and said to be so.
 """
-import json
 import sys
 from pathlib import Path
 from typing import Iterator, NamedTuple, Optional
@@ -25,11 +24,14 @@ import timm_ortho  # noqa: F401  registers the models
 from timm_ortho.hub.card import Subject, draw_curve, model_card, study_card
 from timm_ortho.lab.paper import experiments
 from timm_ortho.models._build import SUFFIXES, on_meta
-from timm_ortho.runs.folders import RecordedRun, RecordedStudy, Run
+from timm_ortho.runs.folders import RecordedRun, RecordedStudy, Run, read_comparison
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "model_cards"
-BY_HAND = ("README.md", "template.md")
+BY_HAND = (
+    "README.md", "coverage.md", "diagnostics.md", "hub.md", "hypotheses.md", "own_blocks.md", "speed.md", "template.md",
+    "transformations.md")
+VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
 SEED = 0  # of the weights that ship: scripts/make_test_weights.py
 
 
@@ -90,27 +92,40 @@ def of_shipped(name: str, folder: Path) -> Card:
     return Card(name, model_card(subject(name, about=about, license="apache-2.0"), run, curve=f"{name}.png"), run)
 
 
+# What the cards of the authors' repositories say: top-1 and top-5 on ImageNet-1k in %, and of which point of training.
+AUTHORS = {
+    "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
+    "vit_base_linear.authors_in1k": (71.23, 90.29, "after a step that is not known here"),
+}
+
+
 def of_authors(name: str) -> Card:
     """The card of the authors' weights, which are on the Hub; nothing of them has been measured here."""
     cfg = get_pretrained_cfg(name)
+    top1, top5, when = AUTHORS[name]
+    twin, = AUTHORS.keys() - {name}
     experiment = experiments()["vit_b_imagenet1k"]
-    mean, std = experiment.top1()["Orthogonal-F"]
+    mean, std = experiment.top1()["Linear" if "linear" in name else "Orthogonal-F"]
     about = (
         f"The weights belong to Giyeong Oh and the other authors of [the paper]({paper_url(cfg)}). They stand in their "
         f"repository [{cfg.hf_hub_id}](https://huggingface.co/{cfg.hf_hub_id}), in transformers' layout; "
         f"`pretrained=True` downloads `{cfg.hf_hub_filename}` from there, maps it onto this architecture and folds the "
         "class token's position embedding into the class token. There is no copy in this repository or package.\n\n"
-        f"**The paper's number, not one measured here:** {mean:.2f} ± {std:.2f} % top-1 on ImageNet-1k for ViT-B with "
-        f"Orthogonal-F ({experiment.table}; mean and standard deviation of three runs). Whether these weights are "
-        "of one of those runs is not known here.\n\n"
-        "**Licence:** that of the weights is not known here, so none is stated; ask their repository. The authors' "
-        f"[code]({cfg.origin_url}) calls itself Apache-2.0 in its package metadata.")
+        f"**Their card's figures, not measured here:** {top1:.2f} % top-1 and {top5:.2f} % top-5 on ImageNet-1k, "
+        f"{when}. The paper has {mean:.2f} ± {std:.2f} % top-1 at the end of training ({experiment.table}; mean and "
+        f"standard deviation of three runs). The twin, [{twin}]({twin}.md), has {AUTHORS[twin][0]:.2f} % and "
+        f"{AUTHORS[twin][1]:.2f} %. With the images of ImageNet-1k in `IMAGENET/validation`, a folder for each class, "
+        f"timm's [validate.py]({VALIDATE}) evaluates the two:\n\n"
+        "    python -m timm_ortho run validate.py --data-dir IMAGENET --model 'vit_base_*.authors_in1k' --pretrained"
+        "\n\n"
+        f"**Licence:** {cfg.license}, share-alike: what is made of these weights and published, a fine-tuned copy for "
+        "one, is under the same licence, with the authors named.")
     limits = [
         "Not loaded here: the mapping is tested on random weights in the same layout, against a plain implementation "
         "of it, to 1e-4 in the logits.",
         "The resolution, crop, mean and std are those of this package's recipe `vit_b_imagenet1k`.",
     ]
-    return Card(name, model_card(subject(name, about=about, license=None, dataset="imagenet1k", limits=limits)))
+    return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=limits)))
 
 
 def subject(name: str, **more) -> Subject:
@@ -140,7 +155,7 @@ def of_comparison(path: Path) -> Card:
     """The card of a comparison of connections: results without weights."""
     run = RecordedRun(path)
     base = run.options["model"].removesuffix("_ortho")
-    settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    settings = read_comparison(path)["settings"]
     figure = f"compare_{path.stem}.svg"
     connections, seeds = (", ".join(map(str, settings[key])) for key in ("connections", "seeds"))
     about = (

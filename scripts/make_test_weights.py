@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
         last = folder / f"{connection}-seed{SEED}" / "last.pth.tar"  # the run's top-1 is of its last epoch
         model = timm.create_model(name, checkpoint_path=str(last)).eval()
         about = {"model": name, "connection": connection, "data": "digits", "seed": SEED,
-                 "commit": commit_before(folder / "compare.yaml"),
+                 "commit": commit_before(folder / "study.yaml"),
                  "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
                  "timm_ortho": timm_ortho.__version__, "timm": timm.__version__, "torch": str(torch.__version__)}
         file = weights_file(f"{name}.digits")

@@ -1,6 +1,6 @@
-"""Make the README's tables of speed and memory from what `timm-ortho bench` measured.
+"""Make README's table of costs and the tables of model_cards/speed.md from what `timm-ortho bench` measured.
 
-    python scripts/readme_bench.py            writes them between the README's markers
+    python scripts/readme_bench.py            writes them between the markers of both pages
     python scripts/readme_bench.py --check    writes nothing; exit status 1 if they are not what the rows say
 
 The rows are those of ``model_cards/results/bench_*.csv``, each file a ``bench.csv`` under another name, several runs in
@@ -13,10 +13,14 @@ from itertools import product
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
 
-from timm_ortho.bench.measure import DEFAULTS, MODEL_STEPS, MODES, TINY
+from marked import replaced
+
+from timm_ortho.bench.launch import TINY
+from timm_ortho.bench.options import DEFAULTS, MODEL_STEPS, MODES
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- speed: made by scripts/readme_bench.py -->", "<!-- end of speed -->"
+PAGES = ("README.md", "model_cards/speed.md")
 NOT_MEASURED = "not measured"
 
 SITUATIONS = tuple(product(MODEL_STEPS, MODES))
@@ -25,6 +29,14 @@ LAUNCHED, LAUNCHES = ("linear", "appendix", "ortho"), ("x".join(map(str, TINY)),
 MODELS_HEADER = ("on", "model", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
+SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ResNetV2-50": ("resnetv2_50",)}  # in README
+COSTS = (
+    ("training step, eager", "training", "eager", "ratio"),
+    ("training step, torch.compile", "training", "compiled", "ratio"),
+    ("inference, eager", "inference", "eager", "ratio"),
+    ("memory kept for backward", "training", "eager", "saved_ratio"),
+    ("peak memory, training", "training", "eager", "peak_ratio"),
+)
 LAUNCH_HEADER = ("on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix")
 
 Row = Mapping[str, str]
@@ -32,28 +44,60 @@ Row = Mapping[str, str]
 
 def main(
         arguments: Sequence[str],
-        readme: Path = ROOT / "README.md",
+        root: Path = ROOT,
         results: Path = ROOT / "model_cards" / "results",
 ) -> int:
     if arguments not in ([], ["--check"]):
         raise SystemExit(__doc__)
-    before = readme.read_text(encoding="utf-8")
-    head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{readme} has no '{BEGIN}' with '{END}' behind it")
-    after = f"{head}{BEGIN}\n\n{section(results)}\n\n{END}{tail}"
-    if not arguments:
-        readme.write_text(after, encoding="utf-8")
-    elif before != after:
-        print(f"{readme} is not what {results}/bench_*.csv say: run python scripts/readme_bench.py", file=sys.stderr)
-        return 1
-    return 0
+    rows = rows_of(results)
+    stale = []
+    for page, made in zip((root / name for name in PAGES), (costs(rows), section(rows)), strict=True):
+        before, after = replaced(page, BEGIN, END, made)
+        if not arguments:
+            page.write_text(after, encoding="utf-8")
+        elif before != after:
+            stale.append(page)
+            print(f"{page} is not what {results}/bench_*.csv say: run python scripts/readme_bench.py", file=sys.stderr)
+    return 1 if stale else 0
 
 
-def section(results: Path) -> str:
-    """What stands between the markers: the tables of models, operator and launches, and where the rows come from."""
-    rows = [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
+def rows_of(results: Path) -> list[Row]:
+    return [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
+
+
+def costs(rows: Sequence[Row]) -> str:
+    """README's table: a line for each cost, a column for the CPU and for each GPU that was measured."""
+    devices = list(dict.fromkeys(["CPU", *map(place, rows)]))
+    if devices == ["CPU"]:
+        devices.append("GPU")
+    by_device = {name: [row for row in rows if place(row) == name] for name in devices}
+    lines = [[f"launch, {LAUNCHES[0]}, {step}", *(launch(mine, step) for mine in by_device.values())]
+             for step in MODEL_STEPS]
+    lines += [[f"{name}: {label}", *(ratio(mine, models, *how) for mine in by_device.values())]
+              for name, models in SHOWN.items() for label, *how in COSTS]
+    return markdown(["orthogonal over linear", *by_device], lines)
+
+
+def ratio(rows: Iterable[Row], models: Sequence[str], step: str, mode: str, name: str) -> str:
+    """What a model of these names costs, in each precision that was measured."""
+    found = [row for row in rows if row["what"] == "models" and row["model"] in models and row["candidate"] == "ortho"
+             and row["layout"] in ("tokens", "nchw") and (row["step"], row["mode"]) == (step, mode)]
+    said = {row["dtype"]: interval(row) if name == "ratio" else number(row, name, "{:.3f}") for row in found}
+    if len(said) < 2:
+        return next(iter(said.values()), NOT_MEASURED)
+    return "; ".join(f"{text} ({dtype})" for dtype, text in said.items())
+
+
+def launch(rows: Iterable[Row], step: str) -> str:
+    ours, linear = (pick(rows, what="launch", shape=LAUNCHES[0], step=step, candidate=name)
+                    for name in ("ortho", "linear"))
+    if not (ours and linear):
+        return NOT_MEASURED
+    return " against ".join(f"{float(row['ms_p50']) * 1e3:,.1f} us" for row in (ours, linear))
+
+
+def section(rows: Sequence[Row]) -> str:
+    """The tables of speed.md, of models, operator and launches, and where the rows come from."""
     tables = [markdown(header, [*lines(rows), *unmeasured(rows, what, len(header))])
               for what, (header, lines) in TABLES.items()]
     return "\n\n".join(filter(None, [*tables, sources(rows)]))

@@ -1,49 +1,46 @@
-"""Put the results of a finished `timm-ortho compare` into the project: the numbers, the figure, and the README's rows.
+"""Put the results of a finished `timm-ortho compare` into the project: the numbers, the figure, and a table.
 
     python scripts/readme_results.py OUTPUT_FOLDER NAME
 
-writes ``model_cards/compare_NAME.svg`` and ``model_cards/results/NAME.json``, with settings, versions, the commit that
-was checked out when the runs began, and every run's figures (of the sites only the last epoch's). It prints the table
-as Markdown; the README quotes nothing else.
+writes ``model_cards/compare_NAME.svg`` and ``model_cards/results/NAME.json``, the folder's ``results.json`` with the
+commit that was checked out when the runs began, and of the probes the last epoch's only. It prints the table of
+model_cards/README.md as Markdown.
 """
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from matplotlib import rc_context
+from study_results import ROOT, commit_before
 
-from timm_ortho.lab import report
-
-ROOT = Path(__file__).parents[1]
+from timm_ortho.lab import figures, page, report
 
 
-def main(folder: Path, name: str) -> None:
+def main(folder: Path, name: str, cards: Path = ROOT / "model_cards") -> None:
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     if results["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(results['unfinished'])}")
-    began = f"--before={int((folder / 'compare.yaml').stat().st_mtime)}"
-    command = ["git", "rev-list", "-1", began, "HEAD"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    draw(results["runs"], ROOT / "model_cards" / f"compare_{name}.svg")
-    kept = {**results, "runs": [{**run, "dynamics": run["dynamics"][-1]} for run in results["runs"]]}
-    target = ROOT / "model_cards" / "results" / f"{name}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"commit": commit.stdout.strip(), **kept}, indent=1) + "\n", encoding="utf-8")
+    runs = [{**run, "probe": run["probe"][-1:]} for run in results["runs"]]
+    draw(runs, cards / f"compare_{name}.svg")
+    (cards / "results").mkdir(exist_ok=True)
+    kept = {"commit": commit_before(folder / "study.yaml"), **results, "runs": runs}
+    (cards / "results" / f"{name}.json").write_text(report.as_json(kept), encoding="utf-8")
     print(table(results["summary"]))
 
 
 def draw(runs: list, path: Path) -> None:
-    with rc_context({"svg.hashsalt": path.stem}):
-        report.profile_figure(runs).savefig(path, format="svg", metadata={"Date": None})
+    path.write_text(page.svg(lambda: figures.profile(runs), path.stem), encoding="utf-8")
 
 
 def table(summary: list) -> str:
     lines = ["| connection | top-1 %, mean ± std | difference to linear [95 % interval] | seeds |", "| --- " * 4 + "|"]
-    for row in summary:
-        difference = "-" if row["difference"] is None else str(report.Difference(**row["difference"]))
-        top1 = f"{row['top1_mean']:.2f} ± {row['top1_std']:.2f}"
-        lines.append(f"| {row['connection']} | {top1} | {difference} | {', '.join(map(str, row['seeds']))} |")
+    for row in (row for row in summary if row["measure"] == "top1"):
+        difference, std = row["difference"], "" if row["std"] is None else f" ± {row['std']:.2f}"
+        said = "-" if difference is None else f"{difference['mean']:+.2f}"
+        if difference and difference["half_width"] is not None:
+            low, high = (difference["mean"] + sign * difference["half_width"] for sign in (-1, 1))
+            said += f" [{low:+.2f}, {high:+.2f}]"
+        seeds = ", ".join(map(str, row["seeds"]))
+        lines.append(f"| {row['cell']['connection']} | {row['mean']:.2f}{std} | {said} | {seeds} |")
     return "\n".join(lines)
 
 

@@ -1,21 +1,31 @@
 """Put finished studies into the project: reports, figures, numbers, and the list in model_cards/README.md.
 
     python scripts/study_results.py FOLDER ...    output folders of timm-ortho study; adds or replaces them
-    python scripts/study_results.py               the list anew, from what model_cards/results/studies holds
+    python scripts/study_results.py --unfinished FOLDER ...    their finished runs, so that another machine can go on
+    python scripts/study_results.py --again       every report anew, from what model_cards/results/studies holds
+    python scripts/study_results.py               the list alone
 
 A study goes to ``model_cards/results/studies/NAME-DATASET-SCALE/``: ``report.md`` with ``figures/``, and
-``results.json`` with the commit that was checked out when it began. Nothing but what the runs gave is in them.
+``results.json`` with the commit that was checked out when it began. Nothing but what the runs gave is in them; of a
+study of many runs not all of that, to keep the repository small, see :func:`lean`.
 """
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Mapping, Sequence
 
-from timm_ortho.lab import study_report
+from marked import replaced
+
+from timm_ortho.lab import report
 from timm_ortho.lab.design import shipped
+from timm_ortho.lab.folder import read_lines
+from timm_ortho.lab.plan import read
 
 ROOT = Path(__file__).parents[1]
+MANY = 24  # runs
 BEGIN, END = "<!-- studies: made by scripts/study_results.py -->", "<!-- end of studies -->"
 
 
@@ -23,26 +33,66 @@ def main(folders: Sequence[Path], cards: Path = ROOT / "model_cards") -> None:
     for folder in folders:
         publish(folder, cards / "results" / "studies")
     page = cards / "README.md"
-    before = page.read_text(encoding="utf-8")
-    head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{page} has no '{BEGIN}' with '{END}' behind it")
-    page.write_text(f"{head}{BEGIN}\n\n{listing(cards)}\n\n{END}{tail}", encoding="utf-8")
+    page.write_text(replaced(page, BEGIN, END, listing(cards))[1], encoding="utf-8")
 
 
 def publish(folder: Path, results: Path) -> None:
-    values = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    values = json.loads(_elsewhere((folder / "results.json").read_text(encoding="utf-8"), folder))
     study = values["study"]
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
-    study["versions"]["commit"] = commit_before(folder / "study.yaml")
+    study["versions"] = {**study.get("versions", {}), "commit": commit_before(folder / "study.yaml")}
+    if len(values["runs"]) > MANY and study.get("kind", "training") == "training":
+        values["runs"] = [lean(run) for run in values["runs"]]
     name = "-".join(filter(None, [study["name"], (study["dataset"] or "").replace("/", "_"), study["scale"]]))
-    scratch = folder / "with_commit.json"
-    scratch.write_text(json.dumps(values), encoding="utf-8")
-    study_report.rewrite(scratch, results / name)
-    scratch.unlink()
-    (results / name / "report.html").unlink()  # says the same as report.md
+    write(values, results / name)
+
+
+def keep(folder: Path, unfinished: Path) -> int:
+    """The finished runs, how many there are: what a report and the other runs need of them, see :func:`lean`."""
+    target = unfinished / read(folder)["study"]["name"]
+    finished = sorted(path.parent for path in folder.glob("*/result.json"))
+    for run in finished:
+        (target / run.name).mkdir(parents=True, exist_ok=True)
+        for name in ("run.yaml", "result.json", "history.jsonl", "summary.csv"):
+            (target / run.name / name).write_text(_elsewhere((run / name).read_text(encoding="utf-8"), folder))
+        lines = {name: read_lines(run / f"{name}.jsonl") for name in ("probe", "records")}
+        epochs = json.loads((run / "result.json").read_text(encoding="utf-8"))["epochs"]
+        less = lean({"epochs": epochs, "probe": lines["probe"], "dynamics": lines["records"]})
+        for name, rows in (("probe", less["probe"]), ("records", less["dynamics"])):
+            if rows:
+                text = "".join(json.dumps(row) + "\n" for row in rows)
+                (target / run.name / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    (target / "study.yaml").write_text(_elsewhere((folder / "study.yaml").read_text(encoding="utf-8"), folder))
+    return len(finished)
+
+
+def _elsewhere(text: str, folder: Path) -> str:
+    """Without the paths of this machine."""
+    text = text.replace(str(folder.resolve()), f"output/{folder.name}").replace(f"{sys.prefix}/bin/", "")
+    return re.sub(r"(--data-dir\s+|data_dir: )[/\w.-]+", r"\1DIR", text)
+
+
+def lean(run: Mapping) -> dict:
+    """A run with its first and last probe, and the records of its last epoch."""
+    records = run.get("dynamics") or []
+    begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)
+    probes = run.get("probe") or []
+    return {**run, "dynamics": [row for row in records if row["step"] > begin],
+            "probe": probes if len(probes) < 2 else [probes[0], probes[-1]]}
+
+
+def again(cards: Path = ROOT / "model_cards") -> None:
+    for path in sorted((cards / "results" / "studies").glob("*/results.json")):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        shutil.rmtree(path.parent / "figures", ignore_errors=True)
+        write(values, path.parent)
+
+
+def write(values: Mapping, folder: Path) -> None:
+    """The report without its page, which says the same as report.md."""
+    report.write(values["study"], values["runs"], values["unfinished"], folder, values.get("recorded"))
+    (folder / "report.html").unlink()
 
 
 def commit_before(file: Path) -> str:
@@ -52,21 +102,51 @@ def commit_before(file: Path) -> str:
 
 
 def listing(cards: Path) -> str:
-    """A Markdown table of all studies that are there, in the order in which the package lists them."""
+    """What all studies say: a sentence, a table in the order in which the package has them, and a plot of each."""
     order = list(shipped())
     found = [(path, json.loads(path.read_text(encoding="utf-8")))
              for path in sorted((cards / "results" / "studies").glob("*/results.json"))]
     found.sort(key=lambda item: order.index(item[1]["study"]["name"]))
-    lines = ["| study | in the paper | run on | what came out |", "| --- " * 4 + "|"]
-    return "\n".join(lines + [_line(path.parent.relative_to(cards), values) for path, values in found])
+    compared, apart, adjusted = map(sum, zip(*(counts(values) for _, values in found), strict=True))
+    lines = [
+        f"Of {compared} differences to a baseline with a 95 % interval, {apart} are told apart from zero, and "
+        f"{adjusted} after Holm's adjustment within each study; chance alone tells about one in twenty apart.", "",
+        "| study | in the paper | run on | told apart | of differences | after Holm |", "| --- " * 6 + "|"]
+    lines += [_line(path.parent.relative_to(cards), values) for path, values in found]
+    for path, values in found:
+        plot = path.parent.relative_to(cards) / "figures" / "differences.svg"
+        if (cards / plot).is_file():
+            title = f"{values['study']['title']} {_where(values['study'])}"
+            lines += ["", f"<details><summary>{title}</summary>", "", f"![differences]({plot})", "", "</details>"]
+    return "\n".join(lines)
+
+
+def counts(values: Mapping) -> tuple[int, int, int]:
+    """How many differences have an interval, and how many are told apart by it and after Holm's adjustment."""
+    found = [entry["difference"] for entry in values["summary"] if entry["difference"]]
+    found = [difference for difference in found if difference["half_width"] is not None]
+    return (len(found), sum(difference["reading"] in ("higher", "lower") for difference in found),
+            sum(difference["p_holm"] <= 0.05 for difference in found))
+
+
+def _where(study: Mapping) -> str:
+    return f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
 
 
 def _line(folder: Path, values: Mapping) -> str:
     study = values["study"]
-    where = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
-    read = values["lead"] or "see the table"
-    return f"| [{study['title']}]({folder}/report.md) | {study['paper'] or '-'} | {where} | {read} |"
+    compared, apart, adjusted = counts(values)
+    said = f"{apart} | {compared} | {adjusted}" if compared else "- | - | -"
+    return f"| [{study['title']}]({folder}/report.md) | {study['paper'] or '-'} | {_where(study)} | {said} |"
 
 
 if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if arguments == ["--again"]:
+        again()
+        arguments = []
+    if arguments[:1] == ["--unfinished"]:
+        for argument in arguments[1:]:
+            print(keep(Path(argument), ROOT / "model_cards" / "results" / "unfinished"), "finished runs of", argument)
+        arguments = []
+    main([Path(argument) for argument in arguments])

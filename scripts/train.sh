@@ -9,6 +9,7 @@
 #
 # All GPUs of this machine train, on the CPU one process. The recipe's batch_size is that of all processes together:
 # each takes its part, and of that again a part for each of --grad-accum-steps, unless --batch-size says otherwise.
+# With --experiment NAME the same command again continues from its last checkpoint.
 #
 #   TIMM_DIR         the checkout of timm that has train.py; else the current folder
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    several machines: the same command on each
@@ -111,6 +112,16 @@ divide_batch() {  # adds to $command
     ((parts == 1)) || command+=(--batch-size $((whole / parts)))
 }
 
+resume() {  # adds to $command: a run that has a checkpoint goes on from it
+    local value output
+    given --resume "$@" && return
+    given --experiment "$@" || return 0
+    local experiment=$value
+    given --output "$@" || value=output/train
+    output=$value/$experiment/last.pth.tar
+    [[ ! -f $output ]] || command+=(--resume "$output")
+}
+
 # ------------------------------------------------------------------------------------------------- main
 find_script
 check_version
@@ -128,6 +139,7 @@ else
 fi
 command=(torchrun "${launch[@]}" "$script" -c "$recipe_file" --model "$model" --data-dir "$data")
 divide_batch "$@"
+resume "$@"
 ((gpus > 0)) || given --device "$@" || command+=(--device cpu)
 command+=("$@")
 note "$(printf '%q ' "${command[@]}")"

@@ -390,7 +390,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConnectionResetError("silence is over")
         if self.fault and isinstance(self.fault.what, int):
             more = {"Retry-After": "60"} if self.fault.what == 429 else {}
-            raise _Answer(self.fault.what, _ERRORS[self.fault.what], self.fault.code, **more)
+            raise _Answer(self.fault.what, _ERRORS.get(self.fault.what, "Refused"), self.fault.code, **more)
         for method, pattern, function in ROUTES:
             match = method == self.command and pattern.fullmatch(path)
             if match:

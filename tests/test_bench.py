@@ -15,18 +15,26 @@ import timm
 import torch
 from torch import nn
 
-from timm_ortho import FeatureConnection, backends, cli, sites
-from timm_ortho.bench import measure as bench, report as bench_report
-from timm_ortho.bench.measure import Candidate, measure, saved_bytes
+from timm_ortho import FeatureConnection, backends, bench, cli, sites
+from timm_ortho.bench import (
+    clock as bench_clock,
+    launch,
+    models,
+    operator,
+    options as bench_options,
+    report as bench_report,
+)
+from timm_ortho.bench.clock import Candidate, measure, saved_bytes
 from timm_ortho.bench.report import COLUMNS, Result
 from timm_ortho.functional import plain_update
-from timm_ortho.lab.grid import limited_threads
 from timm_ortho.runs import provenance
 from timm_ortho.runs.provenance import commit_of
 
 ROOT = Path(__file__).parents[1]
 FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton",
             "triton-compiled", "copy"]
+# as torch.compile traces and differentiates, without the minute that its code generator takes
+TRACED = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
 TINY_VIT = ["--models", "vit_small", "--img-size", "32", "--model-kwargs", "depth=1", "embed_dim=32", "num_heads=2"]
 
 
@@ -44,9 +52,9 @@ def run(folder, *arguments):
 def small():
     """A copy and a flushed buffer that cost nothing, and no answer from whoever set the backend's variable."""
     with pytest.MonkeyPatch.context() as patch:
-        for defaults in (bench.DEFAULTS["cpu"], bench.QUICK):
+        for defaults in (bench_options.DEFAULTS["cpu"], bench_options.QUICK):
             patch.setitem(defaults, "copy_bytes", 1 << 20)
-        patch.setattr(bench, "FLUSHED_BYTES", dict.fromkeys(bench.FLUSHED_BYTES, 1 << 10))
+        patch.setattr(bench_clock, "FLUSHED_BYTES", dict.fromkeys(bench_clock.FLUSHED_BYTES, 1 << 10))
         for name in ("TIMM_ORTHO_BACKEND", "TRITON_INTERPRET"):
             patch.delenv(name, raising=False)
         yield
@@ -176,7 +184,7 @@ def test_other_errors_are_no_rows(clock):
 def test_torch_compile_without_a_compiler(clock):
     torch.compiler.reset()
     number = random.random()  # that no earlier run's compiled code has
-    compiled = bench._compiled(lambda x: (x * number).sin())
+    compiled = bench_clock.compiled(lambda x: (x * number).sin())
     pair = [Candidate("linear", lambda _: None), Candidate("compiled", lambda _: compiled(torch.ones(3, 5)))]
     with importlib.import_module("torch._inductor.config").patch({"cpp.cxx": ("/nowhere/c++",)}):
         linear, failed = measure(pair, 1, clock)
@@ -187,7 +195,7 @@ def test_torch_compile_without_a_compiler(clock):
 
 def test_what_comes_before_the_clock_is_not_timed(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench_clock.time, "perf_counter", lambda: now[0])
 
     def passes(seconds):
         now[0] += seconds
@@ -239,7 +247,7 @@ def test_peak_memory_leaves_out_what_others_hold(monkeypatch):
     allocate(30)  # gradients of the call before
     freed = iter([-30, 0])
     candidate = Candidate("ortho", step, lambda: allocate(next(freed)), held=200)
-    assert bench._peak_memory(candidate, torch.device("cuda")) == 270
+    assert bench_clock._peak_memory(candidate, torch.device("cuda")) == 270
 
 
 def test_saved_bytes():
@@ -254,8 +262,8 @@ def test_saved_bytes():
 @pytest.mark.parametrize("dim", [-1, 1, None])
 def test_the_appendix_is_the_same_update(dim):
     x, f = (torch.randn(3, 5, 4, 6, dtype=torch.float64) for _ in range(2))
-    expected = plain_update(x, f, 0.0, 1.0, None if dim is None else [dim], bench.EPS)
-    torch.testing.assert_close(bench.appendix_update(x, f, dim), expected, rtol=1e-6, atol=1e-6)
+    expected = plain_update(x, f, 0.0, 1.0, None if dim is None else [dim], operator.EPS)
+    torch.testing.assert_close(operator.appendix_update(x, f, dim), expected, rtol=1e-6, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------- the operator
@@ -263,8 +271,7 @@ def test_the_appendix_is_the_same_update(dim):
 def operator_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("operator")
     with pytest.MonkeyPatch.context() as patch:
-        # as torch.compile traces and differentiates, without the minute that its code generator takes
-        patch.setattr(bench, "_compiled", partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager"))
+        patch.setattr(operator, "compiled", TRACED)
         return folder, run(folder, "--quick", "--what", "operator", "--shapes", "2x5x16", "--repeats", "4")
 
 
@@ -343,7 +350,7 @@ def test_plot(operator_run):
 
 def test_convolutional_shapes_have_two_layouts_and_both_scopes():
     options = bench.resolve(dict(what=["operator"], shapes=["2x3x4", "2x3x4x4"], device="cpu", dtypes=["bfloat16"]))
-    labels = [one.labels for one in bench.operator_groups(options)]
+    labels = [one.labels for one in operator.operator_groups(options)]
     assert [(one["layout"], one["scope"]) for one in labels if one["step"] == "both"] == [
         (layout, scope) for layout in ("tokens", "nchw", "channels_last") for scope in ("feature", "global")]
     assert bench.model_groups(options) == []
@@ -352,9 +359,9 @@ def test_convolutional_shapes_have_two_layouts_and_both_scopes():
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_the_operators_tensors(layout, monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, "plain_update", lambda x, f, dims, **_: seen.append((x, f, dims)) or x + f)
+    monkeypatch.setattr(operator, "plain_update", lambda x, f, dims, **_: seen.append((x, f, dims)) or x + f)
     options = bench.resolve(dict(what=["operator"], device="cpu", compile=False))
-    built = bench._operator_candidates(options, (2, 3, 4, 5), layout, "feature", "bfloat16", "both")
+    built = operator._operator_candidates(options, (2, 3, 4, 5), layout, "feature", "bfloat16", "both")
     plain = next(one for one in built if one.name == "plain")
     plain.run(plain.prepare())
     (x, f, dims), = seen
@@ -367,8 +374,8 @@ def test_the_operators_tensors(layout, monkeypatch):
 
 def test_what_is_timed_of_the_operator():
     def timed(step):
-        tensors = bench._tensors(torch.device("cpu"), (2, 3), "tokens", "float32", step)
-        return *tensors, *bench._timed(torch.mul, *tensors, step)
+        tensors = operator.tensors(torch.device("cpu"), (2, 3), "tokens", "float32", step)
+        return *tensors, *operator.timed(torch.mul, *tensors, step)
 
     x, f, _, run, prepare = timed("forward")
     assert prepare() is None
@@ -413,8 +420,12 @@ def test_saved_bytes_of_models(model_run):
     assert int(by["amp bfloat16", "training", "linear"]["saved_bytes"]) != linear
 
 
-def architecture(name="vit_small_ortho", **arguments):
-    return bench._architecture(name, 2, None, dict(dict(img_size=32, depth=1, embed_dim=32, num_heads=2), **arguments))
+def architecture(name="vit_small_ortho"):
+    return bench_options.architecture(name, 2, None, dict(img_size=32, depth=1, embed_dim=32, num_heads=2))
+
+
+def built(step, one=None, layout="tokens", dtype=torch.float32, mode="eager"):
+    return models._model_candidates(one or architecture(), torch.device("cpu"), layout, dtype, mode, step)
 
 
 def test_transforms_of_the_stream_are_measured_against_the_identity(tmp_path):
@@ -422,29 +433,31 @@ def test_transforms_of_the_stream_are_measured_against_the_identity(tmp_path):
                "--skips", "orthogonal_tp", "scaled", "--no-compile", "--repeats", "1", "-b", "2")
     assert {row["candidate"] for row in rows} == {"linear", "orthogonal_tp", "scaled"}
     assert all(float(row["ratio_p50"]) > 0 for row in rows)
-    models = bench._twins(bench._architecture("skipnet_20", 2, None, {"layers": (1, 1, 1)}, ["idempotent_mr"]))
-    found = {name: [site.connection.skip for site in sites(model)] for name, model in models.items()}
+    twins = models._twins(bench_options.architecture("skipnet_20", 2, None, {"layers": (1, 1, 1)}, ["idempotent_mr"]))
+    found = {name: [site.connection.skip for site in sites(model)] for name, model in twins.items()}
     assert set(found) == {"linear", "idempotent_mr"}
     assert set(found["linear"]) == {None}
     assert {skip.name for skip in found["idempotent_mr"]} == {"idempotent_mr"}
-    weights = [model.state_dict() for model in models.values()]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    same_weights(twins)
 
 
 def test_twins_differ_in_their_connections_only():
-    twins = bench._twins(architecture("vit_small"))
+    twins = models._twins(architecture("vit_small"))
     assert list(twins) == ["linear", "ortho", "orthog"]
     kinds = [{type(site.connection).__name__ for site in sites(model)} for model in twins.values()]
     assert kinds == [{"LinearConnection"}, {"FeatureConnection"}, {"GlobalConnection"}]
-    states = [model.state_dict() for model in twins.values()]
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(value, states[0][key]) for key, value in state.items())
+    same_weights(twins)
+
+
+def same_weights(twins):
+    first, *others = (model.state_dict() for model in twins.values())
+    for state in others:
+        assert state.keys() == first.keys()
+        assert all(torch.equal(value, first[key]) for key, value in state.items())
 
 
 def test_a_training_step_is_forward_loss_and_backward():
-    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", torch.float32, "eager", "training")
-    for one in built * 2:  # the gradients of a call before are gone
+    for one in built("training") * 2:  # the gradients of a call before are gone
         state = one.prepare()
         assert all(parameter.grad is None for parameter in one.parameters)
         one.run(state)
@@ -454,8 +467,7 @@ def test_a_training_step_is_forward_loss_and_backward():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inference_keeps_no_graph_and_autocasts(dtype):
-    built = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", dtype, "eager", "inference")
-    for one in built:
+    for one in built("inference", dtype=dtype):
         result = one.run(one.prepare())
         assert result.is_inference()
         assert result.dtype == dtype
@@ -463,15 +475,14 @@ def test_inference_keeps_no_graph_and_autocasts(dtype):
 
 
 def test_layouts_of_convolutional_models():
-    one = bench._architecture("resnetv2_18_cifar_orthog", 2, 16, dict(layers=(1,)))
+    one = bench_options.architecture("resnetv2_18_cifar_orthog", 2, 16, dict(layers=(1,)))
     assert (one.base, one.suffixes, one.batch) == ("resnetv2_18_cifar", ["_orthog"], (2, 3, 16, 16))
     assert one.layouts == ("nchw", "channels_last")
     for layout in one.layouts:
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nn.Conv2d, "forward", watched(nn.Conv2d.forward, seen))
-            built = bench._model_candidates(one, torch.device("cpu"), layout, torch.float32, "eager", "inference")
-            built[1].run(None)
+            built("inference", one, layout)[1].run(None)
         assert all(x.is_contiguous(memory_format=torch.channels_last) == (layout == "channels_last") for x in seen)
 
 
@@ -502,10 +513,10 @@ def test_each_mode_has_its_backend(monkeypatch, mode, expected, step):
         seen.append((f.requires_grad, torch.is_inference_mode_enabled()))
         return active[-1]
 
-    monkeypatch.setattr(bench, "use_backend", use_backend)
-    monkeypatch.setattr(bench, "choose_backend", choose)
+    monkeypatch.setattr(models, "use_backend", use_backend)
+    monkeypatch.setattr(models, "choose_backend", choose)
     monkeypatch.setattr(FeatureConnection, "forward", lambda self, x, f, **_: ran.append(active[-1]) or x + f)
-    linear, ortho = bench._model_candidates(architecture(), torch.device("cpu"), "tokens", torch.float32, mode, step)
+    linear, ortho = built(step, mode=mode)
     assert (linear.backend(), ortho.backend()) == ("torch", expected)
     if mode != "compiled":
         ortho.run(ortho.prepare())
@@ -515,8 +526,8 @@ def test_each_mode_has_its_backend(monkeypatch, mode, expected, step):
 
 @pytest.mark.slow
 def test_compiled_models(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_compiled", partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager"))
-    monkeypatch.setattr(bench, "use_backend", nullcontext)
+    monkeypatch.setattr(models, "compiled", TRACED)
+    monkeypatch.setattr(models, "use_backend", nullcontext)
     rows = run(tmp_path, "--what", "models", *TINY_VIT[:1], "vit_small_ortho", *TINY_VIT[2:], "-b", "2",
                "--repeats", "2")
     assert [(row["mode"], row["step"], row["candidate"], row["note"]) for row in rows] == [
@@ -548,22 +559,26 @@ def test_how_launches_are_measured(monkeypatch, what, expected):
         return []
 
     monkeypatch.setattr(bench, "measure", measured)
-    with limited_threads(3):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
         bench._rows(bench.Group({"what": what}, 0, list), Namespace(device=torch.device("cpu"), repeats=2))
         assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
     assert seen == expected
 
 
 @pytest.mark.parametrize("step", ["training", "inference"])
 def test_tiny_tensors(step):
-    linear, appendix, ortho = (one.run(one.prepare()) for one in bench._tiny_candidates(torch.device("cpu"), step))
+    linear, appendix, ortho = (one.run(one.prepare()) for one in launch._tiny_candidates(torch.device("cpu"), step))
     assert isinstance(ortho, tuple) == (step == "training")  # gradients
     torch.testing.assert_close(ortho, appendix)
     assert not torch.allclose(linear[0], ortho[0])
 
 
 def test_a_model_with_the_formula_of_the_appendix():
-    twins = bench._twins(architecture()._replace(appendix=True))
+    twins = models._twins(architecture()._replace(appendix=True))
     assert list(twins) == ["linear", "appendix", "ortho"]
     images = torch.randn(2, 3, 32, 32)
     linear, appendix, ortho = (model.forward_features(images) for model in twins.values())
@@ -636,13 +651,11 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     rows = bench_report.rows({"what": "operator", "step": "both"}, 0, [Result("linear", ms=[1.0])])
     bench_report.write(tmp_path, rows)
     before = (tmp_path / "bench.csv").read_bytes()
-    monkeypatch.setattr(bench_report, "figure", lambda rows: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        bench_report.write(tmp_path, rows * 2)
-    monkeypatch.undo()
-    monkeypatch.setattr(bench_report.os, "replace", lambda *paths: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        bench_report.write(tmp_path, rows * 2)
+    for module, name in ((bench_report, "figure"), (bench_report.os, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                bench_report.write(tmp_path, rows * 2)
     assert (tmp_path / "bench.csv").read_bytes() == before
 
 
@@ -735,19 +748,17 @@ def test_defaults():
     assert options.shapes == [(16, 197, 384), (8, 256, 56, 56)]
     assert (options.repeats, options.compile, options.dtypes) == (11, True, ("float32",))
     quick = bench.resolve({"device": "cpu", "quick": True, "repeats": 2})
-    assert [one.arguments for one in quick.models] == list(bench.SHORT.values())
+    assert [one.arguments for one in quick.models] == list(bench_options.SHORT.values())
     assert (quick.repeats, quick.scopes) == (2, ("feature",))
     named = bench.resolve({"device": "cpu", "quick": True, "models": ["vit_small_ortho"]})
     assert [(one.arguments, one.batch[0]) for one in named.models] == [({}, 4)]
 
 
-# ---------------------------------------------------------------------------------------------- the README
+# ----------------------------------------------------------------------------------------------- the pages
 @pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("readme_bench", ROOT / "scripts" / "readme_bench.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("readme_bench")
 
 
 def fake_csv(folder, name, rows):
@@ -773,11 +784,12 @@ def operator_row(step, candidate, **more):
 
 
 def lines_of(script, results, on):
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in script.section(results).splitlines()
+    text = script.section(script.rows_of(results))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()
             if line.startswith(f"| {on} ")]
 
 
-def test_readme_tables(script, tmp_path):
+def test_the_tables_of_speed(script, tmp_path):
     fake_csv(tmp_path, "bench_cpu.csv", [
         model_row("training", "eager", 1.3), model_row("training", "compiled", 0.98, saved_ratio="1.137"),
         model_row("training", "inductor", 1.1),
@@ -802,13 +814,13 @@ def test_readme_tables(script, tmp_path):
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
     unmeasured = lines_of(script, tmp_path, "GPU")
     assert [line[1] for line in unmeasured] == [
-        *bench.DEFAULTS["cuda"]["models"], *bench.DEFAULTS["cuda"]["shapes"], *script.LAUNCHES]
+        *bench_options.DEFAULTS["cuda"]["models"], *bench_options.DEFAULTS["cuda"]["shapes"], *script.LAUNCHES]
     assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
     assert ("* CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; commit "
-            "0123456789ab with changes, 2026-01-02") in script.section(tmp_path)
+            "0123456789ab with changes, 2026-01-02") in script.section(script.rows_of(tmp_path))
 
 
-def test_readme_rows_of_a_gpu(script, tmp_path):
+def test_rows_of_a_gpu(script, tmp_path):
     gpu = dict(device="NVIDIA H100", driver="570.1", commit="")
     fake_csv(tmp_path, "bench_h100.csv", [
         model_row("training", "eager", 1.01, model="vit_small(depth=2)", peak_ratio="1.0021", **gpu),
@@ -819,36 +831,75 @@ def test_readme_rows_of_a_gpu(script, tmp_path):
     assert operator[-1] == "8.0 (triton)"
     assert [line[1] for line in lines_of(script, tmp_path, "GPU")] == list(script.LAUNCHES)
     assert {line[1] for line in lines_of(script, tmp_path, "CPU")} == {
-        *bench.DEFAULTS["cpu"]["models"], *bench.DEFAULTS["cpu"]["shapes"], *script.LAUNCHES}
-    assert "driver 570.1, torch 2.9" in script.section(tmp_path)
+        *bench_options.DEFAULTS["cpu"]["models"], *bench_options.DEFAULTS["cpu"]["shapes"], *script.LAUNCHES}
+    assert "driver 570.1, torch 2.9" in script.section(script.rows_of(tmp_path))
 
 
-def test_readme_takes_no_measurement_twice(script, tmp_path):
+def test_no_measurement_is_taken_twice(script, tmp_path):
     for name in ("bench_a.csv", "bench_b.csv"):
         fake_csv(tmp_path, name, [model_row("training", "eager", 1.3)])
     with pytest.raises(SystemExit, match="2 rows of vit_small are the same measurement"):
-        script.section(tmp_path)
+        script.section(script.rows_of(tmp_path))
 
 
-def test_readme_is_held_to_the_rows(script, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
+def costs_of(script, results):
+    lines = [[cell.strip() for cell in line.strip("|").split("|")]
+             for line in script.costs(script.rows_of(results)).splitlines()]
+    return lines[0], {line[0]: line[1:] for line in lines[2:]}
+
+
+def test_readmes_table_of_costs(script, tmp_path):
+    nothing, costs = costs_of(script, tmp_path)
+    assert nothing == ["orthogonal over linear", "CPU", "GPU"]
+    assert len(costs) == 12
+    assert {cell for cells in costs.values() for cell in cells} == {"not measured"}
+    gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", peak_ratio="1.0021")
+    fake_csv(tmp_path, "bench_cpu.csv", [
+        model_row("training", "eager", 1.3), model_row("training", "eager", 1.4, model="vit_base"),
+        model_row("training", "eager", 1.0, candidate="linear"), model_row("inference", "compiled", 0.9),
+        model_row("training", "compiled", 1.1, model="resnetv2_50", layout="nchw"),
+        model_row("training", "compiled", 1.2, model="resnetv2_50", layout="channels_last"),
+        *(dict(what="launch", shape="1x1x32", step="training", candidate=name, ms_p50=ms)
+          for name, ms in (("linear", "0.0032"), ("ortho", "0.0254"))),
+    ])
+    fake_csv(tmp_path, "bench_h100.csv", [
+        model_row("training", "eager", 1.01, **gpu), model_row("training", "eager", 1.02, dtype="bfloat16", **gpu)])
+    devices, costs = costs_of(script, tmp_path)
+    assert devices[1:] == ["CPU", "NVIDIA H100"]
+    measured = {name: cells for name, cells in costs.items() if set(cells) != {"not measured"}}
+    assert measured == {
+        "launch, 1x1x32, training": ["25.4 us against 3.2 us", "not measured"],
+        "ViT-S: training step, eager": [
+            "1.300 [1.290, 1.320]", "1.010 [1.000, 1.030] (float32); 1.020 [1.010, 1.040] (bfloat16)"],
+        "ViT-S: memory kept for backward": ["1.004", "1.004 (float32); 1.004 (bfloat16)"],
+        "ViT-S: peak memory, training": ["not measured", "1.002 (float32); 1.002 (bfloat16)"],
+        "ResNetV2-50: training step, torch.compile": ["1.100 [1.090, 1.120]", "not measured"],
+    }
+
+
+def test_the_pages_are_held_to_the_rows(script, tmp_path, capsys):
+    pages = [tmp_path / name for name in script.PAGES]
+    pages[1].parent.mkdir()
+    for page in pages:
+        page.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
     fake_csv(tmp_path / "results", "bench_cpu.csv", [model_row("training", "eager", 1.3)])
-    assert script.main(["--check"], readme, tmp_path / "results") == 1
-    assert "run python scripts/readme_bench.py" in capsys.readouterr().err
-    assert "old" in readme.read_text()
-    assert script.main([], readme, tmp_path / "results") == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "1.300 [1.290, 1.320]" in text
-    assert script.main(["--check"], readme, tmp_path / "results") == 0
-    readme.write_text(text.replace("1.300", "1.200"))
-    assert script.main(["--check"], readme, tmp_path / "results") == 1
-    readme.write_text("no markers")
-    with pytest.raises(SystemExit, match="has no"):
-        script.main([], readme, tmp_path / "results")
+    assert script.main(["--check"], tmp_path, tmp_path / "results") == 1
+    assert capsys.readouterr().err.count("run python scripts/readme_bench.py") == 2
+    assert all("old" in page.read_text() for page in pages)
+    assert script.main([], tmp_path, tmp_path / "results") == 0
+    assert script.main(["--check"], tmp_path, tmp_path / "results") == 0
+    for page in pages:
+        text = page.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("\nafter\n")
+        assert "1.300 [1.290, 1.320]" in text
+        page.write_text(text.replace("1.300", "1.200"))
+        assert script.main(["--check"], tmp_path, tmp_path / "results") == 1
+        page.write_text("no markers")
+        with pytest.raises(SystemExit, match="has no"):
+            script.main([], tmp_path, tmp_path / "results")
+        page.write_text(text)
 
 
-def test_this_readme(script):
+def test_these_pages(script):
     assert script.main(["--check"]) == 0

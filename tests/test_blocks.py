@@ -285,10 +285,10 @@ def test_every_covered_architecture_is_registered():
     assert not {name for row in coverage.rows() for name in row.left_out if name + "_ortho" in names}
 
 
-@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the README's table is of another timm")
-def test_the_readme_has_the_table_of_coverage():
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    assert coverage.table() in readme
+@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page's table is of another timm")
+def test_the_page_has_the_table_of_coverage():
+    page = (Path(__file__).parents[1] / "model_cards" / "coverage.md").read_text(encoding="utf-8")
+    assert coverage.table() in page
 
 
 def test_what_a_newer_timm_adds_is_reported(monkeypatch):

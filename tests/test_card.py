@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
@@ -12,18 +13,23 @@ import yaml
 from huggingface_hub import ModelCard
 from trained_runs import lab_grid, timm_run
 
+from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub import card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.lab.checkpoints import Checkpoints
-from timm_ortho.runs.folders import CheckpointRun, PublishError, RecordedRun, class_names
+from timm_ortho.runs.folders import (
+    CheckpointRun,
+    PublishError,
+    RecordedRun,
+    class_names,
+    load_checkpoint,
+    read_comparison,
+)
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},
     "pretrained_cfg": {"input_size": [1, 16, 16], "mean": [0.3], "std": [0.38], "interpolation": "bicubic"},
 }
 SUBJECT = Subject("digits", CONFIG, 12345, "hf-hub:me/digits", "me/digits", license="apache-2.0")
-
-OPTIONS, PARTS = Namespace(eval_metric="top1", checkpoint_hist=1), dict(model=None, optimizer=None)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,10 @@ def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def rows(folder):
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def figures(card):
     """Of the metadata: name -> value, arguments."""
     results = ModelCard(str(card)).data.eval_results or []
@@ -54,7 +64,7 @@ def section(card, title):
 def test_metadata_is_the_run_with_its_spread(grid):
     run = CheckpointRun(grid / "feature-seed1")
     top1 = {seed: read(grid / f"feature-seed{seed}" / "result.json")["top1"] for seed in range(3)}
-    last = read(grid / "feature-seed1" / "history.json")[-1]
+    last = rows(grid / "feature-seed1")[-1]
     assert figures(model_card(SUBJECT, run)) == {
         "top-1 of these weights, %": (pytest.approx(last["eval_top1"], abs=1e-4), None),
         "top-5 of these weights, %": (pytest.approx(last["eval_top5"], abs=1e-4), None),
@@ -68,7 +78,7 @@ def test_metadata_is_the_run_with_its_spread(grid):
 def test_every_figure_of_the_results_is_in_the_files(grid):
     run = CheckpointRun(grid / "feature-seed0")
     text = section(model_card(SUBJECT, run), "Results")
-    rows = read(grid / "results.json")["summary"]
+    rows = read_comparison(grid / "results.json")["summary"]
     known = {f"{value:.2f}" for value in [*run.peers.values(), run.top1_mean, run.top1_std]}
     known |= {f"{row[key]:.2f}" for row in rows for key in ("top1_mean", "top1_std")}
     difference = rows[1]["difference"]
@@ -82,17 +92,17 @@ def test_every_figure_of_the_results_is_in_the_files(grid):
 
 
 @pytest.mark.parametrize(("file", "key", "name"), [
-    ("history.json", "eval_top1", "top-1 of these weights, %"),
+    ("history.jsonl", "eval_top1", "top-1 of these weights, %"),
     ("result.json", "top1", "top-1 after the last epoch, mean over seeds, %"),
 ])
 def test_a_card_follows_its_files(copied, file, key, name):
     path = copied / "feature-seed0" / file
     before = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
-    values = read(path)
-    (values[-1] if file == "history.json" else values)[key] += 3
-    path.write_text(json.dumps(values))
+    values = rows(path.parent) if file == "history.jsonl" else [read(path)]
+    values[-1][key] += 3
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
     after = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
-    assert after - before == pytest.approx(3 if file == "history.json" else 1, abs=1e-3)
+    assert after - before == pytest.approx(3 if file == "history.jsonl" else 1, abs=1e-3)
 
 
 def test_runs_of_other_settings_and_unfinished_ones_are_no_peers(copied):
@@ -122,7 +132,7 @@ def test_a_run_of_timms_script(tmp_path):
 
 
 @pytest.mark.parametrize("allowed", [[], [Namespace]])
-@pytest.mark.parametrize("read", [CheckpointRun, lambda folder: Checkpoints(folder, OPTIONS, **PARTS).load()])
+@pytest.mark.parametrize("read", [CheckpointRun, lambda folder: load_checkpoint(folder / "last.pth.tar")])
 def test_reading_a_checkpoint_leaves_torch_as_it_was(tmp_path, read, allowed):
     """What may be unpickled is said once for the whole process: that is not ours to widen, nor to take back."""
     folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
@@ -181,7 +191,7 @@ def test_kept_results_make_the_same_figures(grid):
 
 def test_kept_results_as_a_whole(grid):
     card = model_card(Subject("comparison"), RecordedRun(grid / "results.json"))
-    rows = {row["connection"]: row for row in read(grid / "results.json")["summary"]}
+    rows = {row["connection"]: row for row in read_comparison(grid / "results.json")["summary"]}
     assert figures(card) == {
         f"top-1 after the last epoch, {name}, mean over seeds, %": (
             pytest.approx(row["top1_mean"], abs=1e-4),
@@ -199,6 +209,9 @@ def test_what_a_card_has(grid):
             'from_pretrained("me/digits")', "Orthogonal-F", "12,345", "![loss and accuracy by epoch](training.png)",
             "oh2025revisiting", "dosovitskiy2021image", "rw2019timm", "a PIL image in grey"):
         assert part in text, part
+    snippets = re.findall(r"```python\n(.*)", text)
+    assert len(snippets) == 2
+    assert all(first.startswith("import timm_ortho  # ") for first in snippets)
     assert "he2016identity" not in text
     made = read(grid / "feature-seed0" / "result.json")["made_with"]
     assert f"timm-ortho {made['timm-ortho']}, timm {made['timm']}, torch {made['torch']}" in text
@@ -220,6 +233,31 @@ def test_places_on_a_machine_are_nobodys_business(tmp_path):
     assert "/home" not in text
     assert "data_dir: cifar" in text
     assert "trained on image folder 'cifar'" in text
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_a_connection_is_described_in_its_own_words(name):
+    text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": name}})))
+    first = CONNECTIONS[name].__doc__.splitlines()[0]
+    assert first.endswith(".")
+    assert f"| connection | {name}. {first} |\n" in text
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda dim, eps: FeatureConnection(dim, eps), "mine. Registered by its author."),
+    (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
+])
+def test_a_registered_connection_too(monkeypatch, make, words):
+    monkeypatch.setitem(CONNECTIONS, "mine", make)
+    text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": "mine"}})))
+    assert f"| connection | {words} |\n" in text
+
+
+def test_a_transform_of_the_stream_is_described():
+    config = {**CONFIG, "model_args": {"connection": "linear", "skip": "idempotent_mr", "skip_rank": 4}}
+    text = str(model_card(replace(SUBJECT, config=config)))
+    assert "| transform of the stream | idempotent_mr: the mean of the branches (Idempotent-MR) |\n" in text
+    assert "| `skip_rank` | `4` |\n" in text
 
 
 def test_a_revision_is_in_what_loads_it():
@@ -248,10 +286,10 @@ def test_curve(grid, tmp_path):
 
 
 def test_a_diverged_run_can_still_be_described(copied):
-    path = copied / "feature-seed0" / "history.json"
-    rows = read(path)
-    rows[-1].update(eval_loss=None, train_loss=None)
-    path.write_text(json.dumps(rows))
+    path = copied / "feature-seed0" / "history.jsonl"
+    *before, last = rows(path.parent)
+    last.update(eval_loss=None, train_loss=None)
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*before, last]))
     run = CheckpointRun(path.parent)
     draw_curve(run, copied / "curve.png")
     assert "loss of these weights" not in str(model_card(SUBJECT, run))
@@ -316,5 +354,5 @@ def test_weights_without_arguments_are_refused(tmp_path):
 
 
 def test_kept_results_without_the_run_are_refused(grid):
-    with pytest.raises(PublishError, match=r"has no run of connection global, seed 0: it has linear-seed0, linear-"):
+    with pytest.raises(PublishError, match=r"has no run of connection global, seed 0: it has linear-seed0, feature-"):
         RecordedRun(grid / "results.json", "global", 0)

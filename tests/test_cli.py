@@ -131,15 +131,17 @@ def test_compare_errors(capsys, arguments, message):
 
 
 def test_compare_hands_options_on(monkeypatch):
-    from timm_ortho.lab import compare as module
+    from timm_ortho.lab import study
     given = {}
-    monkeypatch.setattr(module, "compare", lambda values, **rest: given.update(values=values, **rest) or 0)
+    monkeypatch.setattr(study, "run", lambda request, **rest: given.update(request=request, **rest) or 0)
     assert cli.main(["compare", "--model", "vit_base", "--amp", "--compile", "--lr", "1e-3", "-b", "64", "--seeds", "4",
-                     "--connections", "linear,global", "--model-kwargs", "depth=2", "--option", "mixup=0.8"]) == 0
-    assert given["values"] == {"model": "vit_base", "amp": True, "torchcompile": "inductor", "lr": 1e-3,
-                               "batch_size": 64, "model_kwargs": {"depth": 2}, "mixup": 0.8}
-    assert given["connections"] == ["linear", "global"]
-    assert given["seeds"] == 4
+                     "--connections", "linear,global", "--model-kwargs", "depth=2", "--option", "mixup=0.8",
+                     "--recipe", "digits", "--parallel", "2"]) == 0
+    request = given["request"]
+    assert request.given == {"model": "vit_base", "amp": True, "torchcompile": "inductor", "lr": 1e-3,
+                             "batch_size": 64, "model_kwargs": {"depth": 2}, "mixup": 0.8}
+    assert (request.design.connections, request.design.recipe) == (["linear", "global"], "digits")
+    assert (request.seeds, given["parallel"], given["threads"]) == (4, 2, None)
 
 
 @pytest.mark.parametrize(("words", "seeds"), [(["3"], 3), (["3", "5"], [3, 5]), (["3,5"], [3, 5]), (["7,"], [7])])

@@ -1,11 +1,13 @@
 """Connections as modules: what they compute, learn, draw, print and refuse."""
 import math
+from typing import Optional
 
 import pytest
 import torch
 
-from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
+from timm_ortho import CONNECTIONS, Connection, create_connection, decompose, residual_update
 
+KNOWN = ", ".join(map(repr, CONNECTIONS))
 X, F = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, dim=-1)
 
 
@@ -93,6 +95,18 @@ def test_torchscript(name, training):
     torch.testing.assert_close(scripted, module(X, F))
 
 
+class HalfConnection(Connection):
+    """Half of the parallel part stays; as README has it, without a constructor."""
+
+    def forward(self, x: torch.Tensor, f: torch.Tensor, attn_mask: Optional[torch.Tensor] = None) -> torch.Tensor:
+        return self.join(x, f, 0.5, 1.0, attn_mask)
+
+
+def test_torchscript_of_a_connection_without_a_constructor():
+    module = create_connection(HalfConnection, dim=1).double()
+    torch.testing.assert_close(torch.jit.script(module)(X, F), module(X, F))
+
+
 def test_fx_draws_anew_at_each_call():
     traced = torch.fx.symbolic_trace(create_connection("feature", prob=0.5).double())
     torch.manual_seed(0)
@@ -100,8 +114,7 @@ def test_fx_draws_anew_at_each_call():
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
-    ({"connection": "featur"}, "unknown connection 'featur', known are 'linear', 'feature', 'global', 'hybrid'; "
-                               "did you mean 'feature'?"),
+    ({"connection": "featur"}, f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?"),
     ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite, got -1.0"),
     ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite, got 0.0"),
     ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite, got inf"),
@@ -110,8 +123,7 @@ def test_fx_draws_anew_at_each_call():
     ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
     ({"connection": ["global"]}, "['global'] is neither a connection's name, nor its class, nor a function that makes "
                                  "one"),
-    ({"connection": "orthogonal"}, "unknown connection 'orthogonal', known are 'linear', 'feature', 'global', "
-                                   "'hybrid'"),
+    ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
     ({"connection": "linear", "prob": math.nan}, "prob must be in [0, 1], got nan"),
     ({"connection": "hybrid", "prob": 0.5}, "hybrid learns its weights and takes no prob, got prob=0.5 (allowed: 1.0)"),

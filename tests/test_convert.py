@@ -1,5 +1,7 @@
 """connect(): any model of supported blocks, at any time, or an error and the model as it was."""
 import copy
+import inspect
+import pickle
 import subprocess
 import sys
 
@@ -8,9 +10,10 @@ import pytest
 import timm
 import torch
 from timm.models import resnetv2, vision_transformer as vit
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from torch import nn
 
-from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, sites
+from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, disconnect, sites
 from timm_ortho.blocks import routed, specs
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
@@ -136,6 +139,16 @@ def test_layers():
     assert {type(s.connection) for s in sites(connect(model, "global", layers=[]))} == {LinearConnection}
 
 
+def test_kinds():
+    for kinds in ("mlp", ["mlp"], {"mlp"}, iter(["mlp"])):
+        model = connect(build("Block"), "feature", kinds=kinds)
+        assert [(s.kind, s.connection.name) for s in sites(model)] == [("attention", "linear"), ("mlp", "feature")] * 2
+    connect(model, "global", kinds=["attention"], layers=[1])
+    assert [s.connection.name for s in sites(model)] == ["linear", "linear", "global", "linear"]
+    connect(model, "hybrid", kinds=[])
+    assert {s.connection.name for s in sites(model)} == {"linear"}
+
+
 def test_arguments_reach_the_connections():
     model = connect(build("Block").eval(), "feature", eps=1e-3, prob=0.25)
     assert {(s.connection.eps, s.connection.prob, s.connection.training) for s in sites(model)} == {(1e-3, 0.25, False)}
@@ -148,6 +161,47 @@ def test_hybrid_follows_device_and_dtype():
     with on_meta():
         model = connect(tiny_vit(), "hybrid")
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def decayed(model, **options):
+    """Names of the parameters to which an optimizer of timm's applies weight decay."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=0.1, weight_decay=0.05, **options)
+    groups = [group["params"] for group in optimizer.param_groups if group["weight_decay"]]
+    return {names[parameter] for group in groups for parameter in group}
+
+
+ASKING = [{}, dict(layer_decay=0.7)]
+if "weight_decay_exclude_1d" in inspect.signature(param_groups_weight_decay).parameters:  # before, it asked nobody
+    ASKING += [dict(filter_bias_and_bn=False), dict(filter_bias_and_bn=False, layer_decay=0.7)]
+
+
+@pytest.mark.parametrize("options", ASKING)
+@pytest.mark.parametrize("kind", ["Block", "PreActBasic"])
+def test_learned_connections_get_no_weight_decay(kind, options):
+    model = build(kind)
+    before = decayed(model, **options)
+    assert before
+    connect(model, "hybrid")
+    assert decayed(model, **options) == before
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert decayed(copied, **options) == before
+
+
+def test_what_the_model_spares_is_spared_as_before():
+    model = tiny_vit()
+    own = model.no_weight_decay()
+    assert own
+    learned = {f"{site.name}.{name}" for site in sites(connect(model, "hybrid")) for name in ("rho", "theta")}
+    assert model.no_weight_decay() == own | learned
+    model.no_weight_decay().clear()  # a set of the caller's own
+    connect(model, "hybrid", layers=[1])
+    assert model.no_weight_decay() == own | {name for name in learned if name.startswith("blocks.1.")}
+    for plain in (connect(model, "feature"), disconnect(connect(model, "hybrid"))):
+        assert "no_weight_decay" not in vars(plain)
+        assert plain.no_weight_decay() == own
+    resnet = connect(tiny_resnet(), "hybrid")  # whose class spares nothing
+    assert len(resnet.no_weight_decay()) == 2 * len(sites(resnet))
 
 
 def test_switching_in_the_middle_of_training_keeps_everything():
@@ -257,6 +311,8 @@ def unchanged(model, *args, **kwargs):
     ({"layers": [-1]}, ["layers", "[0, 1]", "-1"]),
     ({"layers": ["0"]}, ["layers", "'0'"]),
     ({"layers": 1}, ["layers", "[0, 1]", "got 1"]),
+    ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
+    ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
     ({"connection": "hybrid", "prob": 0.5}, ["hybrid", "prob=0.5"]),
     ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid", "prob=0.5"]),
     ({"start": "nowhere"}, ["start", "'nowhere'", "'orthogonal', 'linear'"]),

@@ -12,12 +12,13 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trained_runs import TINY, lab_grid, timm_run
 
 import timm_ortho
 from timm_ortho import cli, hub
 from timm_ortho.hub import PublishError
+from timm_ortho.weights import checks
 
 VIT = dict(TINY, num_classes=7)
 SECRET = "hf_" + "0123456789abcdef" * 2
@@ -63,6 +64,9 @@ def test_the_folder(tmp_path):
     ("vit_small_ortho", {}, dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
     ("vit_small_orthog", dict(connection_prob=0.25, connection_eps=1e-4, connection_layers=[1]),
      dict(connection="global", connection_eps=1e-4, connection_prob=0.25, connection_layers=[1])),
+    ("vit_small_ortho", dict(connection_kinds="mlp", connection_layers=[1]),
+     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_layers=[1],
+          connection_kinds=["mlp"])),
     ("vit_small_linear", {}, dict(connection="linear")),
     ("vit_small_ortho", dict(connection="linear"), dict(connection="linear")),
     ("vit_small_ortho", dict(connection="hybrid", connection_start="linear"),
@@ -120,6 +124,16 @@ def test_a_connected_model_of_timms_is_a_variant(tmp_path):
     assert config(tmp_path / "out")["architecture"] == "vit_tiny_patch16_224_ortho"
     assert "tag" not in config(tmp_path / "out")["pretrained_cfg"]
     assert torch.equal(logits(loaded(tmp_path / "out"), size=32), logits(model, size=32))
+
+
+@pytest.mark.skipif(not hasattr(timm.models._hub, "get_model_args"), reason="timm 1.0.31 keeps arguments by itself")
+def test_timms_own_way_keeps_what_create_model_was_given(tmp_path):
+    """And not what was connected afterwards: model_cards/hub.md says so."""
+    model = tiny(connection="hybrid", connection_start="linear")
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    assert repr(timm_ortho.sites(loaded(tmp_path))) == repr(timm_ortho.sites(model))
+    timm.models.save_for_hf(timm_ortho.connect(model, "global"), tmp_path, safe_serialization=True)
+    assert config(tmp_path)["model_args"]["connection"] == "hybrid"
 
 
 def test_an_entry_point_that_was_called_directly(tmp_path):
@@ -194,6 +208,26 @@ def test_a_run_of_timms_script_brings_its_arguments(tmp_path):
         assert written["model_args"]["connection_eps"] == 1e-3
         assert (written["num_classes"], written["pretrained_cfg"]["interpolation"]) == (7, "bilinear")
     assert not torch.equal(checkpoint["state_dict"]["head.weight"], checkpoint["state_dict_ema"]["head.weight"])
+
+
+def test_what_began_with_share_alike_weights_names_their_licence(tmp_path, monkeypatch):
+    """The authors' weights, fine-tuned: by timm's script, and in hand. What began elsewhere says nothing of it."""
+    base = "BootsofLagrangian/ortho-vit-b-imagenet1k-hf"
+    source = timm.create_model("vit_base_ortho", **TINY)
+    save_file(source.state_dict(), tmp_path / "weights.safetensors")
+    asked = []
+    monkeypatch.setattr(checks, "fetch", lambda *arguments: asked.append(arguments) or tmp_path / "weights.safetensors")
+    begun = timm.create_model("vit_base_ortho", pretrained=True, **TINY)
+    assert asked[0][0] == base
+    fresh = timm.create_model("vit_base_ortho", **TINY)
+    file = dict(file=str(tmp_path / "weights.safetensors"))
+    other = timm.create_model("vit_base_ortho", pretrained=True, pretrained_cfg_overlay=file, **TINY)
+    runs = [timm_run(tmp_path / f"run{flag}", model="vit_base_ortho", pretrained=flag) for flag in (True, False)]
+    for model, is_theirs in ((begun, True), (runs[0], True), (fresh, False), (other, False), (runs[1], False)):
+        card = hub.export(model, tmp_path / "out", "me/model")
+        assert (f"began as those of {base}, which are under cc-by-sa-4.0: share-alike" in card.text) is is_theirs
+        assert card.data.base_model == (base if is_theirs else None)
+        assert card.data.license is None
 
 
 def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):

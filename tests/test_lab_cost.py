@@ -4,7 +4,7 @@ import timm
 import torch
 
 import timm_ortho
-from timm_ortho.bench import measure as bench
+from timm_ortho import bench
 from timm_ortho.lab import LabError, cost
 from timm_ortho.runs.provenance import device_name
 
@@ -23,11 +23,7 @@ def test_flops_are_those_of_table_1a(model, arguments, s, d):
     for module, branch in (("attention", 8 * s * d**2 + 4 * s**2 * d), ("mlp", 16 * s * d**2)):
         for connection, update in (("linear", s * d), ("paper", 7 * s * d + 2 * s), ("feature", 6 * s * d + 3 * s)):
             row = rows[module, connection]
-            assert row["branch"] == row["branch_formula"] == branch
-            assert row["update"] == update
-            assert row["extra"] == update - s * d
-            assert row["update_formula"] == (None if connection == "feature" else update)
-        assert rows[module, "paper"]["extra"] == rows[module, "paper"]["extra_formula"] == 6 * s * d + 2 * s
+            assert (row["branch"], row["update"], row["extra"]) == (branch, update, update - s * d)
 
 
 def test_convolutions_have_the_same_extra_for_each_shape():
@@ -96,11 +92,6 @@ TABLE_11 = {  # shared/papers/tables.json, "gamma"; and its width and blocks fro
 def test_gamma_is_that_of_table_11():
     found = {row["model"]: (row["width"], row["blocks"], row["gamma"]) for row in cost.gamma_table(list(TABLE_11))}
     assert found == {name: pytest.approx(figures, abs=0.006) for name, figures in TABLE_11.items()}
-
-
-def test_gamma_of_a_model_that_is_there():
-    model = timm_ortho.connect(timm.create_model("test_vit"), "linear")
-    assert cost.gamma(model) == model.embed_dim / len(model.blocks)
 
 
 # ------------------------------------------------------------------------------------------------- Table 1b

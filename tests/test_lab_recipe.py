@@ -12,14 +12,13 @@ def write(tmp_path, text):
 
 
 @pytest.mark.parametrize("name", sorted(recipe.shipped()))
-def test_shipped_recipes_resolve(name):
-    options, inert = recipe.resolve(recipe.load(name))
-    assert options.model
-    assert not inert
+def test_shipped_recipes_resolve(name, capsys):
+    assert recipe.resolve(recipe.load(name)).model
+    assert not capsys.readouterr().err
 
 
 def test_defaults_are_timms_but_for_two():
-    options, _ = recipe.resolve({})
+    options = recipe.resolve({})
     assert {"opt": options.opt, "lr_base": options.lr_base, "smoothing": options.smoothing, "scale": options.scale} == {
         "opt": "sgd", "lr_base": 0.1, "smoothing": 0.1, "scale": [0.08, 1.0]}
     known = recipe.known_options()
@@ -28,7 +27,7 @@ def test_defaults_are_timms_but_for_two():
 
 def test_values_get_timms_types(tmp_path):
     # YAML 1.1 reads 1e-3 as text, timm's parser makes it a number
-    options, _ = recipe.resolve(recipe.load(write(tmp_path, "lr: 1e-3\nepochs: 5.0\nmean: 0.5\nmodel_kwargs: {a: 1}")))
+    options = recipe.resolve(recipe.load(write(tmp_path, "lr: 1e-3\nepochs: 5.0\nmean: 0.5\nmodel_kwargs: {a: 1}")))
     assert (options.lr, options.epochs, options.mean, options.model_kwargs) == (1e-3, 5, [0.5], {"a": 1})
 
 
@@ -60,8 +59,8 @@ def test_missing_file_names_the_nearest():
 
 def test_color_jitter_is_a_number_or_a_list():
     """timm's parser takes one number; its data module also takes a list, which only YAML can give."""
-    assert recipe.resolve({"color_jitter": 0.3})[0].color_jitter == 0.3
-    assert recipe.resolve({"color_jitter": [0.4, 0.4, 0.4, "1e-1"]})[0].color_jitter == [0.4, 0.4, 0.4, 0.1]
+    assert recipe.resolve({"color_jitter": 0.3}).color_jitter == 0.3
+    assert recipe.resolve({"color_jitter": [0.4, 0.4, 0.4, "1e-1"]}).color_jitter == [0.4, 0.4, 0.4, 0.1]
     with pytest.raises(LabError, match="option 'color_jitter' is 'much', but must be a number"):
         recipe.resolve({"color_jitter": [0.4, "much"]})
 
@@ -73,31 +72,34 @@ def test_color_jitter_is_a_number_or_a_list():
     ("amp", "yes", "option 'amp' is 'yes', but must be true or false"),
     ("model_kwargs", 3, "option 'model_kwargs' is 3, but must be a mapping"),
     ("mixpu", 1, "no option 'mixpu'; the nearest is 'mixup'"),
-    ("kd_model_name", "resnet50", "train.py has 'kd_model_name', but compare does not implement it"),
-    ("aug_splits", 3, "train.py has 'aug_splits', but compare does not implement it"),
+    ("kd_model_name", "resnet50", "train.py has 'kd_model_name', but the lab's own loop does not: remove it, or"),
+    ("aug_splits", 3, "train.py has 'aug_splits', but the lab's own loop does not: remove it, or"),
 ])
 def test_bad_values(key, value, message):
     with pytest.raises(LabError, match=message):
         recipe.resolve({key: value})
 
 
-def test_every_option_of_timm_is_answered():
-    """Implemented, named in a warning, or refused: nothing is silently ignored."""
+def test_every_option_of_timm_is_answered(capsys):
+    """The loop has it, names it in a warning, or refuses it: nothing is silently ignored. train.py has all of them."""
     other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
     for key, option in recipe.known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]
         value = choices[0]
         value = [value] if option.get("list") else value
+        assert vars(recipe.resolve({key: value}, "train.py"))[key] == value
         try:
-            options, inert = recipe.resolve({key: value})
+            options = recipe.resolve({key: value})
         except LabError:
-            assert key not in recipe.IMPLEMENTED | recipe.INERT
+            assert key not in recipe.LOOP | recipe.INERT
             continue
-        assert key in inert or key == "data" or vars(options)[key] == value
+        warned = capsys.readouterr().err == f"timm-ortho: the lab's own loop has no use for {key}\n"
+        assert warned == (key in recipe.INERT)
+        assert key in recipe.LOOP | recipe.INERT | {"data"}
+        assert vars(options)[key] == value
 
 
-def test_timms_own_args_are_a_recipe():
+def test_timms_own_args_are_a_recipe(capsys):
     everything = {key: option["default"] for key, option in recipe.known_options().items()}
-    options, inert = recipe.resolve(everything)
-    assert not inert
-    assert options.opt == "sgd"
+    assert recipe.resolve(everything).opt == "sgd"
+    assert not capsys.readouterr().err

@@ -30,6 +30,8 @@ from timm_ortho import (
 )
 from timm_ortho.blocks import registry
 
+ROOT = Path(timm_ortho.__file__).parents[1]
+
 
 class MyBlock(nn.Module):
     def __init__(self, dim=8):
@@ -90,13 +92,13 @@ def tokens():
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_readmes_examples(tmp_path):
-    readme = Path(timm_ortho.__file__).parents[1] / "README.md"
-    if not readme.exists():
+def test_the_examples_of_the_pages(tmp_path):
+    page = ROOT / "model_cards" / "own_blocks.md"
+    if not page.exists():
         pytest.skip("no checkout")
-    _, _, section = readme.read_text(encoding="utf-8").partition("### Your own blocks and connections\n")
-    examples = re.findall(r"```python\n(.*?)```", section.partition("\n### ")[0], re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) == 2
+    assert examples[0].replace("model =", "mine =") in (ROOT / "README.md").read_text(encoding="utf-8")
     (tmp_path / "mine.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples]))
     names = runpy.run_path(str(tmp_path / "mine.py"))
     assert {type(site.connection).__name__ for site in sites(names["model"])} == {"Clipped"}

@@ -8,10 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 import timm_ortho
+from timm_ortho.hub.card import CITATIONS
 
 PACKAGE = Path(timm_ortho.__file__).parent
+CARDS = PACKAGE.parent / "model_cards"
 
 HOUSE = [  # a file may import only from lines below its own
     "__main__", "cli", "lab", "hub", "bench", "models", "weights", "runs", "diagnostics", "convert", "skips", "blocks",
@@ -63,6 +66,32 @@ def test_the_marker_of_a_typed_package_is_there():
     assert (PACKAGE / "py.typed").exists()
 
 
+def of_checkout(name):
+    path = PACKAGE.parent / name
+    if not path.exists():
+        pytest.skip("no checkout")
+    return path.read_text(encoding="utf-8")
+
+
+def test_one_version_and_one_citation():
+    citation, changes = yaml.safe_load(of_checkout("CITATION.cff")), of_checkout("CHANGELOG.md")
+    assert citation["version"] == re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == timm_ortho.__version__
+    papers = [citation["preferred-citation"], *citation["references"]]
+    for paper, key in zip(papers, ("orthogonal", "skips"), strict=True):
+        assert f"title = {{{paper['title']}}}" in re.sub(" +", " ", CITATIONS[key])
+        assert all(author["family-names"] in CITATIONS[key] for author in paper["authors"])
+    assert f"Paper = \"{papers[0]['url']}\"" in of_checkout("pyproject.toml")
+
+
+def test_supported_pythons_are_those_that_ci_runs():
+    listed = re.findall(r"Python :: (3\.\d+)", of_checkout("pyproject.toml"))
+    jobs = yaml.safe_load(of_checkout(".github/workflows/ci.yml"))["jobs"]
+    other = jobs["other-pythons"]["strategy"]["matrix"]["python-version"]
+    own = jobs["everything"]["steps"][1]["with"]["python-version"]
+    assert sorted([own, *other], key=lambda version: int(version[2:])) == listed
+    assert f'requires-python = ">={listed[0]}"' in of_checkout("pyproject.toml")
+
+
 def dotted(text):
     """`timm_ortho.hub.push` and the like, also through `from timm_ortho import representation`."""
     names = re.findall(r"\btimm_ortho(?:\.[A-Za-z_]\w*)+", text)
@@ -72,11 +101,9 @@ def dotted(text):
     return sorted(set(names))
 
 
-def test_what_readme_names_is_there_after_the_import():
-    readme = PACKAGE.parent / "README.md"
-    if not readme.exists():
-        pytest.skip("no checkout")
-    names = dotted(readme.read_text(encoding="utf-8"))
+def test_what_the_pages_name_is_there_after_the_import():
+    pages = of_checkout("README.md"), *(path.read_text(encoding="utf-8") for path in CARDS.glob("*.md"))
+    names = dotted("\n".join(pages))
     assert {"timm_ortho.hub.push", "timm_ortho.connect", "timm_ortho.representation.compare"} <= set(names)
     run("import timm_ortho\n" + "\n".join(names))  # each is an expression
 

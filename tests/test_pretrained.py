@@ -22,6 +22,7 @@ from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.weights import pretrained
 
 TESTED = ["vit_test_ortho", "vit_test_orthog", "vit_test_linear"]
+REPOSITORY = "BootsofLagrangian/{}-vit-b-imagenet1k-hf"
 ROOT = Path(__file__).parents[1]
 
 
@@ -42,8 +43,9 @@ class Layer(nn.Module):
 class Described(nn.Module):
     """The authors' model from the description of its layout: nothing here is timm's or this package's."""
 
-    def __init__(self, size=224, patch=16, width=768, depth=12, heads=12, classes=1000):
+    def __init__(self, size=224, patch=16, width=768, depth=12, heads=12, classes=1000, add=None):
         super().__init__()
+        self.add = add or add_orthogonal
         self.heads = heads
         self.vit = nn.Module()
         self.vit.embeddings = nn.Module()
@@ -60,9 +62,9 @@ class Described(nn.Module):
         x = torch.cat([embeddings.cls_token.expand(len(images), -1, -1), patches], 1)
         x = x + embeddings.position_embeddings
         for layer in self.vit.encoder["layer"]:
-            x = add_orthogonal(x, self.attend(layer.attention, normed(x)))
+            x = self.add(x, self.attend(layer.attention, normed(x)))
             hidden = nn.functional.gelu(layer.intermediate["dense"](normed(x)), approximate="tanh")
-            x = add_orthogonal(x, layer.output["dense"](hidden))
+            x = self.add(x, layer.output["dense"](hidden))
         return self.classifier(self.vit.layernorm(x)[:, 0])
 
     def attend(self, attention, x):
@@ -131,6 +133,15 @@ def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_pa
         "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()  # a faster start
     assert expected.std() > 0.3
     torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_the_linear_twin_has_the_same_layout(tmp_path):
+    theirs = described(**SMALL, add=torch.add)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    x = images(2, 3, 64, 64)
+    torch.testing.assert_close(
+        from_file(tmp_path / "model.safetensors", "vit_base_linear")(x), theirs(x), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -236,11 +247,12 @@ def test_a_checkpoint_in_timms_layout_stays_as_it_is():
 
 
 # --------------------------------------------------------------------------------------------- configurations
-def test_the_authors_configuration():
-    cfg = get_pretrained_cfg("vit_base_ortho")
-    assert cfg == get_pretrained_cfg("vit_base_ortho.authors_in1k")
-    assert (cfg.hf_hub_id, cfg.hf_hub_filename) == ("BootsofLagrangian/ortho-vit-b-imagenet1k-hf", "model.safetensors")
-    assert cfg.license is None  # not known: ours is of the code
+@pytest.mark.parametrize("kind", ["ortho", "linear"])
+def test_the_authors_configuration(kind):
+    cfg = get_pretrained_cfg(f"vit_base_{kind}")
+    assert cfg == get_pretrained_cfg(f"vit_base_{kind}.authors_in1k")
+    assert (cfg.hf_hub_id, cfg.hf_hub_filename) == (REPOSITORY.format(kind), "model.safetensors")
+    assert cfg.license == "cc-by-sa-4.0"  # apache-2.0 is that of the code
     values = recipe.load("vit_b_imagenet1k")
     assert cfg.input_size == (3, values["img_size"], values["img_size"])
     assert (list(cfg.mean), list(cfg.std), cfg.crop_pct) == (values["mean"], values["std"], values["crop_pct"])
@@ -249,9 +261,9 @@ def test_the_authors_configuration():
 
 def test_only_what_has_weights_says_so():
     ours = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
-    assert [name for name in ours if timm.is_model_pretrained(name)] == ["vit_base_ortho", *TESTED]
+    assert [name for name in ours if timm.is_model_pretrained(name)] == ["vit_base_ortho", "vit_base_linear", *TESTED]
     assert timm.list_pretrained("vit_test_*") == [f"{name}.digits" for name in sorted(TESTED)]
-    for name in ("vit_base_orthog", "vit_base_linear", "vit_small_ortho"):
+    for name in ("vit_base_orthog", "vit_small_linear", "vit_small_ortho"):
         with on_meta(), pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
             timm.create_model(name, pretrained=True)
     with pytest.raises(RuntimeError, match=r"Invalid pretrained tag \(digits\) for vit_base_ortho"):
@@ -339,13 +351,10 @@ def test_shipped_weights_adapt():
 
 
 # ---------------------------------------------------------------------------------------------- list --weights
-REPOSITORY = "models--BootsofLagrangian--ortho-vit-b-imagenet1k-hf"
-
-
-def put_into_cache(home, file):
+def put_into_cache(home, file, kind="ortho"):
     """A file where huggingface_hub keeps what it has downloaded."""
     commit = "0" * 40
-    folder = home / "hub" / REPOSITORY
+    folder = home / "hub" / f"models--{REPOSITORY.format(kind).replace('/', '--')}"
     (folder / "snapshots" / commit).mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
@@ -373,17 +382,18 @@ sys.exit(main(sys.argv[1:]))
 def test_list_of_weights(tmp_path, small):
     head, *rows = listed(tmp_path)
     assert [head[0], *head[1].split()] == ["name", "size", "from", "here"]
-    assert [name for name, _ in rows] == ["vit_base_ortho.authors_in1k", *(f"{name}.digits" for name in sorted(TESTED))]
+    authors = {f"vit_base_{kind}.authors_in1k": f"hf-hub:{REPOSITORY.format(kind)}" for kind in ("linear", "ortho")}
+    assert [name for name, _ in rows] == [*authors, *(f"{name}.digits" for name in sorted(TESTED))]
     texts = dict(rows)
-    assert texts["vit_base_ortho.authors_in1k"].split() == [
-        "346", "MB", "hf-hub:BootsofLagrangian/ortho-vit-b-imagenet1k-hf", "not", "downloaded"]
+    for name, source in authors.items():
+        assert texts[name].split() == ["346", "MB", source, "not", "downloaded"]
     size = round(pretrained.weights_file("vit_test_ortho.digits").stat().st_size / 1000)
     assert texts["vit_test_ortho.digits"].split() == [f"{size}", "kB", "this", "package", "here"]
     put_into_cache(tmp_path, small[1])
     size = round(small[1].stat().st_size / 1000)
-    rows = listed(tmp_path, "vit_base*")[1:]
+    rows = listed(tmp_path, "vit_base*ortho")[1:]
     assert [(name, text.split()) for name, text in rows] == [("vit_base_ortho.authors_in1k", [
-        f"{size}", "kB", "hf-hub:BootsofLagrangian/ortho-vit-b-imagenet1k-hf", "here"])]
+        f"{size}", "kB", f"hf-hub:{REPOSITORY.format('ortho')}", "here"])]
 
 
 def test_list_of_weights_of_nothing(capsys):

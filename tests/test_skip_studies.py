@@ -6,7 +6,7 @@ import timm
 import yaml
 
 from timm_ortho import cli, sites
-from timm_ortho.lab import design, paper, recipe, study_specs
+from timm_ortho.lab import design, layout, paper, recipe
 from timm_ortho.models._build import on_meta
 
 FIGURES = paper.skip_figures()
@@ -53,7 +53,8 @@ def test_study_has_the_cells_of_the_table(name):
 
 @pytest.mark.parametrize("scale", design.SCALES)
 def test_ranks_are_what_the_axis_says(scale):
-    for variant in design.load("skip_rank", scale).variants({"dataset": "digits", "device": "cpu"}):
+    data, trainer = ("cifar10", "train.py") if scale == "paper" else ("digits", "lab")
+    for variant in design.load("skip_rank", scale).variants({"dataset": data, "device": "cpu"}, trainer):
         with on_meta():
             model = timm.create_model(variant.options.model, **variant.options.model_kwargs)
         skips = [site.connection.skip for site in sites(model)]
@@ -62,16 +63,12 @@ def test_ranks_are_what_the_axis_says(scale):
 
 
 def test_paper_figures_stand_where_the_runs_do():
-    """Each cell of a table meets the runs on its data set; a few figures, typed from the paper's text."""
-    spec = study_specs.SPECS["skips_branch4"]
+    """Each cell of a table meets the runs on its data set; a figure, typed from the paper's text."""
+    study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
+             "dataset": "torch/cifar100"}
     run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}
-    place = spec.place({"dataset": "torch/cifar100"}, run, "top1", spec.measures["top1"])
-    assert spec.paper()[place] == [72.716, 0.314]
-    cells = {name: study_specs.SPECS[name].paper() for name in TABLES}
-    assert {name: len(figures) for name, figures in cells.items()} == {
-        "skips_single": 24, "skips_branch4": 35, "skips_depthwise": 24}
-    assert cells["skips_single"][("20", "Identity"), ("CIFAR-10",)] == [92.468, 0.171]
-    assert cells["skips_depthwise"][("56", "Orthogonal-Random"), ("SVHN",)] == [97.058, 0.055]
+    laid_out = layout.Layout.of(study)
+    assert laid_out.stated[laid_out.place(laid_out.keys(run, "top1"))] == [72.716, 0.314]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -88,7 +85,7 @@ def test_from_run_to_report(name, tmp_path, monkeypatch, capsys):
     else:
         assert "rank / width" in said
     assert "Wang et al. (2017)" in report
-    assert results["study"]["paper"] == study_specs.paper.section(name)["table"] + " of Wang et al. (2017)"
+    assert results["study"]["paper"] == paper.section(name)["table"] + " of Wang et al. (2017)"
 
 
 def test_listed_recipes(capsys):

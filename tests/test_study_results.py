@@ -8,11 +8,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from made_up_runs import runs_of, study_of
+from tiny_study import planned, request, written
 
-from timm_ortho.lab import study_report
+from timm_ortho.lab import collect, launch, report, run
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
+import readme_results  # noqa: E402
 import study_results  # noqa: E402
 
 STUDY = {
@@ -33,7 +36,7 @@ def cards(tmp_path, monkeypatch):
 
 
 def finished(folder, unfinished=()):
-    study_report.write(STUDY, ROWS, list(unfinished), folder)
+    report.write(STUDY, ROWS, list(unfinished), folder)
     (folder / "study.yaml").touch()
     return folder
 
@@ -48,24 +51,82 @@ def test_a_study_becomes_a_report_and_a_line_of_the_list(cards, tmp_path):
     page = (cards / "README.md").read_text()
     assert page.startswith("before\n")
     assert page.endswith("after\n")
-    assert "old" not in page
-    assert "| [How wide?](results/studies/gamma-small/report.md) | Table 11 | - | see the table |" in page.splitlines()
+    assert "\nold\n" not in page
+    assert "| [How wide?](results/studies/gamma-small/report.md) | Table 11 | - | - | - | - |" in page.splitlines()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "figures", "report.html", "report.md", "results.json", "study.yaml"]
 
 
 def test_a_study_of_no_paper_has_a_dash_in_the_list(cards, tmp_path):
-    study_report.write({**STUDY, "paper": "", "table": ""}, ROWS, [], tmp_path / "run")
+    report.write({**STUDY, "paper": "", "table": ""}, ROWS, [], tmp_path / "run")
     (tmp_path / "run" / "study.yaml").touch()
     study_results.main([tmp_path / "run"], cards)
     page = (cards / "README.md").read_text()
-    assert "| [How wide?](results/studies/gamma-small/report.md) | - | - | see the table |" in page.splitlines()
+    assert "| [How wide?](results/studies/gamma-small/report.md) | - | - | - | - | - |" in page.splitlines()
 
 
 def test_an_unfinished_study_is_refused(cards, tmp_path):
     with pytest.raises(SystemExit, match="unfinished runs: lr=1-linear-seed0"):
         study_results.main([finished(tmp_path / "run", ["lr=1-linear-seed0"])], cards)
     assert not (cards / "results").exists()
+
+
+def test_finished_runs_are_kept_and_gone_on_from(tmp_path):
+    study = written(tmp_path, representation=False)
+    first = planned(request(study, tmp_path / "here")).folder
+    done, waiting = "lr=0.001-linear-seed0", "lr=0.01-feature-seed0"
+    run.run(first / done)
+    assert study_results.keep(first, tmp_path / "unfinished") == 1
+    kept = tmp_path / "unfinished" / "tiny"
+    assert {path.name for path in kept.iterdir()} == {"study.yaml", done}
+    assert {path.name for path in (kept / done).iterdir()} == {
+        "run.yaml", "result.json", "history.jsonl", "summary.csv", "probe.jsonl", "records.jsonl"}
+    assert not [path for path in kept.rglob("*") if path.is_file() and str(tmp_path) in path.read_text()]
+    records = (kept / done / "records.jsonl").read_text().splitlines()
+    assert {json.loads(row)["step"] for row in records} == {4, 6}  # of 2 x 4 steps
+
+    assert collect.status(kept).endswith("1 finished, 3 waiting")
+
+    again = planned(request(study, kept))
+    assert done not in launch.waiting(kept, again.runs)
+    assert waiting in launch.waiting(kept, again.runs)
+    found = [collect.collect([folder])[0] for folder in (kept, first)]
+    assert found[0][1][0]["top1"] == found[1][1][0]["top1"]
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_of_many_runs_less_is_kept(cards, tmp_path, monkeypatch, many):
+    runs = runs_of("dynamics")
+    monkeypatch.setattr(study_results, "MANY", len(runs) - many)
+    report.write(study_of("dynamics"), runs, [], tmp_path / "run")
+    (tmp_path / "run" / "study.yaml").touch()
+    study_results.main([tmp_path / "run"], cards)
+    whole = json.loads((tmp_path / "run" / "results.json").read_text())
+    kept = json.loads(next(cards.glob("results/studies/*/results.json")).read_text())
+    plot = next(cards.glob("results/studies/*/figures/differences.svg")).relative_to(cards)
+    assert f"![differences]({plot})" in (cards / "README.md").read_text()
+    assert kept["summary"] == whole["summary"]
+    for less, more in zip(kept["runs"], whole["runs"], strict=True):
+        assert less["history"] == more["history"]
+        assert less["probe"] == ([more["probe"][0], more["probe"][-1]] if many else more["probe"])
+        last = max(row["step"] for row in more["dynamics"])
+        steps = {row["step"] for row in less["dynamics"]}
+        assert max(steps) == last
+        assert (min(steps) > last * (1 - 1 / more["epochs"])) is many
+
+
+def test_a_comparison_becomes_numbers_a_figure_and_a_table(cards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(readme_results, "commit_before", lambda file: "0123456789ab")
+    report.write(study_of("compare"), runs_of("compare"), [], tmp_path / "run")
+    (tmp_path / "run" / "study.yaml").touch()
+    readme_results.main(tmp_path / "run", "mine", cards)
+    assert (cards / "compare_mine.svg").stat().st_size > 1000
+    values = json.loads((cards / "results" / "mine.json").read_text())
+    assert values["commit"] == "0123456789ab"
+    assert {len(run["probe"]) for run in values["runs"]} == {1}
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| linear | 81.00 ± 1.00 | - | 0, 1, 2 |",
+        "| feature | 81.00 ± 1.00 | +0.00 [+0.00, +0.00] | 0, 1, 2 |"]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

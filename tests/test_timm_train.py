@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,8 @@ import timm
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import save_file
+from test_pretrained import SMALL, SMALL_ARGUMENTS, described, put_into_cache
 
 import timm_ortho
 from timm_ortho.lab.paper import experiments
@@ -90,9 +93,10 @@ def images(tmp_path_factory):
     return folder
 
 
-def call(command, cwd):
+def call(command, cwd, **variables):
     """Runs it in a clean environment, returns its output; its output is in the message if it fails."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env.update(variables)
     process = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, text=True, timeout=900,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.returncode == 0, f"{' '.join(map(str, command))}\n{process.stdout[-4000:]}"
@@ -130,6 +134,24 @@ def validate(scripts, images, model, checkpoint, output):
           "--results-file", output, "--results-format", "json"], scripts)
     results = json.loads(output.read_text())
     return (results[0] if isinstance(results, list) else results)["top1"]
+
+
+def test_the_authors_pair_is_evaluated_as_their_cards_say(scripts, images, tmp_path):
+    """The command of the cards, on narrow models in the authors' layout that lie in the cache."""
+    card = (Path(__file__).parents[1] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
+    command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
+    command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
+    torch.manual_seed(0)
+    for kind, add in (("ortho", None), ("linear", torch.add)):
+        save_file(described(**SMALL, add=add).state_dict(), tmp_path / "model.safetensors")
+        put_into_cache(tmp_path, tmp_path / "model.safetensors", kind)
+    kwargs = [f"{key}={value}" for key, value in SMALL_ARGUMENTS.items()]
+    call([*command, "--model-kwargs", *kwargs, "--img-size", "64", "--device", "cpu", "--workers", "0",
+          "--no-prefetcher", "--results-file", tmp_path / "results.json", "--results-format", "json"],
+         scripts, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["model"] for row in results} == {"vit_base_ortho.authors_in1k", "vit_base_linear.authors_in1k"}
+    assert all(row["crop_pct"] == 1.0 and row["img_size"] == 64 for row in results)
 
 
 @pytest.mark.parametrize("model", MODELS)

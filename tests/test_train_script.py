@@ -147,6 +147,22 @@ def test_train_py_of_the_current_folder(bench):
     assert command[3] == "./train.py"
 
 
+@pytest.mark.parametrize(("given", "folder", "added"), [
+    (["--experiment", "mine"], "output/train/mine", True),
+    (["--output", "there", "--experiment=mine"], "there/mine", True),
+    (["--experiment", "mine"], "output/train/other", False),
+    ([], "output/train/mine", False),
+    (["--experiment", "mine", "--resume", "x"], "output/train/mine", False),
+])
+def test_a_run_with_a_checkpoint_is_resumed(bench, given, folder, added):
+    checkpoint = bench / "work" / folder / "last.pth.tar"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    command = started(bench, "DATA", *given, gpus=1)
+    resume = ["--resume", f"{folder}/last.pth.tar"] if added else []
+    assert command == ["--standalone", "--nproc-per-node", "1", *train_py(bench), *resume, *given]
+
+
 def test_shipped_recipe(bench):
     process, [(command, _)] = start(bench, "vit_s_cifar10", "vit_small_ortho", "DATA")
     assert process.returncode == 0
@@ -245,7 +261,8 @@ def test_slurm(bench):
     for rank, (command, environment) in enumerate(calls):
         assert environment == {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "node7", "MASTER_PORT": "20123"}
         assert command == ["--nnodes", "2", "--nproc-per-node", "4", "--node-rank", str(rank), "--master-addr", "node7",
-                           "--master-port", "20123", *train_py(bench, "my data"), "--batch-size", "128", "--sync-bn"]
+                           "--master-port", "20123", *train_py(bench, "my data"), "--batch-size", "128", "--sync-bn",
+                           "--experiment", "job-4000123"]
     assert len(calls) == 2
 
 

@@ -151,6 +151,7 @@ def test_kernels(case):
 
 
 @pytest.mark.slow  # each case is compiled, and would be while it shrinks
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # Inductor's, of a stream and a branch of the two dtypes
 @examples(10, [Phase.generate])
 @given(cases())
 def test_inductor(case):

@@ -1,10 +1,13 @@
-"""A study that takes seconds: its file, its runs and what they leave."""
+"""A study that takes seconds: its file, its runs, trained in this process, and what they leave."""
 import json
+from pathlib import Path
 
 import torch
 import yaml
 
-from timm_ortho.lab import study
+from timm_ortho.lab import plan, run, study
+from timm_ortho.lab.folder import read_lines
+from timm_ortho.lab.train import Training
 
 # Everything that a run can do, in seconds.
 STUDY = """
@@ -31,6 +34,9 @@ scales:
       drop_path: 0.1
       model_kwargs: {embed_dim: 16, num_heads: 2, patch_size: 8, depth: 2}
 """
+SMALL = yaml.safe_load(STUDY)["scales"]["smoke"]["options"]
+BATCHES = 4  # of an epoch
+TIMED = ("seconds", "images_per_second", "peak_memory")
 
 
 def written(folder, text=STUDY, **changes):
@@ -40,34 +46,112 @@ def written(folder, text=STUDY, **changes):
     return str(path)
 
 
-def run(name, output, scale="smoke", workers=1, seeds=None, **given):
-    return study.run(name, {"device": "cpu", **given}, scale=scale, workers=workers, seeds=seeds, output=str(output))
+def request(name, output=None, *, seeds=None, only=None, train_py=None, gpus=0, scale="smoke", **given):
+    """For a study's file or the name of a shipped one."""
+    return study.Request(
+        study.load(name, scale), {"device": "cpu", **given}, seeds=seeds, only=only or {}, train_py=train_py, gpus=gpus,
+        output=None if output is None else str(output), command="timm-ortho study run")
 
 
-def results(output):
-    return json.loads((output / "results.json").read_text())
+def compared(output=None, connections=("linear", "feature"), seeds=1, recipe=None, **given):
+    """For `timm-ortho compare` on a few digits."""
+    options = {key: value for key, value in SMALL.items() if key != "model_kwargs"}
+    kwargs = {"model_kwargs": {**SMALL["model_kwargs"], **given.pop("model_kwargs", {})}, **given}
+    return study.Request(
+        study.comparison(connections, recipe), {"device": "cpu", **options, **kwargs}, seeds=seeds,
+        output=None if output is None else str(output), command="timm-ortho compare")
+
+
+def planned(request):
+    """The plan, with its folders."""
+    found = plan.plan(request)
+    found.write()
+    return found
+
+
+def trained(request):
+    """The output folder of runs that were trained here, one after the other."""
+    found = planned(request)
+    for name in found.runs:
+        run.run(found.folder / name)
+    return found.folder
+
+
+def only_run(request):
+    """The folder of a study's one run, planned."""
+    found = planned(request)
+    (name,) = found.runs
+    return found.folder / name
+
+
+def one_run(output, connection="feature", **options):
+    """The folder of one run, planned."""
+    return only_run(compared(output, [connection], **options))
+
+
+class Stop(Exception):
+    """What ends a run at a moment that the test chooses."""
+
+
+def stopped(folder, monkeypatch, step, error=Stop):
+    """Trains a run until an exception before its n-th backward pass."""
+    original, left = Training._backward, [step]
+
+    def backward(self, loss, update):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        original(self, loss, update)
+
+    with monkeypatch.context() as context:
+        context.setattr(Training, "_backward", backward)
+        try:
+            run.run(folder)
+        except error:
+            return
+    raise AssertionError("it ended before that")
+
+
+def switching(optimizer, **options):
+    """One run: a connection that draws random numbers, then another, with every state that a checkpoint can hold."""
+    values = yaml.safe_load(STUDY)
+    values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
+    return dict(
+        grid={"switch": {"GF": {"connection": "global", "switch": {"to": "feature", "optimizer": optimizer},
+                                "connection_prob": 0.7}}},
+        baseline={"switch": "GF"}, representation=False, scales=values["scales"])
 
 
 def state(folder):
     return torch.load(folder / "last.pth.tar", weights_only=False)
 
 
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+def rates(folder):
+    return [row["lr"] for row in read_lines(folder / "history.jsonl")]
+
+
 def assert_same_run(one, other):
-    """Weights, optimizer, EMA and every record are bit for bit the same."""
-    for key in ("state_dict", "state_dict_ema"):
-        mine, theirs = (state(folder).get(key, {}) for folder in (one, other))
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    mine, theirs = (state(folder)["optimizer"] for folder in (one, other))
-    assert mine["param_groups"] == theirs["param_groups"]
-    torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
-    for name in ("dynamics.json", "records.json", "summary.csv"):
-        assert (one / name).exists() == (other / name).exists()
-        if (one / name).exists():
-            assert (one / name).read_text() == (other / name).read_text()
-    timed = ("seconds", "images_per_second", "peak_memory")
-    histories = [json.loads((folder / "history.json").read_text()) for folder in (one, other)]
-    for row in histories[0] + histories[1]:
-        for key in timed:
-            del row[key]
-    assert histories[0] == histories[1]
+    """Weights, optimizers, EMAs and every record of both stages are bit for bit the same."""
+    files = [{path.relative_to(folder) for path in folder.rglob("*.pth.tar")} for folder in (one, other)]
+    assert files[0] == files[1]
+    for place in (file.parent for file in files[0]):
+        for key in ("state_dict", "state_dict_ema"):
+            mine, theirs = (state(folder / place).get(key, {}) for folder in (one, other))
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        mine, theirs = (state(folder / place)["optimizer"] for folder in (one, other))
+        assert mine["param_groups"] == theirs["param_groups"]
+        torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
+        assert (one / place / "summary.csv").read_text() == (other / place / "summary.csv").read_text()
+    for name in ("probe.jsonl", "records.jsonl"):
+        assert read_lines(one / name) == read_lines(other / name)
+    untimed = [[{key: value for key, value in row.items() if key not in TIMED}
+                for row in read_lines(folder / "history.jsonl")] for folder in (one, other)]
+    assert untimed[0] == untimed[1] != []
+    results = [{key: value for key, value in read(folder / "result.json").items() if key not in (*TIMED, "made_with")}
+               for folder in (one, other)]
+    assert results[0] == results[1]

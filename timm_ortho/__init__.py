@@ -1,6 +1,6 @@
 """Orthogonal residual connections for timm. Importing this package registers its models with timm."""
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .blocks import not_residual, register_block
 from .connections import (
@@ -22,7 +22,11 @@ from .models import paper, skip_networks, variants  # registers the models
 from .routing import RoutingError
 from .skips import SKIPS, Skip, create_skip
 from .skips.rewrites import SkipRewriteError, absorb, diagonalise
-from .weights.fetching import WeightsError
+from .weights.errors import WeightsError
+
+if TYPE_CHECKING:  # see __getattr__
+    from . import hub as hub
+    from .hub import pull
 
 __version__ = "0.1.0"
 

@@ -1,10 +1,13 @@
-"""Checks of arguments that several files share: a ValueError says what was given and what is allowed."""
+"""Checks of arguments and numbers that several files share: a ValueError says what was given and what is allowed."""
 import difflib
 import math
 from numbers import Real
-from typing import Collection
+from typing import Any, Collection, List, Optional
 
-__all__ = ["check_eps", "check_prob", "known_name"]
+import torch
+from torch import Tensor
+
+__all__ = ["check_eps", "check_mask", "check_prob", "check_tensors", "finite", "known_name", "without_nan"]
 
 
 def check_eps(eps: float) -> None:
@@ -19,6 +22,33 @@ def check_prob(prob: float) -> None:
         raise ValueError(f"prob must be in [0, 1], got {prob!r}")
 
 
+def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
+    """``dims``, all axes but the first for None; ValueError unless they are axes of tensors that belong together."""
+    ndim = x.dim()
+    axes = list(range(1, ndim)) if dims is None else dims
+    if x.shape != f.shape:
+        problem = "stream and branch output must have the same shape"
+    elif x.device != f.device:
+        problem = f"stream and branch output must be on the same device, got x on {x.device} and f on {f.device}"
+    elif not (x.is_floating_point() and f.is_floating_point()):
+        problem = f"stream and branch output must be floating-point, got {x.dtype} and {f.dtype}"
+    elif not axes or not all(-ndim <= d < ndim for d in axes) or len({d % ndim for d in axes}) < len(axes):
+        given = dims if dims is None else dims[0] if len(dims) == 1 else tuple(dims)
+        problem = f"dim must name one or more different axes in [{-ndim}, {ndim - 1}], got {given}"
+    else:
+        return axes
+    raise ValueError(f"{problem}; x of shape {tuple(x.shape)} and f of shape {tuple(f.shape)}")
+
+
+def check_mask(mask: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless ``mask`` is boolean and broadcasts to the shape of ``x``."""
+    sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    if mask.dtype != torch.bool or mask.dim() > x.dim() or any(size not in (1, of_x) for size, of_x in sizes):
+        raise ValueError(
+            f"mask must be boolean and broadcast to the shape of x, got {mask.dtype} of shape {tuple(mask.shape)}; "
+            f"x of shape {tuple(x.shape)}")
+
+
 def known_name(kind: str, name: str, known: Collection[str]) -> str:
     """``name`` if it is one of ``known``, otherwise a ValueError that lists them and suggests the nearest."""
     if isinstance(name, str) and name in known:
@@ -26,3 +56,19 @@ def known_name(kind: str, name: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(repr(k) for k in known)}{hint}")
+
+
+def finite(value: Optional[float]) -> bool:
+    """False for NaN, for infinities, and for the null that JSON makes of them."""
+    return value is not None and math.isfinite(value)
+
+
+def without_nan(value: Any) -> Any:
+    """What JSON holds of a value: null in place of NaN and infinities, which it does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): without_nan(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(v) for v in value]
+    return value

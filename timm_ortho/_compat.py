@@ -1,5 +1,5 @@
-"""Private names of torch and timm that this package uses, each once, and what for; tests/test_compat.py tries them."""
-from typing import Optional
+"""Private names of torch, timm and submitit, each used here and nowhere else; tests/test_compat.py tries them."""
+from typing import Any, Optional
 
 import torch
 from timm.models._features import feature_take_indices  # what `indices` of a forward_intermediates means
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # every operation th
 __all__ = [
     "TorchDispatchMode", "compiled_model", "feature_take_indices", "forward_mode_is_active", "functorch_is_active",
     "is_compiled_in_place", "is_compiler_error", "is_recorded", "is_sharded", "save_config_for_hf",
+    "submission_script",
 ]
 
 # Whether a transform of torch.func is active, which no public function tells.
@@ -48,3 +49,8 @@ def compiled_model(module: nn.Module) -> Optional[nn.Module]:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
+
+
+def submission_script(executor: Any) -> str:
+    """What a Slurm executor of submitit would hand to sbatch."""
+    return executor._make_submission_file_text(executor._submitit_command_str, "plan")

@@ -140,7 +140,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+        args = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
         try:
             return of(*map(_static, args))(*args)
         except Exception as error:
@@ -178,6 +178,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
             return (kernel if _agrees[case] else reference)(x, other, *args)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return kernel(x, other, *args)
+        problem: Optional[str]
         try:
             results = kernel(x, other, *args)
         except torch.cuda.OutOfMemoryError:

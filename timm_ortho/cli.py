@@ -1,6 +1,5 @@
 """The command line: parses, calls, prints. Errors in what the user gave are one line and exit status 2."""
 import argparse
-import importlib
 import importlib.util
 import os
 import re
@@ -16,7 +15,7 @@ from . import __version__
 __all__ = ["main"]
 
 _PLOTTING = {"matplotlib": "matplotlib", "tqdm": "tqdm"}
-_LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scikit-learn"}
+_LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
 
 
 class UsageError(Exception):
@@ -54,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(commands)
     _add_push(commands)
     _add_list(commands)
+    _add_show(commands)
     env = commands.add_parser("env", help="versions, device and backend, for a bug report")
     env.set_defaults(call=_env)
     run = commands.add_parser(
@@ -84,7 +84,9 @@ def _add_compare(commands: Any) -> None:
     add("--img-size", type=int, metavar="N")
     add("--lr", type=float, metavar="LR")
     add("--workers", "-j", type=int, metavar="N")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: 1 for a small model, else PyTorch's choice)")
+    add("--parallel", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--threads", type=int, metavar="N",
+        help="CPU threads of each run (default: 1 for a small model, else PyTorch's choice)")
     add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
     add("--amp", action="store_true", default=None, help="mixed precision")
     add("--amp-dtype", choices=["float16", "bfloat16"])
@@ -92,6 +94,7 @@ def _add_compare(commands: Any) -> None:
     add("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the model")
     add("--option", "-o", action="append", default=[], metavar="KEY=VALUE", help="any other option of timm's train.py")
     add("--output", metavar="DIR", help="default: output/compare/ and a name that follows from the settings")
+    add("--open", dest="opened", action="store_true", help="show the report in the browser at the end")
     parser.set_defaults(call=_compare)
 
 
@@ -100,26 +103,17 @@ _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    _require("compare", _LAB)
-    from .lab import LabError
-    from .lab.compare import compare
-    try:
+    with _lab("compare") as study:
         given = dict(_assignment(text) for text in parsed.option)
         given.update({key: getattr(parsed, key) for key in _PASSED if getattr(parsed, key) is not None})
         if parsed.model_kwargs:
             given["model_kwargs"] = dict(_assignment(text) for text in parsed.model_kwargs)
         if parsed.data_dir is not None and parsed.dataset is None and parsed.recipe is None:
             given["dataset"] = ""  # an image folder, as in train.py
-        return compare(
-            given,
-            recipe_name=parsed.recipe,
-            connections=_words(parsed.connections),
-            seeds=_seeds(parsed.seeds),
-            output=parsed.output,
-            threads=parsed.threads,
-        )
-    except LabError as error:
-        raise UsageError(error) from None
+        request = study.Request(
+            study.comparison(_words(parsed.connections), parsed.recipe), given, seeds=_seeds(parsed.seeds),
+            output=parsed.output, command=parsed.command_line)
+        return study.run(request, parallel=parsed.parallel, threads=parsed.threads, opened=parsed.opened)
 
 
 # ------------------------------------------------------------------------------------------------ study
@@ -128,19 +122,27 @@ def _add_study(commands: Any) -> None:
         "study", help="re-run one of the paper's experiments and report it beside the paper's table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="the studies").set_defaults(call=_study_list)
+    plan = actions.add_parser(
+        "plan", help="write and print what a study would run",
+        description="Writes a folder for each run of a study, with its options and its command, and runs nothing.")
+    _add_study_arguments(plan)
+    plan.set_defaults(call=_study_plan)
     run = actions.add_parser(
         "run", help="train what a study needs, and report",
         description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C leaves a report of what is "
                     "finished; the same command again continues.")
     _add_study_arguments(run)
-    run.add_argument("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the "
-                                                             "seeds themselves: 0 4 7")
-    run.add_argument("--workers", "-j", type=int, default=1, metavar="N", help="runs at a time: one a GPU or CPU core")
-    run.add_argument("--threads", type=int, metavar="N",
-                     help="CPU threads of each run (default: 1; PyTorch's choice where nothing is trained)")
     run.set_defaults(call=_study_run)
-    report = actions.add_parser("report", help="report what a study's folder holds, without training")
-    _add_study_arguments(report)
+    status = actions.add_parser("status", help="where each run of a study stands, by its files")
+    status.add_argument("folder", type=Path, metavar="FOLDER", help="the study's --output")
+    status.set_defaults(call=_study_status)
+    report = actions.add_parser(
+        "report", help="report what folders hold, without training",
+        description="Makes one report of the outputs of one or several studies, finished or not, and of runs that "
+                    "timm's train.py made by hand.")
+    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="outputs of studies, or runs")
+    report.add_argument("--output", type=Path, metavar="DIR", help="default: the first folder")
+    report.add_argument("--open", dest="opened", action="store_true", help="show it in the browser")
     report.set_defaults(call=_study_report)
 
 
@@ -148,14 +150,29 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", help="a study of the list, or a file")
     add("--dataset", default="digits", metavar="NAME",
-        help="digits (default), cifar10, cifar100, tiny_imagenet, imagenet1k, or timm's name: torch/fashion_mnist, ... "
-             "(an image folder: '' with --data-dir)")
+        help="digits (default), cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, or timm's name: "
+             "torch/fashion_mnist, ... (an image folder: '' with --data-dir)")
     add("--data-dir", metavar="DIR", help="folder of the data set")
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
+    add("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the seeds "
+                                                "themselves: 0 4 7")
+    add("--only", action="append", default=[], metavar="AXIS=VALUE[,VALUE]",
+        help="run these cells only: model=vit_b, connection=linear,feature")
     add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
     add("--option", "-o", action="append", default=[], metavar="KEY=VALUE",
         help="any option of timm's train.py that the study does not vary")
     add("--output", metavar="DIR", help="default: output/study/ and a name that follows from the settings")
+    add("--parallel", "--workers", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--threads", type=int, metavar="N",
+        help="CPU threads of each run (default: 1; PyTorch's choice where nothing is trained)")
+    add("--train-py", type=Path, metavar="FILE",
+        help="timm's train.py, which trains at scale paper (default there: train.py in TIMM_DIR) and wherever it is "
+             "given; else the lab's own loop does")
+    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each run of train.py, on each node (default: none)")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes of each run of train.py")
+    add("--launcher", default="local", choices=["local", "slurm"], help="where the runs are started (default: local)")
+    add("--minutes", type=int, default=1440, metavar="N", help="time limit of a Slurm job, which is then requeued")
+    add("--slurm", action="append", default=[], metavar="KEY=VALUE", help="option of sbatch: partition=gpu, account=me")
 
 
 def _study_list(parsed: argparse.Namespace) -> int:
@@ -164,43 +181,67 @@ def _study_list(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _study_plan(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        study.make_plan(_request(study, parsed), _slurm(study, parsed))
+    return 0
+
+
 def _study_run(parsed: argparse.Namespace) -> int:
     with _lab("study") as study:
         return study.run(
-            parsed.name,
-            _study_options(parsed),
-            scale=parsed.scale,
-            seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
-            workers=parsed.workers,
-            threads=parsed.threads,
-            output=parsed.output,
-            command=parsed.command_line,
-        )
+            _request(study, parsed), slurm=_slurm(study, parsed), parallel=parsed.parallel, threads=parsed.threads)
+
+
+def _study_status(parsed: argparse.Namespace) -> int:
+    with _lab("study") as study:
+        print(study.status(parsed.folder))
+    return 0
 
 
 def _study_report(parsed: argparse.Namespace) -> int:
     with _lab("study") as study:
-        folder = study.find(parsed.name, _study_options(parsed), parsed.scale, parsed.output)
-        print(study.report(folder, parsed.command_line))
+        print(study.report_on(parsed.folders, parsed.output, parsed.opened))
     return 0
+
+
+def _request(study: Any, parsed: argparse.Namespace) -> Any:
+    given = dict(_assignment(text) for text in parsed.option)
+    given.update({key: getattr(parsed, key) for key in ("dataset", "data_dir", "device")
+                  if getattr(parsed, key) is not None})
+    only = dict(text.partition("=")[::2] for text in parsed.only)
+    train_py = parsed.train_py
+    if train_py is None and parsed.scale == "paper" and os.environ.get("TIMM_DIR"):
+        train_py = Path(os.environ["TIMM_DIR"], "train.py")
+    return study.Request(
+        study.load(parsed.name, parsed.scale),
+        given,
+        seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
+        output=parsed.output,
+        only={axis: _words([values]) for axis, values in only.items()},
+        train_py=train_py,
+        gpus=parsed.gpus,
+        nodes=parsed.nodes,
+        command=parsed.command_line,
+    )
+
+
+def _slurm(study: Any, parsed: argparse.Namespace) -> Any:
+    if parsed.launcher == "local":
+        return None
+    options = dict(_assignment(text) for text in parsed.slurm)
+    return study.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, options)
 
 
 @contextmanager
 def _lab(command: str) -> Iterator[Any]:
-    """The command's module of the lab; inside it what the lab refuses is a usage error."""
+    """The lab's commands; inside it what the lab refuses is a usage error."""
     _require(command, _LAB)
-    from .lab import LabError
+    from .lab import LabError, study
     try:
-        yield importlib.import_module(f".lab.{command}", __package__)
+        yield study
     except LabError as error:
         raise UsageError(error) from None
-
-
-def _study_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    given = dict(_assignment(text) for text in parsed.option)
-    given.update({key: getattr(parsed, key) for key in ("dataset", "data_dir", "device")
-                  if getattr(parsed, key) is not None})
-    return given
 
 
 def _require(command: str, packages: Mapping[str, str]) -> None:
@@ -296,6 +337,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
 
 
 def _list_recipes() -> None:
+    from .lab import aligned
     from .lab.paper import experiments, figures, skip_recipe
     from .lab.recipe import load, shipped
 
@@ -311,9 +353,7 @@ def _list_recipes() -> None:
             dataset, table, figures_by_skip = skip_recipe(name)
             table, top1 = f"{table} of Wang et al. (2017)", _top1(figures_by_skip)
         rows.append((name, values["model"], dataset, table, top1))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))
+    print("\n".join(aligned(rows)))
 
 
 def _top1(by_label: Mapping[str, Sequence[float]]) -> str:
@@ -464,6 +504,49 @@ def _model_on_meta(name: str) -> Any:
 
 def _parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _add_show(commands: Any) -> None:
+    parser = commands.add_parser(
+        "show", help="a model's residual additions, and what they do to one batch",
+        description="Prints a line for each residual addition of a model: block, kind, connection, and on one batch "
+                    "the squared norms of the stream and of both parts of what is added, and their cosine.")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a variant: vit_small_patch16_224_ortho, resnetv2_50_orthog, ...")
+    add("--model-kwargs", nargs="+", metavar="KEY=VALUE", default=[], help="arguments of the model")
+    add("--pretrained", action="store_true", help="with its weights, where it has some")
+    add("--checkpoint", default="", metavar="FILE", help="with the weights of a run")
+    add("--image", type=Path, metavar="FILE", help="an image of yours (default: four images of noise)")
+    add("--svg", type=Path, metavar="FILE", help="draw it as well")
+    parser.set_defaults(call=_show)
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    import timm
+
+    from .diagnostics import show
+
+    if parsed.svg:
+        _require("show --svg", {"matplotlib": "matplotlib"})
+    if not _is_ours_by_name(parsed.model):
+        raise UsageError(f"there is no variant '{parsed.model}'; try timm-ortho list '*{parsed.model}*'")
+    kwargs = dict(_assignment(text) for text in parsed.model_kwargs)
+    try:
+        model = timm.create_model(
+            parsed.model, pretrained=parsed.pretrained, checkpoint_path=parsed.checkpoint, **kwargs)
+        found = show.lines(model, show.batch(model, parsed.image, kwargs.get("img_size")))
+    except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
+        raise UsageError(" ".join(str(error).split())[:300] or type(error).__name__) from None
+    print(show.as_text(found))
+    if parsed.svg:
+        show.as_svg(found, parsed.svg, parsed.model)
+    return 0
+
+
+def _is_ours_by_name(name: str) -> bool:
+    import timm
+
+    return timm.is_model(name) and _is_ours(name)
 
 
 def _env(parsed: argparse.Namespace) -> int:

@@ -32,7 +32,8 @@ from .functional import Weight, checked_update, plain_update
 
 __all__ = [
     "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "Site", "create_connection", "layers_of", "real_tokens", "register_connection", "sites",
+    "Site", "create_connection", "describe_connection", "layers_of", "real_tokens",
+    "register_connection", "sites",
 ]
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -91,7 +92,7 @@ class Connection(nn.Module):
         self.keep = known_name("keep", keep, ("output", "branch"))
         self.keep_branch = keep == "branch"
         self.dims = [dim]
-        self.skip = None
+        self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.name = type(self).__name__
 
     def carried(self, x: Tensor) -> Tensor:
@@ -118,11 +119,11 @@ class Connection(nn.Module):
 
 
 class LinearConnection(Connection):
-    """The residual connection as it always was: y = x + f. ``eps`` plays no part; diagnostics read it.
+    """The residual connection as it always was: y = x + f.
 
     Args:
         dim: Channel axis.
-        eps: Kept for diagnostics.
+        eps: Plays no part; diagnostics read it.
         keep: Plays no part.
         branch_first: Write f + x: the left summand decides the sum's memory layout, and that the rounding of what comes
             after it.
@@ -169,10 +170,11 @@ class FeatureConnection(Connection):
 
 
 class GlobalConnection(FeatureConnection):
-    """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch. Arguments as Orthogonal-F's.
+    """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch.
 
-    Padding takes no part in it, and comes out as zero. With ``tokens_apart`` it is Orthogonal-F's projection after all,
-    for blocks in which tokens have nothing to do with each other (see :mod:`timm_ortho.blocks.timm`).
+    Arguments as Orthogonal-F's. Padding takes no part in it, and comes out as zero. With ``tokens_apart`` it is
+    Orthogonal-F's projection after all, for blocks in which tokens have nothing to do with each other (see
+    :mod:`timm_ortho.blocks.timm`).
     """
 
     def __init__(
@@ -199,7 +201,9 @@ class HybridConnection(Connection):
         start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
     """
 
-    def __init__(self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device=None, dtype=None) -> None:
+    def __init__(
+            self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
+    ) -> None:
         super().__init__(dim, eps)
         rho, theta = STARTS[known_name("start", start, STARTS)]
         self.start = start
@@ -257,6 +261,12 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
     CONNECTIONS[name] = connection
 
 
+def describe_connection(name: str) -> str:
+    """The name with the first line of what the connection says about itself."""
+    doc = getattr(CONNECTIONS.get(name), "__doc__", None) or "Registered by its author."
+    return f"{name}. {doc.strip().splitlines()[0]}"
+
+
 def create_connection(
         connection: Union[str, Callable[..., Connection]],
         *,
@@ -268,8 +278,8 @@ def create_connection(
         branch_first: bool = False,
         tokens_apart: bool = False,
         skip: Optional[nn.Module] = None,
-        device=None,
-        dtype=None,
+        device: Any = None,
+        dtype: Any = None,
 ) -> Connection:
     """Make a connection. Arguments that it has no use for are checked and otherwise ignored.
 

@@ -1,5 +1,6 @@
 """The one door through which a model gets its connections."""
 import operator
+from functools import partial
 from itertools import repeat
 from typing import (
     Any,
@@ -19,6 +20,7 @@ from typing import (
 
 from torch import nn
 
+from ._checks import known_name
 from ._compat import is_sharded
 from .blocks import (
     BlockSpec,
@@ -31,7 +33,7 @@ from .blocks import (
     spec_of,
     written_class,
 )
-from .connections import Connection, create_connection, layers_of
+from .connections import Connection, create_connection, layers_of, sites
 from .skips import create_skip
 
 __all__ = ["UnsupportedModelError", "connect", "disconnect"]
@@ -49,6 +51,10 @@ class _Block(NamedTuple):
 
     def attribute(self, kind: str) -> str:
         return self.spec.sites[kind] if self.spec else kind
+
+    def named(self, kind: str) -> str:
+        """The kind as :class:`timm_ortho.connections.Site` has it."""
+        return kind.removeprefix("connection_")
 
     def dims(self) -> Dict[str, int]:
         """Channel axis of the stream, by kind."""
@@ -94,6 +100,7 @@ def connect(
         eps: float = 1e-6,
         prob: float = 1.0,
         layers: Optional[Iterable[int]] = None,
+        kinds: Union[str, Iterable[str], None] = None,
         start: str = "orthogonal",
         skip: str = "identity",
         skip_branches: Optional[int] = None,
@@ -104,8 +111,9 @@ def connect(
 
     May be called at any time, in the middle of training too: parameters, buffers, hooks and the state dict's keys stay
     as they are. ``hybrid`` adds two parameters a site, which start afresh at each call and which an existing optimizer
-    must be told of; any other connection takes them away. After ``fully_shard`` a model stays sharded, and what it has
-    can be replaced by connections without parameters.
+    must be told of; any other connection takes them away. They are in the model's ``no_weight_decay()``, which timm's
+    optimizers ask. After ``fully_shard`` a model stays sharded, and what it has can be replaced by connections without
+    parameters.
 
     Args:
         model: Any module that contains known blocks, with adapters in them or without: models of timm, their
@@ -118,6 +126,8 @@ def connect(
         prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
         layers: Indices of the blocks that carry the connection, the others being linear; None for all. A block within
             a block, such as the layer that ends another one's MLP in transformers, belongs to the layer of that one.
+        kinds: Kinds of branches that carry the connection, as :func:`timm_ortho.sites` names them, the others being
+            linear: ``"mlp"`` or ``["mlp"]`` leaves a ViT's attention as it was. None for all.
         start: Where ``hybrid`` starts: ``orthogonal`` or ``linear``.
         skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par +
             b f_orth with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
@@ -140,26 +150,28 @@ def connect(
     blocks = _blocks(model)
     numbers = list(layers_of(block.name for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
-    arguments = dict(eps=eps, prob=prob, start=start)
+    chosen_kinds = _chosen_kinds(kinds, blocks)
+    arguments: Dict[str, Any] = dict(eps=eps, prob=prob, start=start)
     create_connection(connection, **arguments)  # raises before anything is changed, even if no layer is chosen
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
-        here = dict(arguments, connection=connection) if layer in chosen else dict(eps=eps, connection="linear")
-        made = _make_connections(block, here, skips)
+        carrying = chosen_kinds if layer in chosen else ()
+        connections = _make_connections(block, dict(arguments, connection=connection), skips, carrying)
         module = block.module
         if block.spec is not None and "forward" in vars(module):
             raise UnsupportedModelError(
                 f"cannot connect {type(model).__name__}: {block.name} has a forward set on the instance, which hides "
                 "that of its class: connect the model before what put it there. The model is unchanged.")
         cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
-        _check_fixed(model, module, cls, made.values())
-        converted.append((module, cls, made))
+        _check_fixed(model, module, cls, connections.values())
+        converted.append((module, cls, connections))
     for module, cls, connections in converted:
         if not isinstance(module, cls):
             module.__class__ = cls
         for name, made in connections.items():
             setattr(module, name, made)
+    _spare_from_weight_decay(model)
     return model
 
 
@@ -187,9 +199,19 @@ def disconnect(model: ModelT) -> ModelT:
         module.__class__ = host_class(module)
     written = [_Block(name, module, None, kinds) for name, module, kinds in _written(model)]
     for block in written:
-        for name, made in _make_connections(block, dict(connection="linear"), repeat(None)).items():
+        for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
             setattr(block.module, name, made)
+    _spare_from_weight_decay(model)
     return model
+
+
+def _spare_from_weight_decay(model: nn.Module) -> None:
+    """Adds learned connections to ``model.no_weight_decay()``, which timm's optimizers ask: 0 is no neutral value."""
+    vars(model).pop("no_weight_decay", None)
+    names = {f"{site.name}.{name}" for site in sites(model) for name, _ in site.connection.named_parameters()}
+    if names:
+        names.update(getattr(model, "no_weight_decay", tuple)())
+        vars(model)["no_weight_decay"] = partial(set, names)  # does not hold the model: no cycle
 
 
 def _blocks(model: nn.Module) -> List[_Block]:
@@ -258,13 +280,25 @@ def _chosen_layers(layers: Optional[Iterable[int]], count: int) -> Collection[in
     return set(given)
 
 
-def _make_connections(block: _Block, arguments: Dict, skips: Iterator[Optional[nn.Module]]) -> Dict[str, Connection]:
+def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[_Block]) -> Collection[str]:
+    known = dict.fromkeys(block.named(kind) for block in blocks for kind in block.kinds)
+    if kinds is None:
+        return known
+    given = list(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else [kinds]
+    return {known_name("kind of branch", kind, known) for kind in given}
+
+
+def _make_connections(
+        block: _Block, arguments: Dict[str, Any], skips: Iterator[Optional[nn.Module]], carrying: Collection[str],
+) -> Dict[str, Connection]:
+    """By attribute of the block; ``linear`` for branches of a kind that is not among those ``carrying``."""
     parameter = next(block.module.parameters(), None)
-    where = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
-    dims, details = block.dims(), block.details()
+    where: Dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
+    dims, details, linear = block.dims(), block.details(), dict(eps=arguments["eps"], connection="linear")
     return {
         block.attribute(kind): create_connection(
-            dim=dims[kind], skip=next(skips), **details[kind], **where, **arguments).train(block.module.training)
+            dim=dims[kind], skip=next(skips), **details[kind], **where,
+            **(arguments if block.named(kind) in carrying else linear)).train(block.module.training)
         for kind in block.kinds
     }
 

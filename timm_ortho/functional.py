@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from ._checks import check_eps, known_name
+from ._checks import check_eps, check_mask, check_tensors, known_name
 from ._compat import forward_mode_is_active, functorch_is_active, is_recorded
 from .backends import (
     BACKENDS,
@@ -242,7 +242,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
         ValueError: Shapes differ, a dtype is not floating, ``dim`` does not exist, or ``eps`` is not positive.
     """
     check_eps(eps)
-    dims = _check(x, f, _listed(dim))
+    dims = check_tensors(x, f, _listed(dim))
     result = torch.promote_types(x.dtype, f.dtype)
     x, f = x.to(accumulate_in(result)), f.to(accumulate_in(result))
     xf, n = _project(x, f, dims, eps)
@@ -323,9 +323,9 @@ def checked_update(
     ndim = x.dim()
     if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape or x.device != f.device
             or not x.is_floating_point() or not f.is_floating_point()):
-        dims = _check(x, f, dims)
+        dims = check_tensors(x, f, dims)
     if mask is not None:
-        _check_mask(mask, x)
+        check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
     name = choose_backend(x, f, backend)
     if not isinstance(a, Tensor) and a == 1.0 and not isinstance(b, Tensor) and b == 1.0:
@@ -338,7 +338,7 @@ def checked_update(
         return plain_update(x, f, a, b, dims, eps)
     if name == "triton" and torch.compiler.is_compiling():
         return _kernels().operator(x, f, a, b, dims, eps, keep_branch)
-    computed_by = TORCH
+    computed_by: Union[Backend, ModuleType] = TORCH
     if name == "inductor":
         computed_by = INDUCTOR
     elif name == "triton":
@@ -350,29 +350,3 @@ def checked_update(
 
 def _listed(dim: Dim) -> Optional[List[int]]:
     return [dim] if isinstance(dim, int) else None if dim is None else list(dim)
-
-
-def _check(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
-    """``dims``, all axes but the first for None; ValueError unless they are axes of tensors that belong together."""
-    ndim = x.dim()
-    axes = list(range(1, ndim)) if dims is None else dims
-    if x.shape != f.shape:
-        problem = "stream and branch output must have the same shape"
-    elif x.device != f.device:
-        problem = f"stream and branch output must be on the same device, got x on {x.device} and f on {f.device}"
-    elif not (x.is_floating_point() and f.is_floating_point()):
-        problem = f"stream and branch output must be floating-point, got {x.dtype} and {f.dtype}"
-    elif not axes or not all(-ndim <= d < ndim for d in axes) or len({d % ndim for d in axes}) < len(axes):
-        given = dims if dims is None else dims[0] if len(dims) == 1 else tuple(dims)
-        problem = f"dim must name one or more different axes in [{-ndim}, {ndim - 1}], got {given}"
-    else:
-        return axes
-    raise ValueError(f"{problem}; x of shape {tuple(x.shape)} and f of shape {tuple(f.shape)}")
-
-
-def _check_mask(mask: Tensor, x: Tensor) -> None:
-    sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    if mask.dtype != torch.bool or mask.dim() > x.dim() or any(size not in (1, of_x) for size, of_x in sizes):
-        raise ValueError(
-            f"mask must be boolean and broadcast to the shape of x, got {mask.dtype} of shape {tuple(mask.shape)}; "
-            f"x of shape {tuple(x.shape)}")

@@ -212,7 +212,7 @@ class _Router(ast.NodeTransformer):
         return node
 
     def _visit_sides(
-            self, test: ast.expr, then: List[ast.AST], otherwise: List[ast.AST]) -> Tuple[List[ast.AST], List[ast.AST]]:
+            self, test: ast.expr, then: List[Any], otherwise: List[Any]) -> Tuple[List[Any], List[Any]]:
         start, ends, visited = self.position, [], []
         for condition, side in ((test, then), (_negated(test), otherwise)):
             self.position = start
@@ -225,7 +225,7 @@ class _Router(ast.NodeTransformer):
         self.position = max(ends)
         return visited[0], visited[1]
 
-    def _visit_statements(self, statements: List[ast.AST]) -> List[ast.AST]:
+    def _visit_statements(self, statements: List[Any]) -> List[Any]:
         met = len(self.conditions)
         visited = [self.visit(statement) for statement in statements]
         del self.conditions[met:]
@@ -242,7 +242,7 @@ class _Router(ast.NodeTransformer):
         return known
 
 
-def _leaves(statements: List[ast.AST]) -> bool:
+def _leaves(statements: Sequence[ast.AST]) -> bool:
     """Whether the function ends at the end of these statements."""
     return bool(statements) and isinstance(statements[-1], (ast.Return, ast.Raise))
 

@@ -2,7 +2,7 @@
 import ast
 import importlib
 import sys
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union, cast
 
 from torch import nn
 
@@ -78,7 +78,7 @@ def register_block(
         raise ValueError(f"{name} is known already, with stream {_SPECS[name].stream!r} and kinds {_SPECS[name].kinds}")
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
-    route(block, spec, kinds)  # refuses what does not fit
+    route(cast(type, block), spec, kinds)  # refuses what does not fit
     _SPECS[name], _REGISTERED[name], _BY_ROUTED_NAME[routed_name(name)] = spec, block, name
     return block
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._compat import compiled_model, is_compiled_in_place
-from ..connections import HybridConnection, Site, real_tokens, sites as sites_of
+from ..connections import Connection, HybridConnection, Site, real_tokens, sites as sites_of
 from ..functional import decompose, without_padding
 
 __all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics"]
@@ -42,7 +42,7 @@ class SiteDynamics(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------- one measurement
-def measure(connection: nn.Module, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
+def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
     """``[stream, parallel, orthogonal, cosine]`` of what a connection receives, a tensor on the device of ``x``."""
     # at least float32: the square of a float16 norm overflows at 256
     x = connection.carried(x)
@@ -61,7 +61,7 @@ def measure(connection: nn.Module, x: Tensor, f: Tensor, attn_mask: Optional[Ten
 def _watching(connections: Sequence[nn.Module], found: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside it each connection is measured before it is called; ``found`` gets its index and the measurement."""
     def hook_of(index: int) -> Callable:
-        def hook(connection: nn.Module, inputs: Tuple[Tensor, ...], further: Dict[str, Any]) -> None:
+        def hook(connection: Any, inputs: Tuple[Tensor, ...], further: Dict[str, Any]) -> None:
             with torch.no_grad():
                 found(index, measure(connection, *inputs, **further))
 

@@ -51,8 +51,7 @@ class Moments:
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean: Optional[Tensor] = None
-        self.scatter: Optional[Tensor] = None
+        self.mean = self.scatter = torch.zeros(0)
 
     def update(self, features: Tensor) -> "Moments":
         """Add rows ``[n, d]``; returns itself.
@@ -60,8 +59,8 @@ class Moments:
         Raises:
             ValueError: There is not one row for each image, or the width is not that of the rows before.
         """
-        if features.dim() != 2 or (self.mean is not None and features.shape[1] != len(self.mean)):
-            wanted = "images, width" if self.mean is None else f"images, {len(self.mean)}"
+        if features.dim() != 2 or (self.count and features.shape[1] != len(self.mean)):
+            wanted = f"images, {len(self.mean) if self.count else 'width'}"
             raise ValueError(f"features must have the shape [{wanted}], got {list(features.shape)}")
         if not len(features):
             return self
@@ -70,7 +69,7 @@ class Moments:
         mean = rows.mean(0)
         centred = rows - mean
         scatter = centred.T @ centred
-        if self.mean is None:
+        if not self.count:
             self.count, self.mean, self.scatter = len(rows), mean, scatter
             return self
         total, step = self.count + len(rows), mean - self.mean
@@ -148,7 +147,8 @@ def _cka(joint: Moments, width: int) -> float:
 # ------------------------------------------------------------------------------------- models and loaders
 def pooled(model: nn.Module, images: Tensor) -> Tensor:
     """What the classifier of a timm model receives, ``[images, width]``: pooled and normalised, before the head."""
-    return model.forward_head(model.forward_features(images), pre_logits=True)
+    timms: Any = model
+    return timms.forward_head(timms.forward_features(images), pre_logits=True)
 
 
 def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Tensor:

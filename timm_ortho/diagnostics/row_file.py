@@ -10,7 +10,6 @@ with: its steps go on increasing, since how many passes the checkpoint that a sc
 here. What a run had recorded after its last checkpoint when it was killed stays.
 """
 import json
-import math
 import os
 import warnings
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import List, Optional, TypeVar
 import torch
 from torch import nn
 
-from .dynamics import Row, record
+from .._checks import without_nan
+from .dynamics import Recorder, Row, record
 
 __all__ = ["record_as_asked"]
 
@@ -44,7 +44,7 @@ def _every(text: str) -> int:
     return int(text)
 
 
-def _attach(model: nn.Module, path: Path, every: int) -> None:
+def _attach(model: nn.Module, path: Path, every: int) -> Recorder:
     last = _last_step(path)
     file = _RowFile(path)
     recorder = record(model, every, sink=file.append)
@@ -87,7 +87,7 @@ class _RowFile:
             return
         try:
             self._begin()
-            text = "".join(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n" for row in rows)
+            text = "".join(json.dumps(without_nan(row)) + "\n" for row in rows)
             with open(self.path, "ab", buffering=0) as file:  # one write: whole lines, also of two processes
                 file.write(text.encode())
         except OSError as error:
@@ -98,10 +98,6 @@ class _RowFile:
         if not self.begun and self.path.exists():
             os.truncate(self.path, len(_complete(self.path.read_bytes())))
         self.begun = True
-
-
-def _finite(value):
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_first_process() -> bool:

@@ -12,7 +12,10 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .._checks import finite
+from ..connections import describe_connection
 from ..runs.folders import RecordedStudy, Run
+from ..skips import SKIPS
 
 __all__ = ["CITATIONS", "Subject", "draw_curve", "model_card", "study_card", "template"]
 
@@ -27,21 +30,6 @@ DATASETS = {
     "torch/mnist": ("MNIST", "ylecun/mnist"),
     "torch/fashion_mnist": ("Fashion-MNIST", "zalando-datasets/fashion_mnist"),
     "imagenet1k": ("ImageNet-1k", "ILSVRC/imagenet-1k"),
-}
-
-_CONNECTIONS = {
-    "linear": "linear: y = x + f, the residual connection as it always was",
-    "feature": "feature (Orthogonal-F): one projection for each token or pixel, over the channels",
-    "global": "global (Orthogonal-G): one projection for each sample, over all axes",
-    "hybrid": "hybrid: both parts, with two learned weights at each addition",
-}
-
-_SKIPS = {
-    "idempotent_mr": "idempotent_mr: the mean of the branches (Idempotent-MR)",
-    "idempotent_cmr": "idempotent_cmr: what each branch has beyond their mean (Idempotent-CMR)",
-    "orthogonal_tp": "orthogonal_tp: a Kronecker power of one rotation (Orthogonal-TP)",
-    "orthogonal_random": "orthogonal_random: a Kronecker product of random rotations",
-    "scaled": "scaled: x / L for L residual additions",
 }
 
 CITATIONS = {
@@ -257,7 +245,7 @@ def _eval_results(run: Run, dataset: tuple[str, Optional[str]]) -> Iterator[Eval
         )
 
     for key, name in _OF_WEIGHTS.items():
-        if run.evaluated is not None and _finite(run.evaluated.get(key)):
+        if run.evaluated is not None and finite(run.evaluated.get(key)):
             yield result(name, run.evaluated[key])
     if run.top1_std is not None:
         yield result("top-1 after the last epoch, mean over seeds, %", run.top1_mean, _spread(run.top1_std, run.peers))
@@ -297,9 +285,10 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     yield "architecture", f"`{config['architecture']}`"
     connection = arguments.pop("connection", None)
     if connection:
-        yield "connection", _CONNECTIONS.get(connection, f"{connection}: registered by its author")
+        yield "connection", describe_connection(connection)
     if "skip" in arguments:
-        yield "transform of the stream", _SKIPS[arguments.pop("skip")]
+        skip = arguments.pop("skip")
+        yield "transform of the stream", f"{skip}: {SKIPS[skip][0]}"
     for key, value in arguments.items():
         yield f"`{key}`", f"`{value}`"
     if subject.parameters is not None:
@@ -314,9 +303,9 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
 def _figures(run: Run) -> Iterator[tuple[str, str]]:
     row = run.evaluated or {}
     for key, name in _OF_WEIGHTS.items():
-        if _finite(row.get(key)):
+        if finite(row.get(key)):
             yield name, f"{row[key]:.2f}"
-    if _finite(row.get("eval_loss")):
+    if finite(row.get("eval_loss")):
         yield "loss of these weights", f"{row['eval_loss']:.4f}"
     if run.peers:
         spread = f" ± {run.top1_std:.2f}" if run.top1_std is not None else ""
@@ -449,7 +438,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
-
-
-def _finite(value: Optional[float]) -> bool:
-    return value is not None and math.isfinite(value)

@@ -8,7 +8,8 @@ import timm
 from torch import nn
 
 from ..weights.checks import SAFE, in_folder, safe_name
-from ..weights.fetching import CacheDir, WeightsError, fetch, split_revision
+from ..weights.errors import WeightsError, check_repo_id
+from ..weights.fetching import CacheDir, fetch, split_revision
 
 __all__ = ["pull"]
 
@@ -21,7 +22,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     from files on this machine. What is in the cache is taken where the Hub gives nothing.
 
     Args:
-        source: ``organisation/name``, with ``@revision`` if it is not the default branch and with or without
+        source: ``owner/name``, with ``@revision`` if it is not the default branch and with or without
             ``hf-hub:``; or a folder, as ``local-dir:DIR`` or as a Path.
         cache_dir: The cache, if it is not huggingface_hub's own.
         kwargs: What ``timm.create_model`` takes, before what config.json says.
@@ -38,25 +39,16 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
         in_folder(folder)
         return timm.create_model(name, pretrained=True, **kwargs)
     hf_hub_id = name.removeprefix("hf-hub:")
-    _check_id(hf_hub_id)
+    check_repo_id(
+        split_revision(hf_hub_id)[0], WeightsError, f"; and a folder as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path")
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
     _check_config(config, f"hf-hub:{hf_hub_id}")
     # of one commit, whatever happens to the branch meanwhile; timm finds both in the cache then and asks nobody
     commit = f"{split_revision(hf_hub_id)[0]}@{config.parent.name}"
     fetch(commit, SAFE, cache_dir)
     model = timm.create_model(f"hf-hub:{commit}", pretrained=True, cache_dir=cache_dir, **kwargs)
-    model.pretrained_cfg["hf_hub_id"] = hf_hub_id
+    vars(model)["pretrained_cfg"]["hf_hub_id"] = hf_hub_id
     return model
-
-
-def _check_id(hf_hub_id: str) -> None:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(split_revision(hf_hub_id)[0])
-    except HFValidationError:
-        raise WeightsError(f"'{hf_hub_id}' is not the name of a repository: give it as organisation/name, and a folder "
-                           f"as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path") from None
 
 
 def _check_config(file: Path, source: str) -> None:

@@ -10,7 +10,6 @@
 The folder is loaded again before anybody gets to see it, and has to give the same logits to the bit.
 """
 import json
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -20,8 +19,7 @@ from typing import Any, Optional, Union
 
 import timm
 import torch
-from huggingface_hub import ModelCard, get_token
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from timm.data import create_dataset, resolve_data_config
 from timm.models import is_model, model_entrypoint
@@ -34,9 +32,10 @@ from ..convert import connect
 from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments
 from ..runs.folders import CheckpointRun, PublishError, Run, class_names
 from ..skips.rewrites import ChangeOfBasis
+from ..weights.errors import check_repo_id, scrubbed, short
 from .card import CURVE, Subject, draw_curve, model_card
 
-__all__ = ["Model", "check_id", "export", "scrubbed", "short"]
+__all__ = ["Model", "export"]
 
 Model = Union[nn.Module, str, Path]
 
@@ -67,12 +66,17 @@ def export(
     Raises:
         PublishError: It cannot be published, or the folder holds other files.
     """
-    check_id(repo_id)
+    check_repo_id(repo_id, PublishError)
     run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
     built = _detached(model) if run is None else _built(run)
-    base_model = built.pretrained_cfg.get("hf_hub_id") if run and run.options.get("pretrained") else None
+    began_with = getattr(built, "began_with", {})
+    if run is not None and run.options.get("pretrained"):
+        began_with = built.pretrained_cfg
+    base_model, base_license = began_with.get("hf_hub_id"), began_with.get("license") or ""
+    share_alike = (f"The weights began as those of {base_model}, which are under {base_license}: share-alike, so that "
+                   "what is made of them is published under the same licence.")
     config = _config(built, run, labels, license)
     subject = Subject(
         title=repo_id.rpartition("/")[2],
@@ -83,6 +87,7 @@ def export(
         revision=revision,
         license=license,
         base_model=base_model,
+        limits=[share_alike] if base_model and "-sa" in base_license else (),
     )
     curve = CURVE if run is not None and run.history else None
     card = ModelCard(scrubbed(str(model_card(subject, run, curve)), token))
@@ -98,25 +103,6 @@ def export(
         _verify(Path(scratch), built, config)
         _move(Path(scratch), folder)
     return card
-
-
-def check_id(repo_id: str) -> None:
-    try:
-        validate_repo_id(repo_id)
-        valid = repo_id.count("/") == 1
-    except HFValidationError:
-        valid = False
-    if not valid:
-        raise PublishError(f"'{repo_id}' is not the name of a repository: give it as owner/name, of letters, digits, "
-                           "'-', '_' and '.'")
-
-
-def scrubbed(text: str, token: Optional[str]) -> str:
-    """The text without tokens: those in use, what looks like one, and what stands before an @ in an address."""
-    for secret in filter(None, (token, get_token())):
-        text = text.replace(secret, "***")
-    text = re.sub(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}", "***", text)
-    return re.sub(r"(?<=://)[^/@\s]+@", "***@", text)
 
 
 # --------------------------------------------------------------------------------------------- the model
@@ -165,12 +151,12 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
     carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
     if not carrying:
         return {"connection": "linear", **transform}
-    kinds = {(site.connection.name, site.connection.eps, getattr(site.connection, "prob", 1.0)) for site in carrying}
-    layers = sorted({site.layer for site in carrying})
-    if len(kinds) > 1 or len(carrying) != sum(site.layer in layers for site in found):
+    forms = {(site.connection.name, site.connection.eps, getattr(site.connection, "prob", 1.0)) for site in carrying}
+    layers, kinds = sorted({site.layer for site in carrying}), list(dict.fromkeys(site.kind for site in carrying))
+    if len(forms) > 1 or len(carrying) != sum(site.layer in layers and site.kind in kinds for site in found):
         raise PublishError("the model's connections differ from site to site in more than being linear or not, which "
                            "no arguments of a variant can say: connect it with one connection")
-    (name, eps, _), = kinds
+    (name, eps, _), = forms
     if name not in CONNECTIONS:
         raise PublishError(f"the model's connection, {name}, has no name that config.json could say: give it one with "
                            "timm_ortho.register_connection, and connect the model by that name")
@@ -180,6 +166,8 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
             arguments[f"connection_{argument}"] = getattr(carrying[0].connection, argument)
     if layers != sorted({site.layer for site in found}):
         arguments["connection_layers"] = layers
+    if len(kinds) < len({site.kind for site in found}):
+        arguments["connection_kinds"] = kinds
     return {**arguments, **transform}
 
 
@@ -356,8 +344,3 @@ def _move(scratch: Path, folder: Path) -> None:
     folder.mkdir()
     for item in scratch.iterdir():
         shutil.move(item, folder / item.name)
-
-
-def short(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__

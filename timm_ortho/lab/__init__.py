@@ -1,35 +1,52 @@
-"""The lab: re-runs the papers' experiments on real data with timm's own factories.
+"""The lab: re-runs the papers' experiments on real data. It plans runs, starts processes that train them, and reads the
+folders that they leave.
 
-`recipe` reads timm's training YAML, `data` opens data sets, `training` does one run and `checkpoints` keeps its files;
-`grid` has what every grid of runs needs and `workers` does several at once; `compare` and `study` are such grids;
-`report` turns finished runs into a table, a page and a file of numbers, and `study_report` those of a study, beside the
-paper's (`study_specs` and `cost_specs` say how each is laid out). `import timm_ortho` imports nothing of it.
+| module | does |
+| --- | --- |
+| `design`, `recipe` | read a study's YAML, and timm's training YAML |
+| `plan` | makes a study, a scale, a data set and seeds into folders, one for each run |
+| `launch` | starts a process for each folder, here or on Slurm |
+| `run` | is that process: the lab's own loop (`train`, `data`), or timm's `train.py` (`train_py`) |
+| `folder` | says what is in a run's folder |
+| `collect`, `report` | read folders, and make tables, figures and a page of them |
+| `study` | strings these together: `timm-ortho study`, `timm-ortho compare` |
+
+`import timm_ortho` imports nothing of it.
 """
+import difflib
 import json
-import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable, Sequence
 
-__all__ = ["DiskError", "LabError", "RunError", "own_version", "write_json", "write_text"]
+from .._checks import without_nan
+
+__all__ = ["LabError", "aligned", "check_names", "one_line", "write_json", "write_text"]
 
 
 class LabError(ValueError):
     """What the user gave cannot be run; the message is one line that says what is wrong and what to do."""
 
 
-class DiskError(LabError):
-    """A file cannot be written, and the next one will not be either."""
+def one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split())
+    return text if isinstance(error, LabError) else f"{type(error).__name__}: {text[:200]}"
 
 
-class RunError(LabError):
-    """A run ended in an error that nobody foresaw, after which its process is not to be trusted with another run."""
+def check_names(given: Iterable[Any], known: Iterable[Any], where: str, what: str = "key") -> None:
+    """Raises a LabError that has the nearest known name if a given one is not known."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), map(str, known), n=1, cutoff=0.0)
+            raise LabError(f"{where} has no {what} '{name}'; the nearest is '{near[0]}'")
 
 
-def own_version() -> str:
-    """The version of timm-ortho, which results carry."""
-    from .. import __version__
-    return __version__
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of text as lines, column below column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -48,14 +65,4 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON whole or not at all; numbers that JSON does not have (NaN, infinities) become null."""
-    write_text(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value
+    write_text(path, json.dumps(without_nan(value), indent=1, allow_nan=False) + "\n")

@@ -1,12 +1,12 @@
-"""In words, what a scale and a data set changed: its options, data, grid and seeds against the paper's."""
+"""In words, how a study's runs differ from the paper's: by what its scale and the call changed, and by necessity."""
 from typing import Any, Iterator, Mapping, Sequence
 
 from ..models import skip_networks
 from ..models.paper import ARCHITECTURES
 from . import LabError
 from .design import Design, Variant, load
-from .grid import base_name
-from .recipe import known_options
+from .paper import architecture, deviations
+from .recipe import base_name, known_options
 
 __all__ = ["changes"]
 
@@ -22,41 +22,49 @@ _NOT_COMPARED = frozenset("""
 """.split())
 
 
-def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
-    """Lines such as "epochs: 15 here, 300 in the paper"; none without a paper or at a scale of its size.
+def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab") -> list[str]:
+    """Lines such as "epochs: 15 here, 300 in the paper", and the deviations of the recipes that are run as they are.
 
-    Args:
-        design: The study at its scale.
-        given: timm's options of the command line.
-        seeds: The seeds of the runs.
+    Runs are compared with the paper's recipe for their own data set, or for the first that the paper has. `given` and
+    `trainer` are as `Design.expand` has them.
     """
     if not design.paper:
         return []
+    here_data = given.get("dataset", "").rpartition("/")[2]
+    data = here_data if here_data in design.paper_data else next(iter(design.paper_data), None)
     try:
         paper = load(design.name, "paper")
         if design.kind != "training":
             return _other_arguments(design.arguments, paper.arguments)
-        there = list(paper.variants({"dataset": design.paper_data[0], "device": "cpu"} if design.paper_data else {}))
+        there = paper.variants({"dataset": data, "device": "cpu"} if data else {}, "train.py")
     except LabError:  # the user's own file, which is of no paper
         return []
     lines = []
-    if design.paper_data and given["dataset"].rpartition("/")[2] not in design.paper_data:
-        lines.append(_line("data set", given["dataset"] or "a folder of images", " or ".join(design.paper_data)))
+    if data != here_data and design.paper_data:
+        lines.append(_line("data set", given.get("dataset") or "a folder of images", " or ".join(design.paper_data)))
     lines += [_line(axis, _listed(values), _listed(paper.axes[axis]))
               for axis, values in design.axes.items() if axis in paper.axes and values != paper.axes[axis]]
     if len(seeds) != paper.seeds:
         lines.append(_line("seeds", len(seeds), paper.seeds))
-    for prefix, here, partner in _pairs(list(design.variants(given)), there):
-        lines += [prefix + line for line in _differences(_options(here), _options(partner))]
-    return lines
+    pairs, by_necessity = list(_pairs(design.variants(given, trainer), there)), {}
+    for model, here, partner in pairs:
+        lines += [_of([model], pairs) + line for line in _differences(_options(here), _options(partner))]
+        for text in _deviations(here, partner, data):
+            by_necessity.setdefault(text, []).append(model)
+    return [*lines, *(_of(models, pairs) + text for text, models in by_necessity.items())]
+
+
+def _of(models: Sequence[str], pairs: Sequence) -> str:
+    """Which models a line is of, where it is not of all."""
+    return f"{', '.join(models)}: " if len(models) < len(pairs) else ""
 
 
 def _other_arguments(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """Of what is computed without training. The paper says less than `there`, so that is named by its scale."""
-    def said(values: Mapping[str, Any], key: str) -> str:
-        return _listed(values[key]) if isinstance(values.get(key), list) else str(values.get(key, "the default"))
+    def said(value: Any) -> str:
+        return _listed(value) if isinstance(value, list) else str(value)
 
-    return [f"{key}: {said(here, key)} here, {said(there, key)} at scale paper"
+    return [f"{key}: {said(here.get(key, 'the default'))} here, {said(there.get(key, 'the default'))} at scale paper"
             for key in dict.fromkeys([*here, *there]) if here.get(key) != there.get(key)]
 
 
@@ -67,7 +75,7 @@ def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[
         first = next(variant for variant in here if variant.options.model == model)
         same = [variant for variant in there if variant.options.model == model]
         partner = next((variant for variant in same if variant.cell == first.cell), (same or there)[0])
-        yield f"{base_name(model)}: " if len(models) > 1 else "", first, partner
+        yield base_name(model), first, partner
 
 
 def _options(variant: Variant) -> dict[str, Any]:
@@ -82,18 +90,25 @@ def _options(variant: Variant) -> dict[str, Any]:
 
 def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     differing = [key for key in dict.fromkeys([*here, *there]) if here.get(key) != there.get(key)]
-    of_model = [key for key in differing if key not in known_options()]
-    lines = [_line(key, here.get(key), there.get(key))
-             for key in [*of_model, *(key for key in _MAIN if key in differing)]]
-    others = [key for key in differing if key not in (*of_model, *_MAIN)]
+    named = [key for key in differing if key not in known_options()] + [key for key in _MAIN if key in differing]
+    lines = [_line(key, here.get(key), there.get(key)) for key in named]
+    others = [key for key in differing if key not in named]
     return [*lines, f"other than in the paper as well: {', '.join(others)}"] if others else lines
 
 
-def _line(what: str, here: Any, there: Any) -> str:
-    def said(value: Any) -> str:
-        return "none" if value is None else str(list(value) if isinstance(value, tuple) else value)
+def _deviations(here: Variant, partner: Variant, data: str | None) -> list[str]:
+    """Where the recipe, and so what is called the paper's value here, is not the paper's; of options that it sets."""
+    model = base_name(partner.options.model)
+    network = "skipnet" if model.startswith("skipnet_") else architecture(model)
+    own = "_initialisation" if "weight_init" in partner.options.model_kwargs else ""
+    return [text for option, text in deviations(f"{network}_{data}{own}").items()
+            if getattr(here.options, option) == getattr(partner.options, option)]
 
-    return f"{what}: {said(here)} here, {said(there)} in the paper"
+
+def _line(what: str, here: Any, there: Any) -> str:
+    here, there = ("none" if value is None else list(value) if isinstance(value, tuple) else value
+                   for value in (here, there))
+    return f"{what}: {here} here, {there} in the paper"
 
 
 def _listed(values: Sequence[Any]) -> str:

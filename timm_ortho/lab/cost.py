@@ -12,7 +12,7 @@ as f + (1 - s) x: one operation less on whole tensors and three more on single n
 """
 from contextlib import ExitStack
 from statistics import fmean
-from typing import Any, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 import timm
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
+from .. import bench
 from .._compat import TorchDispatchMode
-from ..bench import measure as bench, report as bench_report
+from ..bench import report as bench_report
 from ..connections import CONNECTIONS, Connection, Site, sites
 from ..convert import connect
 from ..diagnostics.dynamics import evaluation
@@ -30,15 +31,7 @@ from ..models._build import on_meta
 from ..runs.provenance import device_name
 from . import LabError
 
-__all__ = [
-    "PAPER_MODELS", "SiteFlops", "flop_table", "gamma", "gamma_table", "overhead", "parameter_table", "site_flops",
-]
-
-PAPER_MODELS = ("resnetv2_34", "resnetv2_50", "vit_small", "vit_base")  # of Table 1b
-
-# Table 1a: FLOPs of a branch, for s tokens of width d
-BRANCHES = {"attention": lambda s, d: 8 * s * d**2 + 4 * s**2 * d, "mlp": lambda s, d: 16 * s * d**2}
-UPDATES = {"linear": lambda s, d: s * d, "paper": lambda s, d: s * d + 6 * s * d + 2 * s}
+__all__ = ["SiteFlops", "compute", "flop_table", "gamma_table", "overhead", "parameter_table", "site_flops"]
 
 Row = dict[str, Any]
 aten = torch.ops.aten
@@ -57,26 +50,30 @@ class PaperConnection(Connection):
 
 
 class SiteFlops(NamedTuple):
-    """FLOPs at one site, for one image.
-
-    Attributes:
-        layer: Of the site, as ``kind`` and ``name``.
-        tokens: Tokens or pixels, s.
-        width: Channels, d.
-        branch: Of the matrix products and convolutions since the block began, or since the site before.
-        update: Of the connection, its addition included.
-    """
+    """FLOPs at one site, for one image."""
 
     layer: int
     kind: str
     name: str
-    tokens: int
-    width: int
-    branch: int
-    update: int
+    tokens: int  # or pixels, s
+    width: int  # channels, d
+    branch: int  # of matrix products and convolutions since the block began, or since the site before
+    update: int  # of the connection, its addition included
 
 
-# ------------------------------------------------------------------------------------------------- FLOPs
+def compute(kind: str, arguments: Mapping[str, Any], device: str | None = None) -> list[Row]:
+    """The rows of a study without training: `overhead`, measured on a device, `parameters` or `gamma`.
+
+    In the study's arguments `models` are named without suffix; what cannot be measured is a LabError.
+    """
+    if kind == "gamma":
+        return gamma_table(**arguments)
+    if kind == "parameters":
+        transformers = [name for name in arguments["models"] if name.startswith("vit")]
+        return [*(row for name in transformers for row in flop_table(name)), *parameter_table(**arguments)]
+    return overhead(device=device, **arguments)
+
+
 class _Counter(TorchDispatchMode):
     """Counts while a model runs: products everywhere, all else where ``in_connection``."""
 
@@ -94,17 +91,22 @@ class _Counter(TorchDispatchMode):
             self.others += _flops(operation, args, result)
         return result
 
-    def begin_block(self, *_: Any) -> None:
-        self.products = 0
+    def watch(self, model: nn.Module, site: Site, found: list[SiteFlops]) -> Iterator[Any]:
+        """Hooks that append the site's counts when the model has passed it."""
+        def begin_block(*_: Any) -> None:
+            self.products = 0
 
-    def begin_connection(self, *_: Any) -> None:
-        self.in_connection, self.others = True, 0
+        def begin_connection(*_: Any) -> None:
+            self.in_connection, self.others = True, 0
 
-    def end_connection(self, site: Site, x: Tensor) -> SiteFlops:
-        width = x.shape[site.connection.dim]
-        found = SiteFlops(*site[:3], x.numel() // width, width, self.products, self.others)
-        self.in_connection, self.products = False, 0
-        return found
+        def end_connection(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            width = inputs[0].shape[site.connection.dim]
+            found.append(SiteFlops(*site[:3], inputs[0].numel() // width, width, self.products, self.others))
+            self.in_connection, self.products = False, 0
+
+        yield model.get_submodule(site.name.rpartition(".")[0]).register_forward_pre_hook(begin_block)
+        yield site.connection.register_forward_pre_hook(begin_connection)
+        yield site.connection.register_forward_hook(end_connection)
 
 
 def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
@@ -120,89 +122,46 @@ def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
 def site_flops(model: nn.Module) -> list[SiteFlops]:
     """FLOPs of each site's branch and connection, counted from a run with one image, site by site.
 
-    Args:
-        model: A timm model with connections, on the CPU, or on the meta device, where the same operations are called
-            and nothing is computed.
+    On the meta device the same operations are called as on the CPU, and nothing is computed.
     """
     found: list[SiteFlops] = []
+    channels, *size = model.pretrained_cfg["input_size"]
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    image = next(model.parameters()).new_zeros(1, getattr(model, "in_chans", channels), *size)
     with _Counter() as counter, ExitStack() as hooks:
-        def watch(site: Site) -> None:
-            def end(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-                found.append(counter.end_connection(site, inputs[0]))
-
-            block = model.get_submodule(site.name.rpartition(".")[0])
-            for handle in (block.register_forward_pre_hook(counter.begin_block),
-                           site.connection.register_forward_pre_hook(counter.begin_connection),
-                           site.connection.register_forward_hook(end)):
-                hooks.callback(handle.remove)
-
         for site in sites(model):
-            watch(site)
-        _run(model)
+            for handle in counter.watch(model, site, found):
+                hooks.callback(handle.remove)
+        with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # attention as products of matrices
+            model(image)
     return found
 
 
-def _run(model: nn.Module) -> None:
-    """One image of the model's size; attention as plain products of matrices, which are counted."""
-    parameter = next(model.parameters())
-    with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        model(torch.zeros(1, *_image_size(model), dtype=parameter.dtype, device=parameter.device))
-
-
-def _image_size(model: nn.Module) -> tuple[int, int, int]:
-    channels, *size = model.pretrained_cfg["input_size"]
-    patches = getattr(model, "patch_embed", None)
-    return getattr(model, "in_chans", channels), *(getattr(patches, "img_size", None) or size)
-
-
-def flop_table(model: str = "vit_small", **arguments: Any) -> list[Row]:
-    """The paper's Table 1a for one architecture: its first block of each shape, linear and orthogonal.
-
-    Args:
-        model: Name without suffix.
-        arguments: Of the model.
+def flop_table(model: str, **arguments: Any) -> list[Row]:
+    """The paper's Table 1a for one architecture: its first block of each shape.
 
     Returns:
-        Rows with ``model``, ``module`` (the kind of site), ``connection`` (``linear``, ``paper``: the orthogonal update
-        as the paper writes it, and ``feature``: as it runs here), ``tokens``, ``width``, ``branch`` and ``update`` as
-        counted, ``branch_formula`` and ``update_formula`` after Table 1a (None where it has none), and ``extra`` with
-        ``extra_formula``, what the update takes beyond the linear one: 6sd + 2s.
+        Rows for each connection (``linear``, ``paper``: the orthogonal update as the paper writes it, and ``feature``:
+        as it runs here) with ``branch``, ``update`` and ``extra``, what the update takes beyond the linear one.
     """
     counts = {connection: site_flops(_on_meta(model, connection, **arguments))
               for connection in ("linear", "paper", "feature")}
-    rows, seen = [], set()
-    for linear, *others in zip(*counts.values(), strict=True):
-        shape = (linear.kind, linear.tokens, linear.width, linear.branch)
-        if shape not in seen:
-            rows += [_flop_row(model, name, site, linear)
-                     for name, site in zip(counts, (linear, *others), strict=True)]
-        seen.add(shape)
-    return rows
-
-
-def _flop_row(model: str, connection: str, site: SiteFlops, linear: SiteFlops) -> Row:
-    size = site.tokens, site.width
-    branch = BRANCHES[site.kind](*size) if site.kind in BRANCHES else None
-    update = UPDATES[connection](*size) if connection in UPDATES else None
-    return {
+    shapes: dict[tuple, tuple[SiteFlops, ...]] = {}
+    for together in zip(*counts.values(), strict=True):
+        first = together[0]
+        shapes.setdefault((first.kind, first.tokens, first.width, first.branch), together)
+    return [{
         "model": model, "module": site.kind, "connection": connection, "tokens": site.tokens, "width": site.width,
-        "branch": site.branch, "branch_formula": branch, "update": site.update, "update_formula": update,
-        "extra": site.update - linear.update,
-        "extra_formula": None if update is None else update - UPDATES["linear"](*size),
-    }
+        "branch": site.branch, "update": site.update, "extra": site.update - together[0].update,
+    } for together in shapes.values() for connection, site in zip(counts, together, strict=True)]
 
 
-def parameter_table(models: Sequence[str] = PAPER_MODELS, **arguments: Any) -> list[Row]:
+def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
     """Parameters and FLOPs of whole models with each connection.
 
-    Args:
-        models: Names without suffix.
-        arguments: Of the models.
-
     Returns:
-        Rows with ``model``, ``connection``, ``sites``, ``parameters``, ``branches`` and ``updates``, the FLOPs of all
-        sites for one image, and ``extra_parameters``, ``extra_flops`` and ``extra_percent``, compared with the linear
-        model.
+        Rows with ``branches`` and ``updates``, the FLOPs of all sites for one image, and what is ``extra_`` in
+        comparison with the linear model.
     """
     rows = []
     for name in models:
@@ -234,52 +193,29 @@ def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------ width and depth
-def gamma(model: nn.Module) -> float:
-    """The mean width of the stream over the number of blocks (paper, Appendix E).
+def gamma_table(models: Sequence[str]) -> list[Row]:
+    """The paper's Table 11: gamma is the mean width of the stream over the number of blocks (Appendix E).
 
     For a transformer that is its width over its blocks, for a ResNet sum_k(B_k C_k) / (sum_k B_k)^2 with B_k blocks of
     C_k channels in stage k.
-
-    Args:
-        model: A timm model with connections; on the meta device nothing is computed.
     """
-    return _gamma_row("", model)["gamma"]
+    rows = []
+    for name in models:
+        widths = {site.layer: site.width for site in site_flops(_on_meta(name, "linear"))}
+        width = fmean(widths.values())
+        rows.append({"model": name, "width": width, "blocks": len(widths), "gamma": width / len(widths)})
+    return rows
 
 
-def gamma_table(models: Sequence[str]) -> list[Row]:
-    """The paper's Table 11: rows with ``model``, ``width`` (the mean), ``blocks`` and ``gamma``.
-
-    Args:
-        models: Names without suffix.
-    """
-    return [_gamma_row(name, _on_meta(name, "linear")) for name in models]
-
-
-def _gamma_row(name: str, model: nn.Module) -> Row:
-    widths = {site.layer: site.width for site in site_flops(model)}
-    width = fmean(widths.values())
-    return {"model": name, "width": width, "blocks": len(widths), "gamma": width / len(widths)}
-
-
-# ------------------------------------------------------------------------------------------------ overhead
-def overhead(models: Sequence[str] = PAPER_MODELS, **options: Any) -> list[Row]:
+def overhead(models: Sequence[str], **options: Any) -> list[Row]:
     """The paper's Table 1b: training images a second with linear connections and with Orthogonal-F.
 
-    Measured by `timm-ortho bench`: the two in turns, forward, cross entropy and backward.
-
-    Args:
-        models: Names without suffix.
-        options: Of :func:`timm_ortho.bench.bench`: ``device``, ``batch_size``, ``img_size``, ``model_kwargs``,
-            ``dtypes``, ``repeats``, and ``compile``, which is False unless it is asked for.
+    Measured by `timm-ortho bench`, whose ``options`` these are: the two in turns, forward, cross entropy and backward.
 
     Returns:
-        Rows with ``model``, ``shape``, ``layout``, ``dtype``, ``mode``, ``linear`` and ``feature`` in images a second
-        (medians), ``overhead`` in percent of the linear throughput with ``overhead_p20`` and ``overhead_p80`` over the
-        repetitions, ``repeats``, ``note``, why something could not be measured, or "", and ``device``, where.
-
-    Raises:
-        LabError: Something that was given cannot be measured.
+        Rows with ``linear`` and ``feature`` in images a second (medians), ``overhead`` in percent of the linear
+        throughput as the median over the repetitions, with their 20 % and 80 % quantiles ``overhead_p20`` and
+        ``overhead_p80``, and a ``note`` where something could not be measured.
     """
     given = {"compile": False, **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
     try:
@@ -301,5 +237,4 @@ def _overhead_row(group: bench.Group, results: Sequence[bench_report.Result]) ->
     lost = {q: None if note else 100 * (1 - 1 / feature[f"ratio_{q}"]) for q in bench_report.QUANTILES}
     return {
         **labels, "linear": linear["images_per_s"], "feature": feature["images_per_s"], "overhead": lost["p50"],
-        "overhead_p20": lost["p20"], "overhead_p80": lost["p80"], "repeats": linear["repeats"], "note": note,
-    }
+        "overhead_p20": lost["p20"], "overhead_p80": lost["p80"], "repeats": linear["repeats"], "note": note}

@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
 from timm.utils import random_seed
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from ..runs.folders import class_names
 from . import LabError
 
-__all__ = ["DataStream", "Digits", "Source", "loaders", "open_source", "epoch_seed"]
+__all__ = ["DataStream", "Digits", "Source", "loaders", "mixes", "open_source", "epoch_seed"]
 
 # Where torchvision's classes, and so timm's torch/..., look below the root.
 _FOLDERS = {
@@ -36,10 +36,8 @@ _NO_ROOT = ("digits", "hfds/", "hfids/", "tfds/", "wds/")  # found without a fol
 
 
 class Digits(Dataset):
-    """scikit-learn's digits: 1,797 grey 8 x 8 images of 10 classes, a fifth of each class held out for validation.
-
-    Args:
-        training: The 1,437 training images, or the 360 others. The split is the same on every machine and every call.
+    """scikit-learn's digits, grey 8 x 8 images of 10 classes: 1,437 to train on, and a fifth of each class, 360 images,
+    held out for validation. The split is the same on every machine and every call.
     """
 
     classes = tuple(str(digit) for digit in range(10))
@@ -65,18 +63,14 @@ class Digits(Dataset):
 
 
 class _View(Dataset):
-    """A part of a data set, or its images in another mode, for data sets that offer neither themselves.
+    """Those images of a data set that `index` names, in another mode, for data sets that offer neither themselves.
 
-    Args:
-        dataset: Has a length, and images that PIL made.
-        num_samples: As many of its images, evenly spaced: each class keeps its share, whether or not the classes
-            follow one another; None for all.
-        mode: Converts the images, as timm's `input_img_mode` does in its own data sets; None leaves them as they are.
+    Without an index all take part; `mode` is what timm's own data sets call `input_img_mode`.
     """
 
-    def __init__(self, dataset: Any, num_samples: Optional[int] = None, mode: Optional[str] = None) -> None:
+    def __init__(self, dataset: Any, index: Optional[np.ndarray] = None, mode: Optional[str] = None) -> None:
         self.dataset = dataset
-        self.index = np.arange(num_samples) * len(dataset) // num_samples if num_samples else range(len(dataset))
+        self.index = np.arange(len(dataset)) if index is None else index
         self.mode = mode
         self.transform: Optional[Callable] = None
 
@@ -100,37 +94,53 @@ class Source:
     labels: Optional[list[str]] = None  # names of the classes, where the data set has them
 
 
-def open_source(options: Namespace) -> Source:
-    """Opens both splits of `options.dataset`.
+def open_source(options: Namespace, hold_out: int = 0) -> Source:
+    """Opens both splits of `options.dataset`; a LabError says where timm looks for them and what to do.
 
-    Raises:
-        LabError: The data set is not there; the message says where timm looks and what to do.
+    Args:
+        options: timm's options.
+        hold_out: Validate on so many images of the training split, evenly spaced and left out of training, so that
+            choices (a learning rate, an epoch) are not made on the test images. 0 validates on the validation split.
     """
     if options.dataset != "digits" and not options.data_dir and not options.dataset.startswith(_NO_ROOT):
         name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
-    train, validation = _open(options, options.train_split, True), _open(options, options.val_split, False)
-    _refuse_same_images(options, train, validation)
+    train = _open(options, options.train_split, True)
+    if hold_out:
+        train, validation = _split(train, hold_out)
+    else:
+        validation = _open(options, options.val_split, False)
+        _refuse_same_images(options, train, validation)
     mode, classes = _first_image_mode(train), class_names(train)
     in_chans = _in_chans(options, mode)
     wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
-    if mode is None or mode == wanted:
-        wanted = None
+    wanted = None if mode in (None, wanted) else wanted
     num_classes = _num_classes(options, classes)
-    return Source(
-        _view(train, options.train_num_samples, wanted),
-        _view(validation, options.val_num_samples, wanted),
-        num_classes,
-        in_chans,
-        labels=classes if classes and len(classes) == num_classes else None,
-    )
+    labels = classes if classes and len(classes) == num_classes else None
+    parts = [_view(train, options.train_num_samples, wanted), _view(validation, options.val_num_samples, wanted)]
+    return Source(*parts, num_classes, in_chans, labels)
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
     # a data set that is a stream counts for itself: timm hands it the number
-    part = num_samples is not None and not isinstance(dataset, torch.utils.data.IterableDataset)
-    part = part and num_samples < len(dataset)
-    return _View(dataset, num_samples if part else None, mode) if part or mode else dataset
+    part = num_samples is not None and not isinstance(dataset, IterableDataset) and num_samples < len(dataset)
+    index = _evenly_spaced(num_samples, len(dataset)) if part else None
+    return _View(dataset, index, mode) if part or mode else dataset
+
+
+def _evenly_spaced(count: int, size: int) -> np.ndarray:
+    """As many of `size` images: each class keeps its share, whether or not the classes follow one another."""
+    return np.arange(count) * size // count
+
+
+def _split(dataset: Any, hold_out: int) -> tuple[_View, _View]:
+    """The images of a training split but for those that are held out, and these."""
+    if isinstance(dataset, IterableDataset):
+        raise LabError("images cannot be held out of a data set that is a stream: give another val_split")
+    if not 0 < hold_out < len(dataset):
+        raise LabError(f"hold_out is {hold_out}, but must be from 1 to {len(dataset) - 1}, the images to train on")
+    index = _evenly_spaced(hold_out, len(dataset))
+    return _View(dataset, np.setdiff1d(np.arange(len(dataset)), index)), _View(dataset, index)
 
 
 def _open(options: Namespace, split: str, training: bool) -> Any:
@@ -138,24 +148,21 @@ def _open(options: Namespace, split: str, training: bool) -> Any:
         return Digits(training)
     try:
         return create_dataset(
-            options.dataset,
-            root=options.data_dir,
-            split=split,
-            is_training=training,
-            class_map=options.class_map,
-            download=options.dataset_download,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            repeats=options.epoch_repeats,
-            input_img_mode=options.input_img_mode or ("L" if options.in_chans == 1 else "RGB"),
-            input_key=options.input_key,
-            target_key=options.target_key,
+            options.dataset, root=options.data_dir, split=split, is_training=training,
+            download=options.dataset_download, repeats=options.epoch_repeats,
             num_samples=options.train_num_samples if training else options.val_num_samples,
+            input_img_mode=options.input_img_mode or ("L" if options.in_chans == 1 else "RGB"),
             trust_remote_code=options.dataset_trust_remote_code,
+            **_named(options, "class_map batch_size seed input_key target_key"),
         )
     except (RuntimeError, OSError, AssertionError, ImportError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise LabError(f"data set '{options.dataset}' ({split}) is not there: {_where(options)} ({reason})") from None
+
+
+def _named(options: Namespace, names: str) -> dict[str, Any]:
+    """Options that have the same name in timm's factories as in its train.py."""
+    return {name: getattr(options, name) for name in names.split()}
 
 
 def _where(options: Namespace) -> str:
@@ -182,7 +189,7 @@ def _refuse_same_images(options: Namespace, train: Any, validation: Any) -> None
 
 def _first_image_mode(dataset: Any) -> Optional[str]:
     """The mode of the images as the data set gives them; None where they cannot be looked at without starting it."""
-    if isinstance(dataset, torch.utils.data.IterableDataset):
+    if isinstance(dataset, IterableDataset):
         return None
     if len(dataset) == 0:
         raise LabError("the training set has no images")
@@ -220,67 +227,47 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     prefetch = not options.no_prefetcher
     mixing = _mixup_arguments(options, source)
     common = dict(
-        input_size=data_config["input_size"],
-        mean=data_config["mean"],
-        std=data_config["std"],
-        num_workers=options.workers,
-        pin_memory=options.pin_mem,
-        device=device,
-        use_prefetcher=prefetch,
-        persistent_workers=False,
-    )
-    interpolation = options.train_interpolation
-    if options.no_aug or not interpolation:
-        interpolation = data_config["interpolation"]
+        **{key: data_config[key] for key in ("input_size", "mean", "std")}, num_workers=options.workers,
+        pin_memory=options.pin_mem, device=device, use_prefetcher=prefetch, persistent_workers=False)
+    interpolation = "" if options.no_aug else options.train_interpolation
     train = create_loader(
         source.train,
-        batch_size=options.batch_size,
         is_training=True,
-        no_aug=options.no_aug,
         re_prob=options.reprob,
         re_mode=options.remode,
         re_count=options.recount,
-        train_crop_mode=options.train_crop_mode,
-        scale=options.scale,
-        ratio=options.ratio,
-        hflip=options.hflip,
-        vflip=options.vflip,
-        color_jitter=options.color_jitter,
-        color_jitter_prob=options.color_jitter_prob,
         grayscale_prob=options.grayscale_prob or 0.0,
         gaussian_blur_prob=options.gaussian_blur_prob or 0.0,
         auto_augment=options.aa,
-        interpolation=interpolation,
-        worker_seeding=options.worker_seeding,
+        interpolation=interpolation or data_config["interpolation"],
         collate_fn=FastCollateMixup(**mixing) if mixing and prefetch else None,
+        **_named(options, "batch_size no_aug train_crop_mode scale ratio hflip vflip color_jitter color_jitter_prob "
+                          "worker_seeding"),
         **common,
     )
     validation = create_loader(
         source.validation,
         batch_size=options.validation_batch_size or options.batch_size,
         is_training=False,
-        interpolation=data_config["interpolation"],
-        crop_pct=data_config["crop_pct"],
+        **{key: data_config[key] for key in ("interpolation", "crop_pct")},
         **common,
     )
     return train, validation, Mixup(**mixing) if mixing and not prefetch else None
 
 
+def mixes(options: Namespace) -> bool:
+    return options.mixup > 0 or options.cutmix > 0 or options.cutmix_minmax is not None
+
+
 def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
-    if not (options.mixup > 0 or options.cutmix > 0 or options.cutmix_minmax is not None):
+    if not mixes(options):
         return None
     if options.batch_size % 2:
         raise LabError(f"mixup and cutmix need an even batch_size, not {options.batch_size}")
     return dict(
-        mixup_alpha=options.mixup,
-        cutmix_alpha=options.cutmix,
-        cutmix_minmax=options.cutmix_minmax,
-        prob=options.mixup_prob,
-        switch_prob=options.mixup_switch_prob,
-        mode=options.mixup_mode,
-        label_smoothing=options.smoothing,
-        num_classes=source.num_classes,
-    )
+        mixup_alpha=options.mixup, cutmix_alpha=options.cutmix, cutmix_minmax=options.cutmix_minmax,
+        prob=options.mixup_prob, switch_prob=options.mixup_switch_prob, mode=options.mixup_mode,
+        label_smoothing=options.smoothing, num_classes=source.num_classes)
 
 
 # ---------------------------------------------------------------------------------------- random numbers
@@ -304,9 +291,10 @@ class DataStream:
         self.state: Any = None
 
     def reseed(self, seed: int) -> None:
-        with self._borrowed():
-            random_seed(seed)
-            self.state = _get_state(self.device)
+        before = _get_state(self.device)
+        random_seed(seed)
+        self.state = _get_state(self.device)
+        _set_state(before, self.device)
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """The loader's batches, each fetched with the data's random numbers."""
@@ -322,18 +310,13 @@ class DataStream:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Whatever is drawn inside comes from the data's random numbers."""
-        with self._borrowed():
+        before = _get_state(self.device)
+        try:
             _set_state(self.state, self.device)
             yield
             self.state = _get_state(self.device)
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[None]:
-        state = _get_state(self.device)
-        try:
-            yield
         finally:
-            _set_state(state, self.device)
+            _set_state(before, self.device)
 
 
 def _get_state(device: torch.device) -> tuple:

@@ -4,6 +4,7 @@ The keys of a file:
 
 | key | says |
 | --- | --- |
+| `extends` | a study to begin with, by name or as a file; what both have as a mapping is merged, this file winning |
 | `title` | the question |
 | `paper`, `table` | the paper's table or figure, its key in `paper.json` or beside it; or neither |
 | `kind` | `training` (the default), or what is computed without any: `overhead`, `parameters`, `gamma` |
@@ -15,11 +16,13 @@ The keys of a file:
 | `grid` | axis -> value -> what it changes; a list of values changes the option of the axis's name |
 | `baseline` | what differences are to: `connection: linear`, or a value of an axis |
 | `record` | steps between two looks at the connections, see `timm_ortho.record` |
+| `hold_out` | images of the training split to validate on, for choices; by default the validation split decides |
 | `representation` | whether the features are measured at the end |
 | `paper_data` | the paper's data sets for this table, the first being the one that is compared with by default |
 | `arguments` | of a study without training |
-| `scales` | `smoke`, `small` and `paper`: any of the keys from `model` to `connections`, `seeds`, `grid`, `record` and
-  `arguments` again, on top of the study's; an axis as a list keeps only these values |
+| `report` | how its table and figures are laid out, see `layout` |
+| `scales` | of `smoke`, `small` and `paper` those that it has: any of the keys from `model` to `connections`, `seeds`,
+  `grid`, `record` and `arguments` again, on top of the study's; an axis as a list keeps only these values |
 
 A value of an axis may change timm's options, `model`, `recipe` and `connections`, and beyond that `connection` (the
 only one of this cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
@@ -32,50 +35,42 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any, Iterable, Mapping, Optional, Sequence
 
 import yaml
 
-from . import LabError, recipe
-from .grid import resolve_options
+from . import LabError, check_names, recipe
 from .paper import architecture
-from .training import Extras
 
-__all__ = ["SCALES", "Design", "Variant", "load", "shipped"]
+__all__ = ["SCALES", "Design", "Variant", "load", "has_scale", "shipped", "timm_name"]
 
 SCALES = ("smoke", "small", "paper")
 KINDS = ("training", "overhead", "parameters", "gamma")
 _SCALED = frozenset("model recipe options connections seeds grid record arguments".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-_NEEDED = ("title", "scales")
 # Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal"}
 
 # The paper's data sets by its names, as timm names them; the last three are class folders.
 _TIMM_NAMES = {
     "cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "svhn": "", "tiny_imagenet": "", "imagenet1k": ""}
-_BY_DATA = ("num_classes", "mean", "std")  # what the paper's recipes say for their own data set only
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One cell of the grid with one connection: a run but for its seed.
+    """One cell of the grid with one connection: a run but for its seed."""
 
-    Attributes:
-        cell: Axis -> value.
-        connection: The connection at the start.
-        options: timm's options; the connection is in `model_kwargs`, the seed open.
-        extras: What timm's options cannot say.
-    """
-
-    cell: Mapping[str, Any]
-    connection: str
-    options: Namespace
-    extras: Extras
+    cell: Mapping[str, Any]  # axis -> value
+    connection: str  # at the start
+    options: Namespace  # timm's; the connection is in `model_kwargs`, the seed open
+    switch_to: str = ""  # the connection that takes over in mid-training
+    # With it optimizer and schedule begin anew, for as many epochs as before (paper, Table 3). Otherwise all go on, and
+    # the switch comes at half of the epochs (Table 10).
+    reinitialise: bool = False
 
     @property
     def final_connection(self) -> str:
-        return self.extras.switch_to or self.connection
+        return self.switch_to or self.connection
 
     def name(self, seed: int) -> str:
         """Of its run with a seed: `lr=0.001-linear-seed0`."""
@@ -93,7 +88,7 @@ class Design:
     paper: str = ""
     table: str = ""
     kind: str = "training"
-    model: str = "vit_small"
+    model: str = "vit_small"  # empty for the recipe's own
     recipe: Optional[str] = None
     options: Mapping[str, Any] = field(default_factory=dict)
     connections: Sequence[str] = ("linear", "feature")
@@ -102,60 +97,71 @@ class Design:
     baseline: Mapping[str, Any] = field(default_factory=lambda: {"connection": "linear"})
     record: Optional[int] = None
     representation: bool = False
+    hold_out: int = 0
     paper_data: Sequence[str] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    report: Optional[Mapping[str, Any]] = None
 
     @property
     def axes(self) -> dict[str, list]:
         return {axis: list(values) for axis, values in self.grid.items()}
 
-    def variants(self, given: Mapping[str, Any]) -> Iterator[Variant]:
-        """The grid's cells with their connections, in order.
+    def variants(self, given: Mapping[str, Any], trainer: str = "lab") -> list[Variant]:
+        """The cells of `expand` that can be run; a LabError if there are none."""
+        variants, left_out = self.expand(given, trainer)
+        if not variants:
+            raise LabError(f"nothing of study '{self.name}' can be run: {left_out[0]}")
+        return variants
+
+    def expand(self, given: Mapping[str, Any], trainer: str = "lab") -> tuple[list[Variant], list[str]]:
+        """The grid's cells with their connections, in order, and in words what is left out and why.
 
         Args:
-            given: timm's options of the command line; they override the study's but not its axes'.
-
-        Raises:
-            LabError: An option is unknown or wrong, or one that the study itself varies.
+            given: timm's options of the command line; they override the study's. What it varies is a LabError.
+            trainer: `lab`, or `train.py` for options that only that has.
         """
         self._refuse_varied(given)
+        variants, left_out = [], []
         for labels in itertools.product(*self.grid.values()):
             cell = dict(zip(self.grid, labels, strict=True))
             changes = {"options": {}}
             for axis, label in cell.items():
                 changes = _merged(changes, self.grid[axis][label])
-            connections = [changes["connection"]] if "connection" in changes else changes.get(
-                "connections", self.connections)
-            for connection in connections:
-                yield self._variant(cell, connection, changes, given)
+            connections = changes.get("connections", self.connections)
+            if "connection" in changes:
+                connections = [changes["connection"]]
+            try:
+                variants += [self._variant(cell, connection, changes, given, trainer) for connection in connections]
+            except _NoRecipe as error:
+                left_out.append(str(error))
+        return variants, list(dict.fromkeys(left_out))
 
-    def _variant(self, cell: Mapping, connection: str, changes: Mapping, given: Mapping[str, Any]) -> Variant:
-        values = _merged(_merged(self.options, given), changes["options"])
-        values["model"] = changes.get("model", given.get("model", self.model))
-        data, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
+    def _variant(
+            self, cell: Mapping, connection: str, changes: Mapping, given: Mapping[str, Any], trainer: str) -> Variant:
+        values = _merged(_merged(self.options, changes["options"]), given)
+        model = changes.get("model", given.get("model", self.model))
+        if model:
+            values["model"] = model
+        dataset, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
+        if "dataset" in values:  # else the recipe's
+            values["dataset"] = timm_name(dataset)
         if base == "paper":
-            base, is_its_own = _paper_recipe(values["model"], data, self.paper_data)
-            values = {**dict.fromkeys(_BY_DATA if not is_its_own else ("num_classes",)), **values}
-        values["dataset"] = _TIMM_NAMES.get(data, data)
-        options, _ = resolve_options(values, base)
-        extras = Extras(
-            record_every=self.record,
-            representation=self.representation,
-            **_switch(connection, changes.get("switch")),
-        )
-        options.model_kwargs = _effective(options.model_kwargs, {connection, extras.switch_to or connection})
+            base = _paper_recipe(model, dataset)
+        options = recipe.resolve_variant(values, base, trainer)
+        switch = _switch(connection, changes.get("switch"))
+        options.model_kwargs = _effective(options.model_kwargs, {connection, switch.get("switch_to", connection)})
         options.model_kwargs["connection"] = connection
-        return Variant(cell, connection, options, extras)
+        return Variant(cell, connection, options, **switch)
 
     def _refuse_varied(self, given: Mapping[str, Any]) -> None:
         flat = {**given, **given.get("model_kwargs", {})}
         for axis, values in self.grid.items():
-            for changes in values.values():
-                varied = {*changes, *changes.get("options", {}), *changes.get("options", {}).get("model_kwargs", {})}
-                clash = sorted(varied.difference({"options", "model_kwargs"}).intersection(flat))
-                if clash:
-                    raise LabError(f"'{clash[0]}' is what study '{self.name}' varies along its axis '{axis}': "
-                                   "leave it out, or use timm-ortho compare")
+            changed = [{*changes, *changes.get("options", {}), *changes.get("options", {}).get("model_kwargs", {})}
+                       for changes in values.values()]
+            clash = sorted(set.intersection(*changed).difference({"options", "model_kwargs"}).intersection(flat))
+            if clash:
+                raise LabError(f"'{clash[0]}' is what study '{self.name}' varies along its axis '{axis}': "
+                               "leave it out, or use timm-ortho compare")
 
 
 # ------------------------------------------------------------------------------------------ from the file
@@ -166,13 +172,23 @@ def shipped() -> dict[str, Path]:
 
 
 def load(name: str, scale: str) -> Design:
-    """Reads a study, given as a file or as the name of a shipped one, for one scale.
-
-    Raises:
-        LabError: There is no such study or scale, or the file says something that a study cannot.
-    """
+    """Reads a study, given as a file or as the name of a shipped one, for one scale; what cannot be is a LabError."""
     if scale not in SCALES:
         raise LabError(f"there is no scale '{scale}': give {', '.join(SCALES[:-1])} or {SCALES[-1]}")
+    values, own_name = _read(name), Path(name).stem
+    try:
+        return _design(own_name, scale, values)
+    except LabError as error:
+        raise LabError(f"study '{own_name}': {error}") from None
+
+
+def has_scale(name: str, scale: str) -> bool:
+    """Whether a shipped study has a scale."""
+    return scale in _read(name)["scales"]
+
+
+def _read(name: str) -> Any:
+    """What a study's file says, with what it extends below."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
         near = difflib.get_close_matches(name, shipped(), n=1, cutoff=0.0)
@@ -181,18 +197,18 @@ def load(name: str, scale: str) -> Design:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LabError(f"study '{path.stem}' is not YAML: {' '.join(str(error).split())}") from None
-    try:
-        return _design(path.stem, scale, values)
-    except LabError as error:
-        raise LabError(f"study '{path.stem}': {error}") from None
+    if isinstance(values, dict) and "extends" in values:
+        base = str(values.pop("extends"))
+        values = _merged(_read(str(path.parent / base) if base.endswith((".yaml", ".yml")) else base), values)
+    return values
 
 
 def _design(name: str, scale: str, values: Any) -> Design:
     known = [key for key in Design.__dataclass_fields__ if key not in ("name", "scale")]
     _check_keys(values, {*known, "scales"}, "it")
-    missing = [key for key in _NEEDED if key not in values]
-    if missing:
-        raise LabError(f"'{missing[0]}' is missing")
+    for key in ("title", "scales"):
+        if key not in values:
+            raise LabError(f"'{key}' is missing")
     scales = values.pop("scales")
     _check_keys(scales, set(SCALES), "scales")
     if scale not in scales:
@@ -239,15 +255,14 @@ def _changes(axis: str, label: Any, given: Mapping[str, Any]) -> dict:
         elif key in recipe.known_options():
             changes["options"] = _merged(changes["options"], {key: value})
         else:
-            _check_keys({key: value}, {*_CELL, *recipe.known_options()}, where)
+            check_names([key], [*_CELL, *recipe.known_options()], where)
     return changes
 
 
 def _check(design: Design) -> None:
     if design.kind not in KINDS:
         raise LabError(f"there is no kind '{design.kind}', only {', '.join(KINDS)}")
-    for key in design.options:
-        _check_keys({key: None}, set(recipe.known_options()), "options")
+    check_names(design.options, recipe.known_options(), "options")
     if not isinstance(design.seeds, int) or design.seeds < 1:
         raise LabError(f"seeds is {design.seeds!r}, but must be a whole number of at least 1")
     for key, value in design.baseline.items():
@@ -258,20 +273,17 @@ def _check(design: Design) -> None:
             _switch("linear", changes.get("switch"))
 
 
-def _check_keys(given: Any, known: set[str] | frozenset[str], where: str) -> None:
+def _check_keys(given: Any, known: Iterable[str], where: str) -> None:
     if given is None:
         return
     if not isinstance(given, dict):
         raise LabError(f"{where} must be a mapping, not {given!r}")
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise LabError(f"{where} has no key '{key}'; the nearest is '{near[0]}'")
+    check_names(given, known, where)
 
 
 # ------------------------------------------------------------------------------------------------ variants
 def _switch(connection: str, given: Optional[Mapping[str, str]]) -> dict[str, Any]:
-    """A file's `switch` as arguments of `Extras`."""
+    """A file's `switch` as arguments of `Variant`."""
     if given is None:
         return {}
     _check_keys(given, {"to", "optimizer"}, "switch")
@@ -280,30 +292,39 @@ def _switch(connection: str, given: Optional[Mapping[str, str]]) -> dict[str, An
     again = given["optimizer"] == "reinitialised"
     if given["to"] == connection and not again:
         return {}  # nothing happens
-    if "hybrid" in (given["to"], connection) and not again:
-        raise LabError("an optimizer that is kept knows nothing of the parameters that hybrid adds or takes away")
+    if "hybrid" in (given["to"], connection) and given["to"] != connection:
+        raise LabError("a checkpoint without hybrid knows nothing of its parameters: it cannot take over, or be left")
     return {"switch_to": given["to"], "reinitialise": again}
 
 
-def _paper_recipe(model: str, dataset: str, paper_data: Sequence[str]) -> tuple[str, bool]:
-    """The paper's recipe for an architecture, and whether it is the data set's own or the nearest there is."""
-    known = recipe.shipped()
-    for data in (dataset.rpartition("/")[2], *paper_data):
-        name = f"{'skipnet' if model.startswith('skipnet_') else architecture(model)}_{data}"
-        if name in known:
-            return name, data == dataset.rpartition("/")[2]
-    raise LabError(f"the paper has no recipe for {model} on {dataset or 'a folder of images'}: "
-                   "give the options of another scale, or --option recipe")
+class _NoRecipe(LabError):
+    """The paper has no recipe for a cell."""
+
+
+def _paper_recipe(model: str, dataset: str) -> str:
+    """The paper's recipe for an architecture on a data set."""
+    name = f"{'skipnet' if model.startswith('skipnet_') else architecture(model)}_{dataset.rpartition('/')[2]}"
+    if name in recipe.shipped():
+        return name
+    raise _NoRecipe(f"{model}: the paper has no recipe for it on {dataset or 'a folder of images'}")
+
+
+def timm_name(dataset: str) -> str:
+    """A data set as timm names it, given as timm or as the paper names it; a LabError if neither knows it."""
+    if dataset in ("", "digits") or dataset.partition("/")[0] in ("torch", "tfds", "hfds", "hfids", "wds"):
+        return dataset
+    if dataset in _TIMM_NAMES:
+        return _TIMM_NAMES[dataset]
+    near = difflib.get_close_matches(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], n=2, cutoff=0.0)
+    raise LabError(f"there is no data set '{dataset}'; the nearest are {' and '.join(near)}. timm's others have a "
+                   "prefix (torch/, tfds/, hfds/, wds/), and '' with --data-dir is a folder of images")
 
 
 def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:
     """Without the arguments that make no difference, so that equal runs are seen to be equal."""
-    def counts(key: str, value: Any) -> bool:
-        if key.startswith("connection_") and connections == {"linear"}:
-            return False
-        return key not in _MODEL_DEFAULTS or value != _MODEL_DEFAULTS[key]
-
-    return {key: value for key, value in model_kwargs.items() if counts(key, value)}
+    linear = connections == {"linear"}
+    return {key: value for key, value in model_kwargs.items()
+            if (key, value) not in _MODEL_DEFAULTS.items() and not (linear and key.startswith("connection_"))}
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import nn
 
 from ..diagnostics import representation
 from . import LabError
-from .checkpoints import disk_errors
 
 __all__ = ["add_cka", "measure_features"]
 
@@ -25,20 +24,16 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
     features = representation.features(model, batches).float()
     largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     partial = folder / f".{_FILE}.partial"
-    with disk_errors(folder):
-        with open(partial, "wb") as file:
-            np.save(file, (features / largest).half().numpy())
-        partial.replace(folder / _FILE)
+    with open(partial, "wb") as file:
+        np.save(file, (features / largest).half().numpy())
+    partial.replace(folder / _FILE)
     return representation.summary(features)
 
 
 def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str, Any]) -> None:
     """Adds `linear_cka` to each run's `representation`: with the baseline's run of the same seed, None without one.
 
-    Args:
-        runs: As the report is given them.
-        folders: The folder of each.
-        baseline: The values of axes, or the connection, that the baseline has in place of a run's own.
+    `baseline` has the values of axes, or the connection, that the baseline has in place of a run's own.
     """
     by_place = {_place(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
     for run, folder in zip(runs, folders, strict=True):

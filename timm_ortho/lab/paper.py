@@ -12,19 +12,21 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Mapping
 
-__all__ = ["Experiment", "accuracy", "architecture", "experiments", "figures", "section", "skip_figures", "skip_recipe"]
+__all__ = [
+    "Experiment", "accuracy", "architecture", "deviations", "experiments", "figures", "name", "section", "skip_figures",
+    "skip_recipe",
+]
 
 
 @cache
-def figures() -> Mapping[str, Any]:
+def figures(file: str = "paper.json") -> Mapping[str, Any]:
     """Everything in `paper.json`: a section for each table, the `recipes`, and the hours of training (`compute`)."""
-    return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
+    return json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
 
 
-@cache
 def skip_figures() -> Mapping[str, Any]:
     """Everything in `paper_skips.json`: names, a section for each table, and the `recipe`."""
-    return json.loads(files(__package__).joinpath("paper_skips.json").read_text(encoding="utf-8"))
+    return figures("paper_skips.json")
 
 
 def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
@@ -41,16 +43,30 @@ def section(table: str | None) -> Mapping[str, Any]:
     return figures().get(table) or skip_figures().get(table) or {}
 
 
+def name(dimension: str, key: str) -> str:
+    """What the papers call a model, data set, connection or skip transform; the key itself where they have none."""
+    names = {
+        "model": {architecture: entry["name"] for architecture, entry in figures()["architectures"].items()},
+        "dataset": {**skip_figures()["datasets"],
+                    **{dataset: entry["name"] for dataset, entry in figures()["datasets"].items()}},
+        "connection": figures()["connections"],
+        "skip": skip_figures()["skips"],
+    }
+    return names.get(dimension, {}).get(key, key)
+
+
+def deviations(recipe: str) -> Mapping[str, str]:
+    """Where a recipe of this package differs from its paper by necessity, by the option of timm that is concerned."""
+    if recipe in experiments():
+        return experiments()[recipe].recipe.get("deviations", {})
+    network, _, data = recipe.partition("_")
+    return skip_figures()["recipe"].get(data, {}).get("deviations", {}) if network == "skipnet" else {}
+
+
 def accuracy(model: str, dataset: str) -> dict[str, tuple[float, float]]:
-    """Table 2: top-1 accuracy in percent by connection, mean and standard deviation.
+    """Table 2: top-1 in percent by connection, mean and standard deviation; nothing where the paper has no such figure.
 
-    Args:
-        model: The paper's key (`vit_s`, `resnetv2_34`) or this package's name of it, with or without the suffix of a
-            connection (`vit_small`, `resnetv2_34_cifar_ortho`).
-        dataset: `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`, also as timm names it (`torch/cifar10`).
-
-    Returns:
-        `linear` and `feature`, for ResNets also `global`; nothing where the paper has no such figure.
+    Both names may be the paper's keys (`vit_s`, `cifar10`) or this package's (`vit_small_ortho`, `torch/cifar10`).
     """
     found = figures()["accuracy"].get(architecture(model), {}).get(dataset.rpartition("/")[2], {})
     return {connection: (mean, std) for connection, (mean, std) in found.items()}
@@ -67,21 +83,14 @@ def architecture(model: str) -> str | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A cell of one of the paper's tables of accuracies: what a recipe of this package reproduces.
+    """A cell of one of the paper's tables of accuracies: what a recipe of this package reproduces."""
 
-    Attributes:
-        architecture: The paper's key: `vit_s`, `resnetv2_34`, ...
-        dataset: `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`.
-        section: Of `figures()`: `accuracy` (Table 2) or `initialisation` (Table 7).
-    """
-
-    architecture: str
-    dataset: str
-    section: str = "accuracy"
+    architecture: str  # the paper's key: `vit_s`, `resnetv2_34`, ...
+    dataset: str  # `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`
+    section: str = "accuracy"  # of `figures()`: this (Table 2) or `initialisation` (Table 7)
 
     @property
-    def name(self) -> str:
-        """The name of the recipe."""
+    def name(self) -> str:  # of the recipe
         return "_".join((self.architecture, self.dataset, *([] if self.section == "accuracy" else [self.section])))
 
     @property
@@ -93,8 +102,9 @@ class Experiment:
         """The hyperparameters that the paper gives for it, those of the data set among the others."""
         recipes = figures()["recipes"]
         recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
-        datasets = figures()["datasets"]
-        return {**{key: value for key, value in recipe.items() if key not in datasets}, **recipe[self.dataset]}
+        shared = {key: value for key, value in recipe.items() if key not in figures()["datasets"]}
+        deviations = {**recipe.get("deviations", {}), **recipe[self.dataset].get("deviations", {})}
+        return {**shared, **recipe[self.dataset], "deviations": deviations}
 
     def top1(self) -> dict[str, tuple[float, float]]:
         """Mean and standard deviation of top-1 accuracy in percent, by label: of the connection, after the start."""
@@ -102,21 +112,14 @@ class Experiment:
         if self.section == "accuracy":
             found = accuracy(self.architecture, self.dataset)
             return {labels[connection]: value for connection, value in found.items()}
-        return {
-            f"{start}, {labels[connection]}": (value[0], value[1])
-            for start in ("kaiming", "xavier", "orthogonal")
-            for connection, value in figures()[self.section][start].items()
-        }
+        return {f"{start}, {labels[connection]}": (value[0], value[1]) for start in ("kaiming", "xavier", "orthogonal")
+                for connection, value in figures()[self.section][start].items()}
 
 
 @cache
 def experiments() -> Mapping[str, Experiment]:
     """Those that the package has a recipe for, by the recipe's name."""
-    found = [
-        Experiment(architecture, dataset)
-        for architecture in figures()["architectures"]
-        for dataset in figures()["datasets"]
-        if accuracy(architecture, dataset)
-    ]
+    found = [Experiment(architecture, dataset) for architecture in figures()["architectures"]
+             for dataset in figures()["datasets"] if accuracy(architecture, dataset)]
     found.append(Experiment("resnetv2_50", "cifar100", "initialisation"))
     return {experiment.name: experiment for experiment in found}

@@ -1,39 +1,47 @@
 """A recipe is a training YAML of timm's `train.py`: the same keys, the same defaults, the same types.
 
-`train_options.json` beside this file lists `train.py`'s options. A key is one of four kinds:
-
-- implemented: it does here what it does there;
-- inert: it changes what is logged or stored, never a result, and is named in a warning;
-- not implemented: an error, unless it stands at timm's default, so that an `args.yaml` written by timm is a recipe too;
-- unknown: an error that names the nearest known one.
+`train_options.json` beside this file lists `train.py`'s options; where a script is at hand, its own parser is asked.
+The lab's loop knows a part of them, `LOOP`. It has no use for what changes only what is logged or stored, `INERT`, and
+refuses the others unless they stand at timm's defaults.
 """
+import argparse
 import difflib
+import importlib
+import importlib.util
 import json
+import sys
 from argparse import Namespace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Optional, Sequence
 
+import timm
 import yaml
 
-from . import LabError
+from ..models._build import SUFFIXES
+from . import LabError, check_names, one_line
 
-__all__ = ["find", "load", "known_options", "resolve", "shipped"]
+__all__ = [
+    "base_name", "find", "import_modules", "known_options", "load", "of_script", "resolve", "resolve_variant",
+    "shipped",
+]
 
-IMPLEMENTED = frozenset("""
+_BY_MODEL = ("model_kwargs", "img_size", "input_size")  # what a recipe says for its own model only
+
+LOOP = frozenset("""
     data_dir dataset train_split val_split train_num_samples val_num_samples dataset_download class_map input_img_mode
     input_key target_key dataset_trust_remote_code
     model pretrained initial_checkpoint num_classes gp img_size in_chans input_size crop_pct mean std interpolation
-    batch_size validation_batch_size channels_last grad_accum_steps grad_checkpointing model_kwargs head_init_scale
-    head_init_bias torchcompile torchcompile_mode device amp amp_dtype device_modules
+    batch_size validation_batch_size channels_last grad_accum_steps model_kwargs torchcompile torchcompile_mode device
+    amp amp_dtype device_modules
     opt opt_eps opt_betas momentum weight_decay clip_grad clip_mode layer_decay layer_decay_min_scale
     layer_decay_no_opt_scale opt_kwargs
     sched sched_on_updates lr lr_base lr_base_size lr_base_scale lr_noise lr_noise_pct lr_noise_std lr_cycle_mul
     lr_cycle_decay lr_cycle_limit lr_k_decay warmup_lr min_lr epochs epoch_repeats decay_milestones decay_epochs
-    warmup_epochs warmup_prefix cooldown_epochs patience_epochs decay_rate
+    warmup_epochs warmup_prefix cooldown_epochs decay_rate
     no_aug train_crop_mode scale ratio hflip vflip color_jitter color_jitter_prob grayscale_prob gaussian_blur_prob aa
-    bce_loss bce_sum bce_target_thresh bce_pos_weight reprob remode recount mixup cutmix cutmix_minmax mixup_prob
+    reprob remode recount mixup cutmix cutmix_minmax mixup_prob
     mixup_switch_prob mixup_mode mixup_off_epoch smoothing train_interpolation drop drop_path drop_block bn_momentum
     bn_eps model_ema model_ema_decay model_ema_warmup
     seed worker_seeding checkpoint_hist workers pin_mem no_prefetcher eval_metric
@@ -50,8 +58,7 @@ _NUMBER_OR_LIST = frozenset({"color_jitter"})
 
 # Where the lab's default is not timm's, and why.
 DEFAULTS = {
-    "device": None,  # timm says cuda; here the machine decides
-    "checkpoint_hist": 1,  # timm keeps 10; a grid has many runs and needs the last and the best of each
+    "checkpoint_hist": 1,  # timm keeps 10; a study has many runs and needs the last and the best of each
 }
 
 
@@ -68,11 +75,7 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str) -> Path:
-    """The file of a shipped recipe.
-
-    Raises:
-        LabError: There is none of that name; the message has the nearest.
-    """
+    """The file of a shipped recipe; a LabError that has the nearest if there is none of that name."""
     known = shipped()
     if name in known:
         return known[name]
@@ -82,53 +85,113 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Reads a recipe, given as a file or as the name of a shipped one, and checks its keys.
-
-    Raises:
-        LabError: There is no such file, it is no YAML mapping, or it has a key that timm does not know.
-    """
+    """Reads a recipe, given as a file or as the name of a shipped one; a key that timm does not know is a LabError."""
     path = Path(name) if Path(name).is_file() else find(name)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LabError(f"recipe '{name}' is not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        values = {}
     if not isinstance(values, dict):
         raise LabError(f"recipe '{name}' must be a mapping of timm's train.py options, not a {type(values).__name__}")
-    return {_known(key, f"recipe '{name}'"): value for key, value in values.items()}
+    check_names(values, known_options(), f"recipe '{name}': timm's train.py", "option")
+    return values
 
 
-def resolve(values: Mapping[str, Any]) -> tuple[Namespace, list[str]]:
-    """Completes given options with timm's defaults.
+def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
+    """All of timm's options, typed as timm types them: those that are given, the others at their defaults.
 
     Args:
         values: Options by name, as they stand in a recipe or on the command line.
-
-    Returns:
-        All options that the lab implements, typed as timm types them, and the names of the inert ones that were given.
-
-    Raises:
-        LabError: An option is unknown, has the wrong type, or is one of timm's that the lab does not implement.
+        trainer: `lab`, which knows some of them, or `train.py`; what it does not know, or a wrong type, is a LabError.
     """
-    typed = {_known(key, "the options"): _typed(key, value) for key, value in values.items()}
+    check_names(values, known_options(), "the options: timm's train.py", "option")
+    typed = {key: _typed(key, value) for key, value in values.items()}
     if typed.get("data") is not None:  # train.py's deprecated positional argument
         typed.setdefault("data_dir", typed["data"])
-    missing = [key for key in typed if key not in IMPLEMENTED | INERT | {"data"} and not _is_default(key, typed[key])]
-    if missing:
-        raise LabError(f"timm's train.py has {_listed(missing)}, but compare does not implement it: remove it, "
-                       "or train with train.py --device-modules timm_ortho")
-    inert = [key for key in typed if key in INERT and not _is_default(key, typed[key])]
-    options = {key: DEFAULTS.get(key, known_options()[key]["default"]) for key in sorted(IMPLEMENTED)}
-    options.update({key: value for key, value in typed.items() if key in IMPLEMENTED})
-    return Namespace(**options), inert
+    if trainer == "lab":
+        changed = [key for key, value in typed.items() if not _is_default(key, value)]
+        missing = [f"'{key}'" for key in changed if key not in LOOP | INERT | {"data"}]
+        if missing:
+            raise LabError(f"timm's train.py has {', '.join(missing)}, but the lab's own loop does not: remove it, or "
+                           "train with --train-py")
+        if str(typed.get("sched")).startswith("plateau"):
+            raise LabError("the lab's own loop has no schedule that follows the figures: train with --train-py")
+        inert = [key for key in changed if key in INERT]
+        if inert:
+            print(f"timm-ortho: the lab's own loop has no use for {', '.join(inert)}", file=sys.stderr)
+    defaults = {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
+    return Namespace(**{**defaults, **typed})
 
 
-def _known(key: Any, where: str) -> str:
-    if key in known_options():
-        return key
-    near = difflib.get_close_matches(str(key).replace("-", "_"), known_options(), n=1, cutoff=0.0)
-    raise LabError(f"{where}: timm's train.py has no option '{key}'; the nearest is '{near[0]}'")
+def resolve_variant(given: Mapping[str, Any], name: Optional[str], trainer: str = "lab") -> Namespace:
+    """timm's options for what was given, with a recipe and timm's own defaults below; the model is a variant.
+
+    Args:
+        given: timm's options by name; they override the recipe's.
+        name: File or name of a shipped recipe; None chooses by data set.
+        trainer: `lab` or `train.py`.
+    """
+    values = load(name or ("digits" if given.get("dataset", "digits") == "digits" else "small_images"))
+    own = base_name(str(values.get("model", "vit_small")))
+    base = base_name(str(given.get("model", own)))
+    if base != own:
+        values = {key: value for key, value in values.items() if key not in _BY_MODEL}
+    kwargs = {**(values.get("model_kwargs") or {}), **given.get("model_kwargs", {})}
+    values = {**values, **given, "model": base, "model_kwargs": kwargs}
+    options = resolve(values, trainer)
+    # timm_ortho so that train.py --config args.yaml finds the variant, others for what they register
+    options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
+    import_modules(options.device_modules)
+    options.model = _variant(base)
+    if "amp_dtype" not in values and options.device == "cpu":
+        options.amp_dtype = "bfloat16"  # timm's float16 needs a loss scaler, which the CPU does not have
+    if "connection" in options.model_kwargs:
+        raise LabError("the connection is not a model argument here: use --connections")
+    return options
+
+
+def import_modules(modules: Optional[Sequence[str]]) -> None:
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise LabError(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
+
+
+def base_name(model: str) -> str:
+    """`vit_small` for `vit_small`, `vit_small_ortho`, `vit_small_orthog` and `vit_small_linear`."""
+    for suffix in SUFFIXES:
+        model = model.removesuffix(suffix)
+    return model
+
+
+def _variant(base: str) -> str:
+    name = f"{base}_ortho"
+    if timm.is_model(name):
+        return name
+    known = [model.removesuffix("_ortho") for model in timm.list_models("*_ortho")]
+    near = difflib.get_close_matches(base, known, n=3, cutoff=0.0)
+    raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(near)} (timm-ortho list)")
+
+
+def of_script(script: Path) -> argparse.ArgumentParser:
+    """The parser of a `train.py`; a LabError if that is not timm's, or too old."""
+    advice = ("give timm's train.py with --train-py, or its folder as TIMM_DIR: git clone "
+              "https://github.com/huggingface/pytorch-image-models")
+    if not script.is_file():
+        raise LabError(f"there is no {script}: {advice}")
+    spec = importlib.util.spec_from_file_location("timm_train", script)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        parser = module.parser
+    except Exception as error:  # noqa: BLE001 whatever somebody else's file raises
+        raise LabError(f"{script} is not timm's train.py ({one_line(error)}): {advice}") from None
+    known = vars(parser.parse_args([]))
+    lacking = [name for name in ("device_modules", "model_kwargs", "initial_checkpoint", "resume") if name not in known]
+    if lacking:
+        raise LabError(f"{script} is older than timm's option {lacking[0]}: {advice}")
+    return parser
 
 
 def _typed(key: str, value: Any) -> Any:
@@ -146,32 +209,23 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def _scalar(key: str, kind: str, value: Any) -> Any:
-    def fits() -> bool:
-        if kind == "flag":
-            return isinstance(value, bool)
-        if kind == "dict":
-            return isinstance(value, dict)
-        return not isinstance(value, (bool, dict, list))
-
     if kind == "any":
         return value
+    kinds = {"flag": (bool, "true or false"), "dict": (dict, "a mapping"), "int": (int, "a whole number"),
+             "float": (float, "a number"), "str": (str, "text")}
+    made, expected = kinds[kind]
     try:
-        if not fits():
-            raise ValueError
-        if kind == "int":
-            if float(value) != int(float(value)):
-                raise ValueError
-            return int(float(value))
-        return float(value) if kind == "float" else str(value) if kind == "str" else value
+        if kind in ("flag", "dict"):
+            fits = isinstance(value, made)
+        else:
+            fits = not isinstance(value, (bool, dict, list)) and (kind != "int" or float(value) == int(float(value)))
+        if fits:
+            return made(float(value)) if kind == "int" else made(value)
     except (ValueError, OverflowError):
-        expected = {"flag": "true or false", "dict": "a mapping", "int": "a whole number", "float": "a number"}
-        raise LabError(f"option '{key}' is {value!r}, but must be {expected.get(kind, 'text')}") from None
+        pass
+    raise LabError(f"option '{key}' is {value!r}, but must be {expected}")
 
 
 def _is_default(key: str, value: Any) -> bool:
     default = known_options()[key]["default"]
     return value == default or (not value and not default)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)

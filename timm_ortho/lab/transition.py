@@ -3,23 +3,19 @@
 The paper describes it (Section 3.5, Figure 3: the point around which the trends of stream norm and cosine for the two
 connections begin to diverge) and reads it off its figures. Here the two are *apart* at a recorded step if both hold:
 
-  * visibly: the means over the seeds differ by more than a tenth of the height of the figure, that is of the range that
-    both mean traces take over the whole training;
+  * visibly: the means over the seeds differ by more than a tenth of the range that both take over the whole training;
   * reliably: zero is outside the two-sided 95 % Student interval of the differences of runs with the same seed. Of a
-    single pair of runs nothing is known about that, and the first rule decides.
+    single pair of runs nothing is known about that, and the first rule decides. The second alone would not do: with the
+    same initial weights the stream of a deep block is a little shorter without the parallel parts from step 0 on.
 
 The transition point is the first step at which they are apart and from which on they are at three of four recorded
-steps, so that traces that cross once more later, or a noisy step, do not hide it. What begins in the last tenth of the
-training is none: too little has been seen of it.
-
-The first rule is needed because the second alone would find differences from step 0 on: with the same initial weights
-the stream of a deep block is a little shorter without the parallel parts, hardly visibly, but for every seed.
+steps. What begins in the last tenth of the training is none: too little has been seen of it.
 """
 import math
 from typing import Any, Mapping, Optional, Sequence
 
 import numpy as np
-from scipy.stats import t as student_t
+from scipy import stats
 
 __all__ = ["transition_point", "transition_points"]
 
@@ -33,19 +29,20 @@ SEEN = 0.1  # of all steps, after the transition
 def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Sequence[float]]) -> Optional[int]:
     """Index of the recorded step at which two sets of traces part, None if they do not.
 
-    Args:
-        linear: One trace for each seed, ``[seeds, steps]``; NaN where a run diverged, which counts as not apart.
-        orthogonal: The same, of runs with the same seeds in the same order.
-
-    Raises:
-        ValueError: The two are not of one shape.
+    Both are ``[seeds, steps]`` of the same seeds in the same order, or it is a ValueError. NaN, of a run that diverged,
+    counts as not apart.
     """
     linear, orthogonal = np.asarray(linear, dtype=float), np.asarray(orthogonal, dtype=float)
     if linear.ndim != 2 or linear.shape != orthogonal.shape:
         raise ValueError(
             f"traces must be [seeds, steps] and the same for both connections, got {list(linear.shape)} and "
             f"{list(orthogonal.shape)}")
-    apart = _apart(linear, orthogonal)
+    means = np.stack([linear.mean(0), orthogonal.mean(0)])
+    finite = means[np.isfinite(means)]
+    apart = np.abs(means[1] - means[0]) > VISIBLE * (np.ptp(finite) if finite.size else math.nan)
+    if len(linear) > 1:
+        interval = stats.t.ppf(0.975, len(linear) - 1) * stats.sem(orthogonal - linear)
+        apart &= np.abs(means[1] - means[0]) > interval
     steps = len(apart)
     share_from = np.cumsum(apart[::-1])[::-1] / np.arange(steps, 0, -1)  # of the steps from each one on
     early = np.arange(steps) < steps - max(1, SEEN * steps)
@@ -53,46 +50,27 @@ def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Seq
     return int(found[0]) if len(found) else None
 
 
-def _apart(linear: np.ndarray, orthogonal: np.ndarray) -> np.ndarray:
-    """Whether the traces are apart, for each step."""
-    means = np.stack([linear.mean(0), orthogonal.mean(0)])
-    finite = means[np.isfinite(means)]
-    height = np.ptp(finite) if finite.size else math.nan
-    difference = means[1] - means[0]
-    apart = np.abs(difference) > VISIBLE * height
-    seeds = len(linear)
-    if seeds > 1:
-        half_width = student_t.ppf(0.975, seeds - 1) * (orthogonal - linear).std(0, ddof=1) / math.sqrt(seeds)
-        apart &= np.abs(difference) > half_width
-    return apart
-
-
 def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measure: str = "stream") -> list[dict]:
-    """The transition point of each site.
+    """The transition point of each site: ``layer``, ``kind``, ``measure`` and ``step``, None where they do not part.
 
     Args:
         linear: For each seed the rows of a run with linear connections, as :func:`timm_ortho.record` gives them.
         orthogonal: For the same seeds in the same order those of runs with orthogonal ones.
         measure: A column of the rows: ``stream`` and ``cosine`` are the paper's.
 
-    Returns:
-        For each site ``layer``, ``kind``, ``measure`` and ``step``, which is None where the traces do not part.
-
     Raises:
         ValueError: The runs have not the same sites, there is no such column, or no step that all have recorded.
     """
     runs = [[_traces(rows, measure) for rows in runs] for runs in (linear, orthogonal)]
-    sites = list(dict.fromkeys(site for connection in runs for run in connection for site in run))
     points = []
-    for layer, kind in sites:
+    for layer, kind in dict.fromkeys(site for connection in runs for run in connection for site in run):
         traces = [[run.get((layer, kind), {}) for run in connection] for connection in runs]
-        common = set.intersection(*(set(trace) for connection in traces for trace in connection))
-        if not common:
+        steps = sorted(set.intersection(*(set(trace) for connection in traces for trace in connection)))
+        if not steps:
             raise ValueError(f"the runs have no step in common at which all recorded {kind} of block {layer}")
-        steps = sorted(common)
         point = transition_point(*([[trace[step] for step in steps] for trace in seeds] for seeds in traces))
-        points.append(
-            {"layer": layer, "kind": kind, "measure": measure, "step": None if point is None else steps[point]})
+        step = None if point is None else steps[point]
+        points.append({"layer": layer, "kind": kind, "measure": measure, "step": step})
     return points
 
 
@@ -102,6 +80,6 @@ def _traces(rows: Rows, measure: str) -> dict[tuple[int, str], dict[int, float]]
     for row in rows:
         if measure not in row:
             raise ValueError(f"there is no column {measure!r} in the rows, only {', '.join(row)}")
-        value = row[measure]
-        traces.setdefault((row["layer"], row["kind"]), {})[row["step"]] = math.nan if value is None else value
+        value = math.nan if row[measure] is None else row[measure]
+        traces.setdefault((row["layer"], row["kind"]), {})[row["step"]] = value
     return traces

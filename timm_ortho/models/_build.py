@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "connection_eps": "eps",
     "connection_prob": "prob",
     "connection_layers": "layers",
+    "connection_kinds": "kinds",
     "connection_start": "start",
     "skip": "skip",
     "skip_branches": "skip_branches",
@@ -82,6 +83,8 @@ def create(
         # an entry point may take another way to its model (use_naflex=True): it is connected now, or refused
         model = model if is_connected else connect(model, **arguments)
     restore_source(model, cfg)
+    if pretrained and cfg.hf_hub_id and not cfg.file:
+        model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # cards name it
     return keep_arguments(record_as_asked(model), kwargs)
 
 

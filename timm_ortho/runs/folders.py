@@ -3,8 +3,8 @@
 | run of | options | figures |
 | --- | --- | --- |
 | timm's `train.py` | `args.yaml`, or the `args` inside the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `history.json`, `result.json`, the same of the other seeds' runs |
-| `compare`, figures only | `settings` in `results.json` | `runs` in `results.json` |
+| `timm-ortho compare`, `study` | `args.yaml` | `history.jsonl`, `result.json`, the same of the other seeds' runs |
+| `compare`, figures only | `study` in `results.json` | `runs` in `results.json` |
 | `study`, figures only | - | `summary` in `results.json` |
 
 Both kinds of run evaluate the EMA weights where there are any, so the figures of such a run are not those of its plain
@@ -25,10 +25,11 @@ from timm.models import clean_state_dict
 
 __all__ = [
     "CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "checkpoint_file", "class_names",
-    "load_checkpoint",
+    "json_lines", "load_checkpoint", "read_comparison", "read_history",
 ]
 
-_OF_GRID = ("compare.yaml", "study.yaml")
+_STUDY = "study.yaml"  # beside the folders of a study's runs
+HISTORY = "history.jsonl"
 _SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
 
 
@@ -120,9 +121,11 @@ class CheckpointRun(Run):
         self.options = _options(folder, checkpoint, self.path)
         self.state_dict = _weights(checkpoint, ema, self.path)
         self.epoch, self.ema = checkpoint.get("epoch"), ema
-        self.history = _history(folder)
+        if folder.name == "switched" and (folder.parent / "run.yaml").is_file():  # of a run with two connections
+            folder = folder.parent
+        self.history = read_history(folder)
         self.result, self.peers, self.comparison = {}, {}, []
-        if (folder / "history.json").is_file():
+        if (folder / HISTORY).is_file():
             self.result = _finished(folder)
             self.peers = _peers(folder, self.options)
             self.comparison = _comparison(folder.parent, self.result["connection"])
@@ -141,7 +144,7 @@ class RecordedRun(Run):
     """
 
     def __init__(self, path: Path, connection: Optional[str] = None, seed: Optional[int] = None) -> None:
-        results = _read_json(path)
+        results = read_comparison(path)
         runs = [run for run in results["runs"] if connection in (None, run["connection"])]
         mine = [run for run in runs if seed in (None, run["seed"])]
         if not mine:
@@ -181,6 +184,30 @@ class RecordedStudy:
             raise PublishError(f"{path} is of an unfinished study: the command that began it continues it")
 
 
+def read_comparison(path: Path) -> dict[str, Any]:
+    """The `results.json` of `timm-ortho compare`: `settings`, `versions`, `commit`, `summary` and `runs`.
+
+    Raises:
+        PublishError: It is no comparison's.
+    """
+    results = _read_json(path)
+    study = results.get("study") or {}
+    if study.get("name") != "compare":
+        raise PublishError(f"{path} is not the results.json of a comparison")
+    made_with = next((run["made_with"] for run in results["runs"]), {})
+    baseline = study["baseline"]["connection"]
+    return {
+        "settings": {key: study[key] for key in ("options", "connections", "seeds")},
+        "versions": {key: said for key, said in made_with.items() if key in ("timm-ortho", "timm", "torch")},
+        "commit": made_with.get("commit"),
+        "summary": [
+            {"connection": row["cell"]["connection"], "baseline": baseline, "seeds": row["seeds"],
+             "top1_mean": row["mean"], "top1_std": row["std"], "difference": row["difference"]}
+            for row in results["summary"] if row["measure"] == "top1"],
+        "runs": results["runs"],
+    }
+
+
 def _settings(results: Mapping[str, Any], connection: Optional[str], seed: Optional[int]) -> dict[str, Any]:
     options = dict(results["settings"]["options"], seed=seed)
     if connection is not None:
@@ -203,7 +230,7 @@ def checkpoint_file(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise PublishError(f"there is no checkpoint or run folder '{path}'")
-    for name in ("last.pth.tar", "model_best.pth.tar"):
+    for name in ("switched/last.pth.tar", "last.pth.tar", "model_best.pth.tar"):
         if (path / name).is_file():
             return path / name
     runs = sorted(item.name for item in path.iterdir() if (item / "args.yaml").is_file())
@@ -254,16 +281,24 @@ def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, 
     return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
 
 
-def _history(folder: Path) -> list[dict]:
-    """The lab's rows, or those of the table that timm's train.py writes."""
-    if (folder / "history.json").is_file():
-        return _read_json(folder / "history.json")
+def read_history(folder: Path) -> list[dict]:
+    """A row for each epoch: the lab's, or those of the table that timm's train.py writes.
+
+    A run of train.py that was resumed has that table's header again, and some epochs twice: the later one counts.
+    """
+    if (folder / HISTORY).is_file():
+        return json_lines((folder / HISTORY).read_text(encoding="utf-8"))
     if not (folder / "summary.csv").is_file():
         return []
     with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
-        rows = [{key: float(value) for key, value in row.items() if key and value} for row in csv.DictReader(file)]
-    by_epoch = {int(row["epoch"]): {**row, "epoch": int(row["epoch"])} for row in rows}  # a resumed run repeats some
-    return [by_epoch[epoch] for epoch in sorted(by_epoch)]
+        rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
+    by_epoch = {int(row["epoch"]): {key: float(value) for key, value in row.items() if key and value} for row in rows}
+    return [{**by_epoch[epoch], "epoch": epoch} for epoch in sorted(by_epoch)]
+
+
+def json_lines(text: str) -> list[dict]:
+    """The rows of JSON lines, without a last one that was cut short."""
+    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
 
 
 def _finished(folder: Path) -> dict:
@@ -274,7 +309,7 @@ def _finished(folder: Path) -> dict:
 
 def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
     match = _SEED.fullmatch(folder.name)
-    if match is None or not any((folder.parent / name).is_file() for name in _OF_GRID):
+    if match is None or not (folder.parent / _STUDY).is_file():
         return {}
     found = {}
     for other in folder.parent.iterdir():
@@ -288,9 +323,11 @@ def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _comparison(grid: Path, connection: str) -> list[dict]:
-    if not (grid / "compare.yaml").is_file() or not (grid / "results.json").is_file():
+    if not (grid / _STUDY).is_file() or not (grid / "results.json").is_file():
         return []
-    summary = _read_json(grid / "results.json")["summary"]
+    if _read_json(grid / "results.json").get("study", {}).get("name") != "compare":
+        return []
+    summary = read_comparison(grid / "results.json")["summary"]
     return summary if connection in [row["connection"] for row in summary] else []
 
 

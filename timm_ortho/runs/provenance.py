@@ -12,7 +12,7 @@ import torch
 
 from .. import backends
 
-__all__ = ["commit_of", "device_name", "environment", "first_line", "made_with"]
+__all__ = ["commit_of", "device_name", "environment", "first_line", "made_on", "made_with"]
 
 
 def made_with() -> dict[str, str]:
@@ -22,6 +22,13 @@ def made_with() -> dict[str, str]:
     commit = commit_of(Path(__file__).parents[2])
     versions = {"timm-ortho": __version__, "timm": timm.__version__, "torch": torch.__version__}
     return {**versions, "commit": commit} if commit else versions
+
+
+def made_on() -> dict[str, str]:
+    """`made_with`, and the machine: host, CPU, GPUs and their driver."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": ", ".join(gpus), "driver": first_line(
+        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""}
 
 
 def environment() -> dict[str, str]:

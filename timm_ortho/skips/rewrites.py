@@ -47,6 +47,8 @@ class SkipRewriteError(ValueError):
 class ChangeOfBasis(nn.Module):
     """``T x`` along an axis, for a fixed square matrix T."""
 
+    matrix: Tensor
+
     def __init__(self, matrix: Tensor, dim: int, like: Tensor) -> None:
         super().__init__()
         self.dim = dim
@@ -61,16 +63,11 @@ class ChangeOfBasis(nn.Module):
         return f"width={self.matrix.shape[0]}, dim={self.dim}"
 
 
-class Coordinates(nn.Module):
-    """``Lambda x`` for a diagonal matrix of zeros and ones: some channels go on, the others do not."""
-
-    def __init__(self, kept: Tensor, dim: int, like: Tensor) -> None:
-        super().__init__()
-        self.dim = dim
-        self.register_buffer("kept", kept.to(like.device, like.dtype))
+class Coordinates(ChangeOfBasis):
+    """``Lambda x`` for a diagonal of zeros and ones, all that is stored: some channels go on, the others do not."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (self.kept[:, None, None] if self.dim == 1 else self.kept)
+        return x * (self.matrix[:, None, None] if self.dim == 1 else self.matrix)
 
 
 class _Place(NamedTuple):
@@ -139,23 +136,24 @@ def _rewritten(
     model = copy.deepcopy(model)
     places = _places(model, verb, kind)
     like = next(model.parameters())
-    arrives = None  # the basis in which the stream comes to a block: before the first, the model's own
+    # the basis in which the stream comes to a block: before the first, the model's own
+    arrives: Optional[Tensor] = None
     for chain in _chains(places):
         found = bases(chain)
         first = chain[0]
         if first.projects:
-            _append(first.block, "downsample", found[0], first, like)
-        elif arrives is None:
-            _enter(model, found[0], first, like)
+            _insert(first.block, "downsample", found[0], first, like)
+        elif arrives is None:  # behind what comes before the first block: W_0 = Q^L W_0^q (Eq. 12)
+            _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", found[0], first, like)
         for index, place in enumerate(chain):
             before = arrives if index == 0 and place.projects else found[index]
             begins, ends = _BRANCHES[_key(place)]
             if before is not None:
-                _prepend(place.block, begins, before.T, place, like)
-            _append(place.block, ends, found[index + 1], place, like)
+                _insert(place.block, begins, before.T, place, like, is_before=True)
+            _insert(place.block, ends, found[index + 1], place, like)
             place.site.connection.skip = skip(place, found[index], like)
         arrives = found[-1]
-    _prepend(model, "norm", arrives.T, places[-1], like)
+    _insert(model, "norm", found[-1].T, places[-1], like, is_before=True)
     return model
 
 
@@ -177,7 +175,8 @@ def _places(model: nn.Module, verb: str, kind: str) -> List[_Place]:
         block = model.get_submodule(site.name.rpartition(".")[0])
         skip = site.connection.skip
         place = _Place(site, block, torch.empty(0))
-        if _key(place) not in _BRANCHES:
+        spec = spec_of(block)
+        if spec is None or _key(place) not in _BRANCHES:
             raise SkipRewriteError(
                 f"cannot {verb} {name}: {site.name} is in a {_key(place)[0]}, where the stream may be normalised, "
                 f"gated or activated, which no change of basis passes; it can be done in "
@@ -185,14 +184,14 @@ def _places(model: nn.Module, verb: str, kind: str) -> List[_Place]:
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
             raise SkipRewriteError(f"{verb} is for {kind} skips, got {got} at {site.name} of {name}")
-        width = spec_of(block).widths(block)[site.kind]
-        p = torch.eye(width, dtype=torch.float64) if skip is None else skip.matrix()
+        p = torch.eye(spec.widths(block)[site.kind], dtype=torch.float64) if skip is None else skip.matrix()
         places.append(place._replace(p=p))
     return places
 
 
 def _key(place: _Place) -> Tuple[str, str]:
-    return spec_of(place.block).name, place.site.kind
+    spec = spec_of(place.block)
+    return spec.name if spec else type(place.block).__qualname__, place.site.kind
 
 
 def _chains(places: List[_Place]) -> List[List[_Place]]:
@@ -205,24 +204,9 @@ def _chains(places: List[_Place]) -> List[List[_Place]]:
     return chains
 
 
-def _enter(model: nn.Module, basis: Tensor, place: _Place, like: Tensor) -> None:
-    """The basis of the first block, behind what comes before it: W_0 = Q^L W_0^q (Eq. 12)."""
-    _append(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", basis, place, like)
-
-
-def _append(module: nn.Module, name: str, matrix: Tensor, place: _Place, like: Tensor) -> None:
-    """Puts the matrix behind a layer of a module, unless it is the identity."""
-    if not _is_identity(matrix):
-        change = ChangeOfBasis(matrix, place.site.connection.dim, like)
-        setattr(module, name, nn.Sequential(getattr(module, name), change))
-
-
-def _prepend(module: nn.Module, name: str, matrix: Tensor, place: _Place, like: Tensor) -> None:
-    """Puts it before the layer."""
-    if not _is_identity(matrix):
-        change = ChangeOfBasis(matrix, place.site.connection.dim, like)
-        setattr(module, name, nn.Sequential(change, getattr(module, name)))
-
-
-def _is_identity(matrix: Tensor) -> bool:
-    return torch.equal(matrix, torch.eye(len(matrix), dtype=matrix.dtype))
+def _insert(
+        module: nn.Module, name: str, matrix: Tensor, place: _Place, like: Tensor, *, is_before: bool = False) -> None:
+    """Puts the matrix behind a layer of a module, or before it, unless it is the identity."""
+    if not torch.equal(matrix, torch.eye(len(matrix), dtype=matrix.dtype)):
+        layers = [getattr(module, name), ChangeOfBasis(matrix, place.site.connection.dim, like)]
+        setattr(module, name, nn.Sequential(*(reversed(layers) if is_before else layers)))

@@ -27,7 +27,7 @@ parameters, buffers or entries of a state dict: the maps follow from their argum
 """
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, Callable, ContextManager, Dict, List, Optional
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -233,13 +233,20 @@ class Skip(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------- the table of maps
-SKIPS: Dict[str, Callable[..., Dict[str, Any]]] = {  # what P is made of, from the arguments of `create_skip`
-    "identity": lambda **_: {},
-    "idempotent_mr": lambda branches, **_: dict(own=0.0, mean=1.0, branches=branches),
-    "idempotent_cmr": lambda branches, **_: dict(own=1.0, mean=-1.0, branches=branches),
-    "orthogonal_tp": lambda **_: {},
-    "orthogonal_random": lambda seed, site, **_: dict(seed=f"timm_ortho.skips {seed} {site}"),
-    "scaled": lambda count, **_: dict(own=1.0 / count),
+# name: what P does, and what it is made of, from the arguments of `create_skip`
+SKIPS: Dict[str, Tuple[str, Callable[..., Dict[str, Any]]]] = {
+    "identity": ("the stream as it is", lambda **_: {}),
+    "idempotent_mr": (
+        "the mean of the branches (Idempotent-MR)",
+        lambda branches, **_: dict(own=0.0, mean=1.0, branches=branches)),
+    "idempotent_cmr": (
+        "what each branch has beyond their mean (Idempotent-CMR)",
+        lambda branches, **_: dict(own=1.0, mean=-1.0, branches=branches)),
+    "orthogonal_tp": ("a Kronecker power of one rotation (Orthogonal-TP)", lambda **_: {}),
+    "orthogonal_random": (
+        "a Kronecker product of random rotations",
+        lambda seed, site, **_: dict(seed=f"timm_ortho.skips {seed} {site}")),
+    "scaled": ("x / L for L residual additions", lambda count, **_: dict(own=1.0 / count)),
 }
 
 
@@ -297,6 +304,6 @@ def create_skip(
                 f"branches must divide the width of the stream, got {branches} branches of {width} channels")
     elif rank not in (None, width):
         raise ValueError(f"{skip} has full rank, {width} for this stream, got rank={rank}")
-    made = Skip(skip, width, dim, **SKIPS[skip](branches=branches, count=count, seed=seed, site=site))
+    made = Skip(skip, width, dim, **SKIPS[skip][1](branches=branches, count=count, seed=seed, site=site))
     made.asked.update({name: value for name, value in asked.items() if value is not None})
     return made

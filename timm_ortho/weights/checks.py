@@ -12,7 +12,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
-from .fetching import CacheDir, WeightsError, fetch
+from .errors import WeightsError
+from .fetching import CacheDir, fetch
 
 __all__ = ["SAFE", "checked", "in_folder", "located", "naming_the_source", "restore_source", "safe_name"]
 

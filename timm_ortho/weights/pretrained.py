@@ -2,7 +2,7 @@
 
 | name | weights | from |
 | --- | --- | --- |
-| ``vit_base_ortho.authors_in1k`` | the authors' ViT-B of ImageNet-1k | their repository on the Hub |
+| ``vit_base_{ortho,linear}.authors_in1k`` | the authors' ViT-B of ImageNet-1k | their repositories on the Hub |
 | ``vit_test_{ortho,orthog,linear}.digits`` | 0.2 MB each, for tests and first steps | ``timm_ortho/weights`` |
 
 A new set of weights is an entry of ``_OF_ARCHITECTURE``; no other variant has any, and ``pretrained=True`` is then
@@ -22,10 +22,9 @@ from .fetching import cached
 __all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "weights", "weights_file"]
 
 _AUTHORS = dict(
-    hf_hub_id="BootsofLagrangian/ortho-vit-b-imagenet1k-hf",
     hf_hub_filename="model.safetensors",  # without it timm asks for a pickle where this one cannot be had
     crop_pct=1.0,  # recipes/vit_b_imagenet1k.yaml: validation on the whole image, as in the authors' code
-    license=None,  # the repository's is not known here
+    license="cc-by-sa-4.0",
     origin_url="https://github.com/BootsofLagrangian/ortho-residual",
     paper_name="Revisiting Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks",
     paper_ids="arXiv:2505.11881",
@@ -45,7 +44,8 @@ _SHIPPED = ("vit_test_ortho", "vit_test_orthog", "vit_test_linear")
 
 # model: tag: what its configuration has beyond the architecture's
 _OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
-    "vit_base_ortho": {"authors_in1k": _AUTHORS},
+    **{f"vit_base_{name}": {"authors_in1k": dict(
+        hf_hub_id=f"BootsofLagrangian/{name}-vit-b-imagenet1k-hf", **_AUTHORS)} for name in ("ortho", "linear")},
     **{name: {"digits": _shipped(f"{name}.digits")} for name in _SHIPPED},
 }
 

@@ -1,0 +1,491 @@
+"""What the runs say, for model_cards/README.md: every number of it computed from the runs, none typed.
+
+    python scripts/evidence.py            writes the page's part between its marks, and results/*.svg
+    python scripts/evidence.py --check    exit status 1 if the page says something else than the runs
+
+The text is `evidence.md.jinja` beside this file, the runs are `results/studies/*/results.json`. A number is a contrast:
+a weighted sum over the settings of a study, seed by seed, with Student's interval of its mean. So a difference, a slope
+over the learning rate, a main effect and an interaction are one formula.
+"""
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
+
+import jinja2
+import numpy as np
+from marked import replaced
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from scipy import stats
+
+from timm_ortho.lab.paper import name, section
+from timm_ortho.lab.statistics import Difference, holm, paired_difference
+
+ROOT = Path(__file__).parents[1]
+CARDS = ROOT / "model_cards"
+BEGIN, END = "<!-- evidence: made by scripts/evidence.py -->", "<!-- end of evidence -->"
+
+Weights = Mapping[tuple, float]  # values of a study's axes and the connection -> weight
+Run = Mapping[str, Any]
+DIGITS, FASHION = "digits", "torch_fashion_mnist"
+
+
+# ----------------------------------------------------------------------------------------------- contrasts
+def top1(run: Run) -> float:
+    return run["top1"]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A weighted sum of settings for each seed that all of them have.
+
+    Attributes:
+        label: What is compared, in words.
+        parts: Folder in `results/studies` and the weights of its settings, others taking no part; of several parts the
+            mean.
+        read: The figure of a run.
+        unit: Of the figure.
+        paper: The same sum of the paper's table, by data set.
+    """
+
+    label: str
+    parts: Sequence[tuple[str, Weights]]
+    read: Callable[[Run], float] = top1
+    unit: str = "points"
+    paper: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def tables(self) -> list[np.ndarray]:
+        """Of each part ``[seeds, settings]``."""
+        by_seed = [self._by_seed(*part) for part in self.parts]
+        seeds = [seed for seed in by_seed[0] if all(seed in rows for rows in by_seed)]
+        return [np.array([[rows[seed][setting] for setting in weights] for seed in seeds])
+                for rows, (_, weights) in zip(by_seed, self.parts, strict=True)]
+
+    def _by_seed(self, study: str, weights: Weights) -> dict[int, dict[tuple, float]]:
+        rows: dict[int, dict[tuple, float]] = {}
+        for run in _runs(study):
+            setting = (*run["cell"].values(), run["connection"])
+            if setting in weights:
+                rows.setdefault(run["seed"], {})[setting] = self.read(run)
+        return {seed: row for seed, row in rows.items() if len(row) == len(weights)}
+
+    @cached_property
+    def values(self) -> list[float]:
+        """By seed."""
+        weights = [np.array(list(weights.values())) for _, weights in self.parts]
+        return list(np.mean([table @ of for table, of in zip(self.tables, weights, strict=True)], axis=0))
+
+    @cached_property
+    def found(self) -> Difference:
+        return paired_difference(self.values, [0.0] * len(self.values))
+
+    @property
+    def pooled(self) -> Difference:
+        """With one variance for all settings once each seed's mean is removed (randomised blocks)."""
+        squares = freedom = leverage = 0.0
+        for table, (_, weights) in zip(self.tables, self.parts, strict=True):
+            rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+            squares += (rest ** 2).sum()
+            freedom += (table.shape[0] - 1) * (table.shape[1] - 1)
+            leverage += sum(weight ** 2 for weight in weights.values()) / len(table) / len(self.parts) ** 2
+        half_width = float(stats.t.ppf(0.975, freedom)) * math.sqrt(squares / freedom * leverage)
+        return Difference(self.found.mean, half_width, self.found.pairs)
+
+    def within(self, bound: float) -> bool:
+        """Equivalence by two one-sided tests: whether the 90 % interval lies within [-bound, bound]."""
+        count = len(self.values)
+        half = float(stats.t.ppf(0.95, count - 1)) * stdev(self.values) / math.sqrt(count)
+        return abs(self.found.mean) + half <= bound
+
+    def sees(self) -> str:
+        """What the interval says of the paper's effects."""
+        if not self.paper:
+            return "the paper has no number"
+        low, high = self.found.ends
+        inside = [effect for effect in self.paper.values() if low <= effect <= high]
+        span = _span(list(self.paper.values()))
+        if not inside:
+            return f"yes, and excludes it ({span})"
+        if low <= 0 <= high:
+            return f"no ({span})" if len(inside) == len(self.paper) else f"in part ({span})"
+        return f"yes, and agrees ({span})"
+
+    def __str__(self) -> str:
+        return self.found.text(3 if self.unit != "points" and abs(self.found.mean) < 10 else 2)
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:+.2f}" if len(values) == 1 else f"{low:+.2f} to {high:+.2f}"
+
+
+def _file(study: str) -> Path:
+    return CARDS / "results" / "studies" / study / "results.json"
+
+
+@cache
+def _results(study: str) -> Mapping[str, Any]:
+    return json.loads(_file(study).read_text(encoding="utf-8"))
+
+
+def _runs(study: str) -> Sequence[Run]:
+    return _results(study)["runs"]
+
+
+def _json(name: str) -> Mapping[str, Any]:
+    return json.loads((CARDS / "results" / name).read_text(encoding="utf-8"))
+
+
+def _settings(study: str) -> list[list[Run]]:
+    """Runs that differ in nothing but the seed, together."""
+    found: dict[tuple, list[Run]] = {}
+    for run in _runs(study):
+        found.setdefault((*run["cell"].values(), run["connection"]), []).append(run)
+    return list(found.values())
+
+
+def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights:
+    return {(*cell, of): 1.0, (*cell, base): -1.0}
+
+
+def slope(places: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
+    """Least squares over `places`: the settings of the i-th count (x_i - mean) / sum (x - mean)^2."""
+    centred = np.array(places) - np.mean(places)
+    shares = centred / (centred ** 2).sum()
+    return {setting: float(share) * weight
+            for index, share in enumerate(shares) for setting, weight in settings(index).items()}
+
+
+def rates_slope(rates: Sequence[float]) -> Weights:
+    """Points a decade by which feature less linear rises with the learning rate."""
+    return slope([math.log10(rate) for rate in rates], lambda index: difference(rates[index]))
+
+
+def switch(first: float, last: float) -> Weights:
+    """Main effects of an orthogonal start and an orthogonal end."""
+    return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
+            for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}
+
+
+def transforms(*skips: str) -> Weights:
+    """The mean of the transforms of the stream less the identity."""
+    return {(20, "identity", "linear"): -1.0, **{(20, skip, "linear"): 1.0 / len(skips) for skip in skips}}
+
+
+BRANCH4 = transforms("idempotent_cmr", "idempotent_mr", "orthogonal_tp", "orthogonal_random")
+OTHERS = transforms("idempotent_cmr", "orthogonal_tp", "orthogonal_random")
+
+
+def mlp_cosine(*layers: int) -> Callable[[Run], float]:
+    """Mean cosine of x and f over the MLP sites of some blocks, on one batch after training."""
+    return lambda run: fmean(
+        site["cosine"] for site in run["probe"][-1]["sites"] if site["kind"] == "mlp" and site["layer"] in layers)
+
+
+def late_cosine(run: Run) -> float:
+    """Mean cosine over the MLP sites of the last two blocks in the last epoch's records."""
+    rows = [row for row in run["dynamics"] if row["kind"] == "mlp"]
+    last, step = max(row["layer"] for row in rows), max(row["step"] for row in rows) * (1 - 1 / run["epochs"])
+    return fmean(row["cosine"] for row in rows if row["layer"] >= last - 1 and row["step"] > step)
+
+
+def learned_theta(run: Run) -> float:
+    """theta of the MLP sites less that of the attention sites, at the last record."""
+    last = max(row["step"] for row in run["dynamics"])
+    theta = {kind: fmean(row["theta"] for row in run["dynamics"] if row["step"] == last and row["kind"] == kind)
+             for kind in ("mlp", "attention")}
+    return theta["mlp"] - theta["attention"]
+
+
+def last_branch(study: str) -> Callable[[Run], float]:
+    """|f|² of the last branch at the last record, which the report found in the whole records."""
+    runs = _runs(study)
+    found = {(*run["cell"].values(), run["connection"], run["seed"]): ends["last"]
+             for run, ends in zip(runs, _results(study)["recorded"]["last_branch"], strict=True)}
+    return lambda run: found[(*run["cell"].values(), run["connection"], run["seed"])]
+
+
+# --------------------------------------------------------------------------------------------- the paper's
+def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: str) -> dict[str, float]:
+    """`effect` of the paper's table, for each data set whose figures it has."""
+    found, entries = {}, section(table)
+    for step in path:
+        entries = entries[step]
+    for key, values in entries.items():
+        if isinstance(values, dict):
+            try:
+                found[name("dataset", key)] = effect(values)
+            except KeyError:  # a connection that the paper has not run there
+                continue
+    return found
+
+
+def _less(of: str, base: str) -> Callable[[Mapping[str, Any]], float]:
+    return lambda values: values[of][0] - values[base][0]
+
+
+def _of_switch(first: float, last: float) -> Callable[[Mapping[str, Any]], float]:
+    weights = switch(first, last)
+    return lambda values: sum(weight * values[pair][0] for (pair, _), weight in weights.items())
+
+
+def _of_rates(values: Mapping[str, Any]) -> float:
+    rates = list(values["linear"])
+    weights = slope([math.log10(float(rate)) for rate in rates],
+                    lambda index: {(rates[index], "feature"): 1.0, (rates[index], "linear"): -1.0})
+    return sum(weight * values[connection][rate][0] for (rate, connection), weight in weights.items())
+
+
+def _of_skips(table: str, weights: Weights) -> dict[str, float]:
+    by_skip = section(table)["20"]
+    return {name("dataset", data): sum(weight * by_skip[skip][data][0] for (_, skip, _), weight in weights.items())
+            for data in by_skip["identity"]}
+
+
+# ------------------------------------------------------------------------------------ what was looked at
+def _both(study: str, label: str, weights: Weights, **more: Any) -> list[Contrast]:
+    """On every data set that the study has been run on."""
+    return [Contrast(f"{label}, {said}", [(f"{study}-{data}-small", weights)], **more)
+            for data, said in ((DIGITS, "digits"), (FASHION, "Fashion-MNIST"))
+            if _file(f"{study}-{data}-small").is_file()]
+
+
+RATES = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3)
+RANKS = (0.0, 0.0625, 0.25, 0.5, 0.75, 1.0)
+KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
+
+
+def explored() -> dict[str, list[Contrast]]:
+    """By the experiment of the paper: what runs that no hypothesis preceded say of it."""
+    accuracy = {model: of_paper("accuracy", _less("feature", "linear"), model) for model in ("vit_s", "resnetv2_18")}
+    pattern, norm, start = (section(table) for table in ("layer_pattern", "final_layer_norm", "initialisation"))
+    return {
+        "Table 2, ViT-S": _both("accuracy", "ViT: F less linear", difference("vit_s"), paper=accuracy["vit_s"]),
+        "Table 2, ResNetV2": _both("accuracy", "ResNetV2-18: F less linear", difference("resnetv2_18"),
+                                   paper=accuracy["resnetv2_18"]),
+        "Table 3": _both("switch_reinitialised", "start orthogonal", switch(1, 0),
+                         paper=of_paper("connection_switch_reinitialised", _of_switch(1, 0))),
+        "Table 10": _both("switch_kept", "orthogonal to linear less linear",
+                          {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},
+                          paper=of_paper("connection_switch_continuous", _less("OL", "LL"))),
+        "Table 4": _both("layer_pattern", "all blocks less none", {("all", "feature"): 1.0, ("none", "linear"): -1.0},
+                         paper={"": pattern["all"][0] - pattern["none"][0]}),
+        "Table 7": _both("initialisation", "G less linear, mean of three starts",
+                         {(kind, which): weight / 3 for kind in KINDS_OF_START
+                          for which, weight in (("global", 1.0), ("linear", -1.0))},
+                         paper={"": fmean(start[kind]["global"][0] - start[kind]["linear"][0]
+                                          for kind in KINDS_OF_START)}),
+        "Table 9": _both("head_norm", "F less linear, without the final norm", difference("without"),
+                         paper={"": norm["without"]["feature"][0] - norm["without"]["linear"][0]}),
+        "Table 3 (final version)": _both("learning_rate", "F less linear, points a decade of the rate",
+                                         rates_slope(RATES), paper=of_paper("learning_rate_sweep", _of_rates)),
+        "Figure 4": _both("probability", "pi = 1 less pi = 0",
+                          {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
+        "Figure 5": _both("epsilon", "eps = 1e-3 less 1e-8", {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
+        "Table 4 (final version)": _both(
+            "representation", "effective rank, F less linear", difference(),
+            read=lambda run: run["representation"]["effective_rank"], unit="of 64",
+            paper={"": section("representation")["feature"]["effective_rank"][0]
+                   - section("representation")["linear"]["effective_rank"][0]}),
+        "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms less identity", BRANCH4,
+                                      paper=_of_skips("skips_branch4", BRANCH4)),
+        "Wang et al., Table 3": _both("skips_depthwise", "depthwise: transforms less identity", OTHERS,
+                                      paper=_of_skips("skips_depthwise", OTHERS)),
+        "-": [contrast for family in ("swin", "convnext", "eva02", "mixer", "poolformer", "maxvit", "resnet")
+              for contrast in _both("families", f"{family}: F less linear", difference(family))],
+    }
+
+
+ELSEWHERE = {
+    "Table 1a": "counted: [report](results/studies/parameters-small/report.md)",
+    "Table 1b": "timed: [report](results/studies/overhead-small/report.md)",
+    "Table 11": "counted: [report](results/studies/gamma-small/report.md)",
+    "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, read out below",
+    "Hybrid updates (final version)": "digits, read out below",
+    "Wang et al., Table 1": "not run yet: `confirm_skips_single`",
+    "Wang et al., Figure 2": "not run yet: `confirm_skip_rank`",
+}
+
+
+# ---------------------------------------------------------------------------------------------- hypotheses
+@dataclass(frozen=True)
+class Hypothesis:
+    """What hypotheses.md says is decided, and by what."""
+
+    name: str
+    says: str
+    contrast: Contrast
+    equivalent: Optional[float] = None  # the bound within which the two are called equivalent
+
+    @property
+    def is_run(self) -> bool:
+        return all(_file(study).is_file() for study, _ in self.contrast.parts)
+
+    def decision(self, p: float) -> str:
+        """By a p value that is adjusted already."""
+        if not self.is_run:
+            return "not run yet"
+        if p < 0.05:
+            return "**confirmed**" if self.contrast.found.mean > 0 else "**contradicted**"
+        if self.equivalent and self.contrast.within(self.equivalent):
+            return f"**equivalent** within {self.equivalent}"
+        return "**not confirmed**"
+
+
+def _hypothesis(name: str, says: str, study: str, weights: Weights, equivalent: Optional[float] = None, **more: Any):
+    return Hypothesis(name, says, Contrast(f"{name}: {says}", [(f"{study}-small", weights)], **more), equivalent)
+
+
+FAMILY = (
+    _hypothesis("H1", "F is more accurate than linear (ViT)", f"confirm_accuracy-{FASHION}", difference(), 0.2),
+    _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
+                rates_slope(RATES)),
+    _hypothesis("H3", "PoolFormer's loss with F is its mixer's doing", f"confirm_poolformer-{FASHION}",
+                {("pool(x)", "both", "feature"): 1.0, ("pool(x)", "nowhere", "linear"): -1.0,
+                 ("pool(x) - x", "both", "feature"): -1.0, ("pool(x) - x", "nowhere", "linear"): 1.0}),
+    Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
+        "H4: transforms of the stream help networks of branches",
+        [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)])),
+    _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0)),
+)
+BESIDE = (  # the same without adjustment
+    _hypothesis("P1b", "F is more accurate than linear (ResNet)", f"confirm_resnet-{FASHION}", difference()),
+    _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
+                rates_slope((1e-3, 2e-3, 4e-3, 8e-3))),
+    _hypothesis("P4", "one branch: transforms equal the identity", f"confirm_skips_single-{DIGITS}", OTHERS, 0.5),
+    _hypothesis("P4", "accuracy rises with the rank (points by rank / width)", f"confirm_skip_rank-{DIGITS}",
+                slope(RANKS, lambda index: {(RANKS[index], "linear"): 1.0})),
+    _hypothesis("P6", "linear's late MLP cosine is not zero", f"confirm_accuracy-{FASHION}", {("linear",): 1.0},
+                read=late_cosine, unit="cosine"),
+)
+
+
+def unpaired(one: Sequence[float], other: Sequence[float]) -> Difference:
+    """Welch's interval of the difference of two means whose runs share no batches."""
+    test = stats.ttest_ind(one, other, equal_var=False)
+    low, high = test.confidence_interval()
+    return Difference((low + high) / 2, (high - low) / 2, min(len(one), len(other)), float(test.pvalue))
+
+
+def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]], Sequence[float]]) -> list[dict]:
+    """A row for each. Those that are not run yet are adjusted for as if their p were 1: Holm's decisions about the
+    others stand whatever comes."""
+    p = adjust([found.contrast.found.p if found.is_run else 1.0 for found in hypotheses])
+    return [{"hypothesis": found, "decision": found.decision(value), "p": value}
+            for found, value in zip(hypotheses, p, strict=True)]
+
+
+def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[dict[str, Any]]:
+    """P0: mean accuracy on held-out images by connection and rate, and by its rule each connection's rate."""
+    if not _file(study).is_file():
+        return None
+    means: dict[str, dict[float, float]] = {}
+    for runs in _settings(study):
+        means.setdefault(runs[0]["connection"], {})[runs[0]["cell"]["lr"]] = fmean(map(top1, runs))
+    chosen = {connection: min(rate for rate, mean in found.items() if mean >= max(found.values()) - 0.1)
+              for connection, found in means.items()}
+    floor = _json("floors/ridge.json")[study]
+    return {"means": means, "chosen": chosen, "seeds": len(_settings(study)[0]), "floor": floor}
+
+
+# -------------------------------------------------------------------------------------------- the pictures
+class Bar(NamedTuple):
+    label: str
+    mean: float
+    half_width: float
+    paper: Sequence[float]
+
+
+def forest(bars: Sequence[Bar], height: float) -> Figure:
+    """Differences with their intervals, one below the other, and the paper's effects as diamonds."""
+    figure = Figure(figsize=(9, 1 + height * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    rows = range(len(bars))
+    axes.errorbar([bar.mean for bar in bars], rows, xerr=[bar.half_width for bar in bars], fmt="o", color="#0072b2",
+                  markersize=4, capsize=2, linewidth=1.3, label="here, 95 % interval")
+    effects = [(effect, row) for row, bar in enumerate(bars) for effect in bar.paper]
+    axes.scatter(*zip(*effects, strict=True), marker="D", s=22, facecolors="none", edgecolors="#d55e00",
+                 label="the papers, on their data sets")
+    axes.axvline(0, color="#222222", linewidth=0.9)
+    axes.set_yticks(rows, [bar.label for bar in bars], fontsize=8)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xlabel("points of top-1")
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def pictures() -> dict[str, Figure]:
+    """Of the questions, and of all differences of all reports."""
+    asked = [contrast for found in explored().values() for contrast in found if contrast.unit == "points"]
+    asked = [found.contrast for found in FAMILY if found.is_run] + asked
+    every = []
+    for path in sorted((CARDS / "results" / "studies").glob("*/results.json")):
+        for entry in _results(path.parent.name)["summary"]:
+            found = entry["difference"]
+            if entry["measure"] == "top1" and found and found["half_width"] is not None:
+                label = ", ".join([*entry["row"], *entry["column"]])
+                every.append(Bar(f"{path.parent.name.removesuffix('-small')}: {label}", found["mean"],
+                                 found["half_width"], list(found["paper"].values())))
+    return {
+        "questions": forest([Bar(contrast.label, contrast.found.mean, contrast.found.half_width,
+                                 list(contrast.paper.values())) for contrast in asked], 0.24),
+        "differences": forest(every, 0.17),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- the page
+def text() -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True)
+    contrasts = explored()
+
+    def put(study: str, weights: Weights, read: Callable[[Run], float] = top1, digits: int = 2) -> str:
+        return Contrast("", [(study, weights)], read).found.text(digits)
+
+    def mean(study: str, setting: Sequence[Any], read: Callable[[Run], float] = top1) -> float:
+        return fmean(read(run) for run in _runs(study) if [*run["cell"].values(), run["connection"]] == list(setting))
+
+    studies = [path.parent.name for path in sorted((CARDS / "results" / "studies").glob("*/results.json"))]
+    every = [run for study in studies if not study.startswith("confirm_")
+             if _results(study)["study"].get("kind", "training") == "training" for run in _runs(study)]
+    # equal runs of several studies end with equal figures
+    same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
+    floors = [(study, floor, [fmean(map(top1, runs)) for runs in _settings(study)])
+              for study, floor in _json("floors/ridge.json").items() if _file(study).is_file()]
+    trainers = _json("trainers/agreement.json")
+    gains = [next(found for found in (*FAMILY, *BESIDE) if found.name == which) for which in ("H1", "P1b")]
+    return environment.get_template("evidence.md.jinja").render(
+        family=decided(FAMILY, holm), beside=decided(BESIDE, list), explored=contrasts, elsewhere=ELSEWHERE, put=put,
+        mean=mean, difference=difference, switch=switch, mlp_cosine=mlp_cosine, learned_theta=learned_theta,
+        last_branch=last_branch, overhead=_runs("overhead-small"), floors=floors, tuning=tuned(), runs=len(every),
+        different=len(same),
+        shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
+        gains=unpaired(*(found.contrast.values for found in gains)) if all(found.is_run for found in gains) else None,
+        trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))))
+
+
+def main(check: bool, cards: Path = CARDS) -> None:
+    page = cards / "README.md"
+    before, after = replaced(page, BEGIN, END, text().strip())
+    if check:
+        if after != before:
+            raise SystemExit(f"{page} says something else than the runs: python scripts/evidence.py writes it anew")
+        return
+    page.write_text(after, encoding="utf-8")
+    for title, figure in pictures().items():
+        with rc_context({"svg.hashsalt": title, "svg.fonttype": "none"}):
+            figure.savefig(cards / "results" / f"{title}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main("--check" in sys.argv[1:])

@@ -1,0 +1,132 @@
+"""scripts/evidence.py: what model_cards/README.md says of the runs."""
+import sys
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from timm_ortho.lab import design
+from timm_ortho.lab.statistics import holm, paired_difference
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import evidence  # noqa: E402
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Sets the runs of studies: from study -> setting -> values by seed."""
+    made = {}
+
+    def put(study, settings, axis="lr"):
+        made[study] = [
+            {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
+             "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
+
+    monkeypatch.setattr(evidence, "_runs", made.__getitem__)
+    return put
+
+
+def contrast(weights, *studies):
+    return evidence.Contrast("", [(study, weights) for study in studies or ("study",)])
+
+
+LINEAR, FEATURE = [80.0, 81.5, 79.0, 80.5], [80.5, 81.0, 80.5, 81.5]
+
+
+def test_a_difference_is_the_reports(runs):
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
+    found = contrast(evidence.difference())
+    assert found.found == paired_difference(FEATURE, LINEAR)
+    assert found.found.p == pytest.approx(stats.ttest_rel(FEATURE, LINEAR).pvalue)
+    assert found.pooled.half_width == pytest.approx(found.found.half_width)  # of two settings they are one analysis
+    interval = stats.ttest_rel(FEATURE, LINEAR).confidence_interval(0.9)
+    bound = max(map(abs, interval))
+    assert found.within(bound * 1.001)
+    assert not found.within(bound * 0.999)
+
+
+def test_a_slope_is_least_squares(runs):
+    rates, lead = (1e-3, 1e-2, 5e-2), [[0.1, 1.2, 1.5], [-0.3, 0.9, 2.8]]
+    runs("study", {**{(rate, "linear"): [70.0, 71.0] for rate in rates},
+                   **{(rate, "feature"): [70.0 + lead[0][i], 71.0 + lead[1][i]] for i, rate in enumerate(rates)}})
+    found = contrast(evidence.rates_slope(rates))
+    expected = [stats.linregress([-3, -2, stats.linregress([0, 1], [0, 1]).slope * -1.3010299956639813], of).slope
+                for of in lead]
+    assert found.values == pytest.approx(expected)
+
+
+def test_main_effects(runs):
+    values = {("LL", "linear"): [1.0], ("LO", "feature"): [2.0], ("OL", "linear"): [5.0], ("OO", "feature"): [8.0]}
+    runs("study", values, axis="switch")
+    assert contrast(evidence.switch(1, 0)).values == [5.0]  # ((5 + 8) - (1 + 2)) / 2
+    assert contrast(evidence.switch(0, 1)).values == [2.0]
+
+
+def test_seeds_that_are_not_complete_take_no_part(runs):
+    runs("one", {("linear",): LINEAR, ("feature",): FEATURE[:3]})
+    runs("two", {("linear",): LINEAR, ("feature",): LINEAR})
+    assert len(contrast(evidence.difference(), "one").values) == 3
+    both = contrast(evidence.difference(), "two", "one")
+    assert both.values == pytest.approx([(feature - linear) / 2 for feature, linear in zip(FEATURE[:3], LINEAR)])  # noqa: B905
+
+
+def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
+    settings = {("linear",): LINEAR, ("feature",): FEATURE}
+    runs("one", settings)
+    runs("two", settings)
+    one, both = contrast(evidence.difference(), "one").pooled, contrast(evidence.difference(), "one", "two").pooled
+    scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5  # twice the values, twice the freedom
+    assert both.half_width == pytest.approx(one.half_width * scale)
+
+
+@pytest.mark.parametrize(("values", "equivalent", "said"), [
+    ([0.5, 0.6, 0.55, 0.45, 0.5], 0.2, "**confirmed**"),
+    ([-0.5, -0.6, -0.55, -0.45, -0.5], 0.2, "**contradicted**"),
+    ([0.1, -0.1, 0.05, -0.05, 0.0], 0.2, "**equivalent** within 0.2"),
+    ([0.1, -0.1, 0.05, -0.05, 0.0], None, "**not confirmed**"),
+    ([0.6, -0.1, 0.6, -0.2, 0.4], 0.2, "**not confirmed**"),
+])
+def test_decisions(runs, monkeypatch, values, equivalent, said):
+    runs("study", {("linear",): [0.0] * 5, ("feature",): values})
+    monkeypatch.setattr(evidence, "_file", lambda study: ROOT / ("README.md" if study == "study" else "nothing"))
+    run = evidence.Hypothesis("H1", "", contrast(evidence.difference()), equivalent)
+    other = evidence.Hypothesis("H2", "", contrast(evidence.difference(), "not there"))
+    first, second = evidence.decided([run, other], holm)
+    assert (first["decision"], second["decision"]) == (said, "not run yet")
+    # what is not run yet is adjusted for
+    assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.found.p))
+
+
+def test_of_rates_that_are_nearly_as_good_the_lowest_is_chosen(runs, monkeypatch):
+    runs("study", {
+        (1e-3, "linear"): [80.0, 81.0], (2e-3, "linear"): [80.05, 81.05], (4e-3, "linear"): [80.0, 80.2],
+        (1e-3, "feature"): [80.0, 81.0], (2e-3, "feature"): [80.2, 81.05], (4e-3, "feature"): [80.3, 81.0]})
+    monkeypatch.setattr(evidence, "_file", lambda study: Path(__file__))
+    monkeypatch.setattr(evidence, "_json", lambda name: {"study": {"top1": 70.0}})
+    found = evidence.tuned("study")
+    assert found["chosen"] == {"linear": 1e-3, "feature": 2e-3}
+    assert found["means"]["linear"][2e-3] == 80.55
+
+
+def test_effects_of_the_paper():
+    gains = evidence.of_paper("accuracy", evidence._less("feature", "linear"), "vit_s")
+    assert gains["CIFAR-10"] == pytest.approx(0.79)
+    starts = evidence.of_paper("connection_switch_reinitialised", evidence._of_switch(1, 0))
+    assert starts["CIFAR-10"] == pytest.approx((93.89 + 94.10 - 92.78 - 92.88) / 2)
+
+
+@pytest.mark.parametrize("hypothesis", [*evidence.FAMILY, *evidence.BESIDE], ids=lambda found: found.says)
+def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
+    for study, weights in hypothesis.contrast.parts:
+        variants = design.load(study.partition("-")[0], "small").variants({"dataset": "digits"})
+        assert set(weights) <= {(*variant.cell.values(), variant.final_connection) for variant in variants}
+
+
+def test_the_page_is_what_the_runs_say(tmp_path, monkeypatch):
+    evidence.main(check=True)
+    page = (ROOT / "model_cards" / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "README.md").write_text(page.replace("411 runs", "412 runs"))
+    with pytest.raises(SystemExit, match="something else than the runs"):
+        evidence.main(check=True, cards=tmp_path)

@@ -1,0 +1,65 @@
+"""`timm-ortho show`: what it prints and draws is what the connections do."""
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import timm_ortho
+from timm_ortho import cli
+from timm_ortho.diagnostics import record_dynamics, show
+
+TINY = ["--model-kwargs", "img_size=16", "patch_size=8", "embed_dim=16", "depth=2", "num_heads=2"]
+
+
+def rows(capsys):
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_line_for_each_site(capsys):
+    assert cli.main(["show", "vit_test_ortho", "--pretrained"]) == 0
+    model = timm.create_model("vit_test_ortho", pretrained=True)
+    sites = timm_ortho.sites(model)
+    measured = record_dynamics(model, show.batch(model), sites)
+    header, *lines = rows(capsys)
+    assert header == ["block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", "-1", "0", "1"]
+    for line, site, found in zip(lines, sites, measured, strict=True):
+        assert line[:3] == [str(site.layer), site.kind, "feature"]
+        expected = [found.stream, found.parallel, found.orthogonal, found.cosine]
+        assert [float(value) for value in line[3:7]] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(("cosine", "bar"), [
+    (0.0, "          |          "), (-0.3, "       ===|          "), (1.0, "          |=========="),
+    (-1.2, "==========|          "), (float("nan"), "          |          ")])
+def test_bar(cosine, bar):
+    assert show._bar(cosine) == bar
+
+
+def test_an_image_and_a_drawing(tmp_path, capsys):
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
+    arguments = ["show", "vit_small_orthog", *TINY, "--image", str(tmp_path / "red.png")]
+    torch.manual_seed(0)
+    assert cli.main([*arguments, "--svg", str(tmp_path / "sites.svg")]) == 0
+    of_image = rows(capsys)
+    torch.manual_seed(0)
+    assert cli.main(["show", "vit_small_orthog", *TINY]) == 0
+    assert rows(capsys) != of_image
+    drawn = "".join(ElementTree.parse(tmp_path / "sites.svg").getroot().itertext())
+    assert "vit_small_orthog" in drawn
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; try timm-ortho list"),
+    (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "/nowhere.png is not an image: No such file"),
+    (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
+])
+def test_errors(arguments, message, capsys):
+    assert cli.main(["show", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_connections():
+    with pytest.raises(ValueError, match="the model has no connections"):
+        show.lines(torch.nn.Linear(2, 2), torch.zeros(1, 2))

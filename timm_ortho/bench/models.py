@@ -1,0 +1,103 @@
+"""Whole models beside their twins with linear connections and the same weights."""
+from argparse import Namespace
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from typing import Any, Callable
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ..backends import choose_backend, use_backend
+from ..connections import LinearConnection, sites
+from ..convert import connect
+from .clock import Candidate, Group, compiled
+from .operator import appendix_update
+from .options import DTYPES, MODEL_STEPS, MODES, Architecture, times
+
+__all__ = ["model_group", "model_groups"]
+
+
+def model_groups(options: Namespace) -> list[Group]:
+    """A group for each architecture, layout, precision, mode and step.
+
+    The modes are eager with the default backend, eager with `inductor`, and the whole model under torch.compile.
+    """
+    modes = MODES if options.compile else MODES[:1]
+    return [model_group("models", options.device, one, *how) for one in options.models
+            for how in product(one.layouts, options.dtypes, modes, MODEL_STEPS)]
+
+
+def model_group(
+        what: str, device: torch.device, one: Architecture, layout: str, dtype: str, mode: str, step: str) -> Group:
+    labels = dict(what=what, model=one.label, shape=times(one.batch), layout=layout,
+                  dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
+    return Group(labels, one.batch[0], partial(_model_candidates, one, device, layout, DTYPES[dtype], mode, step))
+
+
+def _model_candidates(
+        one: Architecture, device: torch.device, layout: str, dtype: torch.dtype, mode: str, step: str,
+) -> list[Candidate]:
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    images = torch.randn(one.batch, generator=torch.Generator().manual_seed(0)).to(device, memory_format=memory_format)
+    return [_model_candidate(name, model.to(device, memory_format=memory_format).train(step == "training"), images,
+                             dtype, mode)
+            for name, model in _twins(one).items()]
+
+
+def _twins(architecture: Architecture) -> dict[str, nn.Module]:
+    """The model with linear connections, then its variants or transforms of the stream; all with the same weights."""
+    first, branches = architecture.suffixes[0], architecture.arguments.get("skip_branches")
+    models = {"linear": connect(_seeded(architecture, first), "linear")}
+    if architecture.appendix:
+        models["appendix"] = connect(_seeded(architecture, first), "linear")
+        for site in sites(models["appendix"]):
+            site.connection.forward = lambda x, f, attn_mask=None: appendix_update(x, f, -1)
+    for name in architecture.skips:
+        models[name] = connect(_seeded(architecture, first), "linear", skip=name, skip_branches=branches)
+    suffixes = () if architecture.skips else architecture.suffixes
+    return {**models, **{suffix[1:]: _seeded(architecture, suffix) for suffix in suffixes}}
+
+
+def _seeded(architecture: Architecture, suffix: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return timm.create_model(architecture.base + suffix, **architecture.arguments)
+
+
+def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+    forward = compiled(model) if mode == "compiled" else model
+    using = partial(use_backend, "inductor") if mode == "inductor" else nullcontext
+
+    def logits() -> Tensor:
+        autocast = torch.autocast(images.device.type, dtype) if dtype != torch.float32 else nullcontext()
+        with autocast, using():
+            return forward(images)
+
+    def loss() -> Tensor:
+        return cross_entropy(logits().float(), labels)
+
+    def infer(_: None) -> Tensor:
+        with torch.inference_mode():
+            return logits()
+
+    parameters = list(model.parameters())
+    held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), images, labels))
+    ours = not isinstance(sites(model)[0].connection, LinearConnection)
+    asks = partial(_chosen_backend, images.device, using, mode == "compiled", model.training)
+    backend = asks if ours else lambda: "torch"
+    if not model.training:
+        return Candidate(name, infer, backend=backend, held=held)
+    return Candidate(name, lambda _: loss().backward(), model.zero_grad, backend, keep=loss, parameters=parameters,
+                     held=held)
+
+
+def _chosen_backend(device: torch.device, using: Callable[[], Any], compiled: bool, training: bool) -> str:
+    """The backend that is chosen for tensors like those at a model's connections."""
+    choose = torch.compile(choose_backend, backend="eager", fullgraph=True) if compiled else choose_backend
+    with torch.inference_mode(not training), using():
+        x = torch.ones(1, 1, device=device, requires_grad=training)
+        return choose(x, x)

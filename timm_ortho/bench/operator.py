@@ -1,0 +1,100 @@
+"""The update alone, beside `x + f`, as formulas and backends write it."""
+from argparse import Namespace
+from functools import partial
+from itertools import product
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+from ..backends import choose_backend
+from ..functional import plain_update, residual_update
+from .clock import Candidate, Group, compiled, first_line
+from .options import DTYPES, STEPS, times
+
+__all__ = ["EPS", "appendix_update", "operator_groups", "tensors", "timed"]
+
+EPS = 1e-6
+
+# Tensors that must be read or written: x, f and y forward; x, y or f, g and two gradients backward.
+TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
+MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # its gradients are g itself
+
+
+def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:
+    """The update as Appendix F of the paper computes it: sums in the dtype of x, the division in float32, f_orth apart.
+
+    `dim` None flattens each sample first, which copies tensors that are channels-last.
+    """
+    u, v = (x.flatten(1), f.flatten(1)) if dim is None else (x, f)
+    axis = 1 if dim is None else dim
+    square = (u * u).sum(axis, keepdim=True).float() + eps
+    s = ((u * v).sum(axis, keepdim=True) / square).to(x.dtype)
+    if dim is None:
+        s = s.reshape(-1, *[1] * (x.dim() - 1))
+    return x + (f - s * x)
+
+
+def operator_groups(options: Namespace) -> list[Group]:
+    """A group for each shape, layout, precision, scope and step of the operator."""
+    groups = []
+    for shape in options.shapes if "operator" in options.what else ():
+        layouts = ("tokens",) if len(shape) == 3 else ("nchw", "channels_last")
+        for layout, dtype, scope, step in product(layouts, options.dtypes, options.scopes, STEPS):
+            labels = dict(layout=layout, scope=scope, dtype=dtype, step=step)
+            build = partial(_operator_candidates, options, shape, **labels)
+            groups.append(Group({"what": "operator", "shape": times(shape), **labels}, 0, build))
+    return groups
+
+
+def _operator_candidates(
+        options: Namespace, shape: tuple[int, ...], layout: str, scope: str, dtype: str, step: str) -> list[Candidate]:
+    x, f, g = tensors(options.device, shape, layout, dtype, step)
+    dim = None if scope == "global" else -1 if layout == "tokens" else 1
+    plain = partial(plain_update, parallel=0.0, orthogonal=1.0, dims=None if dim is None else [dim], eps=EPS)
+
+    def candidate(name: str, formula: Callable[[Tensor, Tensor], Tensor], **details: Any) -> Candidate:
+        moved = (MOVED_BY_LINEAR if name == "linear" else TENSORS_MOVED)[step] * x.nbytes
+        keep = partial(formula, x, f) if step == "both" else None
+        return Candidate(name, *timed(formula, x, f, g, step), moved=moved, keep=keep, held=3 * x.nbytes, **details)
+
+    candidates = [candidate("linear", torch.add), candidate("plain", plain),
+                  candidate("appendix", partial(appendix_update, dim=dim))]
+    candidates += [candidate("compiled", compiled(plain))] if options.compile else []
+    for backend in ("torch", "inductor", "triton") if options.compile else ("torch", "triton"):
+        update, can_run = partial(residual_update, dim=dim, eps=EPS, backend=backend), _can_run(x, f, backend)
+        candidates.append(candidate(backend, update, **can_run))
+        if options.compile and backend != "inductor":
+            candidates.append(candidate(f"{backend}-compiled", compiled(update), **can_run))
+    return [*candidates, _copy(options)]
+
+
+def tensors(device: torch.device, shape: tuple[int, ...], layout: str, dtype: str, step: str) -> list[Tensor]:
+    """Stream and branch output, with gradients if the step has a backward pass, and the sum's gradient."""
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    x, f, g = (value.to(device, DTYPES[dtype], memory_format=memory_format) for value in values)
+    return [x.requires_grad_(step != "forward"), f.requires_grad_(step != "forward"), g]
+
+
+def timed(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tuple[Callable, Callable]:
+    """What is timed, and what comes before the clock starts."""
+    if step == "backward":
+        return lambda y: torch.autograd.grad(y, (x, f), g), lambda: formula(x, f)
+    if step == "forward":
+        return lambda _: formula(x, f), lambda: None
+    return lambda _: torch.autograd.grad(formula(x, f), (x, f), g), lambda: None
+
+
+def _can_run(x: Tensor, f: Tensor, backend: str) -> dict[str, Any]:
+    """`backend` of a candidate, or `note`, why it cannot run."""
+    try:
+        chosen = choose_backend(x, f, backend)
+    except RuntimeError as error:
+        return {"note": first_line(error)}
+    return {"backend": lambda: chosen}
+
+
+def _copy(options: Namespace) -> Candidate:
+    source, target = (torch.zeros(options.copy_bytes // 4, device=options.device) for _ in range(2))
+    return Candidate("copy", lambda _: target.copy_(source), moved=2 * source.nbytes, held=2 * source.nbytes)

@@ -1,0 +1,258 @@
+"""Launching: a process for each planned run that is not finished, on this machine or on a Slurm cluster.
+
+A run is its folder. Launchers start `run` for it and read what is in it; they share nothing else with it, so a run that
+dies takes nothing with it, and whoever gives the same command again continues where the folders are.
+"""
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import Any, Mapping, Optional, Sequence
+
+import torch
+from tqdm import tqdm
+
+from .._compat import submission_script
+from . import LabError, run as run_module
+from .folder import LOG, RESULT, SESSIONS, RunPlan, history, last_words, read_json
+from .train_py import die_with_parent
+
+__all__ = ["ATTEMPTS", "Slurm", "local"]
+
+ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
+
+
+class _Progress:
+    """One bar for all runs: the epochs that are finished."""
+
+    def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
+        self.root, self.runs, self.failed = root, runs, {}
+        total = sum(run.epochs for run in runs.values())
+        # disable=None: no bar where the output is not a terminal
+        self.bar = tqdm(total=total, unit="epoch", leave=False, disable=None)
+        self.finished = set(runs) - set(waiting(root, runs))
+        if self.finished:
+            self.say(f"{len(self.finished)} of {len(runs)} runs finished before")
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def fail(self, name: str, reason: str) -> None:
+        self.failed[name] = f"{reason} ({last_words(self.root / name)}), see {self.root / name / LOG}"
+        self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
+
+    def update(self) -> None:
+        if not self.bar.disable:
+            self.bar.n = sum(len(history(self.root / name, run)) for name, run in self.runs.items())
+            self.bar.refresh()
+
+    def ended(self, name: str) -> None:
+        self.finished.add(name)
+        result = read_json(self.root / name / RESULT)
+        seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
+        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: top-1 {result['top1']:.2f} %{seconds}")
+
+
+def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
+    """The names of the runs that are not finished."""
+    return [name for name in runs if not (root / name / RESULT).is_file()]
+
+
+def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: int = 1) -> dict[str, str]:
+    """Trains the runs here, in their order, so many at a time; returns what failed, run name -> reason.
+
+    A run that needs more GPUs than there are is a LabError.
+    """
+    slots = _slots(runs, parallel)
+    queue, at_work, attempts = waiting(root, runs), {}, Counter()
+    progress = _Progress(root, runs)
+    # A server that has imported everything forks the runs' processes: each would otherwise take seconds to begin.
+    context = get_context("forkserver" if sys.platform != "win32" else "spawn")
+    context.set_forkserver_preload([run_module.__name__])
+    try:
+        while queue or at_work:
+            while queue and slots:
+                name, slot = queue.pop(0), slots.pop(0)
+                process = context.Process(target=_work, args=(root / name, threads, {**os.environ, **slot}))
+                process.start()
+                at_work[process] = (name, slot)
+            time.sleep(0.1)
+            progress.update()
+            for process in [process for process in at_work if not process.is_alive()]:
+                name, slot = at_work.pop(process)
+                slots.append(slot)
+                attempts[name] += 1
+                error, ended = _error(root / name), _exit(process.exitcode)
+                if (root / name / RESULT).is_file():
+                    progress.ended(name)
+                elif not error and attempts[name] < ATTEMPTS:
+                    progress.say(f"timm-ortho: {name} {ended}; it is continued")
+                    queue.append(name)
+                else:
+                    progress.fail(name, error or f"its process {ended}")
+    finally:
+        for process in at_work:
+            process.terminate()
+        for process in at_work:
+            process.join()
+        progress.bar.close()
+    return progress.failed
+
+
+def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
+    """For each run at a time what it has in its environment: the GPUs that it may see.
+
+    Runs of `train.py` have as many as they ask for to themselves; runs of the lab's loop share all of them in turn.
+    """
+    each, nodes = (max(getattr(run, what) for run in runs.values()) for what in ("gpus", "nodes"))
+    there = torch.cuda.device_count()
+    if each > there or nodes > 1:
+        raise LabError(f"a run needs {each} GPUs on each of {nodes} nodes, and this machine has {there}: give other "
+                       "--gpus and --nodes, or --launcher slurm")
+    named = any(":" in str(run.stages[0].options["device"]) for run in runs.values())
+    if not there or named:
+        return [{}] * parallel
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(there)]
+    groups = [[gpus[number % there]] for number in range(parallel)]
+    if each:
+        groups = [gpus[first:first + each] for first in range(0, there - each + 1, each)][:parallel]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+
+
+def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
+    """In the run's process."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal's processes: the launcher decides
+    os.environ.clear()
+    os.environ.update(environment)
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # also of C++ code that crashes
+        os.dup2(log, stream)
+    sys.exit(run_module.main([str(folder), "--threads", str(threads)]))
+
+
+def _end_with_launcher() -> None:
+    """Ends this process when the launcher dies, however that dies: its parent is the fork server, which would go on."""
+    parent_process().join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exit(status: int) -> str:
+    return f"ended with exit status {status}" if status >= 0 else f"was killed ({signal.Signals(-status).name})"
+
+
+def _error(folder: Path) -> Optional[str]:
+    """With which the last session ended, None if it was interrupted or there was none."""
+    return (read_json(folder / SESSIONS) or [{}])[-1].get("error")
+
+
+@dataclass
+class _Task:
+    """What Slurm runs for a folder; submitit pickles it, and calls `checkpoint` at a time limit or preemption."""
+
+    threads: int
+
+    def __call__(self, folder: str) -> int:
+        import submitit
+
+        job = submitit.JobEnvironment()
+        os.environ.setdefault("MASTER_ADDR", job.hostnames[0])
+        os.environ.setdefault("MASTER_PORT", str(20000 + int(job.array_job_id or job.job_id) % 20000))
+        os.environ["NODE_RANK"] = str(job.node)
+        # in a process of its own: the handlers of the signals that requeue a job stay submitit's
+        command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
+        with open(Path(folder, LOG), "a", encoding="utf-8") as log:
+            return subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
+
+    def checkpoint(self, folder: str) -> Any:
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self, folder)
+
+
+@dataclass
+class Slurm:
+    """Trains runs as an array of Slurm jobs, requeued and continued after a time limit or a preemption."""
+
+    parallel: int = 1  # runs at a time
+    threads: int = 1  # of each, on CPUs
+    minutes: int = 24 * 60  # time limit of a job, which is then requeued
+    options: Mapping[str, Any] = field(default_factory=dict)  # of sbatch: `partition`, `account`, `qos`, `mem`, ...
+    poll: float = 2.0  # seconds between two looks at the folders
+
+    def executor(self, root: Path, run: RunPlan) -> Any:
+        """submitit's, for runs of one shape."""
+        try:
+            import submitit
+        except ImportError:
+            raise LabError('--launcher slurm needs submitit: pip install "timm-ortho[cluster]"') from None
+        try:
+            executor = submitit.SlurmExecutor(folder=root / ".slurm", max_num_timeout=100)
+        except RuntimeError:
+            raise LabError("--launcher slurm needs Slurm, and there is no sbatch here: call it on a login node, or "
+                           "leave --launcher away") from None
+        executor.update_parameters(
+            job_name="timm-ortho", time=self.minutes, signal_delay_s=60, array_parallelism=self.parallel,
+            nodes=run.nodes, ntasks_per_node=1, cpus_per_task=max(1, self.threads, 8 * run.gpus),
+            additional_parameters=dict(self.options), **({"gpus_per_node": run.gpus} if run.gpus else {}))
+        return executor
+
+    def script(self, root: Path, runs: Mapping[str, RunPlan]) -> Path:
+        """Writes the array's script as submitit would hand it to sbatch, to be looked at."""
+        executor = self.executor(root, next(iter(runs.values())))
+        executor.parameters["map_count"] = len(runs)
+        path = root / ".slurm" / "plan.sbatch"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(submission_script(executor), encoding="utf-8")
+        return path
+
+    def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
+        """Submits what is neither finished nor in the queue, waits for all, and returns what failed, with the reason.
+
+        The folders are read, not Slurm's accounting, which many clusters do not have.
+        """
+        progress, attempts = _Progress(root, runs), Counter()
+        while True:
+            in_queue, todo = self._in_queue(root), []
+            for name in (name for name in waiting(root, runs) if name not in in_queue and name not in progress.failed):
+                error = _error(root / name)
+                if attempts[name] >= ATTEMPTS or (attempts[name] and error):
+                    progress.fail(name, error or f"its process {_exit(1)}")
+                else:
+                    todo.append(name)
+            if todo:
+                self._submit(root, runs, todo)
+                attempts.update(todo)
+            elif set(waiting(root, runs)) <= set(progress.failed):
+                break
+            time.sleep(self.poll)
+            progress.update()
+            for name in runs:
+                if name not in progress.finished and (root / name / RESULT).is_file():
+                    progress.ended(name)
+        progress.bar.close()
+        return progress.failed
+
+    def _submit(self, root: Path, runs: Mapping[str, RunPlan], names: Sequence[str]) -> None:
+        executor = self.executor(root, runs[names[0]])
+        jobs = executor.map_array(_Task(self.threads), [str((root / name).absolute()) for name in names])
+        for name, job in zip(names, jobs, strict=True):
+            (root / name / "job").write_text(job.job_id, encoding="ascii")
+        print(f"submitted {len(jobs)} jobs, {self.parallel} at a time: {jobs[0].job_id.partition('_')[0]}",
+              file=sys.stderr)
+
+    def _in_queue(self, root: Path) -> set[str]:
+        """The runs whose jobs wait or run, whoever submitted them."""
+        listed = subprocess.run(
+            ["squeue", "--noheader", "--array", "--me", "--format=%i"], capture_output=True, text=True)
+        if listed.returncode:
+            raise LabError(f"squeue failed: {' '.join(listed.stderr.split())}")
+        jobs = set(listed.stdout.split())
+        return {path.parent.name for path in root.glob("*/job") if path.read_text(encoding="ascii") in jobs}

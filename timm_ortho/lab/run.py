@@ -1,0 +1,162 @@
+"""`python -m timm_ortho.lab.run FOLDER`: trains one planned run, or what is left of it, and writes its `result.json`.
+
+What trains is the lab's own loop, or timm's `train.py` in processes of its own. Launchers start this for each folder;
+by hand it does the same.
+"""
+import argparse
+import os
+import signal
+import sys
+import traceback
+from argparse import Namespace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Optional, Sequence
+
+import torch
+from timm.models import clean_state_dict
+from torch import nn
+
+from ..runs.folders import load_checkpoint
+from ..runs.provenance import device_name, made_on
+from . import LabError, one_line, train_py, write_json
+from .data import Source, loaders, open_source
+from .features import measure_features
+from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, history, read_json, work_on
+from .recipe import import_modules
+from .train import Training, build_model, data_config
+
+__all__ = ["main", "run"]
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """The exit status: 0 for a finished run, 2 for one that cannot be trained as it is, 1 for any other error."""
+    parser = argparse.ArgumentParser(prog="python -m timm_ortho.lab.run", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
+    parsed = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it started, too
+    try:
+        run(parsed.folder, parsed.threads)
+    except LabError as error:
+        print(f"timm-ortho: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # noqa: BLE001 for the log
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def run(folder: Path, threads: int = 1) -> dict:
+    """Trains a run unless it is finished, and returns its result; a LabError if it cannot, or somebody else does."""
+    plan = RunPlan.read(folder)
+    if int(os.environ.get("NODE_RANK", 0)):  # the first node has the files; this one has processes of train.py only
+        for stage in plan.stages:
+            train_py.train(plan, stage, folder)
+        return {}
+    with work_on(folder):
+        done = read_json(folder / RESULT)
+        if done is not None:
+            return done
+        torch.set_num_threads(threads)
+        plan.write_options(folder)  # anew: train.py has written its own there
+        sessions = _begin_session(folder)
+        try:
+            result = _train(plan, folder)
+            sessions[-1]["end"] = _now()
+            result["made_with"] = {**sessions[0], "end": sessions[-1]["end"], "continued": sessions[1:]}
+            write_json(folder / RESULT, result)
+        except BaseException as error:
+            interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, train_py.Died))
+            memory = isinstance(error, torch.cuda.OutOfMemoryError)
+            said = "the device is out of memory: choose a smaller batch size" if memory else one_line(error)
+            sessions[-1].update(error=None if interrupted else said, end=_now())
+            if isinstance(error, OSError):
+                raise LabError(f"cannot write in {folder} ({one_line(error)}): make room, or see to the folder; the "
+                               "same command again continues from the last checkpoint") from error
+            raise
+        finally:
+            _write_sessions(folder, sessions)
+    return result
+
+
+def _begin_session(folder: Path) -> list[dict]:
+    """The sessions so far and this one; warns where it has other versions than the one before."""
+    sessions = read_json(folder / SESSIONS) or []
+    here = {**made_on(), "command": " ".join(sys.argv), "pid": os.getpid(), "begin": _now(),
+            "job": os.environ.get("SLURM_JOB_ID")}
+    for key in ("torch", "timm", "timm-ortho"):
+        if sessions and sessions[-1][key] != here[key]:
+            print(f"timm-ortho: {folder.name} was begun with {key} {sessions[-1][key]} and goes on with {here[key]}",
+                  file=sys.stderr)
+    sessions.append(here)
+    _write_sessions(folder, sessions)
+    return sessions
+
+
+def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
+    try:
+        write_json(folder / SESSIONS, list(sessions))
+    except OSError as error:  # on a full disk the error on its way says more
+        print(f"timm-ortho: {folder / SESSIONS} cannot be written ({one_line(error)})", file=sys.stderr)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _train(plan: RunPlan, folder: Path) -> dict:
+    source: Optional[Source] = None
+    for stage in plan.stages:
+        options = _options(plan, stage, folder)
+        import_modules(options.device_modules)
+        if plan.trainer == "lab":
+            source = source or open_source(options, plan.hold_out)
+            Training(plan, stage, folder, source, options).train()
+        else:
+            train_py.train(plan, stage, folder)
+    result, model = _result(plan, folder)
+    if plan.representation:
+        source, device = source or open_source(options, plan.hold_out), torch.device(options.device)
+        _, loader, _ = loaders(options, source, data_config(options, source, model), device)
+        result["representation"] = measure_features(model.to(device), (image.to(device) for image, _ in loader), folder)
+    return {**result, "labels": source.labels if source is not None else None}
+
+
+def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
+    """The stage's options, with the weights that it begins with."""
+    options = Namespace(**stage.options)
+    if stage.begins_with == "weights":
+        options.initial_checkpoint = str((folder / plan.stages[0].folder / "last.pth.tar").absolute())
+    return options
+
+
+def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
+    """The run's figures, and its model as the last checkpoint has it."""
+    rows = history(folder, plan)
+    known = [row for row in rows if row["eval_top1"] is not None]
+    if len(rows) < plan.epochs or not known:
+        raise LabError(f"{folder} has {len(known)} of {plan.epochs} epochs, and its training has ended: see {LOG}")
+    checkpoint = load_checkpoint(folder / plan.stages[-1].folder / "last.pth.tar")
+    options = Namespace(**{**vars(checkpoint["args"]), "pretrained": False, "initial_checkpoint": ""})
+    model = build_model(options, options.num_classes, options.in_chans or 3)
+    model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
+    last, best = rows[-1], max(known, key=lambda row: row["eval_top1"])
+    speeds = sorted(row["images_per_second"] for row in rows if row.get("images_per_second"))
+    seconds = [row["seconds"] for row in rows if row.get("seconds")]
+    return {
+        "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed, "epochs": plan.epochs,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
+        "best_top1": best["eval_top1"], "best_epoch": best["epoch"],
+        "images_per_second": speeds[len(speeds) // 2] if speeds else None,  # the median epoch
+        "peak_memory": max((row["peak_memory"] for row in rows if row.get("peak_memory")), default=None),
+        "seconds": sum(seconds) if seconds else None,
+        "device": device_name(torch.device(options.device)),
+        "trainer": "lab" if plan.trainer == "lab" else "train.py",
+        "switch_epoch": plan.switch_epoch, "hold_out": plan.hold_out,
+    }, model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

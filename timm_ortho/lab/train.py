@@ -1,0 +1,313 @@
+"""The lab's own training loop, for small studies on a CPU or one GPU. All its parts are timm's.
+
+It stands in for timm's `train.py` where nobody has a checkout of timm, and does what that does with the options that it
+knows (`recipe.LOOP`). Beyond that every random number follows from seed, epoch and purpose, so that runs with one seed
+see the same batches whatever their connections draw, and a run that was interrupted ends with the weights of one that
+was not.
+"""
+import math
+import os
+import time
+from argparse import Namespace
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+from timm.data import resolve_data_config
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.models import create_model, model_parameters
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed, update_summary
+from torch import nn
+
+from ..connections import sites
+from ..diagnostics import record, record_dynamics
+from ..runs.folders import load_checkpoint
+from . import LabError, one_line, write_text
+from .data import DataStream, Source, epoch_seed, loaders, mixes
+from .folder import Lines, RunPlan, Stage
+
+__all__ = ["Training", "build_model"]
+
+_MODEL, _DATA = 0, 1  # the two streams of random numbers
+
+
+def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Module:
+    """timm's model for the options, freshly initialised from the seed."""
+    random_seed(options.seed)
+    return create_model(
+        options.model,
+        pretrained=options.pretrained,
+        in_chans=in_chans,
+        num_classes=num_classes,
+        drop_rate=options.drop, drop_path_rate=options.drop_path, drop_block_rate=options.drop_block,
+        global_pool=options.gp, bn_momentum=options.bn_momentum, bn_eps=options.bn_eps,
+        checkpoint_path=options.initial_checkpoint,
+        **options.model_kwargs,
+    )
+
+
+class Training:
+    """One stage of a run, made ready; `train` begins it or takes it up where its last checkpoint left it.
+
+    `options` are the stage's, with what this machine decides: paths and the device.
+    """
+
+    def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
+        self.plan, self.stage, self.folder, self.options = plan, stage, folder, options
+        self.offset = plan.offset(stage)
+        self.checkpoint, self.summary = (folder / stage.folder / name for name in ("last.pth.tar", "summary.csv"))
+        self.device = torch.device(options.device)
+        if self.device.type == "cuda":  # as train.py does
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
+        self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
+        if options.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        self.sites = sites(self.model)
+        self.train_loader, self.eval_loader, self.mixup = loaders(
+            options, source, data_config(options, source, self.model), self.device)
+        self.accumulate = max(1, options.grad_accum_steps)
+        self.updates_per_epoch = math.ceil(len(self.train_loader) / self.accumulate)
+        self.loss = _loss(options).to(self.device)
+        self.amp = _autocast(options, self.device)
+        half = options.amp and options.amp_dtype == "float16" and self.device.type == "cuda"
+        self.scaler = NativeScaler(device=self.device.type) if half else None
+        self.optimizer = create_optimizer_v2(
+            self.model, **optimizer_kwargs(_with_learning_rate(options)), **options.opt_kwargs)
+        self.ema = None
+        if options.model_ema:
+            self.ema = ModelEmaV3(self.model, decay=options.model_ema_decay, use_warmup=options.model_ema_warmup)
+        self.scheduler, _ = create_scheduler_v2(
+            self.optimizer, **scheduler_kwargs(options), updates_per_epoch=self.updates_per_epoch)
+        self.forward = self.model
+        if options.torchcompile:
+            self.forward = torch.compile(self.model, backend=options.torchcompile, mode=options.torchcompile_mode)
+        self.data = DataStream(self.device)
+
+    # ------------------------------------------------------------------------------------------ the epochs
+    def train(self) -> None:
+        """Trains to the end of the stage; what it leaves is in the run's folder."""
+        start = self._resume()
+        if start >= self.stage.last_epoch:  # what follows in the run's files is the next stage's
+            return
+        first = start + self.offset
+        self._shorten_summary(start)
+        self.history = Lines(self.folder / "history.jsonl", lambda row: row["epoch"] < first)
+        self.probes = Lines(self.folder / "probe.jsonl", lambda row: row["epochs_done"] <= first)
+        recorder = self._recorder(first)
+        self.data.reseed(epoch_seed(self.options.seed, 0, _DATA))
+        self.probe = self._to_device(*next(self.data.iterate(self.eval_loader)))[0]
+        if not self.probes.rows:
+            self._look_at_the_stream()
+        try:
+            for epoch in range(start, self.stage.last_epoch):
+                self._epoch(epoch)
+        finally:
+            if recorder is not None:
+                recorder.close()
+
+    def _shorten_summary(self, epochs: int) -> None:
+        """Removes the rows after the checkpoint, which are written again."""
+        if self.summary.exists():
+            header, *rows = self.summary.read_text(encoding="utf-8").splitlines(keepends=True)
+            numbers = [row.partition(",")[0] for row in rows]
+            kept = [row for row, epoch in zip(rows, numbers, strict=True) if epoch.isdecimal() and int(epoch) < epochs]
+            write_text(self.summary, "".join([header, *kept]))
+
+    def _recorder(self, first: int) -> Any:
+        """What looks at the connections every so many steps, all of a run's stages counted."""
+        if self.plan.record is None:
+            return None
+        step = first * len(self.train_loader)
+        lines = Lines(self.folder / "records.jsonl", lambda row: row["step"] < step)
+        recorder = record(self.model, every=self.plan.record, sink=lambda rows: lines.append(*rows))
+        recorder.step = step
+        return recorder
+
+    def _epoch(self, epoch: int) -> None:
+        random_seed(epoch_seed(self.options.seed, epoch, _MODEL))
+        self.data.reseed(epoch_seed(self.options.seed, epoch, _DATA))
+        _reset_peak_memory(self.device)
+        began = time.perf_counter()
+        loss, images = self._train_epoch(epoch)
+        speed = images / (time.perf_counter() - began)
+        evaluated = self._evaluate(self.ema.module if self.ema is not None else self.forward)
+        lr = sum(group["lr"] for group in self.optimizer.param_groups) / len(self.optimizer.param_groups)
+        self.history.append({
+            "epoch": epoch + self.offset, "train_loss": loss,
+            **{f"eval_{key}": value for key, value in evaluated.items()}, "lr": lr, "images_per_second": speed,
+            "seconds": time.perf_counter() - began, "peak_memory": _peak_memory(self.device),
+        })
+        self._look_at_the_stream()
+        update_summary(epoch, {"loss": loss}, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
+        self.scheduler.step(epoch + 1)  # before the checkpoint, so that it holds the next epoch's learning rate
+        self._save(epoch)
+        print(f"epoch {epoch + self.offset + 1}/{self.plan.epochs}: top-1 {evaluated['top1']:.2f} %", flush=True)
+
+    def _train_epoch(self, epoch: int) -> tuple[float, int]:
+        """The mean loss, and the images that were seen."""
+        self.forward.train()
+        mixer = self.mixup if self.mixup is not None else self.train_loader
+        if hasattr(mixer, "mixup_enabled"):
+            mixer.mixup_enabled = not self.options.mixup_off_epoch or epoch < self.options.mixup_off_epoch
+        if hasattr(self.train_loader.dataset, "set_epoch"):
+            self.train_loader.dataset.set_epoch(epoch)
+        losses, images, batches = AverageMeter(), 0, len(self.train_loader)
+        self.optimizer.zero_grad()
+        for index, (image, target) in enumerate(self.data.iterate(self.train_loader)):
+            image, target = self._to_device(image, target, self.mixup)
+            group_start = index - index % self.accumulate
+            group = min(self.accumulate, batches - group_start)
+            update = index + 1 == group_start + group
+            with self.amp():
+                loss = self.loss(self.forward(image), target)
+            self._backward(loss / group, update)
+            losses.update(loss.detach(), len(image))  # a tensor: reading it here would stop a GPU at every step
+            images += len(image)
+            if update:
+                updates = epoch * self.updates_per_epoch + index // self.accumulate + 1
+                if self.ema is not None:
+                    self.ema.update(self.model, step=updates)
+                self.scheduler.step_update(num_updates=updates)
+        return float(losses.avg), images
+
+    def _backward(self, loss: torch.Tensor, update: bool) -> None:
+        value, mode = self.options.clip_grad, self.options.clip_mode
+        clipped = None if value is None else model_parameters(self.model, exclude_head="agc" in mode)
+        if self.scaler is not None:
+            self.scaler(loss, self.optimizer, value, mode, parameters=clipped, need_update=update)
+        else:
+            loss.backward()
+            if update and clipped is not None:
+                dispatch_clip_grad(clipped, value=value, mode=mode)
+            if update:
+                self.optimizer.step()
+        if update:
+            self.optimizer.zero_grad()
+
+    def _evaluate(self, model: nn.Module) -> dict:
+        """Loss and accuracies over the validation images, by timm's names."""
+        model.eval()
+        meters = {key: AverageMeter() for key in ("loss", "top1", "top5")}
+        with torch.no_grad():
+            for image, target in self.eval_loader:
+                image, target = self._to_device(image, target)
+                with self.amp():
+                    output = model(image)
+                    loss = nn.functional.cross_entropy(output, target)
+                for meter, value in zip(meters.values(), (loss, *accuracy(output, target, topk=(1, 5))), strict=True):
+                    meter.update(value.item(), len(image))
+        return {key: meter.avg for key, meter in meters.items()}
+
+    def _look_at_the_stream(self) -> None:
+        with self.amp():
+            found = record_dynamics(self.model, self.probe, self.sites)
+        self.probes.append({"epochs_done": len(self.history.rows), "sites": [site._asdict() for site in found]})
+
+    # -------------------------------------------------------------------------------------- the checkpoint
+    def _parts(self) -> dict[str, Any]:
+        """What a checkpoint holds, by the names that timm gives it."""
+        parts = {"state_dict": self.model, "optimizer": self.optimizer}
+        if self.ema is not None:
+            parts["state_dict_ema"] = self.ema.module
+        if self.scaler is not None:
+            parts[self.scaler.state_dict_key] = self.scaler
+        return parts
+
+    def _save(self, epoch: int) -> None:
+        partial_file = self.checkpoint.with_name("tmp.pth.tar")
+        try:
+            torch.save({
+                "epoch": epoch, "arch": self.options.model, "version": 2, "args": self.options,
+                "metric": self.history.rows[-1]["eval_top1"],
+                **{name: part.state_dict() for name, part in self._parts().items()}}, partial_file)
+        except (OSError, RuntimeError) as error:
+            partial_file.unlink(missing_ok=True)  # on a full disk every block counts
+            if isinstance(error, RuntimeError):  # torch's writer has its own words for it
+                raise OSError(one_line(error)) from error
+            raise
+        os.replace(partial_file, self.checkpoint)
+
+    def _resume(self) -> int:
+        """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next."""
+        before = self.folder / self.plan.stages[0].folder / "last.pth.tar"
+        path = before if self.stage.begins_with == "checkpoint" and not self.checkpoint.is_file() else self.checkpoint
+        if not path.is_file():
+            return 0
+        try:
+            checkpoint = load_checkpoint(path)
+            for name, part in self._parts().items():
+                part.load_state_dict(checkpoint[name])
+        except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
+            raise LabError(f"{path} cannot be continued ({one_line(error)}); remove {self.folder} to train it "
+                           "anew") from None
+        start = checkpoint["epoch"] + 1
+        # only for its count of updates: the optimizer has brought its learning rate along
+        self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
+        return start
+
+    # ----------------------------------------------------------------------------------------------- parts
+    def _to_device(self, image: torch.Tensor, target: torch.Tensor, mixup: Optional[Callable] = None):
+        image, target = image.to(self.device), target.to(self.device)
+        if mixup is not None:
+            with self.data.lent():
+                image, target = mixup(image, target)
+        if self.options.channels_last:
+            image = image.contiguous(memory_format=torch.channels_last)
+        return image, target
+
+
+def data_config(options: Namespace, source: Source, model: nn.Module) -> dict:
+    """timm's, for images of the data set's channels."""
+    config = resolve_data_config({**vars(options), "in_chans": source.in_chans}, model=model)
+    for key in ("mean", "std"):
+        if len(config[key]) != config["input_size"][0]:  # what timm does as well, there with a warning
+            config[key] = (sum(config[key]) / len(config[key]),) * config["input_size"][0]
+    return config
+
+
+def _loss(options: Namespace) -> nn.Module:
+    """The loss that timm's train.py would choose."""
+    if mixes(options):
+        return SoftTargetCrossEntropy()
+    return LabelSmoothingCrossEntropy(options.smoothing) if options.smoothing else nn.CrossEntropyLoss()
+
+
+def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
+    if not options.amp:
+        return nullcontext
+    if options.amp_dtype not in ("float16", "bfloat16"):
+        raise LabError(f"amp_dtype is '{options.amp_dtype}', but must be float16 or bfloat16")
+    return partial(torch.autocast, device_type=device.type, dtype=getattr(torch, options.amp_dtype))
+
+
+def _with_learning_rate(options: Namespace) -> Namespace:
+    """timm's rule where only `lr_base` is given: scaled by the batch, by its root for the adaptive optimizers."""
+    if options.lr:
+        return options
+    adaptive = any(name in options.opt.lower() for name in ("ada", "lamb"))
+    scale = options.lr_base_scale or ("sqrt" if adaptive else "linear")
+    ratio = options.batch_size * max(1, options.grad_accum_steps) / options.lr_base_size
+    return Namespace(**{**vars(options), "lr": options.lr_base * (ratio ** 0.5 if scale == "sqrt" else ratio)})
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # then there is no /proc, and _peak_memory says so
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark back to what is used now
+
+
+def _peak_memory(device: torch.device) -> Optional[int]:
+    """Bytes: allocated on a GPU, resident in the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        return None
