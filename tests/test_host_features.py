@@ -192,7 +192,7 @@ def test_tracebacks_show_the_routed_line(arguments):
 
 
 DDP = """
-import copy, sys, timm, timm_ortho, torch, torch.distributed as dist
+import copy, os, sys, timm, timm_ortho, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 arguments, store, rank = eval(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -209,7 +209,8 @@ for network, batch in ((parallel, x[2 * rank:2 * rank + 2]), (alone, x)):
         optimizer.step()
 for a, b in zip(model.parameters(), alone.parameters(), strict=True):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # Gloo's threads may meet Python's own end and abort: github.com/pytorch/pytorch/pull/179291
 """
 
 
