@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import readme_bench
 import timm
 import torch
 from torch import nn
@@ -755,12 +756,6 @@ def test_defaults():
 
 
 # ----------------------------------------------------------------------------------------------- the pages
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module("readme_bench")
-
-
 def fake_csv(folder, name, rows):
     common = dict(device="cpu", cpu="Some CPU, 2 cores, 2 threads", torch="2.9", triton="3.5", timm="1.0.31", driver="",
                   commit="0123456789abcdef-dirty", date="2026-01-02T03:04:05+00:00", command="timm-ortho bench",
@@ -783,13 +778,13 @@ def operator_row(step, candidate, **more):
                 candidate=candidate, **more)
 
 
-def lines_of(script, results, on):
-    text = script.section(script.rows_of(results))
+def lines_of(results, on):
+    text = readme_bench.section(readme_bench.rows_of(results))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()
             if line.startswith(f"| {on} ")]
 
 
-def test_the_tables_of_speed(script, tmp_path):
+def test_the_tables_of_speed(tmp_path):
     fake_csv(tmp_path, "bench_cpu.csv", [
         model_row("training", "eager", 1.3), model_row("training", "compiled", 0.98, saved_ratio="1.137"),
         model_row("training", "inductor", 1.1),
@@ -803,53 +798,53 @@ def test_the_tables_of_speed(script, tmp_path):
                ratio_p20="1.1", ratio_p50="1.2", ratio_p80="1.3", appendix_ratio_p20="0.8", appendix_ratio_p50="0.9",
                appendix_ratio_p80="1") for name, ms in (("linear", "1.5"), ("ortho", "1.8"))),
     ])
-    model, operator, launch, *others = lines_of(script, tmp_path, "CPU")
+    model, operator, launch, *others = lines_of(tmp_path, "CPU")
     assert model == ["CPU", "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
                      "0.980 [0.970, 1.000]", *["not measured"] * 3, "1.004", "1.137", "not measured"]
     assert launch == ["CPU", "1x1x32", "inference", "3.2", "25.0", "not measured", "not measured", "not measured"]
     assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
     assert others[0][-2:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]"]
     assert operator[:3] == ["CPU", "16x197x384, tokens", "float32, global"]
-    cells = dict(zip(script.FORMULAS, operator[3:-1], strict=True))
+    cells = dict(zip(readme_bench.FORMULAS, operator[3:-1], strict=True))
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
-    unmeasured = lines_of(script, tmp_path, "GPU")
+    unmeasured = lines_of(tmp_path, "GPU")
     assert [line[1] for line in unmeasured] == [
-        *bench_options.DEFAULTS["cuda"]["models"], *bench_options.DEFAULTS["cuda"]["shapes"], *script.LAUNCHES]
+        *bench_options.DEFAULTS["cuda"]["models"], *bench_options.DEFAULTS["cuda"]["shapes"], *readme_bench.LAUNCHES]
     assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
     assert ("* CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; commit "
-            "0123456789ab with changes, 2026-01-02") in script.section(script.rows_of(tmp_path))
+            "0123456789ab with changes, 2026-01-02") in readme_bench.section(readme_bench.rows_of(tmp_path))
 
 
-def test_rows_of_a_gpu(script, tmp_path):
+def test_rows_of_a_gpu(tmp_path):
     gpu = dict(device="NVIDIA H100", driver="570.1", commit="")
     fake_csv(tmp_path, "bench_h100.csv", [
         model_row("training", "eager", 1.01, model="vit_small(depth=2)", peak_ratio="1.0021", **gpu),
         {**operator_row("both", "triton", ratio_p50="2", appendix_ratio_p50="0.125"), **gpu},
         {**operator_row("both", "torch", ratio_p50="4", appendix_ratio_p50="0.5"), **gpu}])
-    model, operator = lines_of(script, tmp_path, "NVIDIA H100")
+    model, operator = lines_of(tmp_path, "NVIDIA H100")
     assert (model[1], model[-1]) == ("vit_small_ortho(depth=2)", "1.002")
     assert operator[-1] == "8.0 (triton)"
-    assert [line[1] for line in lines_of(script, tmp_path, "GPU")] == list(script.LAUNCHES)
-    assert {line[1] for line in lines_of(script, tmp_path, "CPU")} == {
-        *bench_options.DEFAULTS["cpu"]["models"], *bench_options.DEFAULTS["cpu"]["shapes"], *script.LAUNCHES}
-    assert "driver 570.1, torch 2.9" in script.section(script.rows_of(tmp_path))
+    assert [line[1] for line in lines_of(tmp_path, "GPU")] == list(readme_bench.LAUNCHES)
+    assert {line[1] for line in lines_of(tmp_path, "CPU")} == {
+        *bench_options.DEFAULTS["cpu"]["models"], *bench_options.DEFAULTS["cpu"]["shapes"], *readme_bench.LAUNCHES}
+    assert "driver 570.1, torch 2.9" in readme_bench.section(readme_bench.rows_of(tmp_path))
 
 
-def test_no_measurement_is_taken_twice(script, tmp_path):
+def test_no_measurement_is_taken_twice(tmp_path):
     for name in ("bench_a.csv", "bench_b.csv"):
         fake_csv(tmp_path, name, [model_row("training", "eager", 1.3)])
     with pytest.raises(SystemExit, match="2 rows of vit_small are the same measurement"):
-        script.section(script.rows_of(tmp_path))
+        readme_bench.section(readme_bench.rows_of(tmp_path))
 
 
-def costs_of(script, results):
+def costs_of(results):
     lines = [[cell.strip() for cell in line.strip("|").split("|")]
-             for line in script.costs(script.rows_of(results)).splitlines()]
+             for line in readme_bench.costs(readme_bench.rows_of(results)).splitlines()]
     return lines[0], {line[0]: line[1:] for line in lines[2:]}
 
 
-def test_readmes_table_of_costs(script, tmp_path):
-    nothing, costs = costs_of(script, tmp_path)
+def test_readmes_table_of_costs(tmp_path):
+    nothing, costs = costs_of(tmp_path)
     assert nothing == ["orthogonal over linear", "CPU", "GPU"]
     assert len(costs) == 12
     assert {cell for cells in costs.values() for cell in cells} == {"not measured"}
@@ -864,7 +859,7 @@ def test_readmes_table_of_costs(script, tmp_path):
     ])
     fake_csv(tmp_path, "bench_h100.csv", [
         model_row("training", "eager", 1.01, **gpu), model_row("training", "eager", 1.02, dtype="bfloat16", **gpu)])
-    devices, costs = costs_of(script, tmp_path)
+    devices, costs = costs_of(tmp_path)
     assert devices[1:] == ["CPU", "NVIDIA H100"]
     measured = {name: cells for name, cells in costs.items() if set(cells) != {"not measured"}}
     assert measured == {
@@ -877,29 +872,29 @@ def test_readmes_table_of_costs(script, tmp_path):
     }
 
 
-def test_the_pages_are_held_to_the_rows(script, tmp_path, capsys):
-    pages = [tmp_path / name for name in script.PAGES]
+def test_the_pages_are_held_to_the_rows(tmp_path, capsys):
+    pages = [tmp_path / name for name in readme_bench.PAGES]
     pages[1].parent.mkdir()
     for page in pages:
-        page.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
+        page.write_text(f"before\n{readme_bench.BEGIN}\nold\n{readme_bench.END}\nafter\n")
     fake_csv(tmp_path / "results", "bench_cpu.csv", [model_row("training", "eager", 1.3)])
-    assert script.main(["--check"], tmp_path, tmp_path / "results") == 1
+    assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 1
     assert capsys.readouterr().err.count("run python scripts/readme_bench.py") == 2
     assert all("old" in page.read_text() for page in pages)
-    assert script.main([], tmp_path, tmp_path / "results") == 0
-    assert script.main(["--check"], tmp_path, tmp_path / "results") == 0
+    assert readme_bench.main([], tmp_path, tmp_path / "results") == 0
+    assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 0
     for page in pages:
         text = page.read_text()
         assert text.startswith("before\n")
         assert text.endswith("\nafter\n")
         assert "1.300 [1.290, 1.320]" in text
         page.write_text(text.replace("1.300", "1.200"))
-        assert script.main(["--check"], tmp_path, tmp_path / "results") == 1
+        assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 1
         page.write_text("no markers")
         with pytest.raises(SystemExit, match="has no"):
-            script.main([], tmp_path, tmp_path / "results")
+            readme_bench.main([], tmp_path, tmp_path / "results")
         page.write_text(text)
 
 
-def test_these_pages(script):
-    assert script.main(["--check"]) == 0
+def test_these_pages():
+    assert readme_bench.main(["--check"]) == 0

@@ -2,10 +2,10 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import huggingface_hub
+import make_cards
 import pytest
 import timm
 from huggingface_hub import ModelCard
@@ -15,8 +15,6 @@ from timm_ortho.lab import design
 from timm_ortho.runs.folders import PublishError, RecordedStudy
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
-import make_cards  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     int(huggingface_hub.__version__.split(".")[0]) < 2, reason="cards are written by huggingface_hub 2")

@@ -1,7 +1,7 @@
 """scripts/evidence.py: what model_cards/README.md says of the runs."""
-import sys
 from pathlib import Path
 
+import evidence
 import pytest
 from scipy import stats
 
@@ -9,9 +9,6 @@ from timm_ortho.lab import design
 from timm_ortho.lab.statistics import holm, paired_difference
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import evidence  # noqa: E402
 
 
 @pytest.fixture

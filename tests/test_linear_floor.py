@@ -1,17 +1,13 @@
 """scripts/linear_floor.py: what a linear classifier reaches on a run's images."""
 import json
-import sys
-from pathlib import Path
 
+import linear_floor
 import numpy as np
 from sklearn.linear_model import RidgeClassifier
 from tiny_study import STUDY
 
 from timm_ortho import cli
 from timm_ortho.lab.data import Digits
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-import linear_floor
 
 
 def test_it_is_ridge_regression_on_the_images_of_the_run(tmp_path, capsys):

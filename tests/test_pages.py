@@ -1,17 +1,15 @@
 """The pages that people read: README's length, links, and that code and commands on them do what they say."""
 import re
 import shlex
-import sys
 from pathlib import Path
 
+import make_cards
 import pytest
 
 from timm_ortho import cli
 from timm_ortho.lab import design, recipe
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
-import make_cards  # noqa: E402
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("model_cards/*.md")])
 PAGES.remove(ROOT / "model_cards" / "template.md")

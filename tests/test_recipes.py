@@ -1,6 +1,5 @@
 """The paper's recipes: their keys, their values and headers against the paper, and what timm makes of them."""
 import csv
-import importlib.util
 import math
 import random
 import re
@@ -8,6 +7,7 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import make_recipes
 import numpy as np
 import pytest
 import timm
@@ -193,20 +193,18 @@ def test_commands_train_the_papers_batch(name):
 
 # ------------------------------------------------------------------------------------------- generator
 @pytest.fixture
-def make_recipes(monkeypatch):
-    spec = importlib.util.spec_from_file_location("make_recipes", ROOT / "scripts" / "make_recipes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module.sys, "argv", ["make_recipes.py", "--check"])
-    return module
+def check(monkeypatch):
+    monkeypatch.setattr(make_recipes.sys, "argv", ["make_recipes.py", "--check"])
 
 
-def test_the_files_are_what_the_generator_writes(make_recipes, capsys):
+@pytest.mark.usefixtures("check")
+def test_the_files_are_what_the_generator_writes(capsys):
     assert make_recipes.main() == 0
     assert capsys.readouterr().err == ""
 
 
-def test_check_names_what_differs_and_writes_nothing(make_recipes, capsys, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("check")
+def test_check_names_what_differs_and_writes_nothing(capsys, monkeypatch, tmp_path):
     for name in NAMES[1:]:
         (tmp_path / f"{name}.yaml").write_text(text(name), encoding="utf-8")
     changed = tmp_path / f"{NAMES[2]}.yaml"

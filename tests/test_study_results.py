@@ -3,20 +3,18 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+import readme_results
+import study_results
 from made_up_runs import runs_of, study_of
 from tiny_study import planned, request, written
 
 from timm_ortho.lab import collect, launch, report, run
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
-import readme_results  # noqa: E402
-import study_results  # noqa: E402
 
 STUDY = {
     "name": "gamma", "title": "How wide?", "paper": "Table 11", "table": "gamma", "kind": "gamma", "scale": "small",

@@ -1,15 +1,12 @@
 """scripts/timm_tests.py: which tests it runs of a file like timm's, what it makes of them, and where it goes on."""
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import timm
+import timm_tests
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
-
-import timm_tests  # noqa: E402
 
 pytestmark = pytest.mark.slow  # each process that is started imports timm
 
