@@ -78,17 +78,29 @@ def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
     assert both.half_width == pytest.approx(one.half_width * scale)
 
 
-@pytest.mark.parametrize(("values", "equivalent", "said"), [
-    ([0.5, 0.6, 0.55, 0.45, 0.5], 0.2, "**confirmed**"),
-    ([-0.5, -0.6, -0.55, -0.45, -0.5], 0.2, "**contradicted**"),
-    ([0.1, -0.1, 0.05, -0.05, 0.0], 0.2, "**equivalent** within 0.2"),
-    ([0.1, -0.1, 0.05, -0.05, 0.0], None, "**not confirmed**"),
-    ([0.6, -0.1, 0.6, -0.2, 0.4], 0.2, "**not confirmed**"),
+HIGHER, EQUAL, WIDE = [0.5, 0.6, 0.55, 0.45, 0.5], [0.1, -0.1, 0.05, -0.05, 0.0], [0.6, -0.1, 0.6, -0.2, 0.4]
+LOWER = [-value for value in HIGHER]
+
+
+@pytest.mark.parametrize(("values", "claims", "equivalent", "said"), [
+    (HIGHER, "above", 0.2, "confirmed"),
+    (LOWER, "above", 0.2, "contradicted"),
+    (EQUAL, "above", 0.2, "equivalent within 0.2"),
+    (EQUAL, "above", None, "not confirmed"),
+    (WIDE, "above", 0.2, "not confirmed"),
+    (HIGHER, "equal", 0.2, "contradicted"),
+    (LOWER, "equal", 0.2, "contradicted"),
+    (EQUAL, "equal", 0.2, "equivalent within 0.2"),
+    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # told apart from zero, and near it
+    (WIDE, "equal", 0.2, "not confirmed"),
+    (HIGHER, "different", None, "above zero"),
+    (LOWER, "different", None, "below zero"),
+    (WIDE, "different", None, "not confirmed"),
 ])
-def test_decisions(runs, monkeypatch, values, equivalent, said):
+def test_decisions(runs, monkeypatch, values, claims, equivalent, said):
     runs("study", {("linear",): [0.0] * 5, ("feature",): values})
     monkeypatch.setattr(evidence, "_file", lambda study: ROOT / ("README.md" if study == "study" else "nothing"))
-    run = evidence.Hypothesis("H1", "", contrast(evidence.difference()), equivalent)
+    run = evidence.Hypothesis("H1", "", contrast(evidence.difference()), claims, equivalent)
     other = evidence.Hypothesis("H2", "", contrast(evidence.difference(), "not there"))
     first, second = evidence.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (said, "not run yet")
