@@ -352,9 +352,20 @@ def test_a_study_extends_another(tmp_path):
     assert (found.grid, found.connections, found.record) == (base.grid, base.connections, base.record)
     own.write_text("extends: layer_pattern\nscales: {smoke: {grid: {layers: [none, all]}}}\n")
     assert design.load(str(own), "smoke").axes == {"layers": ["none", "all"]}
-    own.write_text("extends: layer_patern\n")
-    with pytest.raises(LabError, match="there is no study 'layer_patern'; the nearest is 'layer_pattern'"):
-        design.load(str(own), "smoke")
+
+
+@pytest.mark.parametrize(("base", "message"), [
+    ("layer_patern", "there is no study 'layer_patern'; the nearest is 'layer_pattern'"),
+    ("own.yaml", "study 'own' extends itself"),
+    ("other.yaml", "study 'own' extends itself"),
+    ("list.yaml", r"study 'list.yaml', which study 'own' extends, must be a mapping, not \['own'\]"),
+])
+def test_a_study_extends_no_such_study(tmp_path, base, message):
+    (tmp_path / "other.yaml").write_text(f"extends: ../{tmp_path.name}/own.yaml\n")
+    (tmp_path / "list.yaml").write_text("[own]\n")
+    (tmp_path / "own.yaml").write_text(f"extends: {base}\n")
+    with pytest.raises(LabError, match=message):
+        design.load(str(tmp_path / "own.yaml"), "smoke")
 
 
 # ------------------------------------------------------------------------------------------------ bad input

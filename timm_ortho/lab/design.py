@@ -187,7 +187,7 @@ def has_scale(name: str, scale: str) -> bool:
     return scale in _read(name)["scales"]
 
 
-def _read(name: str) -> Any:
+def _read(name: str, extending: Sequence[Path] = ()) -> Any:
     """What a study's file says, with what it extends below."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
@@ -199,7 +199,13 @@ def _read(name: str) -> Any:
         raise LabError(f"study '{path.stem}' is not YAML: {' '.join(str(error).split())}") from None
     if isinstance(values, dict) and "extends" in values:
         base = str(values.pop("extends"))
-        values = _merged(_read(str(path.parent / base) if base.endswith((".yaml", ".yml")) else base), values)
+        if path.resolve() in extending:
+            raise LabError(f"study '{path.stem}' extends itself")
+        below = str(path.parent / base) if base.endswith((".yaml", ".yml")) else base
+        below = _read(below, [*extending, path.resolve()])
+        if not isinstance(below, dict):
+            raise LabError(f"study '{base}', which study '{path.stem}' extends, must be a mapping, not {below!r}")
+        values = _merged(below, values)
     return values
 
 
