@@ -472,11 +472,12 @@ def text() -> str:
               for study, floor in _json("floors/ridge.json").items() if _file(study).is_file()]
     trainers = _json("trainers/agreement.json")
     gains = [next(found for found in (*FAMILY, *BESIDE) if found.name == which) for which in ("H1", "P1b")]
+    family = decided(FAMILY, holm)
     return environment.get_template("evidence.md.jinja").render(
-        family=decided(FAMILY, holm), beside=decided(BESIDE, list), explored=contrasts, elsewhere=ELSEWHERE, put=put,
-        mean=mean, difference=difference, switch=switch, mlp_cosine=mlp_cosine, learned_theta=learned_theta,
-        last_branch=last_branch, overhead=_runs("overhead-small"), floors=floors, tuning=tuned(), runs=len(every),
-        different=len(same),
+        family=family, rows={row["hypothesis"].name: row for row in family}, beside=decided(BESIDE, list),
+        explored=contrasts, elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference,
+        switch=switch, mlp_cosine=mlp_cosine, learned_theta=learned_theta, last_branch=last_branch,
+        overhead=_runs("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         gains=unpaired(*(found.contrast.values for found in gains)) if all(found.is_run for found in gains) else None,
         trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))))
