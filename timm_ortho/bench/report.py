@@ -27,6 +27,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .._checks import aligned
 from ..runs.provenance import commit_of, first_line
 
 __all__ = ["COLUMNS", "Result", "figure", "machine", "quantiles", "rows", "tables", "write"]
@@ -192,8 +193,7 @@ def _table(rows: Sequence[Row], what: str) -> str:
     shown = _SHOWN[what]
     lines = [[str(row[show]) if isinstance(show, str) else show(row) for show in shown.values()] for row in rows]
     lines = [[header.strip() for header in shown], *map(_without_repeats, [[], *lines], lines)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = aligned(lines)
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 

@@ -23,6 +23,8 @@ import torch
 import yaml
 from timm.models import clean_state_dict
 
+from .._checks import short
+
 __all__ = [
     "CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "checkpoint_file", "class_names",
     "json_lines", "load_checkpoint", "read_comparison", "read_history",
@@ -251,8 +253,7 @@ def _read_checkpoint(path: Path) -> dict:
     try:
         checkpoint = load_checkpoint(path)
     except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
-        reason = " ".join(str(error).split())[:200]
-        raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {reason})") from None
+        raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {short(error)})") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise PublishError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'")
     return checkpoint
@@ -267,8 +268,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
             given = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
             options.update({key: value for key, value in given.items() if value is not None or key not in options})
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({reason})") from None
+            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({short(error)})") from None
     if not options.get("model"):
         raise PublishError(f"{path} has neither an args.yaml beside it nor its arguments inside, so nothing says which "
                            "model it is: build the model, load the weights and give it to timm_ortho.hub.push")
