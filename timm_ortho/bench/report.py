@@ -96,7 +96,9 @@ def _row(labels: Mapping[str, str], images: int, result: Result, others: Mapping
     if result.moved:
         row["gb_per_s"] = result.moved / row["ms_p50"] / 1e6
     if result.moved and "copy" in others:
-        row["share_of_copy"] = _share(result, others["copy"])
+        times_as_long = _over(others["copy"], result)
+        row["share_of_copy"] = times_as_long and (
+            quantiles(times_as_long)[1] * result.moved / others["copy"].moved)
     if "peak_memory" not in result.once:  # on a CPU
         row |= {"peak_memory": None, "peak_ratio": None}
     for figure, ratio in (("peak_memory", "peak_ratio"), ("saved_bytes", "saved_ratio")):
@@ -121,11 +123,6 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
     if result.note or other.note:
         return None
     return [ms / base for ms, base in zip(result.ms, other.ms, strict=True)]
-
-
-def _share(result: Result, copy: Result) -> Optional[float]:
-    times_as_long = _over(copy, result)
-    return times_as_long and quantiles(times_as_long)[1] * result.moved / copy.moved
 
 
 # ---------------------------------------------------------------------------------------------- the machine
