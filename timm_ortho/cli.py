@@ -159,7 +159,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the seeds "
                                                 "themselves: 0 4 7")
-    add("--only", action="append", default=[], metavar="AXIS=VALUE[,VALUE]",
+    add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
         help="run these cells only: model=vit_b, connection=linear,feature")
     add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
@@ -190,7 +190,6 @@ def _study_run(study: Any, parsed: argparse.Namespace) -> int:
 
 
 def _request(study: Any, parsed: argparse.Namespace) -> Any:
-    only = dict(text.partition("=")[::2] for text in parsed.only)
     train_py = parsed.train_py
     if train_py is None and parsed.scale == "paper" and os.environ.get("TIMM_DIR"):
         train_py = Path(os.environ["TIMM_DIR"], "train.py")
@@ -199,7 +198,7 @@ def _request(study: Any, parsed: argparse.Namespace) -> Any:
         {**dict(parsed.option), **_given(parsed, ("dataset", "data_dir", "device"))},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
-        only={axis: _words([values]) for axis, values in only.items()},
+        only=dict(parsed.only),
         train_py=train_py,
         gpus=parsed.gpus,
         nodes=parsed.nodes,
@@ -237,6 +236,13 @@ def _given(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 def _words(values: Sequence[str]) -> list[str]:
     return [word for value in values for word in value.split(",") if word]
+
+
+def _cells(text: str) -> tuple[str, list[str]]:
+    axis, _, values = text.partition("=")
+    if not _words([values]):
+        raise UsageError(f"--only takes AXIS=VALUE[,VALUE], not '{text}'")
+    return axis, _words([values])
 
 
 def _seeds(values: Sequence[str]) -> list[int] | int:
@@ -507,16 +513,18 @@ def _show(parsed: argparse.Namespace) -> int:
         _require("show --svg", {"matplotlib": "matplotlib"})
     if not (timm.is_model(parsed.model) and _is_ours(parsed.model)):
         raise UsageError(f"there is no variant '{parsed.model}'; try timm-ortho list '*{parsed.model}*'")
+    if parsed.checkpoint and not os.path.isfile(parsed.checkpoint):
+        raise UsageError(f"there is no checkpoint '{parsed.checkpoint}'")
     kwargs = dict(parsed.model_kwargs)
     try:
         model = timm.create_model(
             parsed.model, pretrained=parsed.pretrained, checkpoint_path=parsed.checkpoint, **kwargs)
         found = show.lines(model, show.batch(model, parsed.image, kwargs.get("img_size")))
+        if parsed.svg:
+            show.as_svg(found, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
         raise UsageError(short(error)) from None
     print(show.as_text(found))
-    if parsed.svg:
-        show.as_svg(found, parsed.svg, parsed.model)
     return 0
 
 

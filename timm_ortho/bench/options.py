@@ -135,6 +135,8 @@ def architecture(
     try:
         with on_meta():
             model = timm.create_model(f"{base}_ortho", **arguments)
+            for skip in skips:
+                timm.create_model(f"{base}_ortho", **{**arguments, "skip": skip})
     except (TypeError, ValueError, RuntimeError) as error:
         raise BenchError(f"{name} cannot be built with {dict(arguments)}: {first_line(error)}") from None
     channels, height, width = cfg.input_size
