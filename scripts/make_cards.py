@@ -14,17 +14,30 @@ cards' and their paper's, `AUTHORS` and `timm_ortho/lab/paper.json`, and said to
 """
 import sys
 from pathlib import Path
-from typing import Iterator, NamedTuple, Optional
+from typing import Any, Iterator, Mapping, NamedTuple, Optional
 
 import timm
 from huggingface_hub import ModelCard
+from recorded import RecordedRun, RecordedStudy, read_comparison
 from timm.models import get_pretrained_cfg
 
 import timm_ortho  # noqa: F401  registers the models
-from timm_ortho.hub.card import Subject, draw_curve, model_card, study_card
+from timm_ortho.hub.card import (
+    CITATIONS,
+    DATASETS,
+    PAIRS,
+    Subject,
+    difference,
+    draw_curve,
+    filled,
+    limits,
+    made_with,
+    metadata,
+    model_card,
+)
 from timm_ortho.lab.paper import experiments
 from timm_ortho.models._build import SUFFIXES, on_meta
-from timm_ortho.runs.folders import RecordedRun, RecordedStudy, Run, read_comparison
+from timm_ortho.runs.folders import Run
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "model_cards"
@@ -120,12 +133,12 @@ def of_authors(name: str) -> Card:
         "\n\n"
         f"**Licence:** {cfg.license}, share-alike: what is made of these weights and published, a fine-tuned copy for "
         "one, is under the same licence, with the authors named.")
-    limits = [
+    known = [
         "Not loaded here: the mapping is tested on random weights in the same layout, against a plain implementation "
         "of it, to 1e-4 in the logits.",
         "The resolution, crop, mean and std are those of this package's recipe `vit_b_imagenet1k`.",
     ]
-    return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=limits)))
+    return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=known)))
 
 
 def subject(name: str, **more) -> Subject:
@@ -165,6 +178,45 @@ def of_comparison(path: Path) -> Card:
     data = run.options["dataset"].rpartition("/")[2]
     what = Subject(title=f"{base} on {data}: connections compared", about=about)
     return Card(f"compare_{path.stem}", model_card(what, run))
+
+
+def study_card(study: RecordedStudy, report: str) -> ModelCard:
+    """The card of a study's results; `report` is its whole report, relative to the card."""
+    about = study.about
+    paper = f" ({about['paper']})" if about["paper"] else ""
+    subject = Subject(title=about["title"] + paper, dataset=about["dataset"])
+    beside = "The paper's figures beside these, with figures" if paper else "Figures"
+    with_paper = f"{beside} and all settings: [{report}]({report})."
+    scale = [f"Scaled down from the paper: {'; '.join(about['changed'])}."] if about["changed"] else []
+    of_training = limits(subject) if about["dataset"] else [
+        "Nothing was trained for it: it says nothing about accuracy."]
+    cited = ("orthogonal", *(["skips"] if "Wang et al." in about["paper"] else []), "timm")
+    return filled(
+        metadata(subject),
+        title=subject.title,
+        summary=f"Results of the study `{about['name']}` at scale `{about['scale']}`{study_of(about)}.",
+        result_notes=[note for note in (study.lead, with_paper) if note],
+        comparison=[studied(row) for row in study.rows],
+        comparison_head=["setting", "figure", "mean ± std", "difference to the baseline", "seeds"],
+        comparison_note=f"Settings are paired by seed: the same start, the same batches. {PAIRS}",
+        made_with=made_with({"made_with": {**about["versions"], "command": f"`{about['command']}`"}}),
+        limits=[*scale, *of_training],
+        citation="\n\n".join(CITATIONS[key] for key in cited),
+    )
+
+
+def study_of(about: Mapping[str, Any]) -> str:
+    if not about["dataset"]:
+        return ", which needs no training"
+    title = DATASETS.get(about["dataset"], (about["dataset"],))[0]
+    return f": {about['model']} on {title}, {len(about['seeds'])} seeds"
+
+
+def studied(row: Mapping[str, Any]) -> list[str]:
+    spread = f" ± {row['std']:.2g}" if row["std"] is not None else ""
+    mean = "not finite" if row["mean"] is None else f"{row['mean']:.4g}{spread}"
+    return [", ".join(row["row"]), ", ".join(row["column"]), mean, difference(row["difference"], ".3g"),
+            ", ".join(map(str, row["seeds"]))]
 
 
 if __name__ == "__main__":

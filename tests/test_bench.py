@@ -442,6 +442,15 @@ def test_transforms_of_the_stream_are_measured_against_the_identity(tmp_path):
     same_weights(twins)
 
 
+def test_transforms_have_the_branches_of_the_network():
+    """As many as a variant of it with this transform has, unless they are given."""
+    for given, branches in (({}, 4), ({"skip_branches": 8}, 8)):
+        one = bench_options.architecture(
+            "skipnet_20_branch4", 2, None, {"layers": (1, 1, 1), **given}, ["idempotent_mr"])
+        skips = [site.connection.skip for site in sites(models._twins(one)["idempotent_mr"])]
+        assert {skip.branches for skip in skips} == {branches}
+
+
 def test_twins_differ_in_their_connections_only():
     twins = models._twins(architecture("vit_small"))
     assert list(twins) == ["linear", "ortho", "orthog"]
@@ -684,6 +693,8 @@ def test_nothing_to_draw_is_no_error(tmp_path):
     (["--models", "vit_smal_ortho"], "no orthogonal variant 'vit_smal_ortho'; did you mean 'vit_small'?"),
     (["--models", "vit_small_linear"], "no orthogonal variant 'vit_small_linear'"),
     (["--models", "vit_small", "--model-kwargs", "deptj=2"], "vit_small cannot be built with {'deptj': 2}: "),
+    (["--models", "vit_small", "--skips", "idempotent_mr", "--model-kwargs", "skip_branches=5"],
+     "branches must divide the width of the stream, got 5 branches of 384 channels"),
     (["--model-kwargs", "depth"], "'depth' is not of the form key=value"),
     (["--amp", "--dtypes", "float16"], "--amp is --dtypes bfloat16: give one of them"),
 ])

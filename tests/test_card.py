@@ -11,19 +11,13 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from recorded import RecordedRun, read_comparison
 from trained_runs import lab_grid, timm_run
 
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub import card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.runs.folders import (
-    CheckpointRun,
-    PublishError,
-    RecordedRun,
-    class_names,
-    load_checkpoint,
-    read_comparison,
-)
+from timm_ortho.runs.folders import CheckpointRun, PublishError, class_names, load_checkpoint
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},

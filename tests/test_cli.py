@@ -130,6 +130,12 @@ def test_compare_errors(capsys, arguments, message):
     assert message in fails(capsys, "compare", *arguments)
 
 
+@pytest.mark.parametrize("given", ["model", "model=", "model=,"])
+def test_only_without_values_is_refused(capsys, given):
+    assert f"--only takes AXIS=VALUE[,VALUE], not '{given}'" in fails(
+        capsys, "study", "run", "probability", "--only", given)
+
+
 def test_compare_hands_options_on(monkeypatch):
     from timm_ortho.lab import study
     given = {}

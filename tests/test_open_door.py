@@ -190,7 +190,7 @@ class Wrong(nn.Module):
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), method="no"), ValueError, "has no method 'no'"),
     (MyBlock, dict(stream="x +", kinds=("attention", "mlp")), ValueError, "stream 'x [+]' is no expression"),
     (type("Built", (nn.Module,), {"forward": eval("lambda self, x: x + 1")}), dict(stream="x", kinds=("mlp",)),
-     RoutingError, "the source of forward cannot be read"),
+     RoutingError, "the source of forward cannot be read: .*; put a class that was typed at Python's prompt in a file"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError, "known already"),
     (len, dict(stream="x", kinds=("attention", "mlp")), TypeError, "must be a class of torch.nn.Module"),
 ])

@@ -53,11 +53,15 @@ def test_an_image_and_a_drawing(tmp_path, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; try timm-ortho list"),
     (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "/nowhere.png is not an image: No such file"),
+    (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),
+    (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
 ])
 def test_errors(arguments, message, capsys):
     assert cli.main(["show", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
 
 
 def test_a_model_without_connections():

@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 import pytest
 import scipy.stats
 from made_up_runs import GRIDS, OVERHEAD, ROWS, accuracy, recorded, run_of, runs_of, study_of, train_py_run
+from recorded import read_comparison
 
 from timm_ortho.lab import LabError, design, figures, layout, page, paper, report, tables
 from timm_ortho.lab.page import Table
 from timm_ortho.lab.transition import transition_points
-from timm_ortho.runs.folders import read_comparison
 
 RESULTS = Path(__file__).parents[1] / "model_cards" / "results"
 EVERY = [*GRIDS, *ROWS]

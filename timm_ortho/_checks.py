@@ -1,13 +1,16 @@
-"""Checks of arguments and numbers that several files share: a ValueError says what was given and what is allowed."""
+"""What several files share: checks of arguments, whose ValueError says what was given and what is allowed, and text."""
 import difflib
 import math
 from numbers import Real
-from typing import Any, Collection, List, Optional
+from typing import Any, Collection, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_eps", "check_mask", "check_prob", "check_tensors", "finite", "known_name", "without_nan"]
+__all__ = [
+    "aligned", "check_eps", "check_mask", "check_prob", "check_tensors", "did_you_mean", "finite", "known_name",
+    "short", "without_nan",
+]
 
 
 def check_eps(eps: float) -> None:
@@ -53,9 +56,27 @@ def known_name(kind: str, name: str, known: Collection[str]) -> str:
     """``name`` if it is one of ``known``, otherwise a ValueError that lists them and suggests the nearest."""
     if isinstance(name, str) and name in known:
         return name
+    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(map(repr, known))}{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: Any, known: Collection[str]) -> str:
+    """The end of a message about an unknown name: the nearest of those known, if one is near."""
     nearest = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(repr(k) for k in known)}{hint}")
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
+    """Rows of text as lines, column below column; of ``sides`` the columns with a ``>`` are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = sides or "<" * len(widths)
+    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+            for row in rows]
+
+
+def short(error: BaseException) -> str:
+    """The error's text in one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
 
 
 def finite(value: Optional[float]) -> bool:

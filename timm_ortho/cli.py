@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
 from . import __version__
+from ._checks import aligned, short
 
 __all__ = ["main"]
 
@@ -91,8 +92,9 @@ def _add_compare(commands: Any) -> None:
     add("--amp", action="store_true", default=None, help="mixed precision")
     add("--amp-dtype", choices=["float16", "bfloat16"])
     add("--compile", dest="torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile it")
-    add("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the model")
-    add("--option", "-o", action="append", default=[], metavar="KEY=VALUE", help="any other option of timm's train.py")
+    add("--model-kwargs", nargs="+", type=_assignment, metavar="KEY=VALUE", help="arguments of the model")
+    add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
+        help="any other option of timm's train.py")
     add("--output", metavar="DIR", help="default: output/compare/ and a name that follows from the settings")
     add("--open", dest="opened", action="store_true", help="show the report in the browser at the end")
     parser.set_defaults(call=_compare)
@@ -104,10 +106,9 @@ _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "
 
 def _compare(parsed: argparse.Namespace) -> int:
     with _lab("compare") as study:
-        given = dict(_assignment(text) for text in parsed.option)
-        given.update({key: getattr(parsed, key) for key in _PASSED if getattr(parsed, key) is not None})
+        given = {**dict(parsed.option), **_given(parsed, _PASSED)}
         if parsed.model_kwargs:
-            given["model_kwargs"] = dict(_assignment(text) for text in parsed.model_kwargs)
+            given["model_kwargs"] = dict(parsed.model_kwargs)
         if parsed.data_dir is not None and parsed.dataset is None and parsed.recipe is None:
             given["dataset"] = ""  # an image folder, as in train.py
         request = study.Request(
@@ -121,21 +122,21 @@ def _add_study(commands: Any) -> None:
     parser = commands.add_parser(
         "study", help="re-run one of the paper's experiments and report it beside the paper's table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    actions.add_parser("list", help="the studies").set_defaults(call=_study_list)
+    actions.add_parser("list", help="the studies").set_defaults(act=lambda study, parsed: print(study.listing()))
     plan = actions.add_parser(
         "plan", help="write and print what a study would run",
         description="Writes a folder for each run of a study, with its options and its command, and runs nothing.")
-    _add_study_arguments(plan)
-    plan.set_defaults(call=_study_plan)
+    plan.set_defaults(act=lambda study, parsed: study.make_plan(_request(study, parsed), _slurm(study, parsed)))
     run = actions.add_parser(
         "run", help="train what a study needs, and report",
         description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C leaves a report of what is "
                     "finished; the same command again continues.")
-    _add_study_arguments(run)
-    run.set_defaults(call=_study_run)
+    run.set_defaults(act=_study_run)
+    for action in (plan, run):
+        _add_study_arguments(action)
     status = actions.add_parser("status", help="where each run of a study stands, by its files")
     status.add_argument("folder", type=Path, metavar="FOLDER", help="the study's --output")
-    status.set_defaults(call=_study_status)
+    status.set_defaults(act=lambda study, parsed: print(study.status(parsed.folder)))
     report = actions.add_parser(
         "report", help="report what folders hold, without training",
         description="Makes one report of the outputs of one or several studies, finished or not, and of runs that "
@@ -143,7 +144,9 @@ def _add_study(commands: Any) -> None:
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="outputs of studies, or runs")
     report.add_argument("--output", type=Path, metavar="DIR", help="default: the first folder")
     report.add_argument("--open", dest="opened", action="store_true", help="show it in the browser")
-    report.set_defaults(call=_study_report)
+    report.set_defaults(
+        act=lambda study, parsed: print(study.report_on(parsed.folders, parsed.output, parsed.opened)))
+    parser.set_defaults(call=_study)
 
 
 def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,10 +159,10 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the seeds "
                                                 "themselves: 0 4 7")
-    add("--only", action="append", default=[], metavar="AXIS=VALUE[,VALUE]",
+    add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
         help="run these cells only: model=vit_b, connection=linear,feature")
     add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
-    add("--option", "-o", action="append", default=[], metavar="KEY=VALUE",
+    add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any option of timm's train.py that the study does not vary")
     add("--output", metavar="DIR", help="default: output/study/ and a name that follows from the settings")
     add("--parallel", "--workers", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
@@ -172,53 +175,30 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, default=1, metavar="N", help="nodes of each run of train.py")
     add("--launcher", default="local", choices=["local", "slurm"], help="where the runs are started (default: local)")
     add("--minutes", type=int, default=1440, metavar="N", help="time limit of a Slurm job, which is then requeued")
-    add("--slurm", action="append", default=[], metavar="KEY=VALUE", help="option of sbatch: partition=gpu, account=me")
+    add("--slurm", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
+        help="option of sbatch: partition=gpu, account=me")
 
 
-def _study_list(parsed: argparse.Namespace) -> int:
+def _study(parsed: argparse.Namespace) -> int:
     with _lab("study") as study:
-        print(study.listing())
-    return 0
+        return parsed.act(study, parsed) or 0
 
 
-def _study_plan(parsed: argparse.Namespace) -> int:
-    with _lab("study") as study:
-        study.make_plan(_request(study, parsed), _slurm(study, parsed))
-    return 0
-
-
-def _study_run(parsed: argparse.Namespace) -> int:
-    with _lab("study") as study:
-        return study.run(
-            _request(study, parsed), slurm=_slurm(study, parsed), parallel=parsed.parallel, threads=parsed.threads)
-
-
-def _study_status(parsed: argparse.Namespace) -> int:
-    with _lab("study") as study:
-        print(study.status(parsed.folder))
-    return 0
-
-
-def _study_report(parsed: argparse.Namespace) -> int:
-    with _lab("study") as study:
-        print(study.report_on(parsed.folders, parsed.output, parsed.opened))
-    return 0
+def _study_run(study: Any, parsed: argparse.Namespace) -> int:
+    return study.run(
+        _request(study, parsed), slurm=_slurm(study, parsed), parallel=parsed.parallel, threads=parsed.threads)
 
 
 def _request(study: Any, parsed: argparse.Namespace) -> Any:
-    given = dict(_assignment(text) for text in parsed.option)
-    given.update({key: getattr(parsed, key) for key in ("dataset", "data_dir", "device")
-                  if getattr(parsed, key) is not None})
-    only = dict(text.partition("=")[::2] for text in parsed.only)
     train_py = parsed.train_py
     if train_py is None and parsed.scale == "paper" and os.environ.get("TIMM_DIR"):
         train_py = Path(os.environ["TIMM_DIR"], "train.py")
     return study.Request(
         study.load(parsed.name, parsed.scale),
-        given,
+        {**dict(parsed.option), **_given(parsed, ("dataset", "data_dir", "device"))},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
-        only={axis: _words([values]) for axis, values in only.items()},
+        only=dict(parsed.only),
         train_py=train_py,
         gpus=parsed.gpus,
         nodes=parsed.nodes,
@@ -229,8 +209,7 @@ def _request(study: Any, parsed: argparse.Namespace) -> Any:
 def _slurm(study: Any, parsed: argparse.Namespace) -> Any:
     if parsed.launcher == "local":
         return None
-    options = dict(_assignment(text) for text in parsed.slurm)
-    return study.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, options)
+    return study.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, dict(parsed.slurm))
 
 
 @contextmanager
@@ -250,8 +229,20 @@ def _require(command: str, packages: Mapping[str, str]) -> None:
         raise UsageError(f'{command} needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
 
 
+def _given(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """What the user gave of these options."""
+    return {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+
+
 def _words(values: Sequence[str]) -> list[str]:
     return [word for value in values for word in value.split(",") if word]
+
+
+def _cells(text: str) -> tuple[str, list[str]]:
+    axis, _, values = text.partition("=")
+    if not _words([values]):
+        raise UsageError(f"--only takes AXIS=VALUE[,VALUE], not '{text}'")
+    return axis, _words([values])
 
 
 def _seeds(values: Sequence[str]) -> list[int] | int:
@@ -272,7 +263,7 @@ def _add_bench(commands: Any) -> None:
     add("--what", nargs="+", metavar="PART", help="operator, models (default: both)")
     add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures for both variants "
                                                     "(default: vit_small_ortho and resnetv2_50_ortho, on a GPU four)")
-    add("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the models")
+    add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")
     add("--skips", nargs="+", metavar="NAME", help="models with these transforms of the stream, over the identity, in "
                                                    "place of orthogonal variants: orthogonal_tp, ...")
     add("--img-size", type=int, metavar="N", help="default: each architecture's own")
@@ -301,9 +292,9 @@ def _bench(parsed: argparse.Namespace) -> int:
     if parsed.amp and parsed.dtypes:
         raise UsageError("--amp is --dtypes bfloat16: give one of them")
     try:
-        given = {name: getattr(parsed, name) for name in _MEASURED}
-        given["dtypes"] = ["bfloat16"] if parsed.amp else parsed.dtypes
-        given["model_kwargs"] = dict(_assignment(text) for text in parsed.model_kwargs or ())
+        given = {**_given(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
+        if parsed.amp:
+            given["dtypes"] = ["bfloat16"]
         return bench(given, environment(), parsed.output, parsed.command_line)
     except BenchError as error:
         raise UsageError(error) from None
@@ -326,8 +317,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
     from .lab.recipe import find
 
     if parsed.list:
-        _list_recipes()
-        return 0
+        return _list_recipes()
     try:
         path = find(parsed.name)
     except LabError as error:
@@ -336,8 +326,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _list_recipes() -> None:
-    from .lab import aligned
+def _list_recipes() -> int:
     from .lab.paper import experiments, figures, skip_recipe
     from .lab.recipe import load, shipped
 
@@ -354,6 +343,7 @@ def _list_recipes() -> None:
             table, top1 = f"{table} of Wang et al. (2017)", _top1(figures_by_skip)
         rows.append((name, values["model"], dataset, table, top1))
     print("\n".join(aligned(rows)))
+    return 0
 
 
 def _top1(by_label: Mapping[str, Sequence[float]]) -> str:
@@ -371,7 +361,8 @@ def _add_push(commands: Any) -> None:
                                                    "timm-ortho compare or study")
     add("repo_id", metavar="REPO_ID", help="owner/name")
     add("--ema", action="store_true", help="the EMA weights")
-    add("--labels", metavar="FILE", help="names of the classes, one a line (default: those that the run knows)")
+    add("--labels", type=_lines, metavar="FILE",
+        help="names of the classes, one a line (default: those that the run knows)")
     add("--license", metavar="NAME", help="as the Hub names it: apache-2.0, mit, ... (default: left open)")
     add("--private", action="store_true", default=None, help="a repository that is made is private")
     add("--revision", metavar="BRANCH", help="made where there is none (default: main)")
@@ -386,16 +377,14 @@ def _push(parsed: argparse.Namespace) -> int:
     _require("push", {"matplotlib": "matplotlib"})
     from .hub import PublishError, export, push
 
-    what = {name: getattr(parsed, name) for name in ("ema", "license", "revision")}
+    what = _given(parsed, ("ema", "labels", "license", "revision"))
     try:
-        if parsed.labels is not None:
-            what["labels"] = _lines(parsed.labels)
         if parsed.dry_run:
             folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
             print(export(parsed.model, folder, parsed.repo_id, **what))
             print(f"nothing was sent; the files are in {folder}", file=sys.stderr)
             return 0
-        how = {name: getattr(parsed, name) for name in ("private", "create_pr", "commit_message")}
+        how = _given(parsed, ("private", "create_pr", "commit_message"))
         commit = push(parsed.model, parsed.repo_id, **what, **how)
     except PublishError as error:
         raise UsageError(error) from None
@@ -450,9 +439,7 @@ def _list_weights(pattern: str) -> int:
     for found in map(weights, names):
         size = found.file.stat().st_size if found.file else 4 * _parameters(_model_on_meta(found.name))
         rows.append((found.name, _bytes(size), found.source, "here" if found.file else "not downloaded"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, size, source, here in rows:
-        print(f"{name:{widths[0]}}  {size:>{widths[1]}}  {source:{widths[2]}}  {here}")
+    print("\n".join(aligned(rows, "<><<")))
     return 0
 
 
@@ -464,14 +451,10 @@ def _list_modules() -> int:
     from .models import coverage
 
     rows = [("module", "architectures", "sites", "left out"), *map(coverage.cells, coverage.rows())]
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:3]]
-    for *cells, left_out in rows:
-        print("  ".join([*(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)), left_out]).rstrip())
+    print("\n".join(aligned(rows)))
     for library, modules in coverage.libraries().items():
         print(f"\n{library}, for timm_ortho.connect: residual blocks by module")
-        width = max(map(len, modules))
-        for module, blocks in modules.items():
-            print(f"{module:{width}}  {', '.join(blocks)}")
+        print("\n".join(aligned([(module, ", ".join(blocks)) for module, blocks in modules.items()])))
     return 0
 
 
@@ -513,7 +496,7 @@ def _add_show(commands: Any) -> None:
                     "the squared norms of the stream and of both parts of what is added, and their cosine.")
     add = parser.add_argument
     add("model", metavar="MODEL", help="a variant: vit_small_patch16_224_ortho, resnetv2_50_orthog, ...")
-    add("--model-kwargs", nargs="+", metavar="KEY=VALUE", default=[], help="arguments of the model")
+    add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the model")
     add("--pretrained", action="store_true", help="with its weights, where it has some")
     add("--checkpoint", default="", metavar="FILE", help="with the weights of a run")
     add("--image", type=Path, metavar="FILE", help="an image of yours (default: four images of noise)")
@@ -528,25 +511,21 @@ def _show(parsed: argparse.Namespace) -> int:
 
     if parsed.svg:
         _require("show --svg", {"matplotlib": "matplotlib"})
-    if not _is_ours_by_name(parsed.model):
+    if not (timm.is_model(parsed.model) and _is_ours(parsed.model)):
         raise UsageError(f"there is no variant '{parsed.model}'; try timm-ortho list '*{parsed.model}*'")
-    kwargs = dict(_assignment(text) for text in parsed.model_kwargs)
+    if parsed.checkpoint and not os.path.isfile(parsed.checkpoint):
+        raise UsageError(f"there is no checkpoint '{parsed.checkpoint}'")
+    kwargs = dict(parsed.model_kwargs)
     try:
         model = timm.create_model(
             parsed.model, pretrained=parsed.pretrained, checkpoint_path=parsed.checkpoint, **kwargs)
         found = show.lines(model, show.batch(model, parsed.image, kwargs.get("img_size")))
+        if parsed.svg:
+            show.as_svg(found, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
-        raise UsageError(" ".join(str(error).split())[:300] or type(error).__name__) from None
+        raise UsageError(short(error)) from None
     print(show.as_text(found))
-    if parsed.svg:
-        show.as_svg(found, parsed.svg, parsed.model)
     return 0
-
-
-def _is_ours_by_name(name: str) -> bool:
-    import timm
-
-    return timm.is_model(name) and _is_ours(name)
 
 
 def _env(parsed: argparse.Namespace) -> int:

@@ -2,21 +2,7 @@
 import operator
 from functools import partial
 from itertools import repeat
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    TypeVar,
-    Union,
-)
+from typing import Any, Callable, Collection, Iterable, Iterator, NamedTuple, Optional, Sequence, TypeVar, Union
 
 from torch import nn
 
@@ -47,7 +33,7 @@ class _Block(NamedTuple):
     name: str
     module: nn.Module
     spec: Optional[BlockSpec]
-    kinds: Tuple[str, ...]  # attributes of the connections where there is no spec
+    kinds: tuple[str, ...]  # attributes of the connections where there is no spec
 
     def attribute(self, kind: str) -> str:
         return self.spec.sites[kind] if self.spec else kind
@@ -56,18 +42,18 @@ class _Block(NamedTuple):
         """The kind as :class:`timm_ortho.connections.Site` has it."""
         return kind.removeprefix("connection_")
 
-    def dims(self) -> Dict[str, int]:
+    def dims(self) -> dict[str, int]:
         """Channel axis of the stream, by kind."""
         return self.spec.dims(self.module) if self.spec else {kind: self._own(kind).dim for kind in self.kinds}
 
-    def widths(self) -> Dict[str, int]:
+    def widths(self) -> dict[str, int]:
         """Channels of the stream, by kind."""
         if self.spec is None:
             raise ValueError(f"{type(self.module).__name__} was written with connections and does not say how wide its "
                              "stream is, which a skip has to know")
         return self.spec.widths(self.module)
 
-    def details(self) -> Dict[str, Dict[str, Any]]:
+    def details(self) -> dict[str, dict[str, Any]]:
         """What a connection has to know of its block, by kind."""
         if self.spec is None:
             return {kind: dict(keep=self._own(kind).keep) for kind in self.kinds}
@@ -151,7 +137,7 @@ def connect(
     numbers = list(layers_of(block.name for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
     chosen_kinds = _chosen_kinds(kinds, blocks)
-    arguments: Dict[str, Any] = dict(eps=eps, prob=prob, start=start)
+    arguments: dict[str, Any] = dict(eps=eps, prob=prob, start=start)
     create_connection(connection, **arguments)  # raises before anything is changed, even if no layer is chosen
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
@@ -214,7 +200,7 @@ def _spare_from_weight_decay(model: nn.Module) -> None:
         vars(model)["no_weight_decay"] = partial(set, names)  # does not hold the model: no cycle
 
 
-def _blocks(model: nn.Module) -> List[_Block]:
+def _blocks(model: nn.Module) -> list[_Block]:
     """Every block that adds something to a stream as it is configured.
 
     A module from elsewhere within a known block (LoRA, an adapter) is part of its branch, whatever it adds.
@@ -242,7 +228,7 @@ def _blocks(model: nn.Module) -> List[_Block]:
         tuple(unsupported))
 
 
-def _written(model: nn.Module) -> Iterator[Tuple[str, nn.Module, Tuple[str, ...]]]:
+def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """The modules that hold connections as their authors wrote them, and the names of these."""
     for name, module in model.named_modules():
         if host_class(module) is written_class(module):
@@ -289,11 +275,11 @@ def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[_Bloc
 
 
 def _make_connections(
-        block: _Block, arguments: Dict[str, Any], skips: Iterator[Optional[nn.Module]], carrying: Collection[str],
-) -> Dict[str, Connection]:
+        block: _Block, arguments: dict[str, Any], skips: Iterator[Optional[nn.Module]], carrying: Collection[str],
+) -> dict[str, Connection]:
     """By attribute of the block; ``linear`` for branches of a kind that is not among those ``carrying``."""
     parameter = next(block.module.parameters(), None)
-    where: Dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
+    where: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
     dims, details, linear = block.dims(), block.details(), dict(eps=arguments["eps"], connection="linear")
     return {
         block.attribute(kind): create_connection(

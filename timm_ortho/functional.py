@@ -34,16 +34,7 @@ from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, known_name
 from ._compat import forward_mode_is_active, functorch_is_active, is_recorded
-from .backends import (
-    BACKENDS,
-    Backend,
-    accumulate_in,
-    checked,
-    choose_backend,
-    compiled,
-    is_asked_for,
-    use_backend,
-)
+from .backends import BACKENDS, Backend, accumulate_in, checked, choose_backend, compiled, is_asked_for, use_backend
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
 

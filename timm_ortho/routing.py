@@ -88,7 +88,8 @@ class Route:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(self.method)))
         except (OSError, TypeError, SyntaxError) as error:
-            raise RoutingError(f"{where}: the source of {method} cannot be read: {error}") from None
+            hint = "; put a class that was typed at Python's prompt in a file" if isinstance(error, OSError) else ""
+            raise RoutingError(f"{where}: the source of {method} cannot be read: {error}{hint}") from None
         router = _Router(sums, self.method, mask)
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Seque
 import torch
 from torch import Tensor
 
+from .._compat import is_compiler_error
 from .report import Result
 
 __all__ = ["Candidate", "Clock", "Group", "as_in_training", "compiled", "first_line", "measure", "saved_bytes"]
@@ -112,9 +113,8 @@ def _attempt(result: Result, call: Callable[[], Any]) -> Any:
 
 def _is_stated(error: Exception) -> bool:
     """Whether it says that memory ran out, or that something could not be compiled here."""
-    compilers = ("torch._dynamo.", "torch._inductor.", "triton.")
     messages = ("can't allocate memory", "Failed to find C compiler", "torch.compile", "Dynamo is not supported")
-    return (isinstance(error, torch.cuda.OutOfMemoryError) or type(error).__module__.startswith(compilers)
+    return (isinstance(error, torch.cuda.OutOfMemoryError) or is_compiler_error(error)
             or (isinstance(error, RuntimeError) and any(message in str(error) for message in messages)))
 
 

@@ -49,22 +49,22 @@ def _model_candidates(
 
 def _twins(architecture: Architecture) -> dict[str, nn.Module]:
     """The model with linear connections, then its variants or transforms of the stream; all with the same weights."""
-    first, branches = architecture.suffixes[0], architecture.arguments.get("skip_branches")
+    first = architecture.suffixes[0]
     models = {"linear": connect(_seeded(architecture, first), "linear")}
     if architecture.appendix:
         models["appendix"] = connect(_seeded(architecture, first), "linear")
         for site in sites(models["appendix"]):
             site.connection.forward = lambda x, f, attn_mask=None: appendix_update(x, f, -1)
     for name in architecture.skips:
-        models[name] = connect(_seeded(architecture, first), "linear", skip=name, skip_branches=branches)
+        models[name] = _seeded(architecture, first, connection="linear", skip=name)
     suffixes = () if architecture.skips else architecture.suffixes
     return {**models, **{suffix[1:]: _seeded(architecture, suffix) for suffix in suffixes}}
 
 
-def _seeded(architecture: Architecture, suffix: str) -> nn.Module:
+def _seeded(architecture: Architecture, suffix: str, **more: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return timm.create_model(architecture.base + suffix, **architecture.arguments)
+        return timm.create_model(architecture.base + suffix, **{**architecture.arguments, **more})
 
 
 def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:

@@ -1,12 +1,11 @@
 """What `timm-ortho bench` is asked for: names, shapes and numbers as they are given, made into what can be measured."""
-import difflib
 from argparse import Namespace
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import timm
 import torch
 
-from .._checks import known_name
+from .._checks import did_you_mean, known_name
 from ..backends import choose_backend
 from ..connections import sites
 from ..models._build import SUFFIXES, on_meta
@@ -128,15 +127,16 @@ def architecture(
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     base = name.removesuffix(suffix)
     if suffix == "_linear" or not timm.is_model(f"{base}_ortho"):
-        near = difflib.get_close_matches(f"{base}_ortho", timm.list_models("*_ortho"), n=1)
-        hint = f"; did you mean {near[0].removesuffix('_ortho')!r}?" if near else ""
-        raise BenchError(f"no orthogonal variant {name!r}{hint}")
+        bases = [variant.removesuffix("_ortho") for variant in timm.list_models("*_ortho")]
+        raise BenchError(f"no orthogonal variant {name!r}{did_you_mean(base, bases)}")
     cfg = timm.get_pretrained_cfg(f"{base}_ortho")
     if img_size and cfg.fixed_input_size:  # others take any size
         arguments = {"img_size": img_size, **arguments}
     try:
         with on_meta():
             model = timm.create_model(f"{base}_ortho", **arguments)
+            for skip in skips:
+                timm.create_model(f"{base}_ortho", **{**arguments, "skip": skip})
     except (TypeError, ValueError, RuntimeError) as error:
         raise BenchError(f"{name} cannot be built with {dict(arguments)}: {first_line(error)}") from None
     channels, height, width = cfg.input_size

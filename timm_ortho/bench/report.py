@@ -27,6 +27,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .._checks import aligned
 from ..runs.provenance import commit_of, first_line
 
 __all__ = ["COLUMNS", "Result", "figure", "machine", "quantiles", "rows", "tables", "write"]
@@ -95,7 +96,9 @@ def _row(labels: Mapping[str, str], images: int, result: Result, others: Mapping
     if result.moved:
         row["gb_per_s"] = result.moved / row["ms_p50"] / 1e6
     if result.moved and "copy" in others:
-        row["share_of_copy"] = _share(result, others["copy"])
+        times_as_long = _over(others["copy"], result)
+        row["share_of_copy"] = times_as_long and (
+            quantiles(times_as_long)[1] * result.moved / others["copy"].moved)
     if "peak_memory" not in result.once:  # on a CPU
         row |= {"peak_memory": None, "peak_ratio": None}
     for figure, ratio in (("peak_memory", "peak_ratio"), ("saved_bytes", "saved_ratio")):
@@ -120,11 +123,6 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
     if result.note or other.note:
         return None
     return [ms / base for ms, base in zip(result.ms, other.ms, strict=True)]
-
-
-def _share(result: Result, copy: Result) -> Optional[float]:
-    times_as_long = _over(copy, result)
-    return times_as_long and quantiles(times_as_long)[1] * result.moved / copy.moved
 
 
 # ---------------------------------------------------------------------------------------------- the machine
@@ -192,8 +190,7 @@ def _table(rows: Sequence[Row], what: str) -> str:
     shown = _SHOWN[what]
     lines = [[str(row[show]) if isinstance(show, str) else show(row) for show in shown.values()] for row in rows]
     lines = [[header.strip() for header in shown], *map(_without_repeats, [[], *lines], lines)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = aligned(lines)
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 

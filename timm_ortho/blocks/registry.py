@@ -1,7 +1,6 @@
 """Which classes are residual blocks: the tables of the libraries, and what users register."""
 import ast
 import importlib
-import sys
 from typing import Dict, List, Optional, Sequence, Tuple, Union, cast
 
 from torch import nn
@@ -129,12 +128,8 @@ def host_and_spec(routed: str) -> Tuple[Optional[type], Optional[BlockSpec]]:
     name = _BY_ROUTED_NAME.get(routed)
     if name is None:
         return None, None
-    return _REGISTERED.get(name) or _imported(name), _SPECS[name]
-
-
-def _imported(name: str) -> type:
     module, _, cls = name.rpartition(".")
-    return getattr(sys.modules.get(module) or importlib.import_module(module), cls)
+    return _REGISTERED.get(name) or getattr(importlib.import_module(module), cls), _SPECS[name]
 
 
 def _name(cls: type) -> str:

@@ -47,15 +47,13 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     _block("hiera.HieraLayer", ("hidden_states", "residual"), _TRANSFORMER, _TOKENS),
     _block("pvt.PvtLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     _block("pvt_v2.PvtV2BlockLayer", "hidden_states", _TRANSFORMER, _TOKENS),
-    _block("focalnet.FocalNetLayer", ("shortcut", "hidden_state"),
-        ("mixer", "mlp"), _TOKENS),
+    _block("focalnet.FocalNetLayer", ("shortcut", "hidden_state"), ("mixer", "mlp"), _TOKENS),
     _block("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
     # two classes share a block; the second is in the first, so both are of one layer
     _block("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     _block("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
     # patches share the first axis with the batch, as in timm's mobilevit
-    _block("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",),
-        _TOKENS),
+    _block("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
     _block("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
     _block("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),
     _block("perceiver.PerceiverAttention", "hidden_states", ("attention",), _TOKENS),
@@ -63,8 +61,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     _block("poolformer.PoolFormerLayer", "hidden_states", ("mixer", "mlp"), _NCHW),
     _block("mobilevitv2.MobileViTV2TransformerLayer", "hidden_states", _TRANSFORMER, _NCHW),
     _block("swiftformer.SwiftFormerConvEncoder", "input", ("conv",), _NCHW),
-    _block("swiftformer.SwiftFormerLocalRepresentation", "input", ("conv",),
-        _NCHW),
+    _block("swiftformer.SwiftFormerLocalRepresentation", "input", ("conv",), _NCHW),
     _block("swiftformer.SwiftFormerEncoderBlock", "x", _TRANSFORMER, _NCHW),
     # --------------------------------------------------------------------------------- convolutions, B C H W
     # activations are not in place in transformers (ACT2FN), so each sum can be kept
@@ -76,13 +73,11 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     _block("bit.BitBottleneckLayer", "shortcut", ("conv",), _NCHW),
     _block("convnext.ConvNextLayer", "residual", ("conv",), _NCHW),
     _block("convnextv2.ConvNextV2Layer", "residual", ("conv",), _NCHW),
-    _block("dinov3_convnext.DINOv3ConvNextLayer", "residual", ("conv",),
-        _NCHW),
+    _block("dinov3_convnext.DINOv3ConvNextLayer", "residual", ("conv",), _NCHW),
     _block("efficientnet.EfficientNetFinalBlockLayer", "embeddings", ("conv",), _NCHW),
     _block("mobilenet_v2.MobileNetV2InvertedResidual", "residual", ("conv",), _NCHW),
     _block("mobilevit.MobileViTInvertedResidual", "residual", ("conv",), _NCHW),
-    _block("mobilevitv2.MobileViTV2InvertedResidual", "residual", ("conv",),
-        _NCHW),
+    _block("mobilevitv2.MobileViTV2InvertedResidual", "residual", ("conv",), _NCHW),
     _block("hgnet_v2.HGNetV2BasicLayer", "identity", ("conv",), _NCHW),
 )
 

@@ -118,27 +118,8 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------- through a training
-def record(
-        model: nn.Module,
-        every: int = 50,
-        sink: Optional[Callable[[List[Row]], None]] = None,
-) -> "Recorder":
-    """Watch the stream of a model while it trains, from now on until :meth:`Recorder.close`.
-
-    Args:
-        model: Any model with connections, on any device, wrapped in DistributedDataParallel or ``torch.compile`` or
-            not; a linear model of timm's once it went through ``connect(model, "linear")``.
-        every: Forward passes from one that is recorded to the next; the first is recorded.
-        sink: Called with the rows of each recorded pass, which are then not kept.
-
-    Raises:
-        ValueError: The model has no connections, or ``every`` is not a positive whole number.
-    """
-    return Recorder(model, every, sink)
-
-
 class Recorder:
-    """Rows of what a model's connections received in training; made by :func:`record`, and a context manager.
+    """Watches the stream of a model while it trains, from now on until :meth:`close`; a context manager.
 
     A step is one forward pass in training mode, so that with gradient accumulation an update has several; passes in
     evaluation mode do not count and are not recorded. There is one row for each recorded step and site:
@@ -160,9 +141,18 @@ class Recorder:
     gradients, with random numbers and buffers put back. Record the model before it first runs compiled. With
     ``fullgraph=True`` give the compiled model, not the one in it, which would have to be left at its first line.
 
+    Args:
+        model: Any model with connections, on any device, wrapped in DistributedDataParallel or ``torch.compile`` or
+            not; a linear model of timm's once it went through ``connect(model, "linear")``.
+        every: Forward passes from one that is recorded to the next; the first is recorded.
+        sink: Called with the rows of each recorded pass, which are then not kept.
+
     Attributes:
         every: As given.
         step: Training passes so far.
+
+    Raises:
+        ValueError: The model has no connections, or ``every`` is not a positive whole number.
     """
 
     def __init__(
@@ -181,8 +171,8 @@ class Recorder:
         self._pass: Optional[_Pass] = None  # that is under way
         self._hooks = ExitStack()  # on the sites, during that pass
         self._handles = [
-            model.register_forward_pre_hook(_Begin(self), with_kwargs=True),
-            model.register_forward_hook(_End(self), always_call=True),
+            model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._after), always_call=True),
         ]
 
     @property
@@ -219,6 +209,14 @@ class Recorder:
         self.close()
 
     # --------------------------------------------------------------------------------- what the hooks call
+    def _before(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
+        if model.training:
+            self._begin(model, args, kwargs, torch.compiler.is_compiling())
+
+    def _after(self, model: nn.Module, args: Tuple, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._end(succeeded=output is not None)  # it is called whether the pass succeeded or not
+
     @torch.compiler.disable  # a compiled model calls it as Python, before its graph begins
     def _begin(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any], traced: bool) -> None:
         if self._pass is not None:  # Ctrl-C in a notebook: that pass never ended
@@ -247,39 +245,21 @@ class Recorder:
             self._sink(self.drain())
 
 
-class _Begin:
-    """The pre-hook of a recorded model. Called by a copy of the model it would count the copy's passes: it has none."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def __call__(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
-        if model.training:
-            self.recorder._begin(model, args, kwargs, torch.compiler.is_compiling())
-
-    def __reduce__(self) -> Tuple:
-        return _NoHook, ()
+record = Recorder  # as it is called: timm_ortho.record(model, every=50)
 
 
-class _End:
-    """The hook of a recorded model, called whether the pass succeeded or not; copied as :class:`_Begin` is."""
+class _Hook:
+    """A hook of a recorded model. Called by a copy of the model it would count the copy's passes: a copy does nothing.
+    """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def __call__(self, model: nn.Module, args: Tuple, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.recorder._end(succeeded=output is not None)
-
-    def __reduce__(self) -> Tuple:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """What takes a recorder's place in copies and pickles of its model."""
+    def __init__(self, call: Callable[..., None] = lambda *_: None) -> None:
+        self.call = call
 
     def __call__(self, *args: Any) -> None:
-        pass
+        self.call(*args)
+
+    def __reduce__(self) -> Tuple:
+        return _Hook, ()
 
 
 class _Pass:

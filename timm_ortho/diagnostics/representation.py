@@ -194,10 +194,9 @@ def _batches(models: List[nn.Module], loader: Iterable[Any], extract: Extract) -
     """For each batch the features by each model, without gradients and in evaluation mode."""
     for batch in loader:
         images = batch[0] if isinstance(batch, (tuple, list)) else batch
-        yield [_extracted(model, images, extract) for model in models]
-
-
-def _extracted(model: nn.Module, images: Tensor, extract: Extract) -> Tensor:
-    parameter = next(model.parameters(), images)
-    with evaluation(model), torch.no_grad():
-        return extract(model, images.to(parameter.device))
+        found = []
+        for model in models:
+            device = next(model.parameters(), images).device
+            with evaluation(model), torch.no_grad():
+                found.append(extract(model, images.to(device)))
+        yield found

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .._checks import without_nan
-from .dynamics import Recorder, Row, record
+from .dynamics import Row, record
 
 __all__ = ["record_as_asked"]
 
@@ -33,24 +33,17 @@ def record_as_asked(model: ModelT) -> ModelT:
     Raises:
         ValueError: The file cannot be one of rows, or the number of passes is none; the message is one line.
     """
-    if os.environ.get(FILE):
-        _attach(model, Path(os.environ[FILE]), _every(os.environ.get(EVERY) or "50"))
-    return model
-
-
-def _every(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{EVERY} must be a whole number of passes, at least 1, got '{text}'")
-    return int(text)
-
-
-def _attach(model: nn.Module, path: Path, every: int) -> Recorder:
+    if not os.environ.get(FILE):
+        return model
+    every = os.environ.get(EVERY) or "50"
+    if not every.isdecimal() or not int(every):
+        raise ValueError(f"{EVERY} must be a whole number of passes, at least 1, got '{every}'")
+    path = Path(os.environ[FILE])
     last = _last_step(path)
-    file = _RowFile(path)
-    recorder = record(model, every, sink=file.append)
+    recorder = record(model, int(every), sink=_RowFile(path).append)
     if last is not None:
-        recorder.step = (last // every + 1) * every
-    return recorder
+        recorder.step = (last // recorder.every + 1) * recorder.every
+    return model
 
 
 def _last_step(path: Path) -> Optional[int]:

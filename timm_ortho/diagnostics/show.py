@@ -11,6 +11,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
+from .._checks import aligned
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
@@ -45,10 +46,7 @@ def as_text(found: List[Line]) -> str:
     for (layer, kind, _, connection), of in found:
         figures = [f"{value:.4g}" for value in (of.stream, of.parallel, of.orthogonal)]
         rows.append((str(layer), kind, connection.name, *figures, f"{of.cosine:+.3f}", _bar(of.cosine)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = (">", "<", "<", ">", ">", ">", ">", "<")
-    return "\n".join("  ".join(
-        f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(aligned(rows, "><<>>>><"))
 
 
 def _bar(cosine: float) -> str:

@@ -1,8 +1,8 @@
 """Model cards, made from `model_cards/template.md` with huggingface_hub's card classes.
 
-Every figure on a card comes from a `runs.Run` or a `runs.RecordedStudy`, and those are read from files; no function
-here takes a figure.
+Every figure on a card comes from a `runs.Run`, and those are read from files; no function here takes a figure.
 """
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -14,10 +14,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .._checks import finite
 from ..connections import describe_connection
-from ..runs.folders import RecordedStudy, Run
+from ..runs.folders import Run
 from ..skips import SKIPS
 
-__all__ = ["CITATIONS", "Subject", "draw_curve", "model_card", "study_card", "template"]
+__all__ = [
+    "CITATIONS", "DATASETS", "PAIRS", "Subject", "difference", "draw_curve", "filled", "limits", "made_with",
+    "metadata", "model_card", "template",
+]
 
 CURVE = "training.png"
 _TIMM = "https://github.com/huggingface/pytorch-image-models"
@@ -129,8 +132,8 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         run: Where the figures come from; without one the card says that nothing was measured.
         curve: The figure of the training curve, relative to the card; see `draw_curve`.
     """
-    return _filled(
-        _data(subject, run),
+    return filled(
+        metadata(subject, run),
         title=subject.title,
         summary=_summary(subject, run),
         about=subject.about,
@@ -145,44 +148,17 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         result_notes=_result_notes(run),
         comparison=[_compared(row) for row in run.comparison] if run else [],
         comparison_head=["connection", "top-1 %, mean ± std", f"difference to {_baseline(run)}", "seeds"],
-        comparison_note=f"Runs with different connections, paired by seed: the same start, the same batches. {_PAIRS}",
+        comparison_note=f"Runs with different connections, paired by seed: the same start, the same batches. {PAIRS}",
         curve=curve,
         recipe=list(_recipe(run.options)) if run else [],
         options=_yaml(run.options) if run else "",
-        made_with=_made_with(run.result) if run else "",
-        limits=[*subject.limits, *_limits(subject, run)],
+        made_with=made_with(run.result) if run else "",
+        limits=[*subject.limits, *limits(subject, run)],
         citation="\n\n".join(_citations(subject, run)),
     )
 
 
-def study_card(study: RecordedStudy, report: str) -> ModelCard:
-    """The card of a study's results.
-
-    Args:
-        study: What was run, and its figures.
-        report: The study's whole report, relative to the card.
-    """
-    about = study.about
-    paper = f" ({about['paper']})" if about["paper"] else ""
-    subject = Subject(title=about["title"] + paper, dataset=about["dataset"])
-    beside = "The paper's figures beside these, with figures" if paper else "Figures"
-    with_paper = f"{beside} and all settings: [{report}]({report})."
-    scale = [f"Scaled down from the paper: {'; '.join(about['changed'])}."] if about["changed"] else []
-    return _filled(
-        _data(subject, None),
-        title=subject.title,
-        summary=f"Results of the study `{about['name']}` at scale `{about['scale']}`{_study_of(about)}.",
-        result_notes=[note for note in (study.lead, with_paper) if note],
-        comparison=[_studied(row) for row in study.rows],
-        comparison_head=["setting", "figure", "mean ± std", "difference to the baseline", "seeds"],
-        comparison_note=f"Settings are paired by seed: the same start, the same batches. {_PAIRS}",
-        made_with=_made_with({"made_with": {**about["versions"], "command": f"`{about['command']}`"}}),
-        limits=[*scale, *(_limits(subject, None) if about["dataset"] else [_UNTRAINED])],
-        citation="\n\n".join(CITATIONS[key] for key in ("orthogonal", *_nearest(about), "timm")),
-    )
-
-
-def _filled(data: ModelCardData, **sections: Any) -> ModelCard:
+def filled(data: ModelCardData, **sections: Any) -> ModelCard:
     """The template with its sections filled in; one that is empty, or not given, is left out."""
     card = ModelCard.from_template(data, template_path=str(template()), **sections)
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)
@@ -215,7 +191,8 @@ _CURVES = (  # of the left and of the right panel: column, label, look
 
 
 # ---------------------------------------------------------------------------------------------- metadata
-def _data(subject: Subject, run: Optional[Run]) -> ModelCardData:
+def metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
+    """What a card says to the Hub."""
     dataset = _dataset(subject, run)
     results = list(_eval_results(run, dataset)) if run else []
     return ModelCardData(
@@ -330,46 +307,25 @@ def _result_notes(run: Optional[Run]) -> list[str]:
     return notes
 
 
-_PAIRS = ("Differences are of such pairs; in brackets is Student's 95 % interval of their mean, and one that holds "
+PAIRS = ("Differences are of such pairs; in brackets is Student's 95 % interval of their mean, and one that holds "
           "zero tells nothing apart.")
-
-
-_UNTRAINED = "Nothing was trained for it: it says nothing about accuracy."
 
 
 def _baseline(run: Optional[Run]) -> str:
     return run.comparison[0]["baseline"] if run and run.comparison else ""
 
 
-def _study_of(about: Mapping[str, Any]) -> str:
-    if not about["dataset"]:
-        return ", which needs no training"
-    title = DATASETS.get(about["dataset"], (about["dataset"],))[0]
-    return f": {about['model']} on {title}, {len(about['seeds'])} seeds"
-
-
-def _nearest(about: Mapping[str, Any]) -> list[str]:
-    """The paper on transforms of the stream, where it is the one that has the study."""
-    return ["skips"] if "Wang et al." in about["paper"] else []
-
-
-def _studied(row: Mapping[str, Any]) -> list[str]:
-    spread = f" ± {row['std']:.2g}" if row["std"] is not None else ""
-    mean = "not finite" if row["mean"] is None else f"{row['mean']:.4g}{spread}"
-    return [", ".join(row["row"]), ", ".join(row["column"]), mean, _difference(row["difference"], ".3g"),
-            ", ".join(map(str, row["seeds"]))]
-
-
 def _compared(row: Mapping[str, Any]) -> list[str]:
     spread = f" ± {row['top1_std']:.2f}" if row["top1_std"] is not None else ""
-    return [row["connection"], f"{row['top1_mean']:.2f}{spread}", _difference(row["difference"]),
+    return [row["connection"], f"{row['top1_mean']:.2f}{spread}", difference(row["difference"]),
             ", ".join(map(str, row["seeds"]))]
 
 
-def _difference(difference: Optional[Mapping[str, Any]], form: str = ".2f") -> str:
-    if difference is None:
+def difference(paired: Optional[Mapping[str, Any]], form: str = ".2f") -> str:
+    """A difference of pairs, with its interval; `-` where there is none."""
+    if paired is None:
         return "-"
-    mean, half = difference["mean"], difference["half_width"]
+    mean, half = paired["mean"], paired["half_width"]
     interval = "(one pair, no interval)" if half is None else f"[{mean - half:+{form}}, {mean + half:+{form}}]"
     return f"{mean:+{form}} {interval}"
 
@@ -382,12 +338,14 @@ def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _yaml(options: Mapping[str, Any]) -> str:
-    shown = {key: _plain(Path(value).name if key in _PLACES and isinstance(value, str) else value)
+    shown = {key: Path(value).name if key in _PLACES and isinstance(value, str) else value
              for key, value in options.items()}
-    return yaml.safe_dump(shown, default_flow_style=None, width=100).strip()
+    plain = json.loads(json.dumps(shown, default=str))  # what YAML does not have by its text
+    return yaml.safe_dump(plain, default_flow_style=None, width=100).strip()
 
 
-def _made_with(result: Mapping[str, Any]) -> str:
+def made_with(result: Mapping[str, Any]) -> str:
+    """Versions, commit and device, as a run's `result.json` has them."""
     made = dict(result.get("made_with") or {})
     commit = made.pop("commit", None)
     parts = [f"{name} {version}" for name, version in made.items()]
@@ -398,7 +356,8 @@ def _made_with(result: Mapping[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- the texts
-def _limits(subject: Subject, run: Optional[Run]) -> Iterable[str]:
+def limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
+    """What is not known about the weights or the results."""
     if run is not None or subject.dataset:
         yield (f"Trained and evaluated on {_dataset(subject, run)[0]} alone: nothing is known about other images, "
                "other cameras or other classes.")
@@ -429,12 +388,3 @@ def _channels(config: Mapping[str, Any]) -> int:
 
 def _listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """As YAML has it; what it does not have by its text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

@@ -26,13 +26,14 @@ from timm.models import is_model, model_entrypoint
 from timm.utils import unwrap_model
 from torch import nn
 
+from .._checks import short
 from .._compat import save_config_for_hf
 from ..connections import CONNECTIONS, LinearConnection, Site, sites
 from ..convert import connect
 from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments
 from ..runs.folders import CheckpointRun, PublishError, Run, class_names
 from ..skips.rewrites import ChangeOfBasis
-from ..weights.errors import check_repo_id, scrubbed, short
+from ..weights.errors import check_repo_id, scrubbed
 from .card import CURVE, Subject, draw_curve, model_card
 
 __all__ = ["Model", "export"]

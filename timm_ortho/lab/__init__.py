@@ -17,9 +17,9 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable
 
-from .._checks import without_nan
+from .._checks import aligned, without_nan
 
 __all__ = ["LabError", "aligned", "check_names", "one_line", "write_json", "write_text"]
 
@@ -41,12 +41,6 @@ def check_names(given: Iterable[Any], known: Iterable[Any], where: str, what: st
         if name not in known:
             near = difflib.get_close_matches(str(name), map(str, known), n=1, cutoff=0.0)
             raise LabError(f"{where} has no {what} '{name}'; the nearest is '{near[0]}'")
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text as lines, column below column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def write_text(path: Path, text: str) -> None:

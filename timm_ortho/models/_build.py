@@ -75,9 +75,14 @@ def create(
         def build(model_cls: Callable[..., nn.Module], *args, pretrained_filter_fn=None, **kwargs) -> nn.Module:
             nonlocal is_connected
             is_connected = True
+
+            # It connects before weights are loaded and before features_only takes a model apart: a checkpoint with
+            # learned connections loads as a whole, and block indices count all blocks.
+            def construct(*args, **kwargs) -> nn.Module:
+                return connect(model_cls(*args, **kwargs), **arguments)
+
             filter_fn = checked(pretrained_filter_fn, cfg, kwargs)
-            return build_model_with_cfg(
-                _connected(model_cls, arguments), *args, pretrained_filter_fn=filter_fn, **kwargs)
+            return build_model_with_cfg(construct, *args, pretrained_filter_fn=filter_fn, **kwargs)
 
         model = entry(build, pretrained=pretrained, pretrained_cfg=given, **kwargs)
         # an entry point may take another way to its model (use_naflex=True): it is connected now, or refused
@@ -85,7 +90,9 @@ def create(
     restore_source(model, cfg)
     if pretrained and cfg.hf_hub_id and not cfg.file:
         model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # cards name it
-    return keep_arguments(record_as_asked(model), kwargs)
+    # timm keeps them from 1.0.31 on, and only in create_model
+    model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _PASSING}
+    return record_as_asked(model)
 
 
 def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[str, Any]:
@@ -104,19 +111,6 @@ def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[st
 def is_of_connections(name: str) -> bool:
     """Whether an argument of a variant is one for :func:`timm_ortho.connect`, and not for timm's model."""
     return name == "skip" or name.startswith(("connection", "skip_"))
-
-
-def _connected(model_cls: Callable[..., nn.Module], arguments: Dict[str, Any]) -> Callable[..., nn.Module]:
-    """A constructor of models that have their connections from the start.
-
-    ``build_model_with_cfg`` calls it before it loads weights and before it takes a model apart for ``features_only``:
-    a checkpoint with learned connections loads as a whole, and block indices count all blocks.
-    """
-
-    def construct(*args, **kwargs) -> nn.Module:
-        return connect(model_cls(*args, **kwargs), **arguments)
-
-    return construct
 
 
 # What in a PretrainedCfg belongs to one set of weights and not to the architecture.
@@ -146,17 +140,11 @@ def _own_pretrained_cfg(name: str, given: Union[str, Dict, PretrainedCfg, None])
     return cfg
 
 
-# Of what timm.create_model was given: what says nothing about the model that came of it.
+# Arguments of timm.create_model that are not stored in config.json.
 _PASSING = frozenset((
     "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "pretrained_model_args", "cache_dir",
     "scriptable", "device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate",
 ))
-
-
-def keep_arguments(model: nn.Module, kwargs: Dict[str, Any]) -> nn.Module:
-    """Keep with a model what its entry point was given: timm does from 1.0.31 on, and only in ``create_model``."""
-    model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _PASSING}
-    return model
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:

@@ -4,8 +4,6 @@
 | --- | --- | --- |
 | timm's `train.py` | `args.yaml`, or the `args` inside the checkpoint | `summary.csv` |
 | `timm-ortho compare`, `study` | `args.yaml` | `history.jsonl`, `result.json`, the same of the other seeds' runs |
-| `compare`, figures only | `study` in `results.json` | `runs` in `results.json` |
-| `study`, figures only | - | `summary` in `results.json` |
 
 Both kinds of run evaluate the EMA weights where there are any, so the figures of such a run are not those of its plain
 weights. Checkpoints are read with torch's restricted unpickler: nothing in them is executed.
@@ -23,9 +21,11 @@ import torch
 import yaml
 from timm.models import clean_state_dict
 
+from .._checks import short
+
 __all__ = [
-    "CheckpointRun", "PublishError", "RecordedRun", "RecordedStudy", "Run", "checkpoint_file", "class_names",
-    "json_lines", "load_checkpoint", "read_comparison", "read_history",
+    "CheckpointRun", "PublishError", "Run", "checkpoint_file", "class_names", "comparison_rows", "json_lines",
+    "load_checkpoint", "read_history", "read_json",
 ]
 
 _STUDY = "study.yaml"  # beside the folders of a study's runs
@@ -131,94 +131,6 @@ class CheckpointRun(Run):
             self.comparison = _comparison(folder.parent, self.result["connection"])
 
 
-class RecordedRun(Run):
-    """A run of `timm-ortho compare` of which a repository keeps the figures.
-
-    Args:
-        path: `results.json` of the comparison.
-        connection: Which of its connections; None for the comparison as a whole.
-        seed: Which seed's weights are meant; None for no weights.
-
-    Raises:
-        PublishError: The file has no such run.
-    """
-
-    def __init__(self, path: Path, connection: Optional[str] = None, seed: Optional[int] = None) -> None:
-        results = read_comparison(path)
-        runs = [run for run in results["runs"] if connection in (None, run["connection"])]
-        mine = [run for run in runs if seed in (None, run["seed"])]
-        if not mine:
-            known = ", ".join(f"{run['connection']}-seed{run['seed']}" for run in results["runs"])
-            raise PublishError(f"{path} has no run of connection {connection}, seed {seed}: it has {known}")
-        one = mine[0] if seed is not None else {"connection": connection, "history": []}  # a mean has no history
-        self.options, self.history = _settings(results, connection, seed), one["history"]
-        self.result = {**one, "made_with": {**_made_with(results), **(one.get("made_with") or {})}}
-        self.epoch = self.history[-1]["epoch"] if self.history else None
-        self.ema = self.evaluates_ema
-        self.peers = {run["seed"]: run["top1"] for run in runs} if connection is not None else {}
-        self.comparison = results["summary"]
-
-
-class RecordedStudy:
-    """A finished study of which a repository keeps the figures.
-
-    Args:
-        path: `results.json` of the study.
-
-    Attributes:
-        about: What was run: `name`, `title`, `paper`, `scale`, `model`, `dataset`, `seeds`, `changed`, `command`, ...
-        lead: What the intervals say, in one sentence; empty for a study without training.
-        rows: Its figures: `row` and `column` of the paper's table, `mean`, `std`, `seeds`, `difference`.
-
-    Raises:
-        PublishError: The file is not a finished study's.
-    """
-
-    def __init__(self, path: Path) -> None:
-        results = _read_json(path)
-        try:
-            self.about, self.lead, self.rows = (results[key] for key in ("study", "lead", "summary"))
-        except (KeyError, TypeError):
-            raise PublishError(f"{path} is not a study's results.json") from None
-        if results.get("unfinished"):
-            raise PublishError(f"{path} is of an unfinished study: the command that began it continues it")
-
-
-def read_comparison(path: Path) -> dict[str, Any]:
-    """The `results.json` of `timm-ortho compare`: `settings`, `versions`, `commit`, `summary` and `runs`.
-
-    Raises:
-        PublishError: It is no comparison's.
-    """
-    results = _read_json(path)
-    study = results.get("study") or {}
-    if study.get("name") != "compare":
-        raise PublishError(f"{path} is not the results.json of a comparison")
-    made_with = next((run["made_with"] for run in results["runs"]), {})
-    baseline = study["baseline"]["connection"]
-    return {
-        "settings": {key: study[key] for key in ("options", "connections", "seeds")},
-        "versions": {key: said for key, said in made_with.items() if key in ("timm-ortho", "timm", "torch")},
-        "commit": made_with.get("commit"),
-        "summary": [
-            {"connection": row["cell"]["connection"], "baseline": baseline, "seeds": row["seeds"],
-             "top1_mean": row["mean"], "top1_std": row["std"], "difference": row["difference"]}
-            for row in results["summary"] if row["measure"] == "top1"],
-        "runs": results["runs"],
-    }
-
-
-def _settings(results: Mapping[str, Any], connection: Optional[str], seed: Optional[int]) -> dict[str, Any]:
-    options = dict(results["settings"]["options"], seed=seed)
-    if connection is not None:
-        options["model_kwargs"] = {**options["model_kwargs"], "connection": connection}
-    return options
-
-
-def _made_with(results: Mapping[str, Any]) -> dict[str, str]:
-    return {**results["versions"], **({"commit": results["commit"]} if results.get("commit") else {})}
-
-
 # -------------------------------------------------------------------------------------------- the files
 def checkpoint_file(path: Path) -> Path:
     """The checkpoint that is meant by a path: itself, or the last one in a run's folder.
@@ -251,8 +163,7 @@ def _read_checkpoint(path: Path) -> dict:
     try:
         checkpoint = load_checkpoint(path)
     except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
-        reason = " ".join(str(error).split())[:200]
-        raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {reason})") from None
+        raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {short(error)})") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise PublishError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'")
     return checkpoint
@@ -267,8 +178,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
             given = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
             options.update({key: value for key, value in given.items() if value is not None or key not in options})
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({reason})") from None
+            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({short(error)})") from None
     if not options.get("model"):
         raise PublishError(f"{path} has neither an args.yaml beside it nor its arguments inside, so nothing says which "
                            "model it is: build the model, load the weights and give it to timm_ortho.hub.push")
@@ -304,7 +214,7 @@ def json_lines(text: str) -> list[dict]:
 def _finished(folder: Path) -> dict:
     if not (folder / "result.json").is_file():
         raise PublishError(f"the run in {folder} is not finished: the command that began it continues it")
-    return _read_json(folder / "result.json")
+    return read_json(folder / "result.json")
 
 
 def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
@@ -318,20 +228,30 @@ def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
             continue
         theirs = yaml.safe_load((other / "args.yaml").read_text(encoding="utf-8"))
         if {**theirs, "seed": None} == {**options, "seed": None}:
-            found[int(also["seed"])] = _read_json(other / "result.json")["top1"]
+            found[int(also["seed"])] = read_json(other / "result.json")["top1"]
     return {seed: found[seed] for seed in sorted(found)}
 
 
 def _comparison(grid: Path, connection: str) -> list[dict]:
     if not (grid / _STUDY).is_file() or not (grid / "results.json").is_file():
         return []
-    if _read_json(grid / "results.json").get("study", {}).get("name") != "compare":
+    rows = comparison_rows(read_json(grid / "results.json"))
+    return rows if connection in [row["connection"] for row in rows] else []
+
+
+def comparison_rows(results: Mapping[str, Any]) -> list[dict]:
+    """The table of `timm-ortho compare`, out of what its `results.json` holds; [] out of another study's."""
+    study = results.get("study") or {}
+    if study.get("name") != "compare":
         return []
-    summary = read_comparison(grid / "results.json")["summary"]
-    return summary if connection in [row["connection"] for row in summary] else []
+    return [
+        {"connection": row["cell"]["connection"], "baseline": study["baseline"]["connection"], "seeds": row["seeds"],
+         "top1_mean": row["mean"], "top1_std": row["std"], "difference": row["difference"]}
+        for row in results["summary"] if row["measure"] == "top1"]
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; a PublishError where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ server that is silent, and then says "check your connection" whatever the cause.
 """
 import re
 import threading
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Optional, Type, TypeVar
 
@@ -18,7 +19,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-__all__ = ["LIMIT", "WeightsError", "check_repo_id", "scrubbed", "short", "told", "within_patience"]
+from .._checks import short
+
+__all__ = ["LIMIT", "WeightsError", "check_repo_id", "scrubbed", "told", "within_patience"]
 
 LIMIT = 5.0  # seconds that the Hub has for its answer
 PATIENCE = 7.0  # seconds for all around it too: looking up its name, and what the client asks of its own accord
@@ -44,23 +47,16 @@ def check_repo_id(repo_id: str, kind: Type[Exception], otherwise: str = "") -> N
 
 def within_patience(function: Callable[[], T]) -> T:
     """``function()``, or a TimeoutError after PATIENCE: looking up a host's name takes no limit of its own."""
-    results: List[T] = []
-    errors: List[BaseException] = []
+    answer: Future[T] = Future()
 
     def call() -> None:
         try:
-            results.append(function())
-        except BaseException as error:  # noqa: BLE001  raised below, in the thread that waits
-            errors.append(error)
+            answer.set_result(function())
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"nothing within {PATIENCE:g} s")
-    return results[0]
+    threading.Thread(target=call, daemon=True).start()
+    return answer.result(PATIENCE)
 
 
 @contextmanager
@@ -161,9 +157,3 @@ def scrubbed(text: str, token: Optional[str]) -> str:
         text = text.replace(secret, "***")
     text = re.sub(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}", "***", text)
     return re.sub(r"(?<=://)[^/@\s]+@", "***@", text)
-
-
-def short(error: BaseException) -> str:
-    """The error's text in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__

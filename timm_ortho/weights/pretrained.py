@@ -36,17 +36,12 @@ def weights_file(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
-def _shipped(name: str) -> Dict[str, Any]:
-    return dict(file=str(weights_file(name)), label_names=tuple("0123456789"))
-
-
-_SHIPPED = ("vit_test_ortho", "vit_test_orthog", "vit_test_linear")
-
 # model: tag: what its configuration has beyond the architecture's
 _OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
     **{f"vit_base_{name}": {"authors_in1k": dict(
         hf_hub_id=f"BootsofLagrangian/{name}-vit-b-imagenet1k-hf", **_AUTHORS)} for name in ("ortho", "linear")},
-    **{name: {"digits": _shipped(f"{name}.digits")} for name in _SHIPPED},
+    **{name: {"digits": dict(file=str(weights_file(f"{name}.digits")), label_names=tuple("0123456789"))}
+       for name in ("vit_test_ortho", "vit_test_orthog", "vit_test_linear")},
 }
 
 
