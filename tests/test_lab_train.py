@@ -29,7 +29,7 @@ from tiny_study import (
     written,
 )
 
-from timm_ortho.lab import LabError, data, plan, recipe, run, train, write_json
+from timm_ortho.lab import LabError, data, features, plan, recipe, run, train, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 
 # timm's ImageDataset leaves the closing of its files to the garbage collector.
@@ -310,8 +310,9 @@ def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("timm_ortho.lab.features.np.save", save)
+    monkeypatch.setattr("timm_ortho.lab.features.representation.features", lambda model, batches: torch.rand(4, 3))
     with pytest.raises(OSError, match="No space left"):
-        features.measure_features(torch.nn.Identity(), [torch.rand(4, 3)], tmp_path)
+        features.measure_features(torch.nn.Identity(), [], tmp_path)
     assert not list(tmp_path.iterdir())
 
 

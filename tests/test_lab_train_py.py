@@ -124,6 +124,9 @@ def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
         assert "fits no cell of these studies" in said
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: give the --output of timm-ortho study or compare" in capsys.readouterr().err
+    (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # trained without a validation split
+    assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+    assert "has epochs without eval_top1 in its summary.csv" in capsys.readouterr().err
     (hand / "summary.csv").unlink()
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert "is no study's output, nor a run of train.py (args.yaml, summary.csv)" in capsys.readouterr().err

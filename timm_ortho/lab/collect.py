@@ -7,7 +7,7 @@ from ..models._build import SUFFIXES
 from ..runs.folders import read_history
 from . import LabError, aligned
 from .features import add_cka
-from .folder import RESULT, RunPlan, history, read_json, read_lines, read_yaml, state
+from .folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
 from .plan import STUDY, read
 from .recipe import base_name
 
@@ -74,6 +74,8 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
     rows = read_history(folder)
     if not (folder / "args.yaml").is_file() or not rows:
         raise LabError(f"{folder} is no study's output, nor a run of train.py (args.yaml, summary.csv)")
+    if not all("eval_top1" in row for row in rows):
+        raise LabError(f"{folder} has epochs without eval_top1 in its summary.csv, so there is no accuracy to report")
     options = read_yaml(folder / "args.yaml")
     suffix = options["model"].removeprefix(base_name(options["model"]))
     connection = (options.get("model_kwargs") or {}).get("connection") or SUFFIXES.get(suffix, "linear")
@@ -99,12 +101,10 @@ def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bo
 
 def _recorded(
         folder: Path, options: Mapping[str, Any], rows: Sequence[dict], place: Mapping[str, Any], data: str) -> dict:
-    last, best = rows[-1], max(rows, key=lambda row: row["eval_top1"])
     return {
         "model": options["model"], "cell": place["cell"], "connection": place["connection"],
-        "seed": options["seed"], "dataset": data, "trainer": "train.py", "epochs": len(rows), "top1": last["eval_top1"],
-        "top5": last["eval_top5"], "loss": last["eval_loss"], "best_top1": best["eval_top1"],
-        "best_epoch": best["epoch"], "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
+        "seed": options["seed"], "dataset": data, "trainer": "train.py", "epochs": len(rows), **figures_of(rows),
+        "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
         "made_with": {"command": f"by hand, in {folder}"},
     }
 

@@ -29,8 +29,8 @@ from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 
 __all__ = [
-    "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "history", "last_words", "read_json", "read_lines",
-    "read_yaml", "state", "work_on",
+    "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "figures_of", "history", "last_words", "read_json",
+    "read_lines", "read_yaml", "state", "top1_text", "work_on",
 ]
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a plan of many runs has many options
@@ -184,6 +184,14 @@ def history(folder: Path, plan: RunPlan) -> list[dict]:
     return list({row["epoch"]: row for row in rows}.values())
 
 
+def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run's epochs come to: accuracy and loss after the last one, and the best accuracy."""
+    last = rows[-1]
+    best = max((row for row in rows if row["eval_top1"] is not None), key=lambda row: row["eval_top1"])
+    return {"top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
+            "best_top1": best["eval_top1"], "best_epoch": best["epoch"]}
+
+
 @contextmanager
 def work_on(folder: Path) -> Iterator[None]:
     """Inside it nobody else trains the run; a LabError if somebody does."""
@@ -219,12 +227,12 @@ def state(folder: Path) -> tuple[str, str]:
     """
     result = read_json(folder / RESULT)
     if result is not None:
-        return "finished", _top1(result["top1"])
+        return "finished", top1_text(result["top1"])
     if not (folder / PLAN).is_file():  # of a study whose finished runs alone were brought here
         return "waiting", ""
     plan, sessions = RunPlan.read(folder), read_json(folder / SESSIONS) or []
     rows = history(folder, plan)
-    done = f"epoch {len(rows)} of {plan.epochs}" + (f", {_top1(rows[-1].get('eval_top1'))}" if rows else "")
+    done = f"epoch {len(rows)} of {plan.epochs}" + (f", {top1_text(rows[-1].get('eval_top1'))}" if rows else "")
     if _is_at_work(folder):
         return "running", done
     if sessions and sessions[-1].get("error"):
@@ -239,5 +247,5 @@ def last_words(folder: Path) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if line.strip() and "timm-ortho: " not in line), "")
 
 
-def _top1(value: Optional[float]) -> str:
+def top1_text(value: Optional[float]) -> str:
     return "top-1 unknown" if value is None else f"top-1 {value:.2f} %"

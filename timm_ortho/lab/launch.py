@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .._compat import submission_script
 from . import LabError, run as run_module
-from .folder import LOG, RESULT, SESSIONS, RunPlan, history, last_words, read_json
+from .folder import LOG, RESULT, SESSIONS, RunPlan, history, last_words, read_json, top1_text
 from .train_py import die_with_parent
 
 __all__ = ["ATTEMPTS", "Slurm", "local"]
@@ -56,7 +56,7 @@ class _Progress:
         self.finished.add(name)
         result = read_json(self.root / name / RESULT)
         seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
-        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: top-1 {result['top1']:.2f} %{seconds}")
+        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
 
 
 def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
