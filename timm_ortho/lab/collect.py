@@ -22,9 +22,7 @@ def collect(folders: Sequence[Path]) -> list[Part]:
     """
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
-    if not studies:
-        raise LabError(f"{folders[0]} has no {STUDY}: give the --output of timm-ortho study or compare")
-    plans = [(folder, read(folder)) for folder in studies]
+    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without any, `read` says what is missing
     parts = [_of_study(folder, values) for folder, values in plans]
     for folder in by_hand:
         number, run = _by_hand(folder, plans)
