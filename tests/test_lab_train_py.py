@@ -113,6 +113,19 @@ def test_a_run_by_hand_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("2 runs in report\n")
 
 
+def test_epochs_without_validation_have_no_row(unfinished, tmp_path):
+    """timm's train.py with `val_interval`, of a study and by hand."""
+    folder = unfinished / "linear-seed0"
+    hand = by_hand(unfinished, tmp_path / "hand")
+    for place in (folder, hand):
+        header, _, *rows = (place / "summary.csv").read_text().splitlines(keepends=True)
+        (place / "summary.csv").write_text("".join([header, *rows]))
+    (folder / "result.json").unlink()
+    assert [run.run(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
+    (_, runs, _), = collect.collect([unfinished, hand])
+    assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
+
+
 def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([

@@ -84,7 +84,8 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
             plan = RunPlan.read(root / place["run"])
             if len(plan.stages) == 1 and _fits(options, rows, plan):
                 return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
-    raise LabError(f"{folder} ({options['model']}, {connection}, {len(rows)} epochs) fits no cell of these studies")
+    epochs = figures_of(rows)["epochs"]
+    raise LabError(f"{folder} ({options['model']}, {connection}, {epochs} epochs) fits no cell of these studies")
 
 
 def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bool:
@@ -93,7 +94,7 @@ def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bo
     same = ("dataset", "opt", "lr", "weight_decay", "sched", "img_size", "mixup", "cutmix", "smoothing")
     kwargs = [{key: value for key, value in (values.get("model_kwargs") or {}).items() if key != "connection"}
               for values in (options, there)]
-    return (base_name(options["model"]) == base_name(there["model"]) and len(rows) == epochs
+    return (base_name(options["model"]) == base_name(there["model"]) and figures_of(rows)["epochs"] == epochs
             and all(options.get(key) == there.get(key) for key in same) and kwargs[0] == kwargs[1])
 
 
@@ -101,7 +102,7 @@ def _recorded(
         folder: Path, options: Mapping[str, Any], rows: Sequence[dict], place: Mapping[str, Any], data: str) -> dict:
     return {
         "model": options["model"], "cell": place["cell"], "connection": place["connection"],
-        "seed": options["seed"], "dataset": data, "trainer": "train.py", "epochs": len(rows), **figures_of(rows),
+        "seed": options["seed"], "dataset": data, "trainer": "train.py", **figures_of(rows),
         "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
         "made_with": {"command": f"by hand, in {folder}"},
     }

@@ -185,11 +185,16 @@ def history(folder: Path, plan: RunPlan) -> list[dict]:
 
 
 def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a run's epochs come to: accuracy and loss after the last one, and the best accuracy."""
+    """What a run's epochs come to: accuracy and loss after the last one, and the best accuracy.
+
+    With timm's `val_interval` not every epoch has a row, but the last one does.
+    """
     last = rows[-1]
     best = max((row for row in rows if row["eval_top1"] is not None), key=lambda row: row["eval_top1"])
-    return {"top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
-            "best_top1": best["eval_top1"], "best_epoch": best["epoch"]}
+    return {
+        "epochs": last["epoch"] + 1, "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
+        "best_top1": best["eval_top1"], "best_epoch": best["epoch"],
+    }
 
 
 @contextmanager

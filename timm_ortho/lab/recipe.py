@@ -42,13 +42,13 @@ LOOP = frozenset("""
     reprob remode recount mixup cutmix cutmix_minmax mixup_prob
     mixup_switch_prob mixup_mode mixup_off_epoch smoothing train_interpolation drop drop_path drop_block bn_momentum
     bn_eps model_ema model_ema_decay model_ema_warmup
-    seed worker_seeding checkpoint_hist workers pin_mem no_prefetcher eval_metric
+    seed worker_seeding workers pin_mem no_prefetcher
 """.split())
 
-# One process, no logging service, and an output folder that compare names itself.
+# One process, no logging service, an output folder that compare names itself, and the last checkpoint alone.
 INERT = frozenset("""
     output experiment log_interval recovery_interval save_images log_wandb wandb_project wandb_tags wandb_resume_id
-    local_rank dist_bn no_ddp_bb synchronize_step
+    local_rank dist_bn no_ddp_bb synchronize_step checkpoint_hist eval_metric
 """.split())
 
 # train.py's parser takes one number, but hands a list that stands in the YAML on to timm.data, which knows both.

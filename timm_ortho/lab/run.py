@@ -135,7 +135,7 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     """The run's figures, and its model as the last checkpoint has it."""
     rows = history(folder, plan)
     known = sum(row["eval_top1"] is not None for row in rows)
-    if len(rows) < plan.epochs or not known:
+    if not known or rows[-1]["epoch"] + 1 < plan.epochs:
         raise LabError(f"{folder} has {known} of {plan.epochs} epochs, and its training has ended: see {LOG}")
     checkpoint = load_checkpoint(folder / plan.stages[-1].folder / "last.pth.tar")
     options = Namespace(**{**vars(checkpoint["args"]), "pretrained": False, "initial_checkpoint": ""})
@@ -144,7 +144,7 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     speeds = sorted(row["images_per_second"] for row in rows if row.get("images_per_second"))
     seconds = [row["seconds"] for row in rows if row.get("seconds")]
     return {
-        "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed, "epochs": plan.epochs,
+        "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **figures_of(rows),
         "images_per_second": speeds[len(speeds) // 2] if speeds else None,  # the median epoch
