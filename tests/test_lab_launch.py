@@ -379,3 +379,10 @@ def test_gpus_are_shared_by_the_labs_runs_and_divided_among_those_of_train_py(
         launch._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
     named = {"one": RunPlan("lab", [Stage(".", {"device": "cuda:1"})])}
     assert launch._slots(named, 2) == [{}, {}]
+
+
+def test_a_result_without_accuracy_is_said(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')
+    launch._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
+    assert "[1/1] a: top-1 unknown" in capsys.readouterr().err

@@ -434,6 +434,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("given", "message"), [
     (dict(model="vit_smal"), r"no orthogonal variant of 'vit_smal'; the nearest are vit_small,"),
     (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
+    (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': there is no 'gleu'"),
     (dict(model_kwargs={"connection_eps": 0}), r"eps must be positive"),
     (dict(model_kwargs={"connection": "feature"}), r"use --connections"),
     (dict(connections=["linear", "featur"]),

@@ -99,6 +99,11 @@ def test_every_option_of_timm_is_answered(capsys):
         assert vars(options)[key] == value
 
 
+@pytest.mark.parametrize("key", ["checkpoint_hist", "eval_metric"])
+def test_the_loop_keeps_the_last_checkpoint_whatever_is_best(key):
+    assert key in recipe.INERT - recipe.LOOP
+
+
 def test_timms_own_args_are_a_recipe(capsys):
     everything = {key: option["default"] for key, option in recipe.known_options().items()}
     assert recipe.resolve(everything).opt == "sgd"

@@ -29,7 +29,7 @@ from tiny_study import (
     written,
 )
 
-from timm_ortho.lab import LabError, data, plan, recipe, run, train, write_json
+from timm_ortho.lab import LabError, data, features, plan, recipe, run, train, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 
 # timm's ImageDataset leaves the closing of its files to the garbage collector.
@@ -268,7 +268,6 @@ def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, 
     assert line == (f"timm-ortho: cannot write in {folder} (No space left on device): make room, or see to the folder; "
                     "the same command again continues from the last checkpoint")
     assert not list(folder.glob(".*partial"))
-    assert not (folder / "tmp.pth.tar").exists()
     run.run(folder)
     assert_same_run(folder, whole)
 
@@ -302,7 +301,19 @@ def test_checkpoint_that_torch_cannot_write_whole(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("timm_ortho.lab.train.torch.save", save)
     assert run.main([str(folder)]) == 2
     assert "cannot write in" in capsys.readouterr().err.splitlines()[-1]
-    assert not (folder / "tmp.pth.tar").exists()
+    assert not list(folder.glob(".*partial"))
+
+
+def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):
+    def save(file, _):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("timm_ortho.lab.features.np.save", save)
+    monkeypatch.setattr("timm_ortho.lab.features.representation.features", lambda model, batches: torch.rand(4, 3))
+    with pytest.raises(OSError, match="No space left"):
+        features.measure_features(torch.nn.Identity(), [], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -113,6 +113,19 @@ def test_a_run_by_hand_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("2 runs in report\n")
 
 
+def test_epochs_without_validation_have_no_row(unfinished, tmp_path):
+    """timm's train.py with `val_interval`, of a study and by hand."""
+    folder = unfinished / "linear-seed0"
+    hand = by_hand(unfinished, tmp_path / "hand")
+    for place in (folder, hand):
+        header, _, *rows = (place / "summary.csv").read_text().splitlines(keepends=True)
+        (place / "summary.csv").write_text("".join([header, *rows]))
+    (folder / "result.json").unlink()
+    assert [run.run(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
+    (_, runs, _), = collect.collect([unfinished, hand])
+    assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
+
+
 def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([
@@ -124,6 +137,9 @@ def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
         assert "fits no cell of these studies" in said
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: give the --output of timm-ortho study or compare" in capsys.readouterr().err
+    (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # trained without a validation split
+    assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+    assert "has epochs without eval_top1 in its summary.csv" in capsys.readouterr().err
     (hand / "summary.csv").unlink()
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert "is no study's output, nor a run of train.py (args.yaml, summary.csv)" in capsys.readouterr().err

@@ -16,12 +16,19 @@ folders that they leave.
 import difflib
 import json
 import os
+from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Iterable, Iterator
+
+import yaml
 
 from .._checks import aligned, without_nan
 
-__all__ = ["LabError", "aligned", "check_names", "one_line", "write_json", "write_text"]
+__all__ = [
+    "LabError", "aligned", "check_names", "nearest", "one_line", "read_user_yaml", "shipped_files", "whole_file",
+    "write_json", "write_text",
+]
 
 
 class LabError(ValueError):
@@ -39,22 +46,45 @@ def check_names(given: Iterable[Any], known: Iterable[Any], where: str, what: st
     """Raises a LabError that has the nearest known name if a given one is not known."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), map(str, known), n=1, cutoff=0.0)
-            raise LabError(f"{where} has no {what} '{name}'; the nearest is '{near[0]}'")
+            raise LabError(f"{where} has no {what} '{name}'; the nearest is '{nearest(name, known)[0]}'")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: whoever finds `path` finds all of it, whenever the process dies."""
+def nearest(name: Any, known: Iterable[Any], count: int = 1) -> list[str]:
+    """The known names that are most like a given one."""
+    return difflib.get_close_matches(str(name), map(str, known), n=count, cutoff=0.0)
+
+
+def shipped_files(folder: str) -> dict[str, Path]:
+    """The YAML files in a folder of this package, by name."""
+    return {path.stem: path for path in sorted(Path(str(files(__package__).joinpath(folder))).glob("*.yaml"))}
+
+
+def read_user_yaml(path: Path, what: str) -> Any:
+    """What somebody wrote; a LabError that says `what` it was to be if that is not YAML."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LabError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes the name `path` at the end: whoever finds `path` finds all of it."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
+        yield partial
+    except BaseException:
         partial.unlink(missing_ok=True)  # on a full disk every block counts
         raise
     os.replace(partial, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, whenever the process or the machine dies."""
+    with whole_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:

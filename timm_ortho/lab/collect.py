@@ -7,7 +7,7 @@ from ..models._build import SUFFIXES
 from ..runs.folders import read_history
 from . import LabError, aligned
 from .features import add_cka
-from .folder import RESULT, RunPlan, history, read_json, read_lines, read_yaml, state
+from .folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
 from .plan import STUDY, read
 from .recipe import base_name
 
@@ -22,9 +22,7 @@ def collect(folders: Sequence[Path]) -> list[Part]:
     """
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
-    if not studies:
-        raise LabError(f"{folders[0]} has no {STUDY}: give the --output of timm-ortho study or compare")
-    plans = [(folder, read(folder)) for folder in studies]
+    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without any, `read` says what is missing
     parts = [_of_study(folder, values) for folder, values in plans]
     for folder in by_hand:
         number, run = _by_hand(folder, plans)
@@ -74,6 +72,8 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
     rows = read_history(folder)
     if not (folder / "args.yaml").is_file() or not rows:
         raise LabError(f"{folder} is no study's output, nor a run of train.py (args.yaml, summary.csv)")
+    if not all("eval_top1" in row for row in rows):
+        raise LabError(f"{folder} has epochs without eval_top1 in its summary.csv, so there is no accuracy to report")
     options = read_yaml(folder / "args.yaml")
     suffix = options["model"].removeprefix(base_name(options["model"]))
     connection = (options.get("model_kwargs") or {}).get("connection") or SUFFIXES.get(suffix, "linear")
@@ -84,7 +84,8 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
             plan = RunPlan.read(root / place["run"])
             if len(plan.stages) == 1 and _fits(options, rows, plan):
                 return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
-    raise LabError(f"{folder} ({options['model']}, {connection}, {len(rows)} epochs) fits no cell of these studies")
+    epochs = figures_of(rows)["epochs"]
+    raise LabError(f"{folder} ({options['model']}, {connection}, {epochs} epochs) fits no cell of these studies")
 
 
 def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bool:
@@ -93,18 +94,16 @@ def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bo
     same = ("dataset", "opt", "lr", "weight_decay", "sched", "img_size", "mixup", "cutmix", "smoothing")
     kwargs = [{key: value for key, value in (values.get("model_kwargs") or {}).items() if key != "connection"}
               for values in (options, there)]
-    return (base_name(options["model"]) == base_name(there["model"]) and len(rows) == epochs
+    return (base_name(options["model"]) == base_name(there["model"]) and figures_of(rows)["epochs"] == epochs
             and all(options.get(key) == there.get(key) for key in same) and kwargs[0] == kwargs[1])
 
 
 def _recorded(
         folder: Path, options: Mapping[str, Any], rows: Sequence[dict], place: Mapping[str, Any], data: str) -> dict:
-    last, best = rows[-1], max(rows, key=lambda row: row["eval_top1"])
     return {
         "model": options["model"], "cell": place["cell"], "connection": place["connection"],
-        "seed": options["seed"], "dataset": data, "trainer": "train.py", "epochs": len(rows), "top1": last["eval_top1"],
-        "top5": last["eval_top5"], "loss": last["eval_loss"], "best_top1": best["eval_top1"],
-        "best_epoch": best["epoch"], "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
+        "seed": options["seed"], "dataset": data, "trainer": "train.py", **figures_of(rows),
+        "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
         "made_with": {"command": f"by hand, in {folder}"},
     }
 

@@ -32,7 +32,7 @@ _FOLDERS = {
     "qmnist": "QMNIST/raw",
     "fashion_mnist": "FashionMNIST/raw",
 }
-_NO_ROOT = ("digits", "hfds/", "hfids/", "tfds/", "wds/")  # found without a folder
+_READERS = ("hfds", "hfids", "tfds", "wds")  # that find their data sets without a folder
 
 
 class Digits(Dataset):
@@ -102,7 +102,8 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
         hold_out: Validate on so many images of the training split, evenly spaced and left out of training, so that
             choices (a learning rate, an epoch) are not made on the test images. 0 validates on the validation split.
     """
-    if options.dataset != "digits" and not options.data_dir and not options.dataset.startswith(_NO_ROOT):
+    kind = options.dataset.partition("/")[0]
+    if not options.data_dir and kind not in ("digits", *_READERS):
         name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
     train = _open(options, options.train_split, True)
@@ -174,7 +175,7 @@ def _where(options: Namespace) -> str:
     if kind == "torch":
         known = ", ".join(f"torch/{name}" for name in _FOLDERS)
         return f"timm looks in {root} for torchvision's files; without a download it knows {known}"
-    if kind in ("hfds", "hfids", "tfds", "wds"):
+    if kind in _READERS:
         return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
     return f"timm looks for class folders in {Path(root) / 'train'} and {Path(root) / 'val'} (or validation)"
 
@@ -182,7 +183,7 @@ def _where(options: Namespace) -> str:
 def _refuse_same_images(options: Namespace, train: Any, validation: Any) -> None:
     """timm reads the whole folder for a split that has no folder of its own: validation would be on training images."""
     roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
-    folders = options.dataset.partition("/")[0] not in ("torch", "hfds", "hfids", "tfds", "wds", "digits")
+    folders = options.dataset.partition("/")[0] not in ("digits", "torch", *_READERS)
     if folders and roots[0] is not None and os.path.realpath(roots[0]) == os.path.realpath(roots[1]):
         raise LabError(f"training and validation images would both come from {roots[0]}: {_where(options)}")
 

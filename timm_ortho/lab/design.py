@@ -28,18 +28,14 @@ A value of an axis may change timm's options, `model`, `recipe` and `connections
 only one of this cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
 `connection_` are arguments of the model. What a scale or a value says of `model_kwargs` joins what was said before.
 """
-import difflib
 import itertools
 import re
 from argparse import Namespace
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-import yaml
-
-from . import LabError, check_names, recipe
+from . import LabError, check_names, nearest, read_user_yaml, recipe, shipped_files
 from .paper import architecture
 
 __all__ = ["SCALES", "Design", "Variant", "load", "has_scale", "shipped", "timm_name"]
@@ -167,8 +163,7 @@ class Design:
 # ------------------------------------------------------------------------------------------ from the file
 def shipped() -> dict[str, Path]:
     """The studies that come with the package, by name."""
-    folder = Path(str(files(__package__).joinpath("studies")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return shipped_files("studies")
 
 
 def load(name: str, scale: str) -> Design:
@@ -191,12 +186,9 @@ def _read(name: str, extending: Sequence[Path] = ()) -> Any:
     """What a study's file says, with what it extends below."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
-        near = difflib.get_close_matches(name, shipped(), n=1, cutoff=0.0)
-        raise LabError(f"there is no study '{name}'; the nearest is '{near[0]}' (timm-ortho study list)")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LabError(f"study '{path.stem}' is not YAML: {' '.join(str(error).split())}") from None
+        raise LabError(f"there is no study '{name}'; the nearest is '{nearest(name, shipped())[0]}' (timm-ortho study "
+                       "list)")
+    values = read_user_yaml(path, f"study '{path.stem}'")
     if isinstance(values, dict) and "extends" in values:
         base = str(values.pop("extends"))
         if path.resolve() in extending:
@@ -321,7 +313,7 @@ def timm_name(dataset: str) -> str:
         return dataset
     if dataset in _TIMM_NAMES:
         return _TIMM_NAMES[dataset]
-    near = difflib.get_close_matches(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], n=2, cutoff=0.0)
+    near = nearest(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2)
     raise LabError(f"there is no data set '{dataset}'; the nearest are {' and '.join(near)}. timm's others have a "
                    "prefix (torch/, tfds/, hfds/, wds/), and '' with --data-dir is a folder of images")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..diagnostics import representation
-from . import LabError
+from . import LabError, whole_file
 
 __all__ = ["add_cka", "measure_features"]
 
@@ -23,10 +23,8 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
     """`effective_rank`, `spectral_entropy` and `feature_std` of a model's features, which it stores in the folder."""
     features = representation.features(model, batches).float()
     largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    partial = folder / f".{_FILE}.partial"
-    with open(partial, "wb") as file:
+    with whole_file(folder / _FILE) as partial, open(partial, "wb") as file:
         np.save(file, (features / largest).half().numpy())
-    partial.replace(folder / _FILE)
     return representation.summary(features)
 
 

@@ -29,8 +29,8 @@ from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 
 __all__ = [
-    "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "history", "last_words", "read_json", "read_lines",
-    "read_yaml", "state", "work_on",
+    "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "figures_of", "history", "last_session", "last_words",
+    "read_json", "read_lines", "read_yaml", "state", "top1_text", "work_on",
 ]
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a plan of many runs has many options
@@ -184,6 +184,19 @@ def history(folder: Path, plan: RunPlan) -> list[dict]:
     return list({row["epoch"]: row for row in rows}.values())
 
 
+def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run's epochs come to: accuracy and loss after the last one, and the best accuracy.
+
+    With timm's `val_interval` not every epoch has a row, but the last one does.
+    """
+    last = rows[-1]
+    best = max((row for row in rows if row["eval_top1"] is not None), key=lambda row: row["eval_top1"])
+    return {
+        "epochs": last["epoch"] + 1, "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
+        "best_top1": best["eval_top1"], "best_epoch": best["epoch"],
+    }
+
+
 @contextmanager
 def work_on(folder: Path) -> Iterator[None]:
     """Inside it nobody else trains the run; a LabError if somebody does."""
@@ -191,7 +204,7 @@ def work_on(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=5)  # whoever asks for the state of the run holds it for a moment
     except Timeout:
-        last = (read_json(folder / SESSIONS) or [{}])[-1]
+        last = last_session(folder)
         raise LabError(f"another process is at work in {folder} ({last.get('pid', '?')} on {last.get('host', '?')}): "
                        "wait for it, or stop it") from None
     except NotImplementedError:  # a file system without locks
@@ -219,17 +232,22 @@ def state(folder: Path) -> tuple[str, str]:
     """
     result = read_json(folder / RESULT)
     if result is not None:
-        return "finished", _top1(result["top1"])
+        return "finished", top1_text(result["top1"])
     if not (folder / PLAN).is_file():  # of a study whose finished runs alone were brought here
         return "waiting", ""
-    plan, sessions = RunPlan.read(folder), read_json(folder / SESSIONS) or []
+    plan, session = RunPlan.read(folder), last_session(folder)
     rows = history(folder, plan)
-    done = f"epoch {len(rows)} of {plan.epochs}" + (f", {_top1(rows[-1].get('eval_top1'))}" if rows else "")
+    done = f"epoch {len(rows)} of {plan.epochs}" + (f", {top1_text(rows[-1].get('eval_top1'))}" if rows else "")
     if _is_at_work(folder):
         return "running", done
-    if sessions and sessions[-1].get("error"):
-        return "failed", f"{sessions[-1]['error']}; {last_words(folder)}"
-    return ("stopped", done) if sessions else ("waiting", "")
+    if session.get("error"):
+        return "failed", f"{session['error']}; {last_words(folder)}"
+    return ("stopped", done) if session else ("waiting", "")
+
+
+def last_session(folder: Path) -> dict:
+    """What `sessions.json` says of the last session, {} before the first; one that was interrupted has no `error`."""
+    return (read_json(folder / SESSIONS) or [{}])[-1]
 
 
 def last_words(folder: Path) -> str:
@@ -239,5 +257,5 @@ def last_words(folder: Path) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if line.strip() and "timm-ortho: " not in line), "")
 
 
-def _top1(value: Optional[float]) -> str:
+def top1_text(value: Optional[float]) -> str:
     return "top-1 unknown" if value is None else f"top-1 {value:.2f} %"

@@ -13,14 +13,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 from tqdm import tqdm
 
 from .._compat import submission_script
 from . import LabError, run as run_module
-from .folder import LOG, RESULT, SESSIONS, RunPlan, history, last_words, read_json
+from .folder import LOG, RESULT, RunPlan, history, last_session, last_words, read_json, top1_text
 from .train_py import die_with_parent
 
 __all__ = ["ATTEMPTS", "Slurm", "local"]
@@ -56,7 +56,7 @@ class _Progress:
         self.finished.add(name)
         result = read_json(self.root / name / RESULT)
         seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
-        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: top-1 {result['top1']:.2f} %{seconds}")
+        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
 
 
 def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
@@ -88,7 +88,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 name, slot = at_work.pop(process)
                 slots.append(slot)
                 attempts[name] += 1
-                error, ended = _error(root / name), _exit(process.exitcode)
+                error, ended = last_session(root / name).get("error"), _exit(process.exitcode)
                 if (root / name / RESULT).is_file():
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
@@ -146,11 +146,6 @@ def _end_with_launcher() -> None:
 
 def _exit(status: int) -> str:
     return f"ended with exit status {status}" if status >= 0 else f"was killed ({signal.Signals(-status).name})"
-
-
-def _error(folder: Path) -> Optional[str]:
-    """With which the last session ended, None if it was interrupted or there was none."""
-    return (read_json(folder / SESSIONS) or [{}])[-1].get("error")
 
 
 @dataclass
@@ -222,7 +217,7 @@ class Slurm:
         while True:
             in_queue, todo = self._in_queue(root), []
             for name in (name for name in waiting(root, runs) if name not in in_queue and name not in progress.failed):
-                error = _error(root / name)
+                error = last_session(root / name).get("error")
                 if attempts[name] >= ATTEMPTS or (attempts[name] and error):
                     progress.fail(name, error or f"its process {_exit(1)}")
                 else:

@@ -14,9 +14,10 @@ import hashlib
 import inspect
 import json
 from argparse import Namespace
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
 import yaml
@@ -302,7 +303,7 @@ def _check_model(options: Namespace, connection: str) -> None:
         trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
         return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)
 
-    try:
+    with _refused(f"{options.model} with connection '{connection}'"):
         model = build()
         if options.img_size is None and options.input_size is None:
             options.img_size = options.model_kwargs.get("img_size")
@@ -313,9 +314,19 @@ def _check_model(options: Namespace, connection: str) -> None:
             model = build()
         with torch.no_grad():
             model.eval()(torch.zeros(2, channels, height, width))
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise LabError(f"{options.model} with connection '{connection}': {reason}") from None
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Options that timm or torch cannot take are a LabError that says what they were for."""
+    try:
+        yield
+    except LabError:
+        raise
+    except KeyError as error:  # as timm's tables of layers raise
+        raise LabError(f"{what}: there is no {error}") from None
+    except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
+        raise LabError(f"{what}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
 
 def _takes_img_size(model: torch.nn.Module) -> bool:
@@ -331,13 +342,8 @@ def _check_runs(runs: Mapping[str, RunPlan], places: Sequence[dict], seed: int, 
         options = Namespace(**stage.options)
         if options.epochs < 1:
             raise LabError(f"epochs must be at least 1, got {options.epochs}")
-        try:
+        with _refused("timm cannot make a run of these options"):
             Training(runs[name], stage, Path(), source, options)
-        except LabError:
-            raise
-        except (ValueError, TypeError, RuntimeError, AssertionError, KeyError, OSError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise LabError(f"timm cannot make a run of these options: {reason}") from None
 
 
 def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None:

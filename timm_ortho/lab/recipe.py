@@ -5,7 +5,6 @@ The lab's loop knows a part of them, `LOOP`. It has no use for what changes only
 refuses the others unless they stand at timm's defaults.
 """
 import argparse
-import difflib
 import importlib
 import importlib.util
 import json
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 import timm
-import yaml
 
 from ..models._build import SUFFIXES
-from . import LabError, check_names, one_line
+from . import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 
 __all__ = [
     "base_name", "find", "import_modules", "known_options", "load", "of_script", "resolve", "resolve_variant",
@@ -44,13 +42,13 @@ LOOP = frozenset("""
     reprob remode recount mixup cutmix cutmix_minmax mixup_prob
     mixup_switch_prob mixup_mode mixup_off_epoch smoothing train_interpolation drop drop_path drop_block bn_momentum
     bn_eps model_ema model_ema_decay model_ema_warmup
-    seed worker_seeding checkpoint_hist workers pin_mem no_prefetcher eval_metric
+    seed worker_seeding workers pin_mem no_prefetcher
 """.split())
 
-# One process, no logging service, and an output folder that compare names itself.
+# One process, no logging service, an output folder that compare names itself, and the last checkpoint alone.
 INERT = frozenset("""
     output experiment log_interval recovery_interval save_images log_wandb wandb_project wandb_tags wandb_resume_id
-    local_rank dist_bn no_ddp_bb synchronize_step
+    local_rank dist_bn no_ddp_bb synchronize_step checkpoint_hist eval_metric
 """.split())
 
 # train.py's parser takes one number, but hands a list that stands in the YAML on to timm.data, which knows both.
@@ -70,8 +68,7 @@ def known_options() -> Mapping[str, Mapping[str, Any]]:
 
 def shipped() -> dict[str, Path]:
     """The recipes that come with the package, by name."""
-    folder = Path(str(files(__package__).joinpath("recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return shipped_files("recipes")
 
 
 def find(name: str) -> Path:
@@ -79,18 +76,13 @@ def find(name: str) -> Path:
     known = shipped()
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    raise LabError(f"there is no recipe '{name}': the nearest is '{near[0]}', timm-ortho recipe --list shows all, "
-                   "and a file of your own is given by its path")
+    raise LabError(f"there is no recipe '{name}': the nearest is '{nearest(name, known)[0]}', timm-ortho recipe --list "
+                   "shows all, and a file of your own is given by its path")
 
 
 def load(name: str) -> dict[str, Any]:
     """Reads a recipe, given as a file or as the name of a shipped one; a key that timm does not know is a LabError."""
-    path = Path(name) if Path(name).is_file() else find(name)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LabError(f"recipe '{name}' is not YAML: {' '.join(str(error).split())}") from None
+    values = read_user_yaml(Path(name) if Path(name).is_file() else find(name), f"recipe '{name}'") or {}
     if not isinstance(values, dict):
         raise LabError(f"recipe '{name}' must be a mapping of timm's train.py options, not a {type(values).__name__}")
     check_names(values, known_options(), f"recipe '{name}': timm's train.py", "option")
@@ -170,8 +162,8 @@ def _variant(base: str) -> str:
     if timm.is_model(name):
         return name
     known = [model.removesuffix("_ortho") for model in timm.list_models("*_ortho")]
-    near = difflib.get_close_matches(base, known, n=3, cutoff=0.0)
-    raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(near)} (timm-ortho list)")
+    raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(nearest(base, known, 3))} "
+                   "(timm-ortho list)")
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:

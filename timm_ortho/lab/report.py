@@ -125,15 +125,15 @@ def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, re
     Of what is given see above; `recorded` is what an earlier report found in the whole records of these runs, if they
     have fewer by now.
     """
-    return _written([Part.of(study, runs, unfinished, recorded)], Path(folder))
+    return write_many([(study, runs, unfinished, recorded)], folder)
 
 
-def write_many(parts: Sequence[tuple[dict, list[dict], list[str]]], folder: Path) -> str:
-    """One report of several studies or data sets: a section for each, and a plot of all differences."""
-    return _written([Part.of(*part) for part in parts], Path(folder))
+def write_many(given: Sequence[tuple], folder: Path) -> str:
+    """One report of several studies or data sets: a section for each, and a plot of all differences.
 
-
-def _written(parts: Sequence[Part], folder: Path) -> str:
+    Each of what is given has the arguments of `write` but for the folder.
+    """
+    parts, folder = [Part.of(*part) for part in given], Path(folder)
     single = len(parts) == 1
     title = parts[0].title if single else f"{len(parts)} studies"
     (folder / "figures").mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from ..runs.provenance import device_name, made_on
 from . import LabError, one_line, train_py, write_json
 from .data import Source, loaders, open_source
 from .features import measure_features
-from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, history, read_json, work_on
+from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, figures_of, history, read_json, work_on
 from .recipe import import_modules
 from .train import Training, build_model, data_config
 
@@ -134,21 +134,19 @@ def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
 def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     """The run's figures, and its model as the last checkpoint has it."""
     rows = history(folder, plan)
-    known = [row for row in rows if row["eval_top1"] is not None]
-    if len(rows) < plan.epochs or not known:
-        raise LabError(f"{folder} has {len(known)} of {plan.epochs} epochs, and its training has ended: see {LOG}")
+    known = sum(row["eval_top1"] is not None for row in rows)
+    if not known or rows[-1]["epoch"] + 1 < plan.epochs:
+        raise LabError(f"{folder} has {known} of {plan.epochs} epochs, and its training has ended: see {LOG}")
     checkpoint = load_checkpoint(folder / plan.stages[-1].folder / "last.pth.tar")
     options = Namespace(**{**vars(checkpoint["args"]), "pretrained": False, "initial_checkpoint": ""})
     model = build_model(options, options.num_classes, options.in_chans or 3)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
-    last, best = rows[-1], max(known, key=lambda row: row["eval_top1"])
     speeds = sorted(row["images_per_second"] for row in rows if row.get("images_per_second"))
     seconds = [row["seconds"] for row in rows if row.get("seconds")]
     return {
-        "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed, "epochs": plan.epochs,
+        "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
-        "best_top1": best["eval_top1"], "best_epoch": best["epoch"],
+        **figures_of(rows),
         "images_per_second": speeds[len(speeds) // 2] if speeds else None,  # the median epoch
         "peak_memory": max((row["peak_memory"] for row in rows if row.get("peak_memory")), default=None),
         "seconds": sum(seconds) if seconds else None,

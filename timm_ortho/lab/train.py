@@ -6,7 +6,6 @@ see the same batches whatever their connections draw, and a run that was interru
 was not.
 """
 import math
-import os
 import time
 from argparse import Namespace
 from contextlib import nullcontext, suppress
@@ -26,7 +25,7 @@ from torch import nn
 from ..connections import sites
 from ..diagnostics import record, record_dynamics
 from ..runs.folders import load_checkpoint
-from . import LabError, one_line, write_text
+from . import LabError, one_line, whole_file, write_text
 from .data import DataStream, Source, epoch_seed, loaders, mixes
 from .folder import Lines, RunPlan, Stage
 
@@ -218,18 +217,15 @@ class Training:
         return parts
 
     def _save(self, epoch: int) -> None:
-        partial_file = self.checkpoint.with_name("tmp.pth.tar")
+        checkpoint = {
+            "epoch": epoch, "arch": self.options.model, "version": 2, "args": self.options,
+            "metric": self.history.rows[-1]["eval_top1"],
+            **{name: part.state_dict() for name, part in self._parts().items()}}
         try:
-            torch.save({
-                "epoch": epoch, "arch": self.options.model, "version": 2, "args": self.options,
-                "metric": self.history.rows[-1]["eval_top1"],
-                **{name: part.state_dict() for name, part in self._parts().items()}}, partial_file)
-        except (OSError, RuntimeError) as error:
-            partial_file.unlink(missing_ok=True)  # on a full disk every block counts
-            if isinstance(error, RuntimeError):  # torch's writer has its own words for it
-                raise OSError(one_line(error)) from error
-            raise
-        os.replace(partial_file, self.checkpoint)
+            with whole_file(self.checkpoint) as partial:
+                torch.save(checkpoint, partial)
+        except RuntimeError as error:  # torch's writer has its own words for a full disk
+            raise OSError(one_line(error)) from error
 
     def _resume(self) -> int:
         """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next."""
