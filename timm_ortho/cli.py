@@ -126,7 +126,7 @@ def _add_study(commands: Any) -> None:
     plan = actions.add_parser(
         "plan", help="write and print what a study would run",
         description="Writes a folder for each run of a study, with its options and its command, and runs nothing.")
-    plan.set_defaults(act=lambda study, parsed: study.make_plan(_request(study, parsed), _slurm(study, parsed)))
+    plan.set_defaults(act=_study_plan)
     run = actions.add_parser(
         "run", help="train what a study needs, and report",
         description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C leaves a report of what is "
@@ -182,6 +182,10 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
 def _study(parsed: argparse.Namespace) -> int:
     with _lab("study") as study:
         return parsed.act(study, parsed) or 0
+
+
+def _study_plan(study: Any, parsed: argparse.Namespace) -> None:
+    study.make_plan(_request(study, parsed), _slurm(study, parsed))
 
 
 def _study_run(study: Any, parsed: argparse.Namespace) -> int:

@@ -23,10 +23,10 @@ from typing import Any, Iterable, Iterator
 
 import yaml
 
-from .._checks import aligned, without_nan
+from .._checks import without_nan
 
 __all__ = [
-    "LabError", "aligned", "check_names", "nearest", "one_line", "read_user_yaml", "shipped_files", "whole_file",
+    "LabError", "check_names", "nearest", "one_line", "read_user_yaml", "shipped_files", "whole_file",
     "write_json", "write_text",
 ]
 

@@ -3,9 +3,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
+from .._checks import aligned
 from ..models._build import SUFFIXES
 from ..runs.folders import read_history
-from . import LabError, aligned
+from . import LabError
 from .features import add_cka
 from .folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
 from .plan import STUDY, read

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from . import aligned
+from .._checks import aligned
 
 __all__ = [
     "Block", "Code", "Grid", "Heading", "Items", "Picture", "Table", "Text", "markdown", "page", "svg", "text_table",

@@ -7,7 +7,8 @@ from typing import Optional, Sequence
 
 import torch
 
-from . import LabError, aligned, cost, launch, report, write_json
+from .._checks import aligned
+from . import LabError, cost, launch, report, write_json
 from .collect import collect, status
 from .design import SCALES, Design, has_scale, load, shipped
 from .folder import RunPlan
