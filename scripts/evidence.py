@@ -351,16 +351,17 @@ def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str 
 
 FAMILY = (
     _hypothesis("H1", "F is more accurate than linear (ViT)", f"confirm_accuracy-{FASHION}", difference(),
-                equivalent=0.2),
+                equivalent=0.2, paper=of_paper("accuracy", _less("feature", "linear"), "vit_s")),
     _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
-                rates_slope(RATES)),
+                rates_slope(RATES), paper=of_paper("learning_rate_sweep", _of_rates)),
     _hypothesis("H3", "PoolFormer's loss with F is its mixer's doing", f"confirm_poolformer-{FASHION}",
                 {("pool(x)", "both", "feature"): 1.0, ("pool(x)", "nowhere", "linear"): -1.0,
                  ("pool(x) - x", "both", "feature"): -1.0, ("pool(x) - x", "nowhere", "linear"): 1.0}),
     Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
         "H4: transforms of the stream help networks of branches",
         [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)])),
-    _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0)),
+    _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0),
+                paper=of_paper("connection_switch_reinitialised", _of_switch(1, 0))),
 )
 BESIDE = (  # the same without adjustment
     _hypothesis("P1b", "F is more accurate than linear (ResNet)", f"confirm_resnet-{FASHION}", difference()),
@@ -483,14 +484,22 @@ def text() -> str:
         trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))))
 
 
-def main(check: bool, cards: Path = CARDS) -> None:
-    page = cards / "README.md"
-    before, after = replaced(page, BEGIN, END, text().strip())
-    if check:
-        if after != before:
+def readme() -> str:
+    """What README says of the hypotheses: each that is decided, with its difference."""
+    said = [f"{found.says}: {found.contrast} ({row['decision']}, {len(found.contrast.values)} seeds)"
+            for row in decided(FAMILY, holm) if (found := row["hypothesis"]).is_run]
+    return f"{len(said)} of {len(FAMILY)} run: {'; '.join(said) or 'nothing is decided'}."
+
+
+def main(check: bool, cards: Path = CARDS, root: Path = ROOT) -> None:
+    for page, made in ((cards / "README.md", text().strip()), (root / "README.md", readme())):
+        before, after = replaced(page, BEGIN, END, made)
+        if not check:
+            page.write_text(after, encoding="utf-8")
+        elif after != before:
             raise SystemExit(f"{page} says something else than the runs: python scripts/evidence.py writes it anew")
+    if check:
         return
-    page.write_text(after, encoding="utf-8")
     for title, figure in pictures().items():
         with rc_context({"svg.hashsalt": title, "svg.fonttype": "none"}):
             figure.savefig(cards / "results" / f"{title}.svg", metadata={"Date": None})

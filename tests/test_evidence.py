@@ -133,9 +133,14 @@ def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
         assert set(weights) <= {(*variant.cell.values(), variant.final_connection) for variant in variants}
 
 
-def test_the_page_is_what_the_runs_say(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "said", "changed"), [
+    ("model_cards/README.md", "411 runs", "412 runs"), ("README.md", " of 5 run", " of 6 run")])
+def test_the_pages_are_what_the_runs_say(tmp_path, page, said, changed):
     evidence.main(check=True)
-    page = (ROOT / "model_cards" / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text(page.replace("411 runs", "412 runs"))
+    for copied in ("model_cards/README.md", "README.md"):
+        (tmp_path / copied).parent.mkdir(exist_ok=True)
+        text = (ROOT / copied).read_text(encoding="utf-8")
+        assert copied != page or said in text
+        (tmp_path / copied).write_text(text.replace(said, changed) if copied == page else text)
     with pytest.raises(SystemExit, match="something else than the runs"):
-        evidence.main(check=True, cards=tmp_path)
+        evidence.main(check=True, cards=tmp_path / "model_cards", root=tmp_path)
