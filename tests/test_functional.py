@@ -308,6 +308,22 @@ def test_plain_formula_and_eager_mode_agree_bit_for_bit(weights, dtype):
         assert torch.equal(eager, plain_update(x, f, a, b, dims, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layouts", ["contiguous_format", "channels_last", "channels_last contiguous_format"])
+def test_large_tensors_in_training_reuse_memory_and_change_no_bit(layouts, dtype):
+    formats = [getattr(torch, name) for name in layouts.split()]
+    x, f = (tensor.to(memory_format=layout) for tensor, layout in
+            zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))
+    kept = x.clone(), f.clone()
+    for weights in ((0.0, 1.0), (0.3, 0.7)):
+        y = residual_update(x.detach().requires_grad_(), f, parallel=weights[0], orthogonal=weights[1], dim=1)
+        expected = plain_update(x, f, *weights, [1], 1e-6)
+        assert torch.equal(y, expected)
+        assert y.stride() == expected.stride()
+    assert torch.equal(x, kept[0])
+    assert torch.equal(f, kept[1])
+
+
 class Update(torch.nn.Module):
     def forward(self, x, f):
         return residual_update(x, f) + residual_update(x, f, parallel=0.25, dim=(1, 2))

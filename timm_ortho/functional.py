@@ -44,28 +44,38 @@ Weight = Union[float, Tensor]
 
 # ------------------------------------------------------------------------------------------------- the formula
 def _formula(
-        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float) -> Tuple[Tensor, Tensor, Tensor]:
+        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, reuse: bool = False,
+) -> Tuple[Tensor, Tensor, Tensor]:
     """``y, <x, f>, n``, the sums with ``dims`` kept as axes of size 1; y in the memory format that ``x + f`` has.
 
     Written for small models, in which an operation costs its launch: 1.5 to 2 us, but 4 to 9 with a number among its
-    operands. Hence ``1 + k s`` is ``(n + k <x, f>) / n``.
+    operands. Hence ``1 + k s`` is ``(n + k <x, f>) / n``. In large ones on a CPU new memory costs as much as
+    arithmetic: with ``reuse``, which neither autograd nor a compiler can follow, products and result share theirs.
     """
     result = x.dtype
     if x.dtype != torch.float32 or f.dtype != torch.float32:
         result = torch.promote_types(x.dtype, f.dtype)
         x, f = in_dtype(x, accumulate_in(result)), in_dtype(f, accumulate_in(result))
-    xf, n = _project(x, f, dims, eps)
+    products = x * f
+    xf = _sum(products, dims)
+    if reuse:
+        torch.mul(x, x, out=products)
+    else:
+        products = x * x
+    n = _sum(products, dims).add_(eps)
     gain, f = _gain(xf, n, a, b), _times(b, f)
-    # a sum has the memory format of its first term
-    y = f.addcmul(gain, x) if x.stride() == f.stride() else x * gain + f
+    if x.stride() != f.stride():
+        y = x * gain + f  # a sum has the memory format of its first term
+    elif reuse:
+        y = torch.addcmul(f, gain, x, out=products)
+    else:
+        y = f.addcmul(gain, x)
     return y if y.dtype == result else y.to(result), xf, n
 
 
-def _project(x: Tensor, f: Tensor, dims: List[int], eps: float) -> Tuple[Tensor, Tensor]:
-    """``<x, f>`` and ``n``, with ``dims`` kept as axes of size 1, for x and f in the accumulation dtype."""
-    if len(dims) == 1:  # PyTorch reads an axis faster than a list of one
-        return (x * f).sum(dims[0], True), (x * x).sum(dims[0], True).add_(eps)
-    return (x * f).sum(dims, True), (x * x).sum(dims, True).add_(eps)
+def _sum(products: Tensor, dims: List[int]) -> Tensor:
+    """Over ``dims``, which are kept as axes of size 1."""
+    return products.sum(dims[0], True) if len(dims) == 1 else products.sum(dims, True)  # an axis is read faster
 
 
 def _gain(xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tensor:
@@ -119,7 +129,8 @@ def _update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Tensor]:
     """``y, s, n``; only y if nothing is to be kept."""
-    y, xf, n = _formula(x, f, a, b, dims, eps)
+    large = not torch.compiler.is_compiling() and x.numel() >= 2**17  # 2^17: in small ones ``out`` costs 4 us
+    y, xf, n = _formula(x, f, a, b, dims, eps, reuse=large)
     return y, xf.div_(n) if keep else None, n
 
 
@@ -133,7 +144,7 @@ def _gradients(
     x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
     if g.stride() != x.stride():  # of a mean, say; gradients have the memory format of the stream
         g = torch.zeros_like(x) + g
-    xg = (x * g).sum(dims, keepdim=True)
+    xg = _sum(x * g, dims)
     t, ks = xg / n, s
     if isinstance(k, Tensor):
         t, ks, k = k * t, k * s, 1.0
@@ -174,7 +185,7 @@ class _ResidualUpdate(torch.autograd.Function):
         a, b = (number if w is None else w for number, w in zip(ctx.numbers, learned, strict=True))
         backend = ctx.backend
         if torch.is_grad_enabled():  # this pass is differentiated in its turn
-            backend, n = TORCH, _project(x.to(n.dtype), x.to(n.dtype), ctx.dims, ctx.eps)[1]
+            backend, n = TORCH, _sum(x.to(n.dtype).square(), ctx.dims).add_(ctx.eps)
         for_x, for_f, for_a, for_b = ctx.needs_input_grad[:4]
         grad_x = grad_f = grad_a = grad_b = None
         if g is not None:
@@ -236,8 +247,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
     dims = check_tensors(x, f, _listed(dim))
     result = torch.promote_types(x.dtype, f.dtype)
     x, f = x.to(accumulate_in(result)), f.to(accumulate_in(result))
-    xf, n = _project(x, f, dims, eps)
-    parallel = xf / n * x
+    parallel = _sum(x * f, dims) / _sum(x * x, dims).add_(eps) * x
     return parallel.to(result), (f - parallel).to(result)
 
 
