@@ -121,6 +121,7 @@ def test_epochs_without_validation_have_no_row(unfinished, tmp_path):
         header, _, *rows = (place / "summary.csv").read_text().splitlines(keepends=True)
         (place / "summary.csv").write_text("".join([header, *rows]))
     (folder / "result.json").unlink()
+    assert "stopped  epoch 2 of 2, top-1 20.00 %" in collect.status(unfinished)
     assert [run.run(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
     (_, runs, _), = collect.collect([unfinished, hand])
     assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
@@ -137,6 +138,9 @@ def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
         assert "fits no cell of these studies" in said
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: give the --output of timm-ortho study or compare" in capsys.readouterr().err
+    (hand / "args.yaml").write_text("lr: 0.5\n")
+    assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+    assert f"{hand / 'args.yaml'} names no model, so it is not train.py's" in capsys.readouterr().err
     (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # trained without a validation split
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert "has epochs without eval_top1 in its summary.csv" in capsys.readouterr().err

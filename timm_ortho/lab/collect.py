@@ -76,6 +76,8 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
     if not all("eval_top1" in row for row in rows):
         raise LabError(f"{folder} has epochs without eval_top1 in its summary.csv, so there is no accuracy to report")
     options = read_yaml(folder / "args.yaml")
+    if not isinstance(options, dict) or not options.get("model"):
+        raise LabError(f"{folder / 'args.yaml'} names no model, so it is not train.py's")
     suffix = options["model"].removeprefix(base_name(options["model"]))
     connection = (options.get("model_kwargs") or {}).get("connection") or SUFFIXES.get(suffix, "linear")
     for number, (root, values) in enumerate(studies):

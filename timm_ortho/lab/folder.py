@@ -29,8 +29,8 @@ from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 
 __all__ = [
-    "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "figures_of", "history", "last_session", "last_words",
-    "read_json", "read_lines", "read_yaml", "state", "top1_text", "work_on",
+    "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "epochs_done", "figures_of", "history", "last_session",
+    "last_words", "read_json", "read_lines", "read_yaml", "state", "top1_text", "work_on",
 ]
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a plan of many runs has many options
@@ -184,15 +184,17 @@ def history(folder: Path, plan: RunPlan) -> list[dict]:
     return list({row["epoch"]: row for row in rows}.values())
 
 
-def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a run's epochs come to: accuracy and loss after the last one, and the best accuracy.
+def epochs_done(rows: Sequence[Mapping[str, Any]]) -> int:
+    """With timm's `val_interval` not every epoch has a row."""
+    return rows[-1]["epoch"] + 1 if rows else 0
 
-    With timm's `val_interval` not every epoch has a row, but the last one does.
-    """
+
+def figures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run's epochs come to: accuracy and loss after the last one, which has a row, and the best accuracy."""
     last = rows[-1]
     best = max((row for row in rows if row["eval_top1"] is not None), key=lambda row: row["eval_top1"])
     return {
-        "epochs": last["epoch"] + 1, "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
+        "epochs": epochs_done(rows), "top1": last["eval_top1"], "top5": last["eval_top5"], "loss": last["eval_loss"],
         "best_top1": best["eval_top1"], "best_epoch": best["epoch"],
     }
 
@@ -237,7 +239,8 @@ def state(folder: Path) -> tuple[str, str]:
         return "waiting", ""
     plan, session = RunPlan.read(folder), last_session(folder)
     rows = history(folder, plan)
-    done = f"epoch {len(rows)} of {plan.epochs}" + (f", {top1_text(rows[-1].get('eval_top1'))}" if rows else "")
+    done = f"epoch {epochs_done(rows)} of {plan.epochs}"
+    done += f", {top1_text(rows[-1].get('eval_top1'))}" if rows else ""
     if _is_at_work(folder):
         return "running", done
     if session.get("error"):

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .._compat import submission_script
 from . import LabError, run as run_module
-from .folder import LOG, RESULT, RunPlan, history, last_session, last_words, read_json, top1_text
+from .folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, last_words, read_json, top1_text
 from .train_py import die_with_parent
 
 __all__ = ["ATTEMPTS", "Slurm", "local"]
@@ -49,7 +49,7 @@ class _Progress:
 
     def update(self) -> None:
         if not self.bar.disable:
-            self.bar.n = sum(len(history(self.root / name, run)) for name, run in self.runs.items())
+            self.bar.n = sum(epochs_done(history(self.root / name, run)) for name, run in self.runs.items())
             self.bar.refresh()
 
     def ended(self, name: str) -> None:

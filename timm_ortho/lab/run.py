@@ -22,7 +22,7 @@ from ..runs.provenance import device_name, made_on
 from . import LabError, one_line, train_py, write_json
 from .data import Source, loaders, open_source
 from .features import measure_features
-from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, figures_of, history, read_json, work_on
+from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_of, history, read_json, work_on
 from .recipe import import_modules
 from .train import Training, build_model, data_config
 
@@ -134,9 +134,9 @@ def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
 def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     """The run's figures, and its model as the last checkpoint has it."""
     rows = history(folder, plan)
-    known = sum(row["eval_top1"] is not None for row in rows)
-    if not known or rows[-1]["epoch"] + 1 < plan.epochs:
-        raise LabError(f"{folder} has {known} of {plan.epochs} epochs, and its training has ended: see {LOG}")
+    done = epochs_done(rows)
+    if done < plan.epochs or all(row["eval_top1"] is None for row in rows):
+        raise LabError(f"{folder} has {done} of {plan.epochs} epochs, and its training has ended: see {LOG}")
     checkpoint = load_checkpoint(folder / plan.stages[-1].folder / "last.pth.tar")
     options = Namespace(**{**vars(checkpoint["args"]), "pretrained": False, "initial_checkpoint": ""})
     model = build_model(options, options.num_classes, options.in_chans or 3)
