@@ -58,10 +58,7 @@ def _formula(
         x, f = in_dtype(x, accumulate_in(result)), in_dtype(f, accumulate_in(result))
     products = x * f
     xf = _sum(products, dims)
-    if reuse:
-        torch.mul(x, x, out=products)
-    else:
-        products = x * x
+    products = torch.mul(x, x, out=products) if reuse else x * x
     n = _sum(products, dims).add_(eps)
     gain, f = _gain(xf, n, a, b), _times(b, f)
     if x.stride() != f.stride():
