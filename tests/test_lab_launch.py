@@ -345,13 +345,6 @@ def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
     assert folders.state(folder) == ("stopped", "epoch 0 of 2")
 
 
-def test_more_gpus_than_there_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
-    plan = folders.RunPlan("train.py", [], gpus=4)
-    with pytest.raises(LabError, match="a run needs 4 GPUs on each of 1 nodes, and this machine has 1: give other"):
-        launch.local(tmp_path, {"one": plan})
-
-
 def test_a_run_of_other_versions_says_so(tmp_path, monkeypatch, capsys):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1, Stop)

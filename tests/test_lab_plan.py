@@ -14,7 +14,6 @@ from tiny_study import STUDY, compared, planned, read, request, written
 import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import LabError, design, plan, study, train
-from timm_ortho.lab.changes import changes
 from timm_ortho.lab.folder import RunPlan, read_yaml
 
 NAMES = sorted(design.shipped())
@@ -252,21 +251,6 @@ def test_seeds_are_a_number_or_themselves(tmp_path):
     assert seeds([4, 0, 4]) == [4, 0]
     with pytest.raises(LabError, match="give at least one seed"):
         seeds(0)
-
-
-def test_changes_are_named():
-    lines = changes(design.load("hybrid", "small"), {"dataset": "digits", "device": "cpu"}, [0, 1, 2])
-    for line in ("data set: digits here, tiny_imagenet in the paper", "seeds: 3 here, 5 in the paper",
-                 "epochs: 15 here, 300 in the paper", "embed_dim: 64 here, 384 in the paper"):
-        assert line in lines
-    paper = {"dataset": "tiny_imagenet", "data_dir": "x", "device": "cpu"}
-    lines = changes(design.load("hybrid", "paper"), paper, range(5), "train.py")
-    assert not [line for line in lines if " in the paper" in line and " here, " in line]
-    assert any(line.startswith("optimizer: AdamW, as Table 5 says; the authors' published code has") for line in lines)
-    lines = changes(design.load("overhead", "small"), {"device": "cpu"}, [])
-    for line in ("batch_size: 8 here, the default at scale paper", "dtypes: float32 here, bfloat16 at scale paper"):
-        assert line in lines
-    assert changes(design.load("overhead", "paper"), {"device": "cuda"}, []) == []
 
 
 # ---------------------------------------------------------------------------------------------- the folder
