@@ -17,6 +17,7 @@ from PIL import Image
 from timm.data import create_dataset, create_transform
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+from tiny_study import in_this_process
 
 import timm_ortho
 from timm_ortho import cli
@@ -228,9 +229,11 @@ def test_the_lab_takes_them(name):
     assert timm_ortho.sites(model)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.filterwarnings("ignore:unclosed file.*png:ResourceWarning")  # timm leaves closing to the collector
-def test_compare_trains_by_one(tmp_path):
+def test_compare_trains_by_one(tmp_path, monkeypatch):
     """RandAugment, colour jitter as a list, MixUp, CutMix, erasing, per-update warm-up: all of it through the lab."""
+    in_this_process(monkeypatch)
     generator = np.random.default_rng(0)
     for index in range(24):
         folder = tmp_path / "images" / ("train" if index < 16 else "val") / str(index % 2)

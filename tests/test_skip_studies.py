@@ -4,6 +4,7 @@ import json
 import pytest
 import timm
 import yaml
+from tiny_study import in_this_process
 
 from timm_ortho import cli, sites
 from timm_ortho.lab import design, layout, paper, recipe
@@ -73,6 +74,7 @@ def test_paper_figures_stand_where_the_runs_do():
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["skips_depthwise", "skip_rank"])
 def test_from_run_to_report(name, tmp_path, monkeypatch, capsys):
+    in_this_process(monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["study", "run", name, "--scale", "smoke", "--output", "out"]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())

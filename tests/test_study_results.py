@@ -92,6 +92,7 @@ def test_finished_runs_are_kept_and_gone_on_from(tmp_path):
     assert found[0][1][0]["top1"] == found[1][1][0]["top1"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("many", [True, False])
 def test_of_many_runs_less_is_kept(cards, tmp_path, monkeypatch, many):
     runs = runs_of("dynamics")
