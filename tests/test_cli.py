@@ -12,16 +12,25 @@ SCRIPT = """
 import sys, pathlib, beside
 import timm
 print(__name__, sys.argv[1:], beside.HERE, timm.is_model("vit_small_ortho"), pathlib.Path(sys.argv[0]).name)
+others = "matplotlib", "sklearn", "tqdm", "timm_ortho.lab", "timm_ortho.bench"
+print([name for name in others if name in sys.modules])
 sys.exit(7)
 """
+OPTIONS = ["--help", "-h", "--output", "x", "--", "list"]
 
 
-@pytest.fixture
-def script(tmp_path):
-    (tmp_path / "beside.py").write_text("HERE = 'found'")
-    path = tmp_path / "script.py"
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scripts") / "script.py"
+    path.with_name("beside.py").write_text("HERE = 'found'")
     path.write_text(SCRIPT)
     return path
+
+
+@pytest.fixture(scope="module")
+def ran(script):
+    """The script in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "timm_ortho", "run", script, *OPTIONS], capture_output=True, text=True)
 
 
 def fails(capsys, *arguments):
@@ -32,10 +41,6 @@ def fails(capsys, *arguments):
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("timm-ortho: error: ")
     return captured.err
-
-
-def run_module(*arguments):
-    return subprocess.run([sys.executable, "-m", "timm_ortho", *map(str, arguments)], capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -77,11 +82,13 @@ def test_env_says_which_backend_runs_and_why(capsys, monkeypatch, wanted, answer
     assert f"backend          {answer}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("options", [["--help", "-h", "--output", "x", "--", "list"], []])
-def test_run_hands_everything_on(script, options):
-    done = run_module("run", script, *options)
-    assert done.stdout.strip() == f"__main__ {options} found True script.py", done.stderr
-    assert done.returncode == 7
+def test_run_hands_everything_on(ran):
+    assert ran.stdout.splitlines()[0] == f"__main__ {OPTIONS} found True script.py", ran.stderr
+    assert ran.returncode == 7
+
+
+def test_a_command_leaves_the_lab_alone(ran):
+    assert ran.stdout.splitlines()[1] in ("[]", "['tqdm']")  # huggingface-hub imports tqdm
 
 
 def test_run_under_torchrun(tmp_path):
@@ -94,12 +101,14 @@ def test_run_under_torchrun(tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"{rank} True ['--flag'] __main__" for rank in range(2)], done.stderr
 
 
-def test_run_in_this_process(script, capsys, monkeypatch):
+@pytest.mark.parametrize("options", [["--help"], []])
+def test_run_in_this_process(script, capsys, monkeypatch, options):
     monkeypatch.setattr(sys, "argv", ["timm-ortho"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as caught:
-        cli.main(["run", str(script), "--help"])
+        cli.main(["run", str(script), *options])
     assert caught.value.code == 7
+    assert capsys.readouterr().out.startswith(f"__main__ {options} found True script.py\n")
     assert sys.path[0] == str(script.parent)
 
 
@@ -159,14 +168,6 @@ def test_missing_extra(capsys, monkeypatch):
     find = cli.importlib.util.find_spec
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
     assert fails(capsys, "compare").strip().endswith('compare needs scikit-learn: pip install "timm-ortho[lab]"')
-
-
-def test_importing_the_package_leaves_the_lab_alone():
-    code = ("import sys, timm_ortho, timm_ortho.cli; "
-            "others = 'matplotlib', 'sklearn', 'tqdm', 'timm_ortho.lab', 'timm_ortho.bench'; "
-            "print([name for name in others if name in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() in ("[]", "['tqdm']"), done.stderr  # huggingface-hub imports tqdm
 
 
 def test_version_is_the_packages():

@@ -65,11 +65,14 @@ def test_two_at_a_time_give_the_same_numbers(tiny, tmp_path, capsys):
     assert finished(tmp_path / "out") == finished(output)
 
 
-def test_reports_can_be_opened(tiny, monkeypatch, tmp_path):
+def test_reports_need_neither_training_nor_data_and_can_be_opened(tiny, monkeypatch, tmp_path, capsys):
     pages = []
     monkeypatch.setattr("webbrowser.open", pages.append)
+    monkeypatch.setattr(run, "open_source", lambda *_: pytest.fail("opened the data"))
     assert cli.main(["study", "report", str(tiny[1]), "--output", str(tmp_path)]) == 0
     assert pages == []
+    assert "Does it work?" in capsys.readouterr().out
+    assert len(read(tmp_path / "results.json")["runs"]) == 4
     assert cli.main(["study", "report", str(tiny[1]), "--output", str(tmp_path), "--open"]) == 0
     assert study.run(request(*tiny), opened=True) == 0
     assert pages == [(folder / "report.html").as_uri() for folder in (tmp_path, tiny[1])]
@@ -105,14 +108,6 @@ def test_cells_that_share_a_run_are_all_collected(tmp_path):
     path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6]}, connections=["linear"], representation=False)
     assert finished(trained(request(path, tmp_path / "out", epochs=1))) == (
         [({"connection_eps": 1e-8}, "linear", 0), ({"connection_eps": 1e-6}, "linear", 0)], [])
-
-
-def test_report_needs_neither_training_nor_data(tiny, capsys, monkeypatch, tmp_path):
-    _, output = tiny
-    monkeypatch.setattr(run, "open_source", lambda *_: pytest.fail("opened the data"))
-    assert cli.main(["study", "report", str(output), "--output", str(tmp_path / "report")]) == 0
-    assert "Does it work?" in capsys.readouterr().out
-    assert len(read(tmp_path / "report" / "results.json")["runs"]) == 4
 
 
 @pytest.mark.slow
@@ -343,13 +338,6 @@ def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
     assert end.value.code == 143
     assert folders.state(folder) == ("stopped", "epoch 0 of 2")
-
-
-def test_more_gpus_than_there_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
-    plan = folders.RunPlan("train.py", [], gpus=4)
-    with pytest.raises(LabError, match="a run needs 4 GPUs on each of 1 nodes, and this machine has 1: give other"):
-        launch.local(tmp_path, {"one": plan})
 
 
 def test_a_run_of_other_versions_says_so(tmp_path, monkeypatch, capsys):

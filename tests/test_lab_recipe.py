@@ -50,13 +50,6 @@ def test_bad_files(tmp_path, text, message):
         recipe.load(write(tmp_path, text))
 
 
-def test_missing_file_names_the_nearest():
-    message = ("there is no recipe 'vit_s_cifar': the nearest is 'vit_s_cifar10', timm-ortho recipe --list shows all, "
-               "and a file of your own is given by its path")
-    with pytest.raises(LabError, match=message):
-        recipe.load("vit_s_cifar")
-
-
 def test_color_jitter_is_a_number_or_a_list():
     """timm's parser takes one number; its data module also takes a list, which only YAML can give."""
     assert recipe.resolve({"color_jitter": 0.3}).color_jitter == 0.3

@@ -1,4 +1,5 @@
 """Runs that timm's train.py trains, here a stand-in for it: planned, launched, continued, switched, collected."""
+import shutil
 import sys
 from pathlib import Path
 
@@ -84,12 +85,18 @@ def test_a_killed_script_is_continued(two_by_two):
     assert len(read(folder / "result.json")["made_with"]["continued"]) == 1
 
 
-@pytest.fixture
-def unfinished(tmp_path):
-    """A study of one finished run, linear of seed 0, as the stand-in leaves it."""
-    found = planned(tiny(tmp_path, tmp_path / "out"))
+@pytest.fixture(scope="module")
+def one_finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one_finished")
+    found = planned(tiny(folder, folder / "out"))
     run.run(found.folder / "linear-seed0")
     return found.folder
+
+
+@pytest.fixture
+def unfinished(one_finished, tmp_path):
+    """A study of one finished run, linear of seed 0, as the stand-in leaves it."""
+    return shutil.copytree(one_finished, tmp_path / "out")
 
 
 def by_hand(study_folder, folder, **changes):

@@ -16,14 +16,6 @@ def by_seed(*columns):
     return [dict(enumerate(column)) for column in columns]
 
 
-def test_paired_difference_is_scipys():
-    found, truth = paired_difference(FEATURE, LINEAR), scipy.stats.ttest_rel(FEATURE, LINEAR)
-    low, high = truth.confidence_interval(0.95)
-    assert found.p == pytest.approx(truth.pvalue)
-    assert found.ends == pytest.approx((low, high))
-    assert (found.mean, found.pairs) == (pytest.approx(statistics.fmean(FEATURE) - statistics.fmean(LINEAR)), 4)
-
-
 def test_one_pair_has_no_interval():
     assert paired_difference([2.0], [1.0]) == Difference(1.0, None, 1, None)
     assert str(paired_difference([2.0], [1.0])) == "+1.00 (one pair, no interval)"
@@ -69,11 +61,6 @@ def test_pooled_over_cells_adds_their_squares():
     found = pooled_differences(cells, [(0, "F", "L"), (1, "F", "L")])
     half = scipy.stats.t.ppf(0.975, 6) * math.sqrt(variance * 2 / 4)
     assert [difference.half_width for difference in found] == pytest.approx([half, half])
-
-
-def test_pooled_of_one_cell_with_two_treatments_is_the_paired_interval():
-    found, = pooled_differences([dict(zip("LF", by_seed(LINEAR, FEATURE), strict=True))], [(0, "F", "L")])
-    assert found.ends == pytest.approx(paired_difference(FEATURE, LINEAR).ends)
 
 
 def test_pooled_with_a_missing_value_is_least_squares():

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import scipy.stats
 from made_up_runs import GRIDS, OVERHEAD, ROWS, accuracy, recorded, run_of, runs_of, study_of, train_py_run
+from matplotlib.figure import Figure
 from recorded import read_comparison
 
 from timm_ortho.lab import LabError, design, figures, layout, page, paper, report, tables
@@ -20,6 +21,20 @@ from timm_ortho.lab.transition import transition_points
 
 RESULTS = Path(__file__).parents[1] / "model_cards" / "results"
 EVERY = [*GRIDS, *ROWS]
+SAVEFIG = Figure.savefig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undrawn():
+    """Figures are made, but not laid out and written, which takes far longer, for all tests but those of `drawn`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg/>"))
+        yield
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", SAVEFIG)
 
 
 def results(folder):
@@ -128,7 +143,6 @@ def test_markdown_has_whole_tables_and_its_figures(written):
     text = (folder / "report.md").read_text(encoding="utf-8")
     named = re.findall(r"\]\((figures/[\w-]+\.svg)\)", text)
     assert {path.name for path in (folder / "figures").iterdir()} == {Path(name).name for name in named}
-    assert all(ElementTree.parse(folder / name).getroot().tag.endswith("svg") for name in named)
     blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert blocks
     for lines in blocks:
@@ -162,8 +176,9 @@ def test_the_papers_figures_stand_whole_beside(written):
         assert all((there == "–") == (here == "–") for there, here in found.values())
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("name", [
-    name if name in ("accuracy", "dynamics", "overhead", "compare") else pytest.param(name, marks=pytest.mark.slow)
+    name if name in ("accuracy", "overhead", "compare") else pytest.param(name, marks=pytest.mark.slow)
     for name in EVERY])
 def test_the_same_again_has_the_same_bytes(name, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
@@ -172,6 +187,7 @@ def test_the_same_again_has_the_same_bytes(name, tmp_path):
     files = [path.relative_to(one) for path in one.rglob("*.*")]
     assert len(files) >= 3
     assert all((other / path).read_bytes() == (one / path).read_bytes() for path in files)
+    assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in one.glob("figures/*"))
 
 
 def test_paper_numbers_of_each_table():
@@ -188,11 +204,9 @@ def test_paper_numbers_of_each_table():
 
 
 # ----------------------------------------------------------------------------------------------- numbers
-pytestmark = pytest.mark.filterwarnings("error")
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_numbers_are_those_of_the_runs(tmp_path):
     text = report.write(*accuracy(BOTH), [], tmp_path)
     last = "digits, top-1 %"
@@ -218,7 +232,6 @@ def test_numbers_are_those_of_the_runs(tmp_path):
     assert (found["difference"]["pairs"], found["difference"]["reading"]) == (3, "not told apart")
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("feature", "reading"), [
     ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not told apart")])
 def test_interval_decides_what_is_said(tmp_path, feature, reading):
@@ -230,7 +243,6 @@ def test_interval_decides_what_is_said(tmp_path, feature, reading):
     assert f"Of 2 differences to the baseline with a 95 % interval, {counts}." in text
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_pairs_are_of_one_seed(tmp_path):
     """A seed that only one side has counts for its mean but not for the difference."""
     study, runs = accuracy({"linear": [90.0, 80.0], "feature": [91.0, 82.0]}, seeds=[0, 1, 2])
@@ -243,7 +255,6 @@ def test_pairs_are_of_one_seed(tmp_path):
     assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits, top-1 %"][1] == "85.00 ± 7.07 (2 of 3 seeds)"
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_papers_protocol_and_the_last_epoch_stand_beside_each_other(tmp_path):
     study, runs = accuracy({"linear": [0.0]})
     for epoch, value in enumerate([10.0, 60.0, 50.0, 70.0, 20.0, 40.0, 30.0]):
@@ -259,7 +270,6 @@ def test_the_papers_protocol_and_the_last_epoch_stand_beside_each_other(tmp_path
         assert "test" not in told
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_single_seed_has_no_interval(tmp_path):
     text = report.write(*accuracy({"linear": [90.0], "feature": [91.0]}), [], tmp_path)
     row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %"]
@@ -267,6 +277,7 @@ def test_single_seed_has_no_interval(tmp_path):
     assert "No difference has an interval yet: that takes two seeds or more of both sides." in text
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("missing", [None, math.nan])
 def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
     study, runs = study_of("layer_pattern"), runs_of("layer_pattern")
@@ -294,7 +305,6 @@ def test_nothing_is_finished(tmp_path, name):
     assert not list((tmp_path / "figures").iterdir())
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", GRIDS)
 def test_baseline_is_missing(name, tmp_path):
     """An interrupted study with what is not the baseline: everything but differences."""
@@ -304,7 +314,6 @@ def test_baseline_is_missing(name, tmp_path):
                if name != "epsilon" and entry["cell"]["connection"] == "feature")
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_probability_tells_pearson(tmp_path):
     runs = runs_of("probability")
     expected = scipy.stats.pearsonr([run["cell"]["probability"] for run in runs], [run["top1"] for run in runs])
@@ -314,7 +323,6 @@ def test_probability_tells_pearson(tmp_path):
             in texts(tmp_path)[1])
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_learning_rates_are_in_order_and_compared_at_their_own(tmp_path):
     runs = [*runs_of("learning_rate"), run_of("linear", 0, {"lr": 1e-4}), run_of("linear", 0, {"lr": 7.5e-4})]
     report.write(study_of("learning_rate", dataset="torch/cifar10"), runs, [], tmp_path)
@@ -325,7 +333,6 @@ def test_learning_rates_are_in_order_and_compared_at_their_own(tmp_path):
     assert row["what the runs could have seen"] == "± 0.00; excludes the paper's +0.41"
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_switches_are_compared_with_no_switch(tmp_path):
     report.write(study_of("switch_kept", dataset="torch/cifar10"), runs_of("switch_kept"), [], tmp_path)
     assert side_by_side(tmp_path)[("Orthogonal → Linear",), "CIFAR-10, top-1 %"] == ("93.18 ± 0.15", "83.00 ± 1.00")
@@ -334,7 +341,6 @@ def test_switches_are_compared_with_no_switch(tmp_path):
     assert len(differences(tmp_path)) == 6
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_cka_has_no_baseline(tmp_path):
     report.write(study_of("representation"), runs_of("representation"), [], tmp_path)
     found = side_by_side(tmp_path)
@@ -344,7 +350,6 @@ def test_cka_has_no_baseline(tmp_path):
     assert "linear CKA between the two" not in [names[0] for names in differences(tmp_path)]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_two_groups_at_one_place_are_told_apart(tmp_path):
     runs = [run_of(connection, 0, {"layers": "all"}, top1=value)
             for connection, value in (("feature", 90.0), ("global", 80.0))]
@@ -355,7 +360,6 @@ def test_two_groups_at_one_place_are_told_apart(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------- of no paper
-@pytest.mark.usefixtures("undrawn")
 def test_compare(tmp_path):
     text = report.write(*accuracy(BOTH, name="compare", paper="", table="", changed=[]), [], tmp_path)
     header, rule, linear, feature = text.split("\n\n")[2].splitlines()
@@ -371,7 +375,6 @@ def test_compare(tmp_path):
         "p is that of")[0].lower()
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_own_study_has_a_row_for_each_cell(tmp_path):
     runs = [run_of(connection, seed, {"depth": depth, "lr": 1e-4}, top1=depth + seed)
             for seed in range(2) for depth in (2, 4) for connection in ("linear", "feature")]
@@ -387,7 +390,6 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
         "0.5000 ± 0.0000", "+0.0000 [+0.0000, +0.0000]")
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_study_that_has_a_shipped_ones_name_and_other_axes(tmp_path):
     runs = [run_of(connection, 0, {"depth": 2}) for connection in ("linear", "feature")]
     report.write(study_of("switch_kept", axes={"depth": [2]}, paper="", table=""), runs, [], tmp_path)
@@ -430,7 +432,6 @@ def test_runs_of_train_py(tmp_path):
     assert (tmp_path / "figures" / "training.svg").is_file()
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_the_reporting_machine_is_not_named(tmp_path):
     """Of a run that says nothing, nothing is said."""
     import torch
@@ -439,6 +440,7 @@ def test_the_reporting_machine_is_not_named(tmp_path):
     assert torch.__version__ not in "".join(texts(tmp_path))
 
 
+@pytest.mark.usefixtures("drawn")
 def test_special_characters(tmp_path):
     odd = "a <b> & |c| *d* [e](f) `g` é"
     runs = [run_of(connection, seed, {odd: odd}) for connection in ("linear", "feature") for seed in range(2)]
@@ -469,7 +471,6 @@ def test_many_in_one_report(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ records
-@pytest.mark.usefixtures("undrawn")
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):
     """500 steps, of which 100 are kept: the point and the maximum lie at steps that are not."""
     runs = [run_of(connection, seed, dynamics=recorded(connection, seed, 500))
@@ -497,7 +498,6 @@ def test_transitions_and_maxima_are_of_all_steps(tmp_path):
     assert f"step {points[0]['step']}" in texts(tmp_path / "other")[1]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_last_branch_and_learned_weights_are_those_of_the_records(tmp_path):
     report.write(study_of("head_norm"), runs_of("head_norm"), [], tmp_path)
     table = next(table for table in tables_of(tmp_path) if "last / first" in table[0])
@@ -508,7 +508,6 @@ def test_last_branch_and_learned_weights_are_those_of_the_records(tmp_path):
 
 
 # -------------------------------------------------------------------------------------- without training
-@pytest.mark.usefixtures("undrawn")
 def test_overhead_beside_table_1b(tmp_path):
     twice = [*ROWS["overhead"], {**OVERHEAD, "dtype": "bfloat16"}]
     for rows, name in ((ROWS["overhead"], "ViT-S"), (twice, "ViT-S, tokens, float32, eager"),
@@ -528,7 +527,6 @@ def test_overhead_beside_table_1b(tmp_path):
         assert said in texts(tmp_path)[1]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_flops_and_gamma_beside_their_tables(tmp_path):
     text = report.write(study_of("parameters"), ROWS["parameters"], [], tmp_path)
     found, column = side_by_side(tmp_path), "FLOPs of a block of ViT-S, s = 10, d = 4"
@@ -546,7 +544,6 @@ def test_flops_and_gamma_beside_their_tables(tmp_path):
 
 
 # --------------------------------------------------------------------------------- what is there already
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("studies/*/results.json")), ids=lambda path: path.parent.name)
 def test_committed_reports_are_what_this_writes(path, tmp_path):
     again(path, tmp_path)
@@ -554,7 +551,6 @@ def test_committed_reports_are_what_this_writes(path, tmp_path):
     assert results(tmp_path) == results(path.parent)
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["digits", "fashion_mnist", "vit_test_digits"])
 def test_committed_comparisons_still_report(name, tmp_path):
     old = read_comparison(RESULTS / f"{name}.json")

@@ -9,19 +9,14 @@ from pathlib import Path
 import pytest
 import readme_results
 import study_results
-from made_up_runs import runs_of, study_of
+from made_up_runs import ROWS, runs_of, study_of
 from tiny_study import planned, request, written
 
 from timm_ortho.lab import collect, launch, report, run
 
 ROOT = Path(__file__).parents[1]
 
-STUDY = {
-    "name": "gamma", "title": "How wide?", "paper": "Table 11", "table": "gamma", "kind": "gamma", "scale": "small",
-    "dataset": None, "model": None, "axes": {}, "connections": [], "seeds": [], "baseline": {}, "changed": [],
-    "versions": {"timm-ortho": "0.1.0"}, "command": "timm-ortho study run gamma",
-}
-ROWS = [{"model": "vit_small", "gamma": 64.0, "width": 384.0, "blocks": 6}]
+STUDY = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, model=None, seeds=[])
 
 
 @pytest.fixture
@@ -33,8 +28,8 @@ def cards(tmp_path, monkeypatch):
     return cards
 
 
-def finished(folder, unfinished=()):
-    report.write(STUDY, ROWS, list(unfinished), folder)
+def finished(folder, study=STUDY, runs=ROWS["gamma"], unfinished=()):
+    report.write(study, runs, list(unfinished), folder)
     (folder / "study.yaml").touch()
     return folder
 
@@ -44,7 +39,7 @@ def test_a_study_becomes_a_report_and_a_line_of_the_list(cards, tmp_path):
     kept = cards / "results" / "studies" / "gamma-small"
     assert {path.name for path in kept.iterdir()} == {"report.md", "figures", "results.json"}
     values = json.loads((kept / "results.json").read_text())
-    assert values["runs"] == ROWS
+    assert values["runs"] == ROWS["gamma"]
     assert values["study"]["versions"]["commit"] == "0123456789ab"
     page = (cards / "README.md").read_text()
     assert page.startswith("before\n")
@@ -56,16 +51,14 @@ def test_a_study_becomes_a_report_and_a_line_of_the_list(cards, tmp_path):
 
 
 def test_a_study_of_no_paper_has_a_dash_in_the_list(cards, tmp_path):
-    report.write({**STUDY, "paper": "", "table": ""}, ROWS, [], tmp_path / "run")
-    (tmp_path / "run" / "study.yaml").touch()
-    study_results.main([tmp_path / "run"], cards)
+    study_results.main([finished(tmp_path / "run", {**STUDY, "paper": "", "table": ""})], cards)
     page = (cards / "README.md").read_text()
     assert "| [How wide?](results/studies/gamma-small/report.md) | - | - | - | - | - |" in page.splitlines()
 
 
 def test_an_unfinished_study_is_refused(cards, tmp_path):
     with pytest.raises(SystemExit, match="unfinished runs: lr=1-linear-seed0"):
-        study_results.main([finished(tmp_path / "run", ["lr=1-linear-seed0"])], cards)
+        study_results.main([finished(tmp_path / "run", unfinished=["lr=1-linear-seed0"])], cards)
     assert not (cards / "results").exists()
 
 
@@ -92,13 +85,12 @@ def test_finished_runs_are_kept_and_gone_on_from(tmp_path):
     assert found[0][1][0]["top1"] == found[1][1][0]["top1"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("many", [True, False])
 def test_of_many_runs_less_is_kept(cards, tmp_path, monkeypatch, many):
     runs = runs_of("dynamics")
     monkeypatch.setattr(study_results, "MANY", len(runs) - many)
-    report.write(study_of("dynamics"), runs, [], tmp_path / "run")
-    (tmp_path / "run" / "study.yaml").touch()
-    study_results.main([tmp_path / "run"], cards)
+    study_results.main([finished(tmp_path / "run", study_of("dynamics"), runs)], cards)
     whole = json.loads((tmp_path / "run" / "results.json").read_text())
     kept = json.loads(next(cards.glob("results/studies/*/results.json")).read_text())
     plot = next(cards.glob("results/studies/*/figures/differences.svg")).relative_to(cards)
@@ -115,9 +107,7 @@ def test_of_many_runs_less_is_kept(cards, tmp_path, monkeypatch, many):
 
 def test_a_comparison_becomes_numbers_a_figure_and_a_table(cards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(readme_results, "commit_before", lambda file: "0123456789ab")
-    report.write(study_of("compare"), runs_of("compare"), [], tmp_path / "run")
-    (tmp_path / "run" / "study.yaml").touch()
-    readme_results.main(tmp_path / "run", "mine", cards)
+    readme_results.main(finished(tmp_path / "run", study_of("compare"), runs_of("compare")), "mine", cards)
     assert (cards / "compare_mine.svg").stat().st_size > 1000
     values = json.loads((cards / "results" / "mine.json").read_text())
     assert values["commit"] == "0123456789ab"

@@ -94,24 +94,15 @@ def train_py(bench, data="DATA"):
 
 
 # ------------------------------------------------------------------------------------------ what is started
-def test_all_gpus_of_this_machine(bench):
-    assert started(bench, "my data", "--epochs", "3", "--experiment", "a b") == [
-        "--standalone", "--nproc-per-node", "4", *train_py(bench, "my data"), "--batch-size", "256",
-        "--epochs", "3", "--experiment", "a b"]
-
-
-def test_one_gpu_takes_the_whole_batch(bench):
-    assert started(bench, "DATA", gpus=1) == ["--standalone", "--nproc-per-node", "1", *train_py(bench)]
-
-
-def test_cpu(bench):
-    command = ["--standalone", "--nproc-per-node", "1", *train_py(bench)]
-    assert started(bench, "DATA", gpus=0) == [*command, "--device", "cpu"]
-
-
-def test_device_that_is_given_stays(bench):
-    command = ["--standalone", "--nproc-per-node", "1", *train_py(bench)]
-    assert started(bench, "DATA", "--device=cpu", gpus=0) == [*command, "--device=cpu"]
+@pytest.mark.parametrize(("gpus", "processes", "given", "added"), [
+    (4, "4", ["--epochs", "3", "--experiment", "a b"], ["--batch-size", "256"]),
+    (1, "1", [], []),
+    (0, "1", [], ["--device", "cpu"]),
+    (0, "1", ["--device=cpu"], []),
+])
+def test_a_machine_shares_the_batch_among_its_gpus_or_has_the_cpu(bench, gpus, processes, given, added):
+    assert started(bench, "my data", *given, gpus=gpus) == [
+        "--standalone", "--nproc-per-node", processes, *train_py(bench, "my data"), *added, *given]
 
 
 def test_several_machines(bench):

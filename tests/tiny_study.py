@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from timm_ortho.lab import plan, run, study
+from timm_ortho.lab import launch, plan, run, study
 from timm_ortho.lab.folder import read_lines
 from timm_ortho.lab.train import Training
 
@@ -75,6 +75,16 @@ def trained(request):
     for name in found.runs:
         run.run(found.folder / name)
     return found.folder
+
+
+def in_this_process(monkeypatch):
+    """Commands train here, one run after the other, without a process for each."""
+    def local(root, runs, *_):
+        for name in launch.waiting(root, runs):
+            run.run(root / name)
+        return {}
+
+    monkeypatch.setattr(launch, "local", local)
 
 
 def only_run(request):

@@ -6,24 +6,18 @@ import timm
 import torch
 import yaml
 from timm.utils import CheckpointSaver, ModelEmaV3, update_summary
+from tiny_study import compared, trained
 
-from timm_ortho.lab import plan, run, study
+from timm_ortho.lab import study
 
 TINY = dict(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2)
-LAB = dict(dataset="digits", epochs=2, train_num_samples=64, val_num_samples=40, batch_size=32, device="cpu")
 
 
-def lab_grid(folder, connections=("linear", "feature"), seeds=3, **given):
+def lab_grid(folder, seeds=3):
     """`timm-ortho compare` on a few digits, in this process."""
-    model_kwargs = {key: value for key, value in TINY.items() if key != "img_size"}
-    planned = plan.plan(study.Request(
-        study.comparison(connections, None), {**LAB, "model_kwargs": model_kwargs, **given}, seeds=seeds,
-        output=str(folder), command="timm-ortho compare"))
-    planned.write()
-    for name in planned.runs:
-        run.run(planned.folder / name)
-    study.report_on([planned.folder])
-    return planned.folder
+    output = trained(compared(folder, seeds=seeds, batch_size=32))
+    study.report_on([output])
+    return output
 
 
 def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
