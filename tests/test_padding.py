@@ -322,6 +322,7 @@ def test_vit_as_naflex():
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224_orthog", use_naflex=True, **SMALL).double()
     assert type(model).__name__ == "NaFlexVit"
+    assert len(sites(model)) == 6
     together, alone = model(collated(images(), 20)), [model(collated([image])) for image in images()]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-10)
 
