@@ -55,7 +55,7 @@ class HubClient:
     ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
         self._environment = {
-            **{key: value for key, value in os.environ.items() if not key.upper().startswith("HF_")},
+            **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},
             # hf_xet is not Python: what keeps it on loopback is a proxy that is not there
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
             "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),

@@ -51,13 +51,9 @@ def test_hybrid_stays_in_its_range_and_can_come_back(rho, theta, a, b):
     assert hybrid.rho.grad.item() != 0
 
 
-@pytest.mark.parametrize("name", ["linear", "feature", "global"])
-def test_no_state(name):
-    assert not create_connection(name).state_dict()
-
-
-def test_state_of_hybrid():
-    assert list(create_connection("hybrid").state_dict()) == ["rho", "theta"]
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_only_the_hybrid_has_a_state(name):
+    assert list(create_connection(name).state_dict()) == (["rho", "theta"] if name == "hybrid" else [])
 
 
 @pytest.mark.parametrize("name", ["feature", "global"])

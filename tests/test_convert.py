@@ -69,13 +69,6 @@ def step(model):
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_linear_is_the_host_bit_for_bit(block):
-    expected = step(build(block))
-    model = connect(build(block), "linear")
-    assert all(torch.equal(a, b) for a, b in zip(step(model), expected, strict=True))
-
-
 @pytest.mark.parametrize("connection", ["feature", "global", "hybrid"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_site_is_orthogonal(block, connection):

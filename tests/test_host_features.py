@@ -194,34 +194,34 @@ def test_tracebacks_show_the_routed_line(arguments):
 DDP = """
 import copy, os, sys, timm, timm_ortho, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-arguments, store, rank = eval(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+cases, store, rank = eval(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = timm.create_model(**arguments).eval()  # eval: BatchNorm would see half the batch
-alone = copy.deepcopy(model)
 x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-parallel = DistributedDataParallel(model)
-for network, batch in ((parallel, x[2 * rank:2 * rank + 2]), (alone, x)):
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    for _ in range(3):
-        optimizer.zero_grad()
-        network(batch).square().mean().backward()
-        optimizer.step()
-for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-dist.barrier()
+for case in cases:
+    torch.manual_seed(0)
+    model = timm.create_model(**case).eval()  # eval: BatchNorm would see half the batch
+    alone = copy.deepcopy(model)
+    parallel = DistributedDataParallel(model)
+    for network, batch in ((parallel, x[2 * rank:2 * rank + 2]), (alone, x)):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            network(batch).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda message: f"{case}: {message}")
+    dist.barrier()
 os._exit(0)  # Gloo's threads may meet Python's own end and abort: github.com/pytorch/pytorch/pull/179291
 """
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS[:2], ids=str)
-def test_two_processes_train_as_one(arguments, connection, tmp_path):
+def test_two_processes_train_as_one(tmp_path):
+    cases = [{**arguments, **connection} for arguments in MODELS.values() for connection in CONNECTIONS[:2]]
     script = tmp_path / "ddp.py"
     script.write_text(DDP)
     processes = [
         subprocess.Popen(
-            [sys.executable, script, repr({**arguments, **connection}), tmp_path / "store", str(rank)],
-            stderr=subprocess.PIPE, text=True)
+            [sys.executable, script, repr(cases), tmp_path / "store", str(rank)], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:

@@ -1,13 +1,11 @@
 """Weights: the authors' layout read exactly, the small ones that ship, and the list of what there is."""
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from hub_client import HubClient
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.models import get_pretrained_cfg
@@ -106,6 +104,30 @@ def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "model.safetensors"
     save_file(model.state_dict(), path)
     return model, path
+
+
+OFFLINE = """
+import socket
+def refuse(*args, **kwargs): raise AssertionError("asked the network")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
+import timm, timm_ortho, torch
+from safetensors.torch import load_file
+from timm_ortho import cli
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """Starts processes that cannot reach any network."""
+    with HubClient(tmp_path_factory.mktemp("offline"), "http://127.0.0.1:9", imports=OFFLINE) as client:
+        yield client
+
+
+@pytest.fixture
+def offline(processes):
+    """These, with an empty home of huggingface_hub's."""
+    processes.forget()
+    return processes
 
 
 def from_file(path, name="vit_base_ortho", **arguments):
@@ -322,20 +344,14 @@ def test_shipped_weights_reach_what_their_header_says(name):
     torch.testing.assert_close(first, stored["input"])
 
 
-def test_shipped_weights_load_without_any_network(tmp_path):
-    code = """
-import socket
-def refuse(*args, **kwargs): raise AssertionError("asked the network")
-socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
-import timm, timm_ortho
-for name in ("vit_test_ortho", "vit_test_orthog", "vit_test_linear.digits"):
-    model = timm.create_model(name, pretrained=True)
-    print(model.pretrained_cfg["architecture"], model.pos_embed.std().item() > 0.05)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "HF_HOME": str(tmp_path)},
-                          capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"{name} True" for name in TESTED], done.stderr
-    assert not list(tmp_path.iterdir())
+def test_shipped_weights_load_without_any_network(offline):
+    result = offline.run("""
+names = "vit_test_ortho", "vit_test_orthog", "vit_test_linear.digits"
+models = [timm.create_model(name, pretrained=True) for name in names]
+answer([[model.pretrained_cfg["architecture"], model.pos_embed.std().item() > 0.05] for model in models])
+""")
+    assert result.answer == [[name, True] for name in TESTED], result.output
+    assert not list(offline.home.iterdir())
 
 
 @torch.no_grad()
@@ -361,26 +377,15 @@ def put_into_cache(home, file, kind="ortho"):
     (folder / "snapshots" / commit / "model.safetensors").write_bytes(Path(file).read_bytes())
 
 
-def listed(home, *arguments):
-    """Rows of `timm-ortho list --weights` in a process that cannot reach any network."""
-    code = """
-import socket, sys
-def refuse(*args, **kwargs): raise AssertionError("asked the network")
-socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
-from timm_ortho.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-    environment = {**os.environ, "HF_HOME": str(home)}
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        environment.pop(name, None)
-    done = subprocess.run([sys.executable, "-c", code, "list", "--weights", *arguments], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+def listed(offline, *arguments):
+    """Rows of `timm-ortho list --weights`."""
+    result = offline.run(f"answer(cli.main({['list', '--weights', *arguments]}))")
+    assert result.answer == 0, result.output
+    return [line.split(maxsplit=1) for line in result.output.splitlines()]
 
 
-def test_list_of_weights(tmp_path, small):
-    head, *rows = listed(tmp_path)
+def test_list_of_weights(offline, small):
+    head, *rows = listed(offline)
     assert [head[0], *head[1].split()] == ["name", "size", "from", "here"]
     authors = {f"vit_base_{kind}.authors_in1k": f"hf-hub:{REPOSITORY.format(kind)}" for kind in ("linear", "ortho")}
     assert [name for name, _ in rows] == [*authors, *(f"{name}.digits" for name in sorted(TESTED))]
@@ -389,9 +394,9 @@ def test_list_of_weights(tmp_path, small):
         assert texts[name].split() == ["346", "MB", source, "not", "downloaded"]
     size = round(pretrained.weights_file("vit_test_ortho.digits").stat().st_size / 1000)
     assert texts["vit_test_ortho.digits"].split() == [f"{size}", "kB", "this", "package", "here"]
-    put_into_cache(tmp_path, small[1])
+    put_into_cache(offline.home, small[1])
     size = round(small[1].stat().st_size / 1000)
-    rows = listed(tmp_path, "vit_base*ortho")[1:]
+    rows = listed(offline, "vit_base*ortho")[1:]
     assert [(name, text.split()) for name, text in rows] == [("vit_base_ortho.authors_in1k", [
         f"{size}", "kB", f"hf-hub:{REPOSITORY.format('ortho')}", "here"])]
 
@@ -405,18 +410,11 @@ def test_list_of_weights_of_nothing(capsys):
 
 @pytest.mark.skipif(
     not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
-def test_the_authors_weights_load_from_the_cache_by_name(tmp_path, small):
+def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
     """The way over huggingface_hub, on old timm too, which would unpickle a file of this name."""
-    put_into_cache(tmp_path, small[1])
-    code = f"""
-import socket
-def refuse(*args, **kwargs): raise AssertionError("asked the network")
-socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
-import timm, torch, timm_ortho
-from safetensors.torch import load_file
+    put_into_cache(offline.home, small[1])
+    result = offline.run(f"""
 model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})
-print(torch.equal(model.norm.weight, load_file({str(small[1])!r})["vit.layernorm.weight"]))
-"""
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "True", done.stderr
+answer(torch.equal(model.norm.weight, load_file({str(small[1])!r})["vit.layernorm.weight"]))
+""")
+    assert result.answer is True, result.output

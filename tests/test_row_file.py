@@ -2,8 +2,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -11,7 +9,7 @@ import torch
 
 import timm_ortho
 
-# A training loop as anyone writes it, in a process of its own: EMA, evaluation, checkpoint.
+# A training loop as anyone writes it: EMA, evaluation, checkpoint.
 SCRIPT = """
 import timm, timm_ortho, torch
 from timm.utils import ModelEmaV3
@@ -63,15 +61,16 @@ def asked(monkeypatch, tmp_path):
     ("vit_small_linear", dict(VIT, drop_path_rate=0.3)),
     ("resnetv2_18_orthog", dict(channels=(8, 8, 8, 8), stem_chs=8)),
 ])
-def test_a_training_loop_is_recorded_and_not_disturbed(tmp_path, model, arguments):
+def test_a_training_loop_is_recorded_and_not_disturbed(tmp_path, monkeypatch, model, arguments):
     weights = []
-    variables = {"TIMM_ORTHO_RECORD": "rows.jsonl", "TIMM_ORTHO_RECORD_EVERY": "2"}
-    for name, asked in (("plain", {}), ("recorded", variables)):
-        folder = tmp_path / name
-        folder.mkdir()
-        subprocess.run([sys.executable, "-c", SCRIPT.format(model=model, arguments=arguments)], cwd=folder, check=True,
-                       env={**os.environ, **asked})
-        weights.append(torch.load(folder / "weights.pt"))
+    for name, variables in (("plain", {}), ("recorded", {"": "rows.jsonl", "_EVERY": "2"})):
+        (tmp_path / name).mkdir()
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path / name)
+            for variable, value in variables.items():
+                patch.setenv(f"TIMM_ORTHO_RECORD{variable}", value)
+            exec(SCRIPT.format(model=model, arguments=arguments), {})
+        weights.append(torch.load(tmp_path / name / "weights.pt"))
     assert os.listdir(tmp_path / "plain") == ["weights.pt"]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
     rows = read(tmp_path / "recorded" / "rows.jsonl")

@@ -254,13 +254,6 @@ def test_unknown_connection_argument():
         timm.create_model("test_vit_ortho", no_such_argument=1)
 
 
-@pytest.mark.skipif(not hasattr(timm.models, "NaFlexVit"), reason="this timm has no NaFlexVit")
-def test_another_way_to_a_model_is_connected_too():
-    model = timm.create_model("vit_tiny_patch16_224_ortho", use_naflex=True)
-    assert isinstance(model, timm.models.NaFlexVit)
-    assert len(sites(model)) == 24
-
-
 @pytest.mark.skipif(
     not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
 @pytest.mark.parametrize("connection", ["feature", "hybrid"])
@@ -277,12 +270,6 @@ def test_saved_and_restored_with_its_arguments(tmp_path, connection):
     assert torch.equal(restored(x), model(x))
     assert [repr(s.connection) for s in sites(restored)] == [repr(s.connection) for s in sites(model)]
     assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "test_vit_ortho"
-
-
-def test_linear_and_orthogonal_checkpoints_load_into_each_other():
-    host, variant = timm.create_model("test_vit"), timm.create_model("test_vit_ortho")
-    variant.load_state_dict(host.state_dict(), strict=True)
-    host.load_state_dict(variant.state_dict(), strict=True)
 
 
 def test_entry_points_are_importable_and_documented():
