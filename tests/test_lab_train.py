@@ -276,9 +276,8 @@ def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, 
         fill_disk(context, where, error)
         assert run.main([str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"timm-ortho: cannot write in {folder} (")
-    assert line.endswith(f"{error.args[-1]}): make room, or see to the folder; the same command again continues from "
-                         "the last checkpoint")
+    assert line == (f"timm-ortho: cannot write in {folder} ({error.args[-1]}): make room, or see to the folder; the "
+                    "same command again continues from the last checkpoint")
     assert not list(folder.glob(".*partial"))
     run.run(folder)
     assert_same_run(folder, whole)

@@ -17,7 +17,7 @@ from timm_ortho.models._build import on_meta
 from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 
-# the paper's families, each architecture of them; of the others test_families.py has one for each block class
+# the paper's families, each architecture of them; of the others test_blocks.py has one for each block class
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]

@@ -5,6 +5,7 @@ knows (`recipe.LOOP`). Beyond that every random number follows from seed, epoch 
 see the same batches whatever their connections draw, and a run that was interrupted ends with the weights of one that
 was not.
 """
+import errno
 import math
 import time
 from argparse import Namespace
@@ -22,6 +23,7 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed, update_summary
 from torch import nn
 
+from .._checks import short
 from ..connections import sites
 from ..diagnostics import record, record_dynamics
 from ..runs.folders import load_checkpoint
@@ -225,7 +227,7 @@ class Training:
             with whole_file(self.checkpoint) as partial:
                 torch.save(checkpoint, partial)
         except RuntimeError as error:  # torch's writer has its own words for a full disk
-            raise OSError(one_line(error)) from error
+            raise OSError(errno.EIO, short(error)) from error
 
     def _resume(self) -> int:
         """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next."""
