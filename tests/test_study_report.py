@@ -178,7 +178,7 @@ def test_the_papers_figures_stand_whole_beside(written):
 
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("name", [
-    name if name in ("accuracy", "overhead", "compare") else pytest.param(name, marks=pytest.mark.slow)
+    name if name in ("accuracy", "dynamics", "overhead", "compare") else pytest.param(name, marks=pytest.mark.slow)
     for name in EVERY])
 def test_the_same_again_has_the_same_bytes(name, tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"

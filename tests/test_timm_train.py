@@ -256,9 +256,12 @@ SHRUNK = {
 
 
 @pytest.mark.parametrize("name", SHRUNK)
-def test_recipes_train_an_epoch(scripts, images, tmp_path, name):
+@pytest.mark.parametrize("sibling", ["", "_linear"])
+def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
     """All of a recipe but its data set, the size of the model and the number of epochs."""
     model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
+    if sibling:
+        model = model.rsplit("_", 1)[0] + sibling
     call([scripts / "train.py", "-c", shipped()[name], "--model", model, "--data-dir", images, "--dataset", "",
           "--device", "cpu", "--epochs", "1", "-b", "40", "--workers", "0", "--model-kwargs", *SHRUNK[name],
           "--output", tmp_path, "--experiment", "run"], scripts)
