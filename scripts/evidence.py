@@ -155,6 +155,11 @@ def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights
     return {(*cell, of): 1.0, (*cell, base): -1.0}
 
 
+def placed(mixer: str, where: str) -> Weights:
+    """Feature in these branches of each block less linear in all, with this mixer."""
+    return {(mixer, where, "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
+
+
 def slope(places: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
     """Least squares over `places`: the settings of the i-th count (x_i - mean) / sum (x - mean)^2."""
     centred = np.array(places) - np.mean(places)
@@ -355,8 +360,8 @@ FAMILY = (
     _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
                 rates_slope(RATES), paper=of_paper("learning_rate_sweep", _of_rates)),
     _hypothesis("H3", "PoolFormer's loss with F is its mixer's doing", f"confirm_poolformer-{FASHION}",
-                {("pool(x)", "both", "feature"): 1.0, ("pool(x)", "nowhere", "linear"): -1.0,
-                 ("pool(x) - x", "both", "feature"): -1.0, ("pool(x) - x", "nowhere", "linear"): 1.0}),
+                {**placed("pool(x)", "both"),
+                 **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}),
     Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
         "H4: transforms of the stream help networks of branches",
         [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)])),
@@ -477,7 +482,7 @@ def text() -> str:
     return environment.get_template("evidence.md.jinja").render(
         family=family, rows={row["hypothesis"].name: row for row in family}, beside=decided(BESIDE, list),
         explored=contrasts, elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference,
-        switch=switch, mlp_cosine=mlp_cosine, learned_theta=learned_theta, last_branch=last_branch,
+        placed=placed, switch=switch, mlp_cosine=mlp_cosine, learned_theta=learned_theta, last_branch=last_branch,
         overhead=_runs("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         gains=unpaired(*(found.contrast.values for found in gains)) if all(found.is_run for found in gains) else None,
