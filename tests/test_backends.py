@@ -150,7 +150,6 @@ def test_auto_never_takes_it_and_under_compile_it_is_torch(monkeypatch):
 def auto(monkeypatch):
     """``run`` with what ``auto`` runs on a GPU, kernels that can be sabotaged, and nothing checked yet."""
     monkeypatch.setattr(functional, "choose_backend", lambda x, f, backend: "triton" if backend == "auto" else backend)
-    monkeypatch.setattr(functional, "is_asked_for", lambda name, backend: False)
     monkeypatch.setattr(backends, "_agrees", {})
     return functools.partial(run, "auto")
 

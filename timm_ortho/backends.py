@@ -26,7 +26,7 @@ from ._compat import functorch_is_active, is_compiler_error
 
 __all__ = [
     "BACKENDS", "BACKEND_VARIABLE", "Backend", "accumulate_in", "checked", "choose_backend", "compiled", "default",
-    "is_asked_for", "use_backend",
+    "use_backend",
 ]
 
 BACKENDS = ("auto", "torch", "inductor", "triton")
@@ -69,11 +69,6 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _default = before
-
-
-def is_asked_for(name: str, backend: Optional[str]) -> bool:
-    """Whether a backend runs because somebody named it, by the argument ``backend`` or for the whole process."""
-    return name == (_default if backend is None else backend)
 
 
 def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:

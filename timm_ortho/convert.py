@@ -213,9 +213,11 @@ def _blocks(model: nn.Module) -> list[_Block]:
             kinds = written[name] if spec is None else reached(module, spec)
             blocks += [_Block(name, module, spec, kinds)] if kinds else []
             within.update(module.modules())
-        elif is_residual(module) and (module not in within or _is_of_a_table(module)):
+        elif is_residual(module):
             cls = written_class(module)
-            unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
+            of_a_library = cls.__module__.partition(".")[0] in ("timm", "torchvision", "transformers")  # not an adapter
+            if of_a_library or module not in within:
+                unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
     if blocks and not unsupported:
         return blocks
     found = dict.fromkeys(block.spec.name if block.spec else type(block.module).__qualname__ for block in blocks)
@@ -235,11 +237,6 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]
             kinds = tuple(kind for kind, child in module.named_children() if isinstance(child, Connection))
             if kinds:
                 yield name, module, kinds
-
-
-def _is_of_a_table(module: nn.Module) -> bool:
-    """Whether a class is of a library whose blocks are known, so that its sums are no adapter's."""
-    return written_class(module).__module__.partition(".")[0] in ("timm", "torchvision", "transformers")
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:

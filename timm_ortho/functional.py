@@ -34,7 +34,7 @@ from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, known_name
 from ._compat import forward_mode_is_active, functorch_is_active, is_recorded
-from .backends import BACKENDS, Backend, accumulate_in, checked, choose_backend, compiled, is_asked_for, use_backend
+from .backends import BACKENDS, Backend, accumulate_in, checked, choose_backend, compiled, default, use_backend
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
 
@@ -103,12 +103,7 @@ def without_padding(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def plain_update(
-        x: Tensor,
-        f: Tensor,
-        parallel: Weight,
-        orthogonal: Weight,
-        dims: Optional[List[int]],
-        eps: float,
+        x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, dims: Optional[List[int]], eps: float,
         mask: Optional[Tensor] = None,
 ) -> Tensor:
     """The update without its closed-form gradients: the reference, and what tracers and transforms are given.
@@ -301,15 +296,8 @@ def residual_update(
 
 
 def checked_update(
-        x: Tensor,
-        f: Tensor,
-        a: Weight,
-        b: Weight,
-        dims: Optional[List[int]],
-        eps: float,
-        mask: Optional[Tensor] = None,
-        keep_branch: bool = False,
-        backend: Optional[str] = None,
+        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], eps: float,
+        mask: Optional[Tensor] = None, keep_branch: bool = False, backend: Optional[str] = None,
 ) -> Tensor:
     """:func:`residual_update` of arguments that are known to be good, as a connection's are; the tensors are checked.
 
@@ -340,7 +328,7 @@ def checked_update(
     if name == "inductor":
         computed_by = INDUCTOR
     elif name == "triton":
-        computed_by = _kernels() if is_asked_for(name, backend) else CHECKED
+        computed_by = _kernels() if (backend or default()) == "triton" else CHECKED  # by name, or by auto
     if needs_gradient:
         return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
     return computed_by.update(x, f, a, b, dims, eps, False)[0]

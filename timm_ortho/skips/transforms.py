@@ -35,7 +35,7 @@ from torch.overrides import has_torch_function
 
 from .._checks import known_name
 from .._compat import functorch_is_active, is_recorded
-from ..backends import accumulate_in, choose_backend, compiled, is_asked_for
+from ..backends import accumulate_in, choose_backend, compiled, default
 from ..functional import in_dtype
 from .kronecker import factors
 
@@ -218,7 +218,7 @@ class Skip(nn.Module):
         """The map by itself, in compiled code and in eager mode, where :class:`_Mapped` has its gradient."""
         make = _tensors if torch.compiler.is_compiling() else _cached_tensors
         tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
-        compiles = is_asked_for("inductor", None) and choose_backend(x, x) == "inductor"
+        compiles = default() == "inductor" and choose_backend(x, x) == "inductor"
         transformed = _compiled if compiles else _transformed
         return transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
 
