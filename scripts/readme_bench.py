@@ -66,10 +66,9 @@ def rows_of(results: Path) -> list[Row]:
 
 
 def costs(rows: Sequence[Row]) -> str:
-    """README's table: a line for each cost, a column for the CPU and for each GPU that was measured."""
-    devices = list(dict.fromkeys(["CPU", *map(place, rows)]))
-    if devices == ["CPU"]:
-        devices.append("GPU")
+    """README's table: a line for each cost, a column for each CPU and GPU that was measured."""
+    kinds = {row["device"] == "cpu" for row in rows}
+    devices = [*([] if True in kinds else ["CPU"]), *dict.fromkeys(map(place, rows)), *([] if False in kinds else ["GPU"])]
     by_device = {name: [row for row in rows if place(row) == name] for name in devices}
     lines = [[f"launch, {LAUNCHES[0]}, {step}", *(launch(mine, step) for mine in by_device.values())]
              for step in MODEL_STEPS]
@@ -122,7 +121,9 @@ def commit(row: Row) -> str:
 
 
 def place(row: Row) -> str:
-    return "CPU" if row["device"] == "cpu" else row["device"]
+    """What it was measured on, by the processor's or the GPU's own name."""
+    cpu = row["cpu"].partition(",")[0].replace("(R)", "").removesuffix(" Processor")
+    return f"CPU, {cpu}" if row["device"] == "cpu" else row["device"]
 
 
 def unmeasured(rows: Sequence[Row], what: str, width: int) -> list[list[str]]:

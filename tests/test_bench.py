@@ -805,20 +805,20 @@ def test_the_tables_of_speed(tmp_path):
                ratio_p20="1.1", ratio_p50="1.2", ratio_p80="1.3", appendix_ratio_p20="0.8", appendix_ratio_p50="0.9",
                appendix_ratio_p80="1") for name, ms in (("linear", "1.5"), ("ortho", "1.8"))),
     ])
-    model, operator, launch, *others = lines_of(tmp_path, "CPU")
-    assert model == ["CPU", "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
+    model, operator, launch, *others = lines_of(tmp_path, "CPU, Some CPU")
+    assert model == ["CPU, Some CPU", "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
                      "0.980 [0.970, 1.000]", *["not measured"] * 3, "1.004", "1.137", "not measured"]
-    assert launch == ["CPU", "1x1x32", "inference", "3.2", "25.0", "not measured", "not measured", "not measured"]
+    assert launch == ["CPU, Some CPU", "1x1x32", "inference", "3.2", "25.0", "not measured", "not measured", "not measured"]
     assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
     assert others[0][-2:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]"]
-    assert operator[:3] == ["CPU", "16x197x384, tokens", "float32, global"]
+    assert operator[:3] == ["CPU, Some CPU", "16x197x384, tokens", "float32, global"]
     cells = dict(zip(readme_bench.FORMULAS, operator[3:-1], strict=True))
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
     unmeasured = lines_of(tmp_path, "GPU")
     assert [line[1] for line in unmeasured] == [
         *bench_options.DEFAULTS["cuda"]["models"], *bench_options.DEFAULTS["cuda"]["shapes"], *readme_bench.LAUNCHES]
     assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
-    assert ("* CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; commit "
+    assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; commit "
             "0123456789ab with changes, 2026-01-02") in readme_bench.section(readme_bench.rows_of(tmp_path))
 
 
@@ -867,7 +867,7 @@ def test_readmes_table_of_costs(tmp_path):
     fake_csv(tmp_path, "bench_h100.csv", [
         model_row("training", "eager", 1.01, **gpu), model_row("training", "eager", 1.02, dtype="bfloat16", **gpu)])
     devices, costs = costs_of(tmp_path)
-    assert devices[1:] == ["CPU", "NVIDIA H100"]
+    assert devices[1:] == ["CPU, Some CPU", "NVIDIA H100"]
     measured = {name: cells for name, cells in costs.items() if set(cells) != {"not measured"}}
     assert measured == {
         "launch, 1x1x32, training": ["25.4 us against 3.2 us", "not measured"],
