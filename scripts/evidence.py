@@ -478,9 +478,9 @@ def text() -> str:
               for study, floor in _json("floors/ridge.json").items() if _file(study).is_file()]
     trainers = _json("trainers/agreement.json")
     gains = [next(found for found in (*FAMILY, *BESIDE) if found.name == which) for which in ("H1", "P1b")]
-    family = decided(FAMILY, holm)
+    family, beside = decided(FAMILY, holm), decided(BESIDE, list)
     return environment.get_template("evidence.md.jinja").render(
-        family=family, rows={row["hypothesis"].name: row for row in family}, beside=decided(BESIDE, list),
+        family=family, beside=beside, rows={row["hypothesis"].name: row for row in family + beside},
         explored=contrasts, elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference,
         placed=placed, switch=switch, mlp_cosine=mlp_cosine, learned_theta=learned_theta, last_branch=last_branch,
         overhead=_runs("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
