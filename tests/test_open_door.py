@@ -179,7 +179,7 @@ def test_what_is_not_residual():
         connect(model)
     timm_ortho.not_residual(Embedding, "a mean")
     assert len(sites(connect(model))) == 2
-    with pytest.raises(TypeError, match="must be a class, got a Sequential$"):
+    with pytest.raises(TypeError, match=r"must be a class, got a Sequential$"):
         timm_ortho.not_residual(model, "a model")
 
 
@@ -281,7 +281,7 @@ def test_a_connection_by_name(tmp_path):
     timm_ortho.register_connection("clipped", Clipped)  # a cell of a notebook that runs twice
     model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()
     assert {(type(site.connection), site.connection.eps) for site in sites(model)} == {(Clipped, 1e-4)}
-    card = hub.export(model, tmp_path / "out", "me/clipped")
+    card = hub.export(model, str(tmp_path / "out"), "me/clipped")  # a path as text or as a Path
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_args"].items() >= {"connection": "clipped", "connection_eps": 1e-4}.items()
     assert "clipped" in str(card)

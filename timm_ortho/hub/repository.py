@@ -45,7 +45,7 @@ FILES = ("model.safetensors", "config.json", "README.md", CURVE)
 
 def export(
         model: Model,
-        folder: Path,
+        folder: Union[str, Path],
         repo_id: str,
         *,
         ema: bool = False,
@@ -68,6 +68,7 @@ def export(
         PublishError: It cannot be published, or the folder holds other files.
     """
     check_repo_id(repo_id, PublishError)
+    folder = Path(folder)
     run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
