@@ -24,20 +24,24 @@ from ..diagnostics import record_as_asked
 from ..weights.checks import checked, located, naming_the_source, restore_source
 
 __all__ = [
-    "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta", "pop_connection_arguments", "register",
-    "unpretrained",
+    "OF_CONNECTIONS", "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta",
+    "pop_connection_arguments", "register", "unpretrained",
 ]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
+# argument of a variant -> argument of connect, which a connection has as an attribute
+OF_CONNECTIONS = {
+    "connection_eps": "eps",
+    "connection_prob": "prob",
+    "connection_start": "start",
+}
 # argument of a variant -> argument of connect
 _ARGUMENTS = {
     "connection": "connection",
-    "connection_eps": "eps",
-    "connection_prob": "prob",
+    **OF_CONNECTIONS,
     "connection_layers": "layers",
     "connection_kinds": "kinds",
-    "connection_start": "start",
     "skip": "skip",
     "skip_branches": "skip_branches",
     "skip_rank": "skip_rank",
