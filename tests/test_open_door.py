@@ -79,7 +79,7 @@ class Clipped(Connection):
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """What a test registers is forgotten."""
-    for name in ("_SPECS", "_NOT_RESIDUAL", "_REGISTERED", "_BY_ROUTED_NAME"):
+    for name in ("_SPECS", "_NOT_RESIDUAL", "_REGISTERED"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     yield
     timm_ortho.CONNECTIONS.pop("clipped", None)

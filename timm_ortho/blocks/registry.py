@@ -16,7 +16,6 @@ __all__ = ["host_and_spec", "is_residual", "not_residual", "register_block", "sp
 _TABLES = (timm, torchvision, transformers)
 _SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
 _NOT_RESIDUAL: Dict[str, str] = {name: why for table in _TABLES for name, why in table.NOT_RESIDUAL.items()}
-_BY_ROUTED_NAME: Dict[str, str] = {routed_name(name): name for name in _SPECS}
 _REGISTERED: Dict[str, type] = {}  # by users; the others are imported by their names
 
 
@@ -79,7 +78,7 @@ def register_block(
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
     route(cast(type, block), spec, kinds)  # refuses what does not fit
-    _SPECS[name], _REGISTERED[name], _BY_ROUTED_NAME[routed_name(name)] = spec, block, name
+    _SPECS[name], _REGISTERED[name] = spec, block
     return block
 
 
@@ -126,7 +125,7 @@ def specs(library: str) -> Tuple[BlockSpec, ...]:
 
 def host_and_spec(routed: str) -> Tuple[Optional[type], Optional[BlockSpec]]:
     """The block class that a routed class is named after, which is imported if need be, and what is known of it."""
-    name = _BY_ROUTED_NAME.get(routed)
+    name = next((name for name in _SPECS if routed_name(name) == routed), None)
     if name is None:
         return None, None
     module, _, cls = name.rpartition(".")
