@@ -22,6 +22,7 @@ from ..connections import CONNECTIONS
 from ..convert import connect
 from ..diagnostics import record_as_asked
 from ..weights.checks import checked, located, naming_the_source, restore_source
+from ..weights.pretrained import pretrained_cfgs
 
 __all__ = [
     "OF_CONNECTIONS", "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta",
@@ -156,17 +157,16 @@ def creation_arguments(model: nn.Module) -> Dict[str, Any]:
     return dict(getattr(model, "creation_arguments", {}))
 
 
-def register(
-        module: str, name: str, entry: Callable[..., nn.Module], cfgs: Dict[str, PretrainedCfg], doc: str) -> None:
+def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: PretrainedCfg, doc: str) -> None:
     """Register an entry point with timm, as an attribute ``name`` of the module of that name.
 
-    ``cfgs`` are its configurations by name, each with the tag of its weights if it has some.
+    ``cfg`` is that of the architecture; what it has of weights, :mod:`timm_ortho.weights.pretrained` knows.
     """
     entry.__name__ = entry.__qualname__ = name
     entry.__module__ = module
     entry.__doc__ = doc
     home = sys.modules[module]
-    home.default_cfgs.update(generate_default_cfgs(cfgs))
+    home.default_cfgs.update(generate_default_cfgs(pretrained_cfgs(name, cfg)))
     setattr(home, name, register_model(entry))
 
 

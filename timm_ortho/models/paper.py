@@ -22,7 +22,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from .._checks import known_name
-from ..weights.pretrained import checkpoint_filter_fn, pretrained_cfgs
+from ..weights.pretrained import checkpoint_filter_fn
 from ._build import SUFFIXES, create, register
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
@@ -157,7 +157,7 @@ def _register_architectures() -> None:
         for suffix, connection in SUFFIXES.items():
             doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
             name = base + suffix
-            register(__name__, name, partial(_create, name, base, connection), pretrained_cfgs(name, cfg), doc)
+            register(__name__, name, partial(_create, name, base, connection), cfg, doc)
 
 
 _register_architectures()

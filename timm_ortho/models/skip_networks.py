@@ -139,7 +139,7 @@ def _register_architectures() -> None:
         for suffix, connection in SUFFIXES.items():
             name = base + suffix
             doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
-            register(__name__, name, partial(_create, name, base, connection), {name: _CFG}, doc)
+            register(__name__, name, partial(_create, name, base, connection), _CFG, doc)
 
 
 _register_architectures()
