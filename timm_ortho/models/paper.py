@@ -52,13 +52,6 @@ class PaperVisionTransformer(VisionTransformer):
 _WEIGHT_INIT = {"kaiming": None, "xavier": nn.init.xavier_normal_, "orthogonal": nn.init.orthogonal_}
 
 
-def _init_convolutions(model: nn.Module, weight_init: str) -> None:
-    initialise = _WEIGHT_INIT[weight_init]
-    for module in model.modules() if initialise else ():
-        if isinstance(module, nn.Conv2d):
-            initialise(module.weight)
-
-
 class CifarResNetV2(ResNetV2):
     """The paper's pre-activation ResNet for small images.
 
@@ -88,7 +81,7 @@ class CifarResNetV2(ResNetV2):
             zero_init_last: bool = False,
             **kwargs,
     ) -> None:
-        known_name("weight_init", weight_init, _WEIGHT_INIT)
+        initialise = _WEIGHT_INIT[known_name("weight_init", weight_init, _WEIGHT_INIT)]
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         conv = kwargs.setdefault("conv_layer", partial(create_conv2d, bias=True))
         norm = kwargs.setdefault("norm_layer", BatchNormAct2d)
@@ -108,7 +101,9 @@ class CifarResNetV2(ResNetV2):
             self.head = NormMlpClassifierHead(
                 self.num_features, self.num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
         self.init_weights(zero_init_last=zero_init_last)
-        _init_convolutions(self, weight_init)
+        for module in self.modules():
+            if initialise and isinstance(module, nn.Conv2d):
+                initialise(module.weight)
 
 
 _VIT_CFG = PretrainedCfg(
