@@ -2,6 +2,7 @@
 import sys
 from copy import copy
 from dataclasses import fields
+from functools import partial
 from typing import Any, Callable, ContextManager, Dict, Union
 
 import timm
@@ -26,7 +27,7 @@ from ..weights.pretrained import pretrained_cfgs
 
 __all__ = [
     "OF_CONNECTIONS", "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta",
-    "pop_connection_arguments", "register", "unpretrained",
+    "pop_connection_arguments", "register", "register_papers", "unpretrained",
 ]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
@@ -168,6 +169,14 @@ def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: Pretr
     home = sys.modules[module]
     home.default_cfgs.update(generate_default_cfgs(pretrained_cfgs(name, cfg)))
     setattr(home, name, register_model(entry))
+
+
+def register_papers(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[..., nn.Module]) -> None:
+    """Register a paper's own architectures with every suffix; ``make`` takes name, base and connection first."""
+    for base, cfg in cfgs.items():
+        for suffix, connection in SUFFIXES.items():
+            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
+            register(module, base + suffix, partial(make, base + suffix, base, connection), cfg, doc)
 
 
 def on_meta() -> ContextManager:

@@ -23,7 +23,7 @@ from torch import nn
 
 from .._checks import known_name
 from ..weights.pretrained import checkpoint_filter_fn
-from ._build import SUFFIXES, create, register
+from ._build import create, register_papers
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it
@@ -147,12 +147,4 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     return create(name, default, entry, **kwargs)
 
 
-def _register_architectures() -> None:
-    for base, (_, cfg, _) in ARCHITECTURES.items():
-        for suffix, connection in SUFFIXES.items():
-            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
-            name = base + suffix
-            register(__name__, name, partial(_create, name, base, connection), cfg, doc)
-
-
-_register_architectures()
+register_papers(__name__, {base: cfg for base, (_, cfg, _) in ARCHITECTURES.items()}, _create)
