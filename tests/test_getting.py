@@ -399,7 +399,7 @@ CONFIGS = {
     "unknown architecture": (
         lambda config: config.update(architecture="vit_smal_ortho"), [BY_PULL],
         r"its config.json names the architecture 'vit_smal_ortho', which is not registered with timm \S+: import the "
-        "package that has it, or update timm; did they mean 'vit_small_ortho'"),
+        "package that has it, or update timm; did you mean 'vit_small_ortho'"),
     "no architecture": (lambda config: config.pop("architecture"), [BY_PULL],
                         "its config.json is none of timm's: KeyError: 'architecture'"),
 }

@@ -28,7 +28,9 @@ from timm_ortho import (
     hub,
     sites,
 )
-from timm_ortho.blocks import registry
+from timm_ortho.blocks import registry, routed
+from timm_ortho.hub import repository
+from timm_ortho.models import _build
 
 ROOT = Path(timm_ortho.__file__).parents[1]
 
@@ -77,7 +79,7 @@ class Clipped(Connection):
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """What a test registers is forgotten."""
-    for name in ("_SPECS", "_NOT_RESIDUAL", "_REGISTERED", "_BY_ROUTED_NAME"):
+    for name in ("_SPECS", "_NOT_RESIDUAL", "_REGISTERED"):
         monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     yield
     timm_ortho.CONNECTIONS.pop("clipped", None)
@@ -131,6 +133,19 @@ def test_a_users_block(known):
     assert not sites(model)
 
 
+def test_a_block_of_a_script_is_pickled():
+    class Block(MyBlock):
+        __module__ = "__main__"
+
+        def forward(self, x):
+            return x + self.f(x)
+
+    timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
+    model, x = connect(nn.Sequential(Block()), "feature"), tokens()
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+    assert not hasattr(routed, "__path__")
+
+
 def test_some_layers_and_another_method():
     class Block(MyBlock):
         def inner(self, x):
@@ -166,7 +181,7 @@ def test_what_is_not_residual():
         connect(model)
     timm_ortho.not_residual(Embedding, "a mean")
     assert len(sites(connect(model))) == 2
-    with pytest.raises(TypeError, match="must be a class"):
+    with pytest.raises(TypeError, match=r"must be a class, got a Sequential$"):
         timm_ortho.not_residual(model, "a model")
 
 
@@ -182,7 +197,15 @@ class Wrong(nn.Module):
     (MyBlock, dict(stream="x", kinds=("mlp",)), RoutingError,
      r"expected 1 additions to 'x' in forward, found 2 \(x \+ self.f\(self.norm\(x\)\); x \+ self.g\(x\)\)"),
     (MyBlock, dict(stream="x", kinds=("mlp", "mlp")), ValueError, "kinds must be different identifiers"),
-    (MyBlock, dict(stream="x", kinds="mlp"), ValueError, "kinds must be a sequence of str, got 'mlp'"),
+    (MyBlock, dict(stream="x", kinds="mlp"), ValueError, "kinds must be a sequence of names, got 'mlp'"),
+    (MyBlock, dict(stream="x", kinds=None), ValueError, "kinds must be a sequence of names, got None"),
+    (MyBlock, dict(stream="x", kinds={"attention", "mlp"}), ValueError, "kinds must be a sequence of names, got {"),
+    (MyBlock, dict(stream=None, kinds=("mlp",)), ValueError, "stream must be an expression or a sequence of them, got"),
+    (MyBlock, dict(stream=[1], kinds=("mlp",)), ValueError, "stream must be an expression or a sequence of them, got"),
+    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=1.5), ValueError,
+     "dim must be an axis or a sequence of axes, got 1.5"),
+    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1, None)), ValueError,
+     r"dim must be an axis or a sequence of axes, got \(1, None\)"),
     (MyBlock, dict(stream="x", kinds=("a b", "mlp")), ValueError, "kinds must be different identifiers"),
     (MyBlock, dict(stream=("x",), kinds=("attention", "mlp")), ValueError, "there are 1 for stream and 2 kinds"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1,)), ValueError, "there are 1 for dim and 2 kinds"),
@@ -193,6 +216,7 @@ class Wrong(nn.Module):
      RoutingError, "the source of forward cannot be read: .*; put a class that was typed at Python's prompt in a file"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError, "known already"),
     (len, dict(stream="x", kinds=("attention", "mlp")), TypeError, "must be a class of torch.nn.Module"),
+    (MyBlock(), dict(stream="x", kinds=("attention", "mlp")), TypeError, "class of torch.nn.Module, got a MyBlock$"),
 ])
 def test_a_registration_that_does_not_fit(block, arguments, error, message):
     known = dict(registry._SPECS)
@@ -259,13 +283,22 @@ def test_a_connection_by_name(tmp_path):
     timm_ortho.register_connection("clipped", Clipped)  # a cell of a notebook that runs twice
     model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()
     assert {(type(site.connection), site.connection.eps) for site in sites(model)} == {(Clipped, 1e-4)}
-    card = hub.export(model, tmp_path / "out", "me/clipped")
+    card = hub.export(model, str(tmp_path / "out"), "me/clipped")  # a path as text or as a Path
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_args"].items() >= {"connection": "clipped", "connection_eps": 1e-4}.items()
     assert "clipped" in str(card)
     again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(again(x), model(x))
+
+
+def test_an_argument_of_its_own_is_in_config_json(monkeypatch):
+    """One that variants take: an entry in ``OF_CONNECTIONS`` is enough for both."""
+    monkeypatch.setitem(_build.OF_CONNECTIONS, "connection_tau", "tau")
+    timm_ortho.register_connection("clipped", Clipped)
+    model = connect(timm.create_model("vit_test_linear"), "clipped")
+    assert repository._connection_arguments(model) == {
+        "connection": "clipped", "connection_eps": 1e-6, "connection_tau": 0.1}
 
 
 def test_a_connection_without_a_name_is_not_published(tmp_path):

@@ -1,4 +1,5 @@
 """Weights: the authors' layout read exactly, the small ones that ship, and the list of what there is."""
+import copy
 import json
 from pathlib import Path
 
@@ -8,14 +9,14 @@ import torch
 from hub_client import HubClient
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from timm.models import get_pretrained_cfg
+from timm.models import _registry, get_pretrained_cfg
 from torch import nn
 
 import timm_ortho
 from timm_ortho import WeightsError, cli, sites
 from timm_ortho.lab import recipe
 from timm_ortho.lab.data import Digits
-from timm_ortho.models._build import on_meta
+from timm_ortho.models._build import on_meta, register
 from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.weights import pretrained
 
@@ -279,6 +280,17 @@ def test_the_authors_configuration(kind):
     assert cfg.input_size == (3, values["img_size"], values["img_size"])
     assert (list(cfg.mean), list(cfg.std), cfg.crop_pct) == (values["mean"], values["std"], values["crop_pct"])
     assert cfg.num_classes == values["num_classes"]
+
+
+def test_an_entry_gives_any_variant_weights(monkeypatch):
+    """Of timm's architectures too, and a repository is enough to name the file."""
+    for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
+        monkeypatch.setattr(_registry, name, copy.copy(getattr(_registry, name)))
+    monkeypatch.setitem(pretrained._OF_ARCHITECTURE, "resnet18_made_up_ortho", {"mine": dict(hf_hub_id="me/mine")})
+    cfg = get_pretrained_cfg("resnet18_ortho")
+    register("timm_ortho.models.variants", "resnet18_made_up_ortho", lambda **_: None, cfg, "A made-up variant.")
+    assert timm.list_pretrained("resnet18_made_up*") == ["resnet18_made_up_ortho.mine"]
+    assert pretrained.weights("resnet18_made_up_ortho") == ("resnet18_made_up_ortho.mine", "hf-hub:me/mine", None)
 
 
 def test_only_what_has_weights_says_so():

@@ -1,7 +1,7 @@
 """Which classes are residual blocks: the tables of the libraries, and what users register."""
 import ast
 import importlib
-from typing import Dict, List, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union, cast
 
 from torch import nn
 
@@ -16,7 +16,6 @@ __all__ = ["host_and_spec", "is_residual", "not_residual", "register_block", "sp
 _TABLES = (timm, torchvision, transformers)
 _SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
 _NOT_RESIDUAL: Dict[str, str] = {name: why for table in _TABLES for name, why in table.NOT_RESIDUAL.items()}
-_BY_ROUTED_NAME: Dict[str, str] = {routed_name(name): name for name in _SPECS}
 _REGISTERED: Dict[str, type] = {}  # by users; the others are imported by their names
 
 
@@ -54,23 +53,24 @@ def register_block(
         timm_ortho.RoutingError: The method cannot be read, or holds other additions; the message has those found.
     """
     if not (isinstance(block, type) and issubclass(block, nn.Module)):
-        raise TypeError(f"block must be a class of torch.nn.Module, got {block!r}")
-    kinds = _tuple("kinds", kinds, str)
+        raise TypeError(f"block must be a class of torch.nn.Module, got {_shown(block)}")
+    kinds = _tuple("kinds must be a sequence of names", kinds, (str, type(None)))
     named = [kind for kind in kinds if kind is not None]
     if not named or len(set(named)) < len(named) or not all(str(kind).isidentifier() for kind in named):
         raise ValueError(f"kinds must be different identifiers, one for each addition, got {kinds!r}")
     known_name("keep", keep, ("output", "branch"))
+    expected = "stream must be an expression or a sequence of them"
     streams = stream if isinstance(stream, str) else tuple(
-        one if isinstance(one, str) else tuple(one) for one in stream)
+        one if isinstance(one, str) else _tuple(expected, one, str) for one in _tuple(expected, stream, object))
     for one in _flat(streams):
         try:
             ast.parse(one, mode="eval")
         except SyntaxError:
             raise ValueError(f"stream {one!r} is no expression") from None
-    for what, values in (("stream", streams), ("dim", dim)):
-        if not isinstance(values, (str, int)) and len(values) != len(kinds):
+    dims = dim if isinstance(dim, int) else _tuple("dim must be an axis or a sequence of axes", dim, int)
+    for what, values in (("stream", streams), ("dim", dims)):
+        if isinstance(values, tuple) and len(values) != len(kinds):
             raise ValueError(f"there are {len(values)} for {what} and {len(kinds)} kinds: give one, or one for each")
-    dims = dim if isinstance(dim, int) else _tuple("dim", dim, int)
     name = _name(block)
     spec = BlockSpec(name, streams, kinds, dims, keep=keep, method=method)
     if name in _SPECS and _SPECS[name] != spec and _REGISTERED.get(name, block) is block:
@@ -78,7 +78,7 @@ def register_block(
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
     route(cast(type, block), spec, kinds)  # refuses what does not fit
-    _SPECS[name], _REGISTERED[name], _BY_ROUTED_NAME[routed_name(name)] = spec, block, name
+    _SPECS[name], _REGISTERED[name] = spec, block
     return block
 
 
@@ -96,7 +96,7 @@ def not_residual(block: type, reason: str) -> type:
         TypeError: ``block`` is no class.
     """
     if not isinstance(block, type):
-        raise TypeError(f"block must be a class, got {block!r}")
+        raise TypeError(f"block must be a class, got {_shown(block)}")
     _NOT_RESIDUAL[_name(block)] = str(reason)
     return block
 
@@ -125,7 +125,7 @@ def specs(library: str) -> Tuple[BlockSpec, ...]:
 
 def host_and_spec(routed: str) -> Tuple[Optional[type], Optional[BlockSpec]]:
     """The block class that a routed class is named after, which is imported if need be, and what is known of it."""
-    name = _BY_ROUTED_NAME.get(routed)
+    name = next((name for name in _SPECS if routed_name(name) == routed), None)
     if name is None:
         return None, None
     module, _, cls = name.rpartition(".")
@@ -140,7 +140,12 @@ def _flat(streams: Union[str, tuple]) -> List[str]:
     return [streams] if isinstance(streams, str) else [one for each in streams for one in _flat(each)]
 
 
-def _tuple(what: str, values: Sequence, of: type) -> tuple:
-    if isinstance(values, str) or not all(one is None or isinstance(one, of) for one in values):
-        raise ValueError(f"{what} must be a sequence of {of.__name__}, got {values!r}")
+def _shown(given: Any) -> str:
+    """A module is named by its class: what it prints has a line for each of its children."""
+    return f"a {type(given).__name__}" if isinstance(given, nn.Module) else repr(given)
+
+
+def _tuple(expected: str, values: Sequence, of: Union[type, Tuple[type, ...]]) -> tuple:
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(one, of) for one in values):
+        raise ValueError(f"{expected}, got {values!r}")
     return tuple(values)

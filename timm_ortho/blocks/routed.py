@@ -99,7 +99,7 @@ def library_of(cls: type) -> str:
 
 
 def __getattr__(name: str) -> type:
-    if name.startswith("__"):  # what Python asks of modules
+    if name.startswith("__") and name.endswith("__"):  # what Python asks of modules; no block of a script's __main__
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .registry import host_and_spec
 

@@ -1,5 +1,4 @@
 """A model out of a repository or a folder with a config.json, with the same care as one by its registered name."""
-import difflib
 import json
 from pathlib import Path
 from typing import Any, Dict, Union
@@ -7,6 +6,7 @@ from typing import Any, Dict, Union
 import timm
 from torch import nn
 
+from .._checks import did_you_mean
 from ..weights.checks import SAFE, in_folder, safe_name
 from ..weights.errors import WeightsError, check_repo_id
 from ..weights.fetching import CacheDir, fetch, split_revision
@@ -60,9 +60,8 @@ def _check_config(file: Path, source: str) -> None:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WeightsError(f"{source}: its config.json is none of timm's: {type(error).__name__}: {error}") from error
     if not timm.is_model(architecture):
-        nearest = difflib.get_close_matches(str(architecture), timm.list_models(), n=1)
-        hint = f"; did they mean '{nearest[0]}'?" if nearest else ""
         raise WeightsError(
             f"{source}: its config.json names the architecture '{architecture}', which is not registered with timm "
-            f"{timm.__version__}: import the package that has it, or update timm{hint}")
+            f"{timm.__version__}: import the package that has it, or update timm"
+            f"{did_you_mean(architecture, timm.list_models())}")
     safe_name(source, filename)

@@ -28,9 +28,9 @@ from torch import nn
 
 from .._checks import short
 from .._compat import save_config_for_hf
-from ..connections import CONNECTIONS, LinearConnection, Site, sites
+from ..connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 from ..convert import connect
-from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments
+from ..models._build import OF_CONNECTIONS, creation_arguments, is_of_connections, pop_connection_arguments
 from ..runs.folders import CheckpointRun, PublishError, Run, class_names
 from ..skips.rewrites import ChangeOfBasis
 from ..weights.errors import check_repo_id, scrubbed
@@ -45,7 +45,7 @@ FILES = ("model.safetensors", "config.json", "README.md", CURVE)
 
 def export(
         model: Model,
-        folder: Path,
+        folder: Union[str, Path],
         repo_id: str,
         *,
         ema: bool = False,
@@ -68,6 +68,7 @@ def export(
         PublishError: It cannot be published, or the folder holds other files.
     """
     check_repo_id(repo_id, PublishError)
+    folder = Path(folder)
     run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
@@ -152,24 +153,26 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
     carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
     if not carrying:
         return {"connection": "linear", **transform}
-    forms = {(site.connection.name, site.connection.eps, getattr(site.connection, "prob", 1.0)) for site in carrying}
+    arguments, *others = [_arguments_of(site.connection) for site in carrying]
     layers, kinds = sorted({site.layer for site in carrying}), list(dict.fromkeys(site.kind for site in carrying))
-    if len(forms) > 1 or len(carrying) != sum(site.layer in layers and site.kind in kinds for site in found):
+    are_others_linear = len(carrying) == sum(site.layer in layers and site.kind in kinds for site in found)
+    if not are_others_linear or any(other != arguments for other in others):
         raise PublishError("the model's connections differ from site to site in more than being linear or not, which "
                            "no arguments of a variant can say: connect it with one connection")
-    (name, eps, _), = forms
-    if name not in CONNECTIONS:
-        raise PublishError(f"the model's connection, {name}, has no name that config.json could say: give it one with "
-                           "timm_ortho.register_connection, and connect the model by that name")
-    arguments = {"connection": name, "connection_eps": eps}
-    for argument in ("prob", "start"):
-        if hasattr(carrying[0].connection, argument):
-            arguments[f"connection_{argument}"] = getattr(carrying[0].connection, argument)
+    if arguments["connection"] not in CONNECTIONS:
+        raise PublishError(f"the model's connection, {arguments['connection']}, has no name that config.json could "
+                           "say: give it one with timm_ortho.register_connection, and connect the model by that name")
     if layers != sorted({site.layer for site in found}):
         arguments["connection_layers"] = layers
     if len(kinds) < len({site.kind for site in found}):
         arguments["connection_kinds"] = kinds
     return {**arguments, **transform}
+
+
+def _arguments_of(connection: Connection) -> dict[str, Any]:
+    """Those that make one connection."""
+    known = {argument: name for argument, name in OF_CONNECTIONS.items() if hasattr(connection, name)}
+    return {"connection": connection.name, **{argument: getattr(connection, name) for argument, name in known.items()}}
 
 
 def _skip_arguments(found: Sequence[Site]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 import sys
 from copy import copy
 from dataclasses import fields
+from functools import partial
 from typing import Any, Callable, ContextManager, Dict, Union
 
 import timm
@@ -22,22 +23,27 @@ from ..connections import CONNECTIONS
 from ..convert import connect
 from ..diagnostics import record_as_asked
 from ..weights.checks import checked, located, naming_the_source, restore_source
+from ..weights.pretrained import pretrained_cfgs
 
 __all__ = [
-    "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta", "pop_connection_arguments", "register",
-    "unpretrained",
+    "OF_CONNECTIONS", "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta",
+    "pop_connection_arguments", "register", "register_papers", "unpretrained",
 ]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
+# argument of a variant -> argument of connect, which a connection has as an attribute
+OF_CONNECTIONS = {
+    "connection_eps": "eps",
+    "connection_prob": "prob",
+    "connection_start": "start",
+}
 # argument of a variant -> argument of connect
 _ARGUMENTS = {
     "connection": "connection",
-    "connection_eps": "eps",
-    "connection_prob": "prob",
+    **OF_CONNECTIONS,
     "connection_layers": "layers",
     "connection_kinds": "kinds",
-    "connection_start": "start",
     "skip": "skip",
     "skip_branches": "skip_branches",
     "skip_rank": "skip_rank",
@@ -152,18 +158,25 @@ def creation_arguments(model: nn.Module) -> Dict[str, Any]:
     return dict(getattr(model, "creation_arguments", {}))
 
 
-def register(
-        module: str, name: str, entry: Callable[..., nn.Module], cfgs: Dict[str, PretrainedCfg], doc: str) -> None:
+def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: PretrainedCfg, doc: str) -> None:
     """Register an entry point with timm, as an attribute ``name`` of the module of that name.
 
-    ``cfgs`` are its configurations by name, each with the tag of its weights if it has some.
+    ``cfg`` is that of the architecture; what it has of weights, :mod:`timm_ortho.weights.pretrained` knows.
     """
     entry.__name__ = entry.__qualname__ = name
     entry.__module__ = module
     entry.__doc__ = doc
     home = sys.modules[module]
-    home.default_cfgs.update(generate_default_cfgs(cfgs))
+    home.default_cfgs.update(generate_default_cfgs(pretrained_cfgs(name, cfg)))
     setattr(home, name, register_model(entry))
+
+
+def register_papers(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[..., nn.Module]) -> None:
+    """Register a paper's own architectures with every suffix; ``make`` takes name, base and connection first."""
+    for base, cfg in cfgs.items():
+        for suffix, connection in SUFFIXES.items():
+            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
+            register(module, base + suffix, partial(make, base + suffix, base, connection), cfg, doc)
 
 
 def on_meta() -> ContextManager:

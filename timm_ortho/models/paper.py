@@ -22,8 +22,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from .._checks import known_name
-from ..weights.pretrained import checkpoint_filter_fn, pretrained_cfgs
-from ._build import SUFFIXES, create, register
+from ..weights.pretrained import checkpoint_filter_fn
+from ._build import create, register_papers
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it
@@ -50,13 +50,6 @@ class PaperVisionTransformer(VisionTransformer):
 
 # kaiming is what timm's init_weights has done already
 _WEIGHT_INIT = {"kaiming": None, "xavier": nn.init.xavier_normal_, "orthogonal": nn.init.orthogonal_}
-
-
-def _init_convolutions(model: nn.Module, weight_init: str) -> None:
-    initialise = _WEIGHT_INIT[weight_init]
-    for module in model.modules() if initialise else ():
-        if isinstance(module, nn.Conv2d):
-            initialise(module.weight)
 
 
 class CifarResNetV2(ResNetV2):
@@ -88,7 +81,7 @@ class CifarResNetV2(ResNetV2):
             zero_init_last: bool = False,
             **kwargs,
     ) -> None:
-        known_name("weight_init", weight_init, _WEIGHT_INIT)
+        initialise = _WEIGHT_INIT[known_name("weight_init", weight_init, _WEIGHT_INIT)]
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         conv = kwargs.setdefault("conv_layer", partial(create_conv2d, bias=True))
         norm = kwargs.setdefault("norm_layer", BatchNormAct2d)
@@ -108,7 +101,9 @@ class CifarResNetV2(ResNetV2):
             self.head = NormMlpClassifierHead(
                 self.num_features, self.num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
         self.init_weights(zero_init_last=zero_init_last)
-        _init_convolutions(self, weight_init)
+        for module in self.modules():
+            if initialise and isinstance(module, nn.Conv2d):
+                initialise(module.weight)
 
 
 _VIT_CFG = PretrainedCfg(
@@ -152,12 +147,4 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     return create(name, default, entry, **kwargs)
 
 
-def _register_architectures() -> None:
-    for base, (_, cfg, _) in ARCHITECTURES.items():
-        for suffix, connection in SUFFIXES.items():
-            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
-            name = base + suffix
-            register(__name__, name, partial(_create, name, base, connection), pretrained_cfgs(name, cfg), doc)
-
-
-_register_architectures()
+register_papers(__name__, {base: cfg for base, (_, cfg, _) in ARCHITECTURES.items()}, _create)

@@ -33,7 +33,7 @@ from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
 from .._compat import feature_take_indices
-from ._build import SUFFIXES, create, register
+from ._build import create, register_papers
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["SkipNetwork"]  # and appends to it
@@ -134,12 +134,4 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     return create(name, default, entry, **kwargs)
 
 
-def _register_architectures() -> None:
-    for base in ARCHITECTURES:
-        for suffix, connection in SUFFIXES.items():
-            name = base + suffix
-            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
-            register(__name__, name, partial(_create, name, base, connection), {name: _CFG}, doc)
-
-
-_register_architectures()
+register_papers(__name__, dict.fromkeys(ARCHITECTURES, _CFG), _create)

@@ -92,7 +92,7 @@ def _register_variants() -> None:
             name, connection = base + suffix, SUFFIXES[suffix]
             entry = partial(_create, name, base, connection)
             doc = f"timm's {base}, {connection} connection; arguments as there, ``connection*`` and ``skip*``."
-            register(__name__, name, entry, {name: unpretrained(given.default, name)}, doc)
+            register(__name__, name, entry, unpretrained(given.default, name), doc)
             names += home.__all__
             home.__all__ = []  # the registry looks for every name in it before it appends the next
     home.__all__ = names

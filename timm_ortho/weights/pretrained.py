@@ -17,12 +17,13 @@ from timm.models import PretrainedCfg, get_pretrained_cfg
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_fn
 from torch import Tensor, nn
 
+from .checks import SAFE
 from .fetching import cached
 
 __all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "weights", "weights_file"]
 
 _AUTHORS = dict(
-    hf_hub_filename="model.safetensors",  # without it timm asks for a pickle where this one cannot be had
+    hf_hub_filename=SAFE,
     crop_pct=1.0,  # recipes/vit_b_imagenet1k.yaml: validation on the whole image, as in the authors' code
     license="cc-by-sa-4.0",
     origin_url="https://github.com/BootsofLagrangian/ortho-residual",
@@ -148,4 +149,4 @@ def weights(name: str) -> Optional[Weights]:
     tagged = f"{cfg.architecture}.{cfg.tag}" if cfg.tag else cfg.architecture
     if cfg.file:
         return Weights(tagged, "this package", Path(cfg.file))
-    return Weights(tagged, f"hf-hub:{cfg.hf_hub_id}", cached(cfg.hf_hub_id, cfg.hf_hub_filename))
+    return Weights(tagged, f"hf-hub:{cfg.hf_hub_id}", cached(cfg.hf_hub_id, cfg.hf_hub_filename or SAFE))
