@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -374,3 +375,19 @@ def test_a_result_without_accuracy_is_said(tmp_path, capsys):
     (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')
     launch._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
     assert "[1/1] a: top-1 unknown" in capsys.readouterr().err
+
+
+@linux
+@pytest.mark.parametrize(
+    ("status", "waits"), [(143, True), (-15, True), (-12, True), (-9, False), (1, False), (0, False)])
+def test_a_slurm_task_whose_run_is_told_to_end_waits_for_the_signal_to_requeue(tmp_path, monkeypatch, status, waits):
+    """SIGTERM goes to the whole step: a task that ended with its run would count as completed."""
+    job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
+    monkeypatch.setattr(launch.os, "environ", {})
+    waited = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    assert launch._Task(1)(str(tmp_path)) == status
+    assert bool(waited) == waits
+    assert launch.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}

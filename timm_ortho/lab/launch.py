@@ -26,6 +26,7 @@ from .train_py import die_with_parent
 __all__ = ["ATTEMPTS", "Slurm", "local"]
 
 ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
+_SECONDS_TO_PREEMPT = 300  # from SIGTERM to what follows: the signal to requeue, or SIGKILL after the cluster's grace time
 
 
 class _Progress:
@@ -164,7 +165,11 @@ class _Task:
         # in a process of its own: the handlers of the signals that requeue a job stay submitit's
         command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
         with open(Path(folder, LOG), "a", encoding="utf-8") as log:
-            return subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
+            status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
+        if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
+            # Slurm signals all processes of a job that it preempts. One that ended now would not be requeued.
+            time.sleep(_SECONDS_TO_PREEMPT)
+        return status
 
     def checkpoint(self, folder: str) -> Any:
         import submitit
