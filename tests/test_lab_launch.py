@@ -1,4 +1,5 @@
 """Processes of runs on this machine: several at a time, killed, failing, interrupted; and what is collected."""
+import errno
 import json
 import os
 import signal
@@ -151,6 +152,17 @@ def test_status(tmp_path, monkeypatch, capsys):
         ["lr=1.0-linear-seed0", "running", "epoch 0 of 2"],
         ["lr=2.0-linear-seed0", "waiting"]]
     assert lines[-1] == "1 finished, 1 stopped, 1 failed, 1 running, 1 waiting"
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_finished(tmp_path, monkeypatch):
+    folder = one_run(tmp_path / "out")
+
+    def ends(_):
+        (folder / RESULT).write_text('{"top1": 50.0}')
+        return False
+
+    monkeypatch.setattr(folders, "_is_at_work", ends)
+    assert folders.state(folder) == ("finished", "top-1 50.00 %")
 
 
 def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
@@ -368,6 +380,24 @@ def test_gpus_are_shared_by_the_labs_runs_and_divided_among_those_of_train_py(
         launch._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
     named = {"one": RunPlan("lab", [Stage(".", {"device": "cuda:1"})])}
     assert launch._slots(named, 2) == [{}, {}]
+
+
+@pytest.mark.parametrize(("free", "said"), [(4096, ", the disk is full"), (2**30, "")])
+def test_a_disk_that_has_no_room_for_a_runs_words_is_told(tmp_path, monkeypatch, free, said):
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    progress = launch._Progress(tmp_path, {})
+    progress.fail("a", "its process ended with exit status 1")
+    assert progress.failed == {"a": f"its process ended with exit status 1{said} (), see {tmp_path / 'a' / LOG}"}
+
+
+def test_a_report_that_finds_no_room_is_one_line(tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "report.html"))
+
+    monkeypatch.setattr(study, "report_on", full)
+    assert cli.main(["study", "report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"timm-ortho: error: [Errno 28] No space left on device: '{tmp_path / 'report.html'}'"]
 
 
 def test_a_result_without_accuracy_is_said(tmp_path, capsys):
