@@ -1,4 +1,5 @@
 """Processes of runs on this machine: several at a time, killed, failing, interrupted; and what is collected."""
+import errno
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +152,17 @@ def test_status(tmp_path, monkeypatch, capsys):
         ["lr=1.0-linear-seed0", "running", "epoch 0 of 2"],
         ["lr=2.0-linear-seed0", "waiting"]]
     assert lines[-1] == "1 finished, 1 stopped, 1 failed, 1 running, 1 waiting"
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_finished(tmp_path, monkeypatch):
+    folder = one_run(tmp_path / "out")
+
+    def ends(_):
+        (folder / RESULT).write_text('{"top1": 50.0}')
+        return False
+
+    monkeypatch.setattr(folders, "_is_at_work", ends)
+    assert folders.state(folder) == ("finished", "top-1 50.00 %")
 
 
 def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
@@ -369,8 +382,42 @@ def test_gpus_are_shared_by_the_labs_runs_and_divided_among_those_of_train_py(
     assert launch._slots(named, 2) == [{}, {}]
 
 
+@pytest.mark.parametrize(("free", "said"), [(4096, ", the disk is full"), (2**30, "")])
+def test_a_disk_that_has_no_room_for_a_runs_words_is_told(tmp_path, monkeypatch, free, said):
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    progress = launch._Progress(tmp_path, {})
+    progress.fail("a", "its process ended with exit status 1")
+    assert progress.failed == {"a": f"its process ended with exit status 1{said} (), see {tmp_path / 'a' / LOG}"}
+
+
+def test_a_report_that_finds_no_room_is_one_line(tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "report.html"))
+
+    monkeypatch.setattr(study, "report_on", full)
+    assert cli.main(["study", "report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"timm-ortho: error: [Errno 28] No space left on device: '{tmp_path / 'report.html'}'"]
+
+
 def test_a_result_without_accuracy_is_said(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')
     launch._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
     assert "[1/1] a: top-1 unknown" in capsys.readouterr().err
+
+
+@linux
+@pytest.mark.parametrize(
+    ("status", "waits"), [(143, True), (-15, True), (-12, True), (-9, False), (1, False), (0, False)])
+def test_a_slurm_task_whose_run_is_told_to_end_waits_for_the_signal_to_requeue(tmp_path, monkeypatch, status, waits):
+    """SIGTERM goes to the whole step: a task that ended with its run would count as completed."""
+    job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
+    monkeypatch.setattr(launch.os, "environ", {})
+    waited = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    assert launch._Task(1)(str(tmp_path)) == status
+    assert bool(waited) == waits
+    assert launch.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}

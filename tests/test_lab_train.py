@@ -29,7 +29,7 @@ from tiny_study import (
     written,
 )
 
-from timm_ortho.lab import LabError, data, features, plan, recipe, run, train, write_json
+from timm_ortho.lab import LabError, data, features, plan, recipe, run, train, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 
 # timm's ImageDataset leaves the closing of its files to the garbage collector.
@@ -300,6 +300,20 @@ def fill_disk(context, where, error):
         original = os.fsync
         context.setattr("os.fsync", lambda descriptor: full() if f".{where}" in os.readlink(
             f"/proc/self/fd/{descriptor}") else original(descriptor))
+
+
+def test_what_is_still_open_takes_no_room(tmp_path):
+    """torch's writer keeps a checkpoint that did not fit open for as long as its exception lives."""
+    def write():
+        with whole_file(tmp_path / "a") as partial:
+            held.write(b"x" * 100_000)
+            assert partial.stat().st_size == 100_000
+            raise NO_SPACE
+
+    with open(tmp_path / ".a.partial", "wb", buffering=0) as held:
+        with pytest.raises(OSError, match="No space left"):
+            write()
+        assert (os.fstat(held.fileno()).st_size, list(tmp_path.iterdir())) == (0, [])
 
 
 def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):

@@ -21,6 +21,12 @@ def test_one_pair_has_no_interval():
     assert str(paired_difference([2.0], [1.0])) == "+1.00 (one pair, no interval)"
 
 
+def test_zero_has_no_sign_of_its_own():
+    """A sum that is 0 but for its last digits comes out as 1e-16 or -1e-16, as the machine adds."""
+    assert str(Difference(-1e-16, 0.0, 3)) == "+0.00 [+0.00, +0.00]"
+    assert str(Difference(0.003, 0.0034, 3)) == "+0.00 [-0.00, +0.01]"  # which contains zero
+
+
 @pytest.mark.parametrize(("shift", "p"), [(1.0, 0.0), (0.0, 1.0)])
 def test_differences_without_spread(shift, p):
     assert paired_difference([1.0 + shift, 2.0 + shift], [1.0, 2.0]) == Difference(shift, 0.0, 2, p)

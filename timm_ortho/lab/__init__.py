@@ -74,7 +74,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         yield partial
     except BaseException:
-        partial.unlink(missing_ok=True)  # on a full disk every block counts
+        if partial.exists():  # on a full disk every block counts, also of a file that torch's writer still has open
+            os.truncate(partial, 0)
+            partial.unlink()
         raise
     os.replace(partial, path)
 

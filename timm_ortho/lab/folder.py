@@ -232,6 +232,7 @@ def state(folder: Path) -> tuple[str, str]:
     """What became of a run so far, from its files alone: `waiting`, `running`, `stopped`, `failed` or `finished`, and
     its epochs, error or top-1.
     """
+    at_work = _is_at_work(folder)  # before the result, which the process writes at its end
     result = read_json(folder / RESULT)
     if result is not None:
         return "finished", top1_text(result["top1"])
@@ -241,7 +242,7 @@ def state(folder: Path) -> tuple[str, str]:
     rows = history(folder, plan)
     done = f"epoch {epochs_done(rows)} of {plan.epochs}"
     done += f", {top1_text(rows[-1].get('eval_top1'))}" if rows else ""
-    if _is_at_work(folder):
+    if at_work:
         return "running", done
     if session.get("error"):
         return "failed", f"{session['error']}; {last_words(folder)}"

@@ -4,6 +4,7 @@ A run is its folder. Launchers start `run` for it and read what is in it; they s
 dies takes nothing with it, and whoever gives the same command again continues where the folders are.
 """
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from .train_py import die_with_parent
 
 __all__ = ["ATTEMPTS", "Slurm", "local"]
 
+_NO_ROOM = 2**16  # bytes; with less a run cannot even say so in its folder
 ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
+_SECONDS_TO_PREEMPT = 300  # from SIGTERM to the signal to requeue, or to SIGKILL at the end of the cluster's grace time
 
 
 class _Progress:
@@ -44,6 +47,8 @@ class _Progress:
         tqdm.write(text, file=sys.stderr)
 
     def fail(self, name: str, reason: str) -> None:
+        if shutil.disk_usage(self.root).free < _NO_ROOM:
+            reason += ", the disk is full"
         self.failed[name] = f"{reason} ({last_words(self.root / name)}), see {self.root / name / LOG}"
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
@@ -164,7 +169,11 @@ class _Task:
         # in a process of its own: the handlers of the signals that requeue a job stay submitit's
         command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
         with open(Path(folder, LOG), "a", encoding="utf-8") as log:
-            return subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
+            status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
+        if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
+            # Slurm signals all processes of a job that it preempts. One that ended now would not be requeued.
+            time.sleep(_SECONDS_TO_PREEMPT)
+        return status
 
     def checkpoint(self, folder: str) -> Any:
         import submitit

@@ -70,10 +70,12 @@ def run(folder: Path, threads: int = 1) -> dict:
             interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, train_py.Died))
             memory = isinstance(error, torch.cuda.OutOfMemoryError)
             said = "the device is out of memory: choose a smaller batch size" if memory else one_line(error)
+            if isinstance(error, OSError):
+                said = (f"cannot write in {folder} ({said}): make room, or see to the folder; the same command again "
+                        "continues from the last checkpoint")
             sessions[-1].update(error=None if interrupted else said, end=_now())
             if isinstance(error, OSError):
-                raise LabError(f"cannot write in {folder} ({one_line(error)}): make room, or see to the folder; the "
-                               "same command again continues from the last checkpoint") from error
+                raise LabError(said) from error
             raise
         finally:
             _write_sessions(folder, sessions)

@@ -30,13 +30,13 @@ class Difference:
 
     def text(self, digits: int = 2) -> str:
         """`+0.12 [-0.30, +0.54]`; a single pair has no interval."""
-        if self.half_width is None:
-            return f"{self.mean:+.{digits}f}"
-        low, high = self.ends
-        return f"{self.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+        # -1e-16 is a zero, as another machine's sums would say; -0.001 remains -0.00
+        mean, low, high = (
+            f"{value if abs(value) > 1e-9 else 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
+        return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
     def __str__(self) -> str:
-        return self.text() if self.half_width is not None else f"{self.mean:+.2f} (one pair, no interval)"
+        return self.text() if self.half_width is not None else f"{self.text()} (one pair, no interval)"
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:

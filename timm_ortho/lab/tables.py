@@ -162,7 +162,7 @@ def _with_pooled(found: Sequence[Entry], layout: Layout) -> list[Entry]:
 def plain(entry: Entry) -> dict[str, Any]:
     """The entry as JSON has it, without the last digits, which another release of a library may round otherwise."""
     def said(difference: Optional[Difference]) -> Optional[dict]:
-        return difference and {**{key: round(value, 6) if isinstance(value, float) else value
+        return difference and {**{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # no -0.0
                                   for key, value in asdict(difference).items()}, "p": _short(difference.p)}
 
     mean, std = [*entry.moments, None, None][:2]
