@@ -421,3 +421,13 @@ def test_a_slurm_task_whose_run_is_told_to_end_waits_for_the_signal_to_requeue(t
     assert launch._Task(1)(str(tmp_path)) == status
     assert bool(waited) == waits
     assert launch.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}
+
+
+def test_without_sbatch_slurm_is_not_asked_for_its_queue(tmp_path, monkeypatch):
+    def none(**_):
+        raise RuntimeError("Could not detect srun")
+
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(SlurmExecutor=none))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LabError, match="--launcher slurm needs Slurm, and there is no sbatch here"):
+        launch.Slurm().train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})

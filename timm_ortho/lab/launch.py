@@ -222,6 +222,7 @@ class Slurm:
 
         The folders are read, not Slurm's accounting, which many clusters do not have.
         """
+        self.executor(root, next(iter(runs.values())))  # says what is missing, before squeue is asked
         progress, attempts = _Progress(root, runs), Counter()
         while True:
             in_queue, todo = self._in_queue(root), []
