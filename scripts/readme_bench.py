@@ -67,8 +67,9 @@ def rows_of(results: Path) -> list[Row]:
 
 def costs(rows: Sequence[Row]) -> str:
     """README's table: a line for each cost, a column for each CPU and GPU that was measured."""
-    kinds = {row["device"] == "cpu" for row in rows}
-    devices = [*([] if True in kinds else ["CPU"]), *dict.fromkeys(map(place, rows)), *([] if False in kinds else ["GPU"])]
+    on_cpu = [row["device"] == "cpu" for row in rows]
+    devices = [*(["CPU"] if True not in on_cpu else []), *dict.fromkeys(map(place, rows)),
+               *(["GPU"] if False not in on_cpu else [])]
     by_device = {name: [row for row in rows if place(row) == name] for name in devices}
     lines = [[f"launch, {LAUNCHES[0]}, {step}", *(launch(mine, step) for mine in by_device.values())]
              for step in MODEL_STEPS]

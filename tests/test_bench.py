@@ -806,9 +806,10 @@ def test_the_tables_of_speed(tmp_path):
                appendix_ratio_p80="1") for name, ms in (("linear", "1.5"), ("ortho", "1.8"))),
     ])
     model, operator, launch, *others = lines_of(tmp_path, "CPU, Some CPU")
-    assert model == ["CPU, Some CPU", "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
+    on = "CPU, Some CPU"
+    assert model == [on, "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
                      "0.980 [0.970, 1.000]", *["not measured"] * 3, "1.004", "1.137", "not measured"]
-    assert launch == ["CPU, Some CPU", "1x1x32", "inference", "3.2", "25.0", "not measured", "not measured", "not measured"]
+    assert launch == [on, "1x1x32", "inference", "3.2", "25.0", "not measured", "not measured", "not measured"]
     assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
     assert others[0][-2:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]"]
     assert operator[:3] == ["CPU, Some CPU", "16x197x384, tokens", "float32, global"]
@@ -818,8 +819,8 @@ def test_the_tables_of_speed(tmp_path):
     assert [line[1] for line in unmeasured] == [
         *bench_options.DEFAULTS["cuda"]["models"], *bench_options.DEFAULTS["cuda"]["shapes"], *readme_bench.LAUNCHES]
     assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
-    assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; commit "
-            "0123456789ab with changes, 2026-01-02") in readme_bench.section(readme_bench.rows_of(tmp_path))
+    assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; "
+            "commit 0123456789ab with changes, 2026-01-02") in readme_bench.section(readme_bench.rows_of(tmp_path))
 
 
 def test_rows_of_a_gpu(tmp_path):

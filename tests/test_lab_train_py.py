@@ -286,6 +286,14 @@ def test_options_that_the_script_lacks_are_left_to_it(tmp_path, stopping):
     assert set(read_yaml(other / "args.yaml")) - set(read_yaml(one / "args.yaml")) == {"stop_epoch"}
 
 
+def test_images_that_train_py_does_not_leave_out_are_told(tmp_path, capsys):
+    """timm hands train_num_samples to data sets that are streams, and to no others."""
+    said = "train.py has no use for train_num_samples where a data set is no stream, and takes all images of"
+    for dataset, told in (("torch/fashion_mnist", True), ("wds/somewhere", False)):
+        planned(tiny(tmp_path, tmp_path / dataset, dataset=dataset, train_num_samples=256, val_num_samples=None))
+        assert (f"{said} '{dataset}'\n" in capsys.readouterr().err) == told
+
+
 def test_options_that_the_labs_loop_lacks_are_train_pys(tmp_path):
     found = plan.plan(tiny(tmp_path, None, sched="plateau", kd_model_name="resnet18"))
     assert found.runs["linear-seed0"].stages[0].options["sched"] == "plateau"

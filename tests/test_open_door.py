@@ -193,9 +193,9 @@ class Wrong(nn.Module):
 
 @pytest.mark.parametrize(("block", "arguments", "error", "message"), [
     (Wrong, dict(stream="z", kinds=("mlp",)), RoutingError,
-     r"door.Wrong.*: expected 1 additions to 'z' in forward, found 0 \(none, but to others: y \+ x.exp\(\)\)"),
+     r"door.Wrong.*: expected 1 addition to 'z' in forward, found 0 \(none, but to others: y \+ x.exp\(\)\)"),
     (MyBlock, dict(stream="x", kinds=("mlp",)), RoutingError,
-     r"expected 1 additions to 'x' in forward, found 2 \(x \+ self.f\(self.norm\(x\)\); x \+ self.g\(x\)\)"),
+     r"expected 1 addition to 'x' in forward, found 2 \(x \+ self.f\(self.norm\(x\)\); x \+ self.g\(x\)\)"),
     (MyBlock, dict(stream="x", kinds=("mlp", "mlp")), ValueError, "kinds must be different identifiers"),
     (MyBlock, dict(stream="x", kinds="mlp"), ValueError, "kinds must be a sequence of names, got 'mlp'"),
     (MyBlock, dict(stream="x", kinds=None), ValueError, "kinds must be a sequence of names, got None"),
@@ -335,7 +335,20 @@ class OtherForward(Connection):
         return x
 
 
+class WithoutModule(Connection):
+    def __init__(self, dim=-1, eps=1e-6):
+        self.dim = dim
+
+
+class WithoutDefault(Connection):
+    def __init__(self, tau, dim=-1, eps=1e-6):
+        super().__init__(dim, eps)
+
+
 @pytest.mark.parametrize(("connection", "message"), [
+    (WithoutModule, r"WithoutModule.__init__ must begin with super\(\).__init__\(dim, eps\)"),
+    (WithoutDefault, "WithoutDefault must have a default for tau, which nobody gives it"),
+    (Connection(), "a Connection is neither a connection's name, nor its class, nor a function that makes one"),
     (WithoutDim, "WithoutDim must take dim and eps, as timm_ortho.Connection does, and does not take dim"),
     (OtherForward, r"OtherForward.forward must take \(x, f, attn_mask=None\), got \(x, f, g\)"),
     (lambda dim, eps: nn.Identity(), "must make a timm_ortho.Connection, got Identity"),

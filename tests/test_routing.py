@@ -119,7 +119,8 @@ def test_the_source_is_what_tools_show():
 def test_another_number_of_additions(names):
     with pytest.raises(RoutingError) as error:
         routed(names=names)
-    words = ("Block", "timm 9.9", f"expected {len(names)} additions to 'x'", "found 2", "x + self.first(x * SCALE)")
+    expected = f"expected {len(names)} addition{'s' * (len(names) > 1)} to 'x'"
+    words = ("Block", "timm 9.9", expected, "found 2", "x + self.first(x * SCALE)")
     assert all(word in str(error.value) for word in words), error.value
 
 

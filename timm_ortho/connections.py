@@ -307,6 +307,8 @@ def create_connection(
     made = make(**{name: value for name, value in given.items() if name in taken})
     if not isinstance(made, Connection):
         raise ValueError(f"{_name_of(make)} must make a timm_ortho.Connection, got {type(made).__name__}")
+    if "_modules" not in vars(made):
+        raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
     _check_forward(made)
     made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip = skip
@@ -319,14 +321,20 @@ def _name_of(make: Any) -> str:
 
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
     """The arguments that a connection is made with, by name."""
-    problem = "is neither a connection's name, nor its class, nor a function that makes one"
-    if callable(make):
-        parameters = dict(inspect.signature(make).parameters)
-        missing = [name for name in ("dim", "eps") if name not in parameters]
-        if not missing:
-            return parameters
-        problem = f"must take dim and eps, as timm_ortho.Connection does, and does not take {' and '.join(missing)}"
-    raise ValueError(f"{_name_of(make) if callable(make) else repr(make)} {problem}")
+    if isinstance(make, nn.Module) or not callable(make):
+        given = f"a {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
+        raise ValueError(f"{given} is neither a connection's name, nor its class, nor a function that makes one")
+    parameters = dict(inspect.signature(make).parameters)
+    missing = [name for name in ("dim", "eps") if name not in parameters]
+    if missing:
+        raise ValueError(f"{_name_of(make)} must take dim and eps, as timm_ortho.Connection does, and does not take "
+                         f"{' and '.join(missing)}")
+    known = inspect.signature(create_connection).parameters
+    needed = [name for name, one in parameters.items() if name not in known and one.default is one.empty
+              and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    if needed:
+        raise ValueError(f"{_name_of(make)} must have a default for {' and '.join(needed)}, which nobody gives it")
+    return parameters
 
 
 def _check_forward(connection: Connection) -> None:

@@ -97,7 +97,7 @@ class Route:
             others = f"none, but to others: {'; '.join(router.others)}" if router.others else "none"
             found = "; ".join(router.found) or others
             raise RoutingError(
-                f"{where}: expected {len(sums)} additions to {streams} in {method}, found "
+                f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
                 f"{router.length} ({found}){router.problem}")
         self.branch_first = router.branch_first  # of each addition: whether the stream is its right summand
         self._ways = router.ways

@@ -13,6 +13,7 @@ pairs; runs that several cells share are trained once. `timm-ortho compare` is a
 import hashlib
 import inspect
 import json
+import sys
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -358,6 +359,11 @@ def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None
         source = open_source(variants[0].options)
         for variant in variants:
             variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
+    dataset = variants[0].options.dataset
+    cut = [key for key in ("train_num_samples", "val_num_samples") if getattr(variants[0].options, key) is not None]
+    if cut and dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
+        print(f"timm-ortho: train.py has no use for {' and '.join(cut)} where a data set is no stream, and takes all "
+              f"images of '{dataset}'", file=sys.stderr)
     for variant in variants:
         if variant.options.dataset == "digits":
             raise LabError("train.py has no data set digits: give another --dataset, or leave --train-py away")
