@@ -87,14 +87,17 @@ class Contrast:
         return paired_difference(self.values, [0.0] * len(self.values))
 
     @property
-    def pooled(self) -> Difference:
-        """With one variance for all settings once each seed's mean is removed (randomised blocks)."""
+    def pooled(self) -> Optional[Difference]:
+        """With one variance for all settings once each seed's mean is removed (randomised blocks); None for a single
+        setting, which that leaves nothing of."""
         squares = freedom = leverage = 0.0
         for table, (_, weights) in zip(self.tables, self.parts, strict=True):
             rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
             squares += (rest ** 2).sum()
             freedom += (table.shape[0] - 1) * (table.shape[1] - 1)
             leverage += sum(weight ** 2 for weight in weights.values()) / len(table) / len(self.parts) ** 2
+        if not freedom:
+            return None
         half_width = float(stats.t.ppf(0.975, freedom)) * math.sqrt(squares / freedom * leverage)
         return Difference(self.found.mean, half_width, self.found.pairs)
 
@@ -104,13 +107,17 @@ class Contrast:
         half = float(stats.t.ppf(0.95, count - 1)) * stdev(self.values) / math.sqrt(count)
         return abs(self.found.mean) + half <= bound
 
+    @property
+    def of_paper(self) -> str:
+        """`+0.79 to +2.75`, empty where the paper has no such effect."""
+        return _span(list(self.paper.values())) if self.paper else ""
+
     def sees(self) -> str:
         """What the interval says of the paper's effects."""
         if not self.paper:
             return "the paper has no number"
         low, high = self.found.ends
-        inside = [effect for effect in self.paper.values() if low <= effect <= high]
-        span = _span(list(self.paper.values()))
+        inside, span = [effect for effect in self.paper.values() if low <= effect <= high], self.of_paper
         if not inside:
             return f"yes, and excludes it ({span})"
         if low <= 0 <= high:

@@ -42,6 +42,7 @@ def test_a_difference_is_the_reports(runs):
     bound = max(map(abs, interval))
     assert found.within(bound * 1.001)
     assert not found.within(bound * 0.999)
+    assert contrast({("linear",): 1.0}).pooled is None  # each seed's mean is all there is of it
 
 
 def test_a_slope_is_least_squares(runs):
