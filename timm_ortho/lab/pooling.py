@@ -36,5 +36,5 @@ for _suffix, _connection in SUFFIXES.items():
     _name = f"poolformerv2_s12_plain{_suffix}"
     register(
         __name__, _name, partial(_create, _name, _connection),
-        {_name: unpretrained(get_pretrained_cfg("poolformerv2_s12"), _name)},
+        unpretrained(get_pretrained_cfg("poolformerv2_s12"), _name),
         f"PoolFormer with pool(x) as its mixer, {_connection} connection; arguments as timm's ``MetaFormer``'s.")
