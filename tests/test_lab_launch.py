@@ -400,6 +400,15 @@ def test_a_report_that_finds_no_room_is_one_line(tmp_path, monkeypatch, capsys):
         f"timm-ortho: error: [Errno 28] No space left on device: '{tmp_path / 'report.html'}'"]
 
 
+def test_a_pipe_that_somebody_closed_is_no_fault_of_the_folder(tmp_path, monkeypatch):
+    def closed(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr(study, "report_on", closed)
+    with pytest.raises(BrokenPipeError), cli._lab("study"):
+        study.report_on([tmp_path])
+
+
 def test_a_result_without_accuracy_is_said(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')

@@ -223,6 +223,8 @@ def _lab(command: str) -> Iterator[Any]:
     from .lab import LabError, study
     try:
         yield study
+    except BrokenPipeError:  # see main
+        raise
     except (LabError, OSError) as error:  # the second of a full disk, or of a folder that is not the user's
         raise UsageError(error) from None
 
