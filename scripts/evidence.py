@@ -255,6 +255,11 @@ def _of_rates(values: Mapping[str, Any]) -> float:
     return sum(weight * values[connection][rate][0] for (rate, connection), weight in weights.items())
 
 
+def _mean(*effects: Mapping[str, float]) -> dict[str, float]:
+    """Of several tables, for each data set that all of them have."""
+    return {data: fmean(found[data] for found in effects) for data in effects[0] if all(data in e for e in effects)}
+
+
 def _of_skips(table: str, weights: Weights) -> dict[str, float]:
     by_skip = section(table)["20"]
     return {name("dataset", data): sum(weight * by_skip[skip][data][0] for (_, skip, _), weight in weights.items())
@@ -371,7 +376,8 @@ FAMILY = (
                  **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}),
     Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
         "H4: transforms of the stream help networks of branches",
-        [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)])),
+        [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)],
+        paper=_mean(_of_skips("skips_branch4", BRANCH4), _of_skips("skips_depthwise", OTHERS)))),
     _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0),
                 paper=of_paper("connection_switch_reinitialised", _of_switch(1, 0))),
 )
@@ -489,7 +495,8 @@ def text() -> str:
     return environment.get_template("evidence.md.jinja").render(
         family=family, beside=beside, rows={row["hypothesis"].name: row for row in family + beside},
         explored=contrasts, elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference,
-        placed=placed, switch=switch, mlp_cosine=mlp_cosine, learned_theta=learned_theta, last_branch=last_branch,
+        placed=placed, switch=switch, transforms4=BRANCH4, transforms3=OTHERS, mlp_cosine=mlp_cosine,
+        learned_theta=learned_theta, last_branch=last_branch,
         overhead=_runs("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         gains=unpaired(*(found.contrast.values for found in gains)) if all(found.is_run for found in gains) else None,

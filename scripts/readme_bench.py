@@ -24,7 +24,7 @@ PAGES = ("README.md", "model_cards/speed.md")
 NOT_MEASURED = "not measured"
 
 SITUATIONS = tuple(product(MODEL_STEPS, MODES))
-FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton", "triton-compiled")
+FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton")
 LAUNCHED, LAUNCHES = ("linear", "appendix", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
 MODELS_HEADER = ("on", "model", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")

@@ -34,8 +34,7 @@ from timm_ortho.runs import provenance
 from timm_ortho.runs.provenance import commit_of
 
 ROOT = Path(__file__).parents[1]
-FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton",
-            "triton-compiled", "copy"]
+FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton", "copy"]
 # as torch.compile traces and differentiates, without the minute that its code generator takes
 TRACED = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
 TINY_VIT = ["--models", "vit_small", "--img-size", "32", "--model-kwargs", "depth=1", "embed_dim=32", "num_heads=2"]

@@ -2,10 +2,11 @@
 
 | backend | what it is | ``auto`` takes it |
 | --- | --- | --- |
-| ``torch`` | the operations of :mod:`timm_ortho.functional` | on the CPU; under ``torch.compile``, which fuses them |
+| ``torch`` | the operations of :mod:`timm_ortho.functional` | on the CPU |
 | ``inductor`` | the same, by ``torch.compile`` but called from eager mode | never: it compiles for half a minute |
-| ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, in eager mode, as long as they agree with ``torch`` |
+| ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as they agree with ``torch`` |
 
+Under ``torch.compile`` all of them are ``torch``, whose operations that fuses with what stands around them.
 A backend has two functions, ``update`` and ``gradients``, as :class:`Backend` says.
 """
 import functools
@@ -21,7 +22,7 @@ from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._checks import known_name
+from ._checks import known_name, short
 from ._compat import functorch_is_active, is_compiler_error
 
 __all__ = [
@@ -82,7 +83,7 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
 
     Returns:
         ``"torch"``, ``"inductor"`` or ``"triton"``; what ``"auto"`` stands for where that can run. Under
-        ``torch.compile`` ``"auto"`` and ``"inductor"`` are ``"torch"``, which it fuses.
+        ``torch.compile`` it is always ``"torch"``, which that fuses.
 
     Raises:
         ValueError: There is no such backend.
@@ -100,7 +101,7 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     reason = _why_not(known_name(source, name, BACKENDS), x, f)
     if reason is not None:
         raise RuntimeError(f"{source} {name!r} cannot run: {reason}; choose 'torch' or 'auto'")
-    return "torch" if name == "inductor" and torch.compiler.is_compiling() else name
+    return "torch" if torch.compiler.is_compiling() else name
 
 
 def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
@@ -141,8 +142,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if not is_compiler_error(error):
                 raise
-            first = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
-            raise RuntimeError(f"backend 'inductor' cannot compile: {first}; choose 'torch' or 'auto'") from error
+            reason = short(error)
+            raise RuntimeError(f"backend 'inductor' cannot compile: {reason}; choose 'torch' or 'auto'") from error
 
     return call
 

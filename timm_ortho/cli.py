@@ -266,7 +266,7 @@ def _add_bench(commands: Any) -> None:
         description="Measures the update alone and in whole models against linear connections, in turns, and writes "
                     "bench.csv and bench.svg. Ctrl-C writes what is finished.")
     add = parser.add_argument
-    add("--what", nargs="+", metavar="PART", help="operator, models (default: both)")
+    add("--what", nargs="+", metavar="PART", help="operator, models, launch (default: all)")
     add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures for both variants "
                                                     "(default: vit_small_ortho and resnetv2_50_ortho, on a GPU four)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")

@@ -309,7 +309,12 @@ def create_connection(
         raise ValueError(f"{_name_of(make)} must make a timm_ortho.Connection, got {type(made).__name__}")
     if "_modules" not in vars(made):
         raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
-    _check_forward(made)
+    signature = inspect.signature(made.forward)
+    try:
+        signature.bind(None, None, attn_mask=None)
+    except TypeError as error:
+        raise ValueError(f"{type(made).__name__}.forward must take (x, f, attn_mask=None), got {signature}: "
+                         f"{error}") from None
     made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip = skip
     return made
@@ -335,15 +340,6 @@ def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
     if needed:
         raise ValueError(f"{_name_of(make)} must have a default for {' and '.join(needed)}, which nobody gives it")
     return parameters
-
-
-def _check_forward(connection: Connection) -> None:
-    signature = inspect.signature(connection.forward)
-    try:
-        signature.bind(None, None, attn_mask=None)
-    except TypeError as error:
-        raise ValueError(
-            f"{type(connection).__name__}.forward must take (x, f, attn_mask=None), got {signature}: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------- in a model

@@ -295,10 +295,7 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
     if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
         create_skip(skip, 1, **arguments)  # what else is given is checked; no block is asked how wide its stream is
         return repeat(None)
-    places = []
-    for block in blocks:
-        widths, dims = block.widths(), block.dims()
-        places += [(widths[kind], dims[kind]) for kind in block.kinds]
+    places = [(block.widths()[kind], block.dims()[kind]) for block in blocks for kind in block.kinds]
     skips = [
         create_skip(skip, width, dim=dim, count=len(places), site=site, **arguments)
         for site, (width, dim) in enumerate(places)

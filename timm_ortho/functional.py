@@ -77,10 +77,8 @@ def _sum(products: Tensor, dims: List[int]) -> Tensor:
 
 def _gain(xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tensor:
     """``1 + k s``, in branches that TorchScript can save: a name has one type in all that follows."""
-    if isinstance(a, Tensor):
-        return (n + a * xf - _times(b, xf)) / n
-    elif isinstance(b, Tensor):
-        return (n + a * xf - b * xf) / n
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return (n + _times(a, xf) - _times(b, xf)) / n
     else:
         return n.add(xf, alpha=a - b).div_(n)
 
@@ -213,9 +211,8 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-CHECKED = Backend(
-    checked("forward", lambda *args: _kernels().update(*args), _update),
-    checked("backward", lambda *args: _kernels().gradients(*args), _gradients))
+TRITON = Backend(lambda *args: _kernels().update(*args), lambda *args: _kernels().gradients(*args))
+CHECKED = Backend(checked("forward", TRITON.update, _update), checked("backward", TRITON.gradients, _gradients))
 
 
 # -------------------------------------------------------------------------------------- what others call
@@ -322,13 +319,9 @@ def checked_update(
         return _formula(x, f, a, b, dims, eps)[0]
     if is_recorded() or functorch_is_active() or forward_mode_is_active():
         return plain_update(x, f, a, b, dims, eps)
-    if name == "triton" and torch.compiler.is_compiling():
-        return _kernels().operator(x, f, a, b, dims, eps, keep_branch)
-    computed_by: Union[Backend, ModuleType] = TORCH
-    if name == "inductor":
-        computed_by = INDUCTOR
-    elif name == "triton":
-        computed_by = _kernels() if (backend or default()) == "triton" else CHECKED  # by name, or by auto
+    computed_by = {"torch": TORCH, "inductor": INDUCTOR, "triton": TRITON}[name]
+    if name == "triton" and (backend or default()) == "auto":
+        computed_by = CHECKED
     if needs_gradient:
         return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
     return computed_by.update(x, f, a, b, dims, eps, False)[0]

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .backends import accumulate_in
 
-__all__ = ["gradients", "operator", "update"]
+__all__ = ["gradients", "update"]
 
 Weight = Union[float, Tensor]
 
@@ -461,72 +461,3 @@ def triton_dtype(acc: torch.dtype):
 
 def on_device_of(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-# ------------------------------------------------------------------------- as an operator that compilers can handle
-def operator(
-        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Sequence[int], eps: float, keep_branch: bool) -> Tensor:
-    """y of :func:`timm_ortho.functional.residual_update` by a registered operator, for use inside ``torch.compile``."""
-    recover = not keep_branch and not isinstance(a, Tensor) and not isinstance(b, Tensor) and (a, b) == (0.0, 1.0)
-    # float64 whatever x is: a number loses nothing, and the kernels load it into their accumulation dtype
-    a, b = (w if isinstance(w, Tensor) else torch.full((), w, dtype=torch.float64, device=x.device) for w in (a, b))
-    return _operator(x, f, a, b, list(dims), eps, recover)[0]
-
-
-@torch.library.custom_op("timm_ortho::residual_update", mutates_args=())
-def _operator(
-        x: Tensor, f: Tensor, a: Tensor, b: Tensor, dims: List[int], eps: float, recover: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    y, s, n = update(x, f, a, b, dims, eps)
-    return y, s.contiguous(), n.contiguous()
-
-
-@_operator.register_fake
-def _(x, f, a, b, dims, eps, recover):
-    y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
-    reduced = {d % x.dim() for d in dims}
-    shape = [1 if axis in reduced else size for axis, size in enumerate(x.shape)]
-    acc = accumulate_in(y.dtype)
-    return y, x.new_empty(shape, dtype=acc), x.new_empty(shape, dtype=acc)
-
-
-@torch.library.custom_op("timm_ortho::residual_update_gradients", mutates_args=())
-def _gradients_operator(
-        x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Tensor, b: Tensor, dims: List[int],
-        recover: bool, branch_dtype: torch.dtype, needed: List[bool],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = gradients(x, kept, g, s, n, a, b, dims, recover, branch_dtype, needed)
-    # what was not wanted is empty, since an operator returns tensors
-    grad_x, grad_f, xg, fg = (x.new_empty(0) if result is None else result for result in results)
-    return grad_x, grad_f, xg.contiguous(), fg.contiguous()
-
-
-@_gradients_operator.register_fake
-def _(x, kept, g, s, n, a, b, dims, recover, branch_dtype, needed):
-    for_x, for_f, for_weights = needed
-    nothing = x.new_empty(0)
-    return (
-        torch.empty_like(x) if for_x else nothing.clone(),
-        torch.empty_like(x, dtype=branch_dtype) if for_f else nothing.clone(),
-        *(torch.empty_like(s) if for_weights else nothing.clone() for _ in range(2)))
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    x, f, a, b, ctx.dims, _, ctx.recover = inputs
-    y, s, n = output
-    ctx.branch_dtype = f.dtype
-    ctx.save_for_backward(x, y if ctx.recover else f, s, n, a, b)
-
-
-def _backward(ctx, g, _grad_s, _grad_n):
-    x, kept, s, n, a, b = ctx.saved_tensors
-    for_x, for_f, for_a, for_b = ctx.needs_input_grad[:4]
-    grad_x, grad_f, xg, fg = _gradients_operator(
-        x, kept, g, s, n, a, b, ctx.dims, ctx.recover, ctx.branch_dtype, [for_x, for_f, for_a or for_b])
-    return (
-        grad_x if for_x else None, grad_f if for_f else None,
-        (s * xg).sum().to(a.dtype) if for_a else None, (fg - s * xg).sum().to(b.dtype) if for_b else None,
-        None, None, None)
-
-
-_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -10,10 +10,11 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Seque
 import torch
 from torch import Tensor
 
+from .._checks import short
 from .._compat import is_compiler_error
 from .report import Result
 
-__all__ = ["Candidate", "Clock", "Group", "as_in_training", "compiled", "first_line", "measure", "saved_bytes"]
+__all__ = ["Candidate", "Clock", "Group", "as_in_training", "compiled", "measure", "saved_bytes"]
 
 FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # more than the last cache of most
 
@@ -108,7 +109,7 @@ def _attempt(result: Result, call: Callable[[], Any]) -> Any:
     except Exception as error:
         if not _is_stated(error):
             raise
-        result.note = f"{type(error).__name__}: {first_line(error)}"
+        result.note = f"{type(error).__name__}: {short(error)}"
 
 
 def _is_stated(error: Exception) -> bool:
@@ -116,12 +117,6 @@ def _is_stated(error: Exception) -> bool:
     messages = ("can't allocate memory", "Failed to find C compiler", "torch.compile", "Dynamo is not supported")
     return (isinstance(error, torch.cuda.OutOfMemoryError) or is_compiler_error(error)
             or (isinstance(error, RuntimeError) and any(message in str(error) for message in messages)))
-
-
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # "backend='inductor' raised:" says nothing yet
-    return text[:200]
 
 
 def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_calls: int = 50) -> list[Result]:

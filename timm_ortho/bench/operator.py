@@ -7,9 +7,10 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
+from .._checks import short
 from ..backends import choose_backend
 from ..functional import plain_update, residual_update
-from .clock import Candidate, Group, compiled, first_line
+from .clock import Candidate, Group, compiled
 from .options import DTYPES, STEPS, times
 
 __all__ = ["EPS", "appendix_update", "operator_groups", "tensors", "timed"]
@@ -62,10 +63,10 @@ def _operator_candidates(
                   candidate("appendix", partial(appendix_update, dim=dim))]
     candidates += [candidate("compiled", compiled(plain))] if options.compile else []
     for backend in ("torch", "inductor", "triton") if options.compile else ("torch", "triton"):
-        update, can_run = partial(residual_update, dim=dim, eps=EPS, backend=backend), _can_run(x, f, backend)
-        candidates.append(candidate(backend, update, **can_run))
-        if options.compile and backend != "inductor":
-            candidates.append(candidate(f"{backend}-compiled", compiled(update), **can_run))
+        update = partial(residual_update, dim=dim, eps=EPS, backend=backend)
+        candidates.append(candidate(backend, update, **_can_run(x, f, backend)))
+        if options.compile and backend == "torch":
+            candidates.append(candidate("torch-compiled", compiled(update), **_can_run(x, f, backend)))
     return [*candidates, _copy(options)]
 
 
@@ -91,7 +92,7 @@ def _can_run(x: Tensor, f: Tensor, backend: str) -> dict[str, Any]:
     try:
         chosen = choose_backend(x, f, backend)
     except RuntimeError as error:
-        return {"note": first_line(error)}
+        return {"note": short(error)}
     return {"backend": lambda: chosen}
 
 

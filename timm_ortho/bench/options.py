@@ -5,12 +5,11 @@ from typing import Any, Mapping, NamedTuple, Optional, Sequence
 import timm
 import torch
 
-from .._checks import did_you_mean, known_name
+from .._checks import did_you_mean, known_name, short
 from ..backends import choose_backend
 from ..connections import sites
 from ..models._build import SUFFIXES, on_meta
 from ..skips import SKIPS
-from .clock import first_line
 
 __all__ = [
     "DEFAULTS", "DTYPES", "MODEL_STEPS", "MODES", "STEPS", "Architecture", "BenchError", "architecture", "resolve",
@@ -98,7 +97,7 @@ def _device(name: Optional[str]) -> torch.device:
         choose_backend(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
     # no such device, or a backend that the environment asks for and that cannot run there
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise BenchError(f"--device {name}: {first_line(error)}") from None
+        raise BenchError(f"--device {name}: {short(error)}") from None
     return device
 
 
@@ -138,7 +137,7 @@ def architecture(
             for skip in skips:
                 timm.create_model(f"{base}_ortho", **{**arguments, "skip": skip})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {first_line(error)}") from None
+        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {short(error)}") from None
     channels, height, width = cfg.input_size
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)

@@ -28,7 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .._checks import aligned
-from ..runs.provenance import commit_of, first_line
+from ..runs.provenance import made_on
 
 __all__ = ["COLUMNS", "Result", "figure", "machine", "quantiles", "rows", "tables", "write"]
 
@@ -128,13 +128,13 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
 # ---------------------------------------------------------------------------------------------- the machine
 def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Row:
     """The columns that say on what, with what (`environment` as `timm-ortho env` prints it) and how it was measured."""
-    gpu = device.type == "cuda"
+    made = made_on()
     return {
         **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},
-        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "python": platform.python_version(),
-        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "",
-        "commit": commit_of(Path(__file__).parents[2]),
+        "driver": made["driver"],
+        "commit": made.get("commit", ""),
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

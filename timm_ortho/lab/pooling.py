@@ -2,14 +2,13 @@
 
 The study `confirm_poolformer` imports it by timm's option `device_modules`, as any module with architectures can be.
 """
-from functools import partial
 from typing import Any, Callable, Dict
 
 from timm.models import get_pretrained_cfg
 from timm.models.metaformer import GroupNorm1NoBias, MetaFormer, Pooling
 from torch import Tensor, nn
 
-from ..models._build import SUFFIXES, create, register, unpretrained
+from ..models._build import create, register_own, unpretrained
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = []  # and appends to it
@@ -22,7 +21,7 @@ class PlainPooling(Pooling):
         return self.pool(x)
 
 
-def _create(name: str, default: str, /, **kwargs) -> nn.Module:
+def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     def entry(build: Callable[..., nn.Module], pretrained: bool, **kwargs) -> nn.Module:
         defaults = dict(
             depths=[2, 2, 6, 2], dims=[64, 128, 320, 512], token_mixers=PlainPooling, norm_layers=GroupNorm1NoBias,
@@ -32,9 +31,5 @@ def _create(name: str, default: str, /, **kwargs) -> nn.Module:
     return create(name, default, entry, **kwargs)
 
 
-for _suffix, _connection in SUFFIXES.items():
-    _name = f"poolformerv2_s12_plain{_suffix}"
-    register(
-        __name__, _name, partial(_create, _name, _connection),
-        unpretrained(get_pretrained_cfg("poolformerv2_s12"), _name),
-        f"PoolFormer with pool(x) as its mixer, {_connection} connection; arguments as timm's ``MetaFormer``'s.")
+_BASE = "poolformerv2_s12_plain"
+register_own(__name__, {_BASE: unpretrained(get_pretrained_cfg("poolformerv2_s12"), _BASE)}, _create)

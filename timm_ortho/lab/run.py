@@ -71,12 +71,11 @@ def run(folder: Path, threads: int = 1) -> dict:
             memory = isinstance(error, torch.cuda.OutOfMemoryError)
             said = "the device is out of memory: choose a smaller batch size" if memory else one_line(error)
             if isinstance(error, OSError):
-                said = (f"cannot write in {folder} ({said}): make room, or see to the folder; the same command again "
-                        "continues from the last checkpoint")
+                error = LabError(f"cannot write in {folder} ({said}): make room, or see to the folder; the same "
+                                 "command again continues from the last checkpoint")
+                said = str(error)
             sessions[-1].update(error=None if interrupted else said, end=_now())
-            if isinstance(error, OSError):
-                raise LabError(said) from error
-            raise
+            raise error
         finally:
             _write_sessions(folder, sessions)
     return result

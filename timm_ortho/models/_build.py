@@ -27,7 +27,7 @@ from ..weights.pretrained import pretrained_cfgs
 
 __all__ = [
     "OF_CONNECTIONS", "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta",
-    "pop_connection_arguments", "register", "register_papers", "unpretrained",
+    "pop_connection_arguments", "register", "register_own", "unpretrained",
 ]
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
@@ -171,11 +171,11 @@ def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: Pretr
     setattr(home, name, register_model(entry))
 
 
-def register_papers(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[..., nn.Module]) -> None:
-    """Register a paper's own architectures with every suffix; ``make`` takes name, base and connection first."""
+def register_own(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[..., nn.Module]) -> None:
+    """Register architectures that timm does not have, with every suffix; ``make`` takes name, base and connection."""
     for base, cfg in cfgs.items():
         for suffix, connection in SUFFIXES.items():
-            doc = f"The paper's {base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
+            doc = f"{base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
             register(module, base + suffix, partial(make, base + suffix, base, connection), cfg, doc)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from .._checks import known_name
 from ..weights.pretrained import checkpoint_filter_fn
-from ._build import create, register_papers
+from ._build import create, register_own
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it
@@ -50,6 +50,16 @@ class PaperVisionTransformer(VisionTransformer):
 
 # kaiming is what timm's init_weights has done already
 _WEIGHT_INIT = {"kaiming": None, "xavier": nn.init.xavier_normal_, "orthogonal": nn.init.orthogonal_}
+
+
+def keep_size(model: ResNetV2, **stem: nn.Module) -> None:
+    """For small images: a stem in place of timm's, which divides their size by 4, and no norm after the last stage."""
+    model.stem = nn.Sequential(OrderedDict(stem))
+    model.stem_feat_idx = len(stem) - 1
+    model.norm = nn.Identity()
+    model.feature_info[0].update(module=f"stem.{[*stem][-1]}", reduction=1)
+    for info in model.feature_info[1:]:
+        info["reduction"] //= 4
 
 
 class CifarResNetV2(ResNetV2):
@@ -85,18 +95,11 @@ class CifarResNetV2(ResNetV2):
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         conv = kwargs.setdefault("conv_layer", partial(create_conv2d, bias=True))
         norm = kwargs.setdefault("norm_layer", BatchNormAct2d)
-        # timm's stem divides by 4 what this one leaves as it is
         super().__init__(
             *args, output_stride=4 * output_stride, stem_chs=stem_chs, in_chans=in_chans, global_pool=global_pool,
             drop_rate=drop_rate, **kwargs)
         width = self.feature_info[0]["num_chs"]
-        self.stem = nn.Sequential(OrderedDict(
-            conv=conv(in_chans, width, kernel_size=3, **factory), norm=norm(width, **factory)))
-        self.stem_feat_idx = 1
-        self.norm = nn.Identity()
-        self.feature_info[0].update(module="stem.norm", reduction=1)
-        for info in self.feature_info[1:]:
-            info["reduction"] //= 4
+        keep_size(self, conv=conv(in_chans, width, kernel_size=3, **factory), norm=norm(width, **factory))
         if head_norm:
             self.head = NormMlpClassifierHead(
                 self.num_features, self.num_classes, pool_type=global_pool, drop_rate=drop_rate, **factory)
@@ -111,7 +114,7 @@ _VIT_CFG = PretrainedCfg(
     mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
     num_classes=1000, first_conv="patch_embed.proj", classifier="head", license="apache-2.0",
 )
-_CIFAR_CFG = PretrainedCfg(
+CIFAR_CFG = PretrainedCfg(
     input_size=(3, 32, 32), pool_size=(4, 4), interpolation="bicubic", crop_pct=1.0,
     mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
     num_classes=10, first_conv="stem.conv", classifier="head.fc", license="apache-2.0",
@@ -126,10 +129,10 @@ ARCHITECTURES: Dict[str, Tuple[Callable[..., nn.Module], PretrainedCfg, Dict[str
     "vit_small": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=384, depth=6, num_heads=6)),
     "vit_base": (PaperVisionTransformer, _VIT_CFG, dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)),
     "vit_test": (PaperVisionTransformer, _TEST_CFG, dict(patch_size=2, embed_dim=32, depth=4, num_heads=2)),
-    "resnetv2_18_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(2, 2, 2, 2), **_BASIC)),
-    "resnetv2_34_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 6, 3), **_BASIC)),
-    "resnetv2_50_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 6, 3))),
-    "resnetv2_101_cifar": (CifarResNetV2, _CIFAR_CFG, dict(layers=(3, 4, 23, 3))),
+    "resnetv2_18_cifar": (CifarResNetV2, CIFAR_CFG, dict(layers=(2, 2, 2, 2), **_BASIC)),
+    "resnetv2_34_cifar": (CifarResNetV2, CIFAR_CFG, dict(layers=(3, 4, 6, 3), **_BASIC)),
+    "resnetv2_50_cifar": (CifarResNetV2, CIFAR_CFG, dict(layers=(3, 4, 6, 3))),
+    "resnetv2_101_cifar": (CifarResNetV2, CIFAR_CFG, dict(layers=(3, 4, 23, 3))),
 }
 
 
@@ -147,4 +150,4 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     return create(name, default, entry, **kwargs)
 
 
-register_papers(__name__, {base: cfg for base, (_, cfg, _) in ARCHITECTURES.items()}, _create)
+register_own(__name__, {base: cfg for base, (_, cfg, _) in ARCHITECTURES.items()}, _create)

@@ -22,18 +22,18 @@ What the paper leaves open, and what is done here:
   * each branch starts as a convolution of its own: He et al.'s normal weights, by the fan-out of the branch.
 """
 import math
-from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
 from timm.layers import BatchNormAct2d, create_conv2d
-from timm.models import PretrainedCfg
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
 from .._compat import feature_take_indices
-from ._build import create, register_papers
+from ._build import create, register_own
+from .paper import CIFAR_CFG, keep_size
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["SkipNetwork"]  # and appends to it
@@ -68,21 +68,14 @@ class SkipNetwork(ResNetV2):
     ) -> None:
         details = dict(basic=True, bottle_ratio=1.0, norm_layer=BatchNormAct2d, stem_chs=channels[0])
         conv = partial(_branch_conv, branches=branches)
-        # timm's stem divides by 4 what this one leaves as it is
         super().__init__(
             *args, channels=channels, in_chans=in_chans, output_stride=4 * output_stride, conv_layer=conv,
             **{**details, **kwargs})
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
-        width = self.feature_info[0]["num_chs"]
-        self.stem = nn.Sequential(OrderedDict(conv=create_conv2d(in_chans, width, 3, **factory)))
-        self.stem_feat_idx = 0
-        self.norm = nn.Identity()
+        keep_size(self, conv=create_conv2d(in_chans, self.feature_info[0]["num_chs"], 3, **factory))
         for stage in self.stages:
             for block in stage.blocks:
                 block.norm1.act = nn.Identity()
-        self.feature_info[0].update(module="stem.conv", reduction=1)
-        for info in self.feature_info[1:]:
-            info["reduction"] //= 4
         self.init_weights(zero_init_last=zero_init_last)
 
     def forward_intermediates(self, x: torch.Tensor, indices: Indices = None, *args, **kwargs):
@@ -105,11 +98,6 @@ class SkipNetwork(ResNetV2):
                 nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
 
 
-_CFG = PretrainedCfg(
-    input_size=(3, 32, 32), pool_size=(8, 8), interpolation="bicubic", crop_pct=1.0,
-    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
-    num_classes=10, first_conv="stem.conv", classifier="head.fc", license="apache-2.0",
-)
 _KINDS = {
     "": dict(branches=1, channels=(16, 32, 64)),
     "_branch4": dict(branches=4, channels=(32, 64, 128)),
@@ -134,4 +122,4 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     return create(name, default, entry, **kwargs)
 
 
-register_papers(__name__, dict.fromkeys(ARCHITECTURES, _CFG), _create)
+register_own(__name__, dict.fromkeys(ARCHITECTURES, replace(CIFAR_CFG, pool_size=(8, 8))), _create)

@@ -12,7 +12,7 @@ import torch
 
 from .. import backends
 
-__all__ = ["commit_of", "device_name", "environment", "first_line", "made_on", "made_with"]
+__all__ = ["commit_of", "device_name", "environment", "made_on", "made_with"]
 
 
 def made_with() -> dict[str, str]:
@@ -27,7 +27,7 @@ def made_with() -> dict[str, str]:
 def made_on() -> dict[str, str]:
     """`made_with`, and the machine: host, CPU, GPUs and their driver."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": ", ".join(gpus), "driver": first_line(
+    return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": ", ".join(gpus), "driver": _first_line(
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""}
 
 
@@ -69,7 +69,7 @@ def commit_of(root: Path) -> str:
     """Of the checkout in a folder, with -dirty; empty if the package is installed."""
     if not (root / ".git").exists():  # or a repository further up, around the environment, would answer
         return ""
-    return first_line("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _first_line("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def device_name(device: torch.device) -> str:
@@ -89,7 +89,7 @@ def _cpu_name() -> str:
     return (names or [platform.processor() or platform.machine()])[0]
 
 
-def first_line(*command: str) -> str:
+def _first_line(*command: str) -> str:
     """What a program prints first; empty if it is not there or fails."""
     if shutil.which(command[0]) is None:
         return ""
