@@ -363,7 +363,7 @@ def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None
     cut = [key for key in ("train_num_samples", "val_num_samples") if getattr(variants[0].options, key) is not None]
     if cut and dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
         print(f"timm-ortho: train.py has no use for {' and '.join(cut)} where a data set is no stream, and takes all "
-              f"images of '{dataset}'", file=sys.stderr)
+              f"images of '{dataset or variants[0].options.data_dir}'", file=sys.stderr)
     for variant in variants:
         if variant.options.dataset == "digits":
             raise LabError("train.py has no data set digits: give another --dataset, or leave --train-py away")
