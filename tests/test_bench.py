@@ -173,7 +173,7 @@ def test_an_error_that_a_row_states(clock, error, when):
     linear, failed = measure(pair, 3, clock)
     assert len(linear.ms) == 3
     assert len(calls) == when  # not tried again
-    assert failed.note == f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    assert failed.note == f"{type(error).__name__}: {' '.join(str(error).split())}"
     row = bench_report.rows({"step": "both"}, 0, [linear, failed])[1]
     assert row["ms_p50"] is None
 

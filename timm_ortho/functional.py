@@ -77,8 +77,10 @@ def _sum(products: Tensor, dims: List[int]) -> Tensor:
 
 def _gain(xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tensor:
     """``1 + k s``, in branches that TorchScript can save: a name has one type in all that follows."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return (n + _times(a, xf) - _times(b, xf)) / n
+    if isinstance(a, Tensor):
+        return (n + a * xf - _times(b, xf)) / n
+    elif isinstance(b, Tensor):
+        return (n + a * xf - b * xf) / n
     else:
         return n.add(xf, alpha=a - b).div_(n)
 
