@@ -74,6 +74,8 @@ def test_an_unknown_backend_is_refused_whatever_is_active(situation):
 @pytest.mark.parametrize("backend", ["inductor", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("needed", [False, True])
 def test_export_records_the_plain_formula_whatever_was_asked_for(backend, needed):
+    if torch.__version__.startswith("2.6.") and needed:
+        pytest.skip("there compiling cannot be told from exporting")
     x, f, _ = tensors()
     with use_backend(backend):
         program = torch.export.export(FeatureConnection(), (x.requires_grad_(needed), f))

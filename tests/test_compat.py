@@ -77,7 +77,8 @@ def test_is_recorded():
             return x + (2 if _compat.is_recorded() else 1)
 
     assert torch.export.export(Adds(), (torch.ones(1),)).module()(torch.ones(1)) == 3
-    assert torch.compile(Adds(), backend="eager", fullgraph=True)(torch.ones(1)) == 2
+    if not torch.__version__.startswith("2.6."):  # there compiling cannot be told from exporting
+        assert torch.compile(Adds(), backend="eager", fullgraph=True)(torch.ones(1)) == 2
 
 
 def test_is_compiler_error():
@@ -117,6 +118,8 @@ def test_compiled_models():
     partial(FullyShardedDataParallel, device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD),
 ])
 def test_is_sharded(shard):
+    if shard is fully_shard and torch.__version__.startswith("2.6."):
+        pytest.skip("for GPUs only")
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     assert not _compat.is_sharded(model[0][0])
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())

@@ -36,6 +36,7 @@ def test_same_outputs_compiled(module, connection):
     compiles(of_modules()[module], connection)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it exports none of timm's ResNets either")
 @pytest.mark.parametrize(("module", "connection"), COMPILED)
 def test_same_outputs_in_onnxruntime(module, connection):
     for package in ("onnxruntime", "onnxscript"):

@@ -17,6 +17,9 @@ __all__ = [
 # Whether a transform of torch.func is active, which no public function tells.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
+# Public from torch 2.7 on. Before, and to 2.7's own compiler, exporting cannot be told from compiling.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
 
 def forward_mode_is_active() -> bool:
     """Whether this is within ``torch.autograd.forward_ad.dual_level()``."""
@@ -25,7 +28,7 @@ def forward_mode_is_active() -> bool:
 
 def is_recorded() -> bool:
     """Whether what is called ends up in a file: by ``torch.export`` or ``torch.jit.trace``."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return torch.jit.is_tracing() or _is_exporting()
 
 
 def is_compiler_error(error: Exception) -> bool:
