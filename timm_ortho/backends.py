@@ -6,7 +6,7 @@
 | ``inductor`` | the same, by ``torch.compile`` but called from eager mode | never: it compiles for half a minute |
 | ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as they agree with ``torch`` |
 
-Under ``torch.compile`` all of them are ``torch``, whose operations that fuses with what stands around them.
+Under ``torch.compile`` all of them are ``torch``: the compiler fuses its operations with those around them.
 A backend has two functions, ``update`` and ``gradients``, as :class:`Backend` says.
 """
 import functools
@@ -83,7 +83,7 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
 
     Returns:
         ``"torch"``, ``"inductor"`` or ``"triton"``; what ``"auto"`` stands for where that can run. Under
-        ``torch.compile`` it is always ``"torch"``, which that fuses.
+        ``torch.compile`` it is always ``"torch"``, whose operations the compiler fuses.
 
     Raises:
         ValueError: There is no such backend.

@@ -128,12 +128,12 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
 # ---------------------------------------------------------------------------------------------- the machine
 def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Row:
     """The columns that say on what, with what (`environment` as `timm-ortho env` prints it) and how it was measured."""
-    made = made_on()
+    made, gpu = made_on(), device.type == "cuda"
     return {
         **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "python": platform.python_version(),
-        "driver": made["driver"],
+        "driver": made["driver"] if gpu else "",
         "commit": made.get("commit", ""),
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

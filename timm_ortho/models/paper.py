@@ -53,7 +53,10 @@ _WEIGHT_INIT = {"kaiming": None, "xavier": nn.init.xavier_normal_, "orthogonal":
 
 
 def keep_size(model: ResNetV2, **stem: nn.Module) -> None:
-    """For small images: a stem in place of timm's, which divides their size by 4, and no norm after the last stage."""
+    """For small images: a stem that keeps their size, where timm's divides it by 4, and no norm after the last stage.
+
+    The model is to be made with 4 times its ``output_stride``, which timm counts with its own stem.
+    """
     model.stem = nn.Sequential(OrderedDict(stem))
     model.stem_feat_idx = len(stem) - 1
     model.norm = nn.Identity()
