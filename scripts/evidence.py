@@ -3,225 +3,57 @@
     python scripts/evidence.py            writes the page's part between its marks, and results/*.svg
     python scripts/evidence.py --check    exit status 1 if the page says something else than the runs
 
-The text is `evidence.md.jinja` beside this file, the runs are `results/studies/*/results.json`. A number is a contrast:
-a weighted sum over the settings of a study, seed by seed, with Student's interval of its mean. So a difference, a slope
-over the learning rate, a main effect and an interaction are one formula.
+The text is `evidence.md.jinja` beside this file, the differences are those of `contrasts.py`.
 """
 import json
 import math
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
 import jinja2
-import numpy as np
+from contrasts import (
+    BRANCH4,
+    OTHERS,
+    RESULTS,
+    Contrast,
+    Run,
+    Weights,
+    difference,
+    last_branch,
+    late_cosine,
+    learned_theta,
+    mlp_cosine,
+    placed,
+    rates_slope,
+    results,
+    results_file,
+    runs_of,
+    settings_of,
+    slope,
+    switch,
+    top1,
+)
 from marked import replaced
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
 from timm_ortho.lab.paper import name, section
-from timm_ortho.lab.statistics import Difference, holm, paired_difference
+from timm_ortho.lab.statistics import Difference, holm
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "model_cards"
 BEGIN, END = "<!-- evidence: made by scripts/evidence.py -->", "<!-- end of evidence -->"
 
-Weights = Mapping[tuple, float]  # values of a study's axes and the connection -> weight
-Run = Mapping[str, Any]
 DIGITS, FASHION = "digits", "torch_fashion_mnist"
 
 
-# ----------------------------------------------------------------------------------------------- contrasts
-def top1(run: Run) -> float:
-    return run["top1"]
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """A weighted sum of settings for each seed that all of them have.
-
-    Attributes:
-        label: What is compared, in words.
-        parts: Folder in `results/studies` and the weights of its settings, others taking no part; of several parts the
-            mean.
-        read: The figure of a run.
-        unit: Of the figure.
-        paper: The same sum of the paper's table, by data set.
-    """
-
-    label: str
-    parts: Sequence[tuple[str, Weights]]
-    read: Callable[[Run], float] = top1
-    unit: str = "points"
-    paper: Mapping[str, float] = field(default_factory=dict)
-
-    @cached_property
-    def tables(self) -> list[np.ndarray]:
-        """Of each part ``[seeds, settings]``."""
-        by_seed = [self._by_seed(*part) for part in self.parts]
-        seeds = [seed for seed in by_seed[0] if all(seed in rows for rows in by_seed)]
-        return [np.array([[rows[seed][setting] for setting in weights] for seed in seeds])
-                for rows, (_, weights) in zip(by_seed, self.parts, strict=True)]
-
-    def _by_seed(self, study: str, weights: Weights) -> dict[int, dict[tuple, float]]:
-        rows: dict[int, dict[tuple, float]] = {}
-        for run in _runs(study):
-            setting = (*run["cell"].values(), run["connection"])
-            if setting in weights:
-                rows.setdefault(run["seed"], {})[setting] = self.read(run)
-        return {seed: row for seed, row in rows.items() if len(row) == len(weights)}
-
-    @cached_property
-    def values(self) -> list[float]:
-        """By seed."""
-        weights = [np.array(list(weights.values())) for _, weights in self.parts]
-        return list(np.mean([table @ of for table, of in zip(self.tables, weights, strict=True)], axis=0))
-
-    @cached_property
-    def found(self) -> Difference:
-        return paired_difference(self.values, [0.0] * len(self.values))
-
-    @property
-    def pooled(self) -> Optional[Difference]:
-        """With one variance for all settings once each seed's mean is removed (randomised blocks); None for a single
-        setting, which that leaves nothing of."""
-        squares = freedom = leverage = 0.0
-        for table, (_, weights) in zip(self.tables, self.parts, strict=True):
-            rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-            squares += (rest ** 2).sum()
-            freedom += (table.shape[0] - 1) * (table.shape[1] - 1)
-            leverage += sum(weight ** 2 for weight in weights.values()) / len(table) / len(self.parts) ** 2
-        if not freedom:
-            return None
-        half_width = float(stats.t.ppf(0.975, freedom)) * math.sqrt(squares / freedom * leverage)
-        return Difference(self.found.mean, half_width, self.found.pairs)
-
-    def within(self, bound: float) -> bool:
-        """Equivalence by two one-sided tests: whether the 90 % interval lies within [-bound, bound]."""
-        count = len(self.values)
-        half = float(stats.t.ppf(0.95, count - 1)) * stdev(self.values) / math.sqrt(count)
-        return abs(self.found.mean) + half <= bound
-
-    @property
-    def of_paper(self) -> str:
-        """`+0.79 to +2.75`, empty where the paper has no such effect."""
-        return _span(list(self.paper.values())) if self.paper else ""
-
-    def sees(self) -> str:
-        """What the interval says of the paper's effects."""
-        if not self.paper:
-            return "the paper has no number"
-        low, high = self.found.ends
-        inside, span = [effect for effect in self.paper.values() if low <= effect <= high], self.of_paper
-        if not inside:
-            return f"yes, and excludes it ({span})"
-        if low <= 0 <= high:
-            return f"no ({span})" if len(inside) == len(self.paper) else f"in part ({span})"
-        return f"yes, and agrees ({span})"
-
-    def __str__(self) -> str:
-        return self.found.text(3 if self.unit != "points" and abs(self.found.mean) < 10 else 2)
-
-
-def _span(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:+.2f}" if len(values) == 1 else f"{low:+.2f} to {high:+.2f}"
-
-
-def _file(study: str) -> Path:
-    return CARDS / "results" / "studies" / study / "results.json"
-
-
-@cache
-def _results(study: str) -> Mapping[str, Any]:
-    return json.loads(_file(study).read_text(encoding="utf-8"))
-
-
-def _runs(study: str) -> Sequence[Run]:
-    return _results(study)["runs"]
-
-
 def _json(name: str) -> Mapping[str, Any]:
-    return json.loads((CARDS / "results" / name).read_text(encoding="utf-8"))
-
-
-def _settings(study: str) -> list[list[Run]]:
-    """Runs that differ in nothing but the seed, together."""
-    found: dict[tuple, list[Run]] = {}
-    for run in _runs(study):
-        found.setdefault((*run["cell"].values(), run["connection"]), []).append(run)
-    return list(found.values())
-
-
-def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights:
-    return {(*cell, of): 1.0, (*cell, base): -1.0}
-
-
-def placed(mixer: str, where: str) -> Weights:
-    """Feature in these branches of each block less linear in all, with this mixer."""
-    return {(mixer, where, "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
-
-
-def slope(places: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
-    """Least squares over `places`: the settings of the i-th count (x_i - mean) / sum (x - mean)^2."""
-    centred = np.array(places) - np.mean(places)
-    shares = centred / (centred ** 2).sum()
-    return {setting: float(share) * weight
-            for index, share in enumerate(shares) for setting, weight in settings(index).items()}
-
-
-def rates_slope(rates: Sequence[float]) -> Weights:
-    """Points a decade by which feature less linear rises with the learning rate."""
-    return slope([math.log10(rate) for rate in rates], lambda index: difference(rates[index]))
-
-
-def switch(first: float, last: float) -> Weights:
-    """Main effects of an orthogonal start and an orthogonal end."""
-    return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
-            for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}
-
-
-def transforms(*skips: str) -> Weights:
-    """The mean of the transforms of the stream less the identity."""
-    return {(20, "identity", "linear"): -1.0, **{(20, skip, "linear"): 1.0 / len(skips) for skip in skips}}
-
-
-BRANCH4 = transforms("idempotent_cmr", "idempotent_mr", "orthogonal_tp", "orthogonal_random")
-OTHERS = transforms("idempotent_cmr", "orthogonal_tp", "orthogonal_random")
-
-
-def mlp_cosine(*layers: int) -> Callable[[Run], float]:
-    """Mean cosine of x and f over the MLP sites of some blocks, on one batch after training."""
-    return lambda run: fmean(
-        site["cosine"] for site in run["probe"][-1]["sites"] if site["kind"] == "mlp" and site["layer"] in layers)
-
-
-def late_cosine(run: Run) -> float:
-    """Mean cosine over the MLP sites of the last two blocks in the last epoch's records."""
-    rows = [row for row in run["dynamics"] if row["kind"] == "mlp"]
-    last, step = max(row["layer"] for row in rows), max(row["step"] for row in rows) * (1 - 1 / run["epochs"])
-    return fmean(row["cosine"] for row in rows if row["layer"] >= last - 1 and row["step"] > step)
-
-
-def learned_theta(run: Run) -> float:
-    """theta of the MLP sites less that of the attention sites, at the last record."""
-    last = max(row["step"] for row in run["dynamics"])
-    theta = {kind: fmean(row["theta"] for row in run["dynamics"] if row["step"] == last and row["kind"] == kind)
-             for kind in ("mlp", "attention")}
-    return theta["mlp"] - theta["attention"]
-
-
-def last_branch(study: str) -> Callable[[Run], float]:
-    """|f|² of the last branch at the last record, which the report found in the whole records."""
-    runs = _runs(study)
-    found = {(*run["cell"].values(), run["connection"], run["seed"]): ends["last"]
-             for run, ends in zip(runs, _results(study)["recorded"]["last_branch"], strict=True)}
-    return lambda run: found[(*run["cell"].values(), run["connection"], run["seed"])]
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 # --------------------------------------------------------------------------------------------- the paper's
@@ -271,7 +103,7 @@ def _both(study: str, label: str, weights: Weights, **more: Any) -> list[Contras
     """On every data set that the study has been run on."""
     return [Contrast(f"{label}, {said}", [(f"{study}-{data}-small", weights)], **more)
             for data, said in ((DIGITS, "digits"), (FASHION, "Fashion-MNIST"))
-            if _file(f"{study}-{data}-small").is_file()]
+            if results_file(f"{study}-{data}-small").is_file()]
 
 
 RATES = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3)
@@ -344,7 +176,7 @@ class Hypothesis:
 
     @property
     def is_run(self) -> bool:
-        return all(_file(study).is_file() for study, _ in self.contrast.parts)
+        return all(results_file(study).is_file() for study, _ in self.contrast.parts)
 
     def decision(self, p: float) -> str:
         """By a p value that is adjusted already."""
@@ -411,15 +243,15 @@ def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]]
 
 def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[dict[str, Any]]:
     """P0: mean accuracy on held-out images by connection and rate, and by its rule each connection's rate."""
-    if not _file(study).is_file():
+    if not results_file(study).is_file():
         return None
     means: dict[str, dict[float, float]] = {}
-    for runs in _settings(study):
+    for runs in settings_of(study):
         means.setdefault(runs[0]["connection"], {})[runs[0]["cell"]["lr"]] = fmean(map(top1, runs))
     chosen = {connection: min(rate for rate, mean in found.items() if mean >= max(found.values()) - 0.1)
               for connection, found in means.items()}
     floor = _json("floors/ridge.json")[study]
-    return {"means": means, "chosen": chosen, "seeds": len(_settings(study)[0]), "floor": floor}
+    return {"means": means, "chosen": chosen, "seeds": len(settings_of(study)[0]), "floor": floor}
 
 
 # -------------------------------------------------------------------------------------------- the pictures
@@ -455,8 +287,8 @@ def pictures() -> dict[str, Figure]:
     asked = [contrast for found in explored().values() for contrast in found if contrast.unit == "points"]
     asked = [found.contrast for found in FAMILY if found.is_run] + asked
     every = []
-    for path in sorted((CARDS / "results" / "studies").glob("*/results.json")):
-        for entry in _results(path.parent.name)["summary"]:
+    for path in sorted((RESULTS / "studies").glob("*/results.json")):
+        for entry in results(path.parent.name)["summary"]:
             found = entry["difference"]
             if entry["measure"] == "top1" and found and found["half_width"] is not None:
                 label = ", ".join([*entry["row"], *entry["column"]])
@@ -480,15 +312,15 @@ def text() -> str:
         return Contrast("", [(study, weights)], read).found.text(digits)
 
     def mean(study: str, setting: Sequence[Any], read: Callable[[Run], float] = top1) -> float:
-        return fmean(read(run) for run in _runs(study) if [*run["cell"].values(), run["connection"]] == list(setting))
+        return fmean(read(run) for run in runs_of(study) if [*run["cell"].values(), run["connection"]] == list(setting))
 
-    studies = [path.parent.name for path in sorted((CARDS / "results" / "studies").glob("*/results.json"))]
+    studies = [path.parent.name for path in sorted((RESULTS / "studies").glob("*/results.json"))]
     every = [run for study in studies if not study.startswith("confirm_")
-             if _results(study)["study"].get("kind", "training") == "training" for run in _runs(study)]
+             if results(study)["study"].get("kind", "training") == "training" for run in runs_of(study)]
     # equal runs of several studies end with equal figures
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
-    floors = [(study, floor, [fmean(map(top1, runs)) for runs in _settings(study)])
-              for study, floor in _json("floors/ridge.json").items() if _file(study).is_file()]
+    floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])
+              for study, floor in _json("floors/ridge.json").items() if results_file(study).is_file()]
     trainers = _json("trainers/agreement.json")
     gains = [next(found for found in (*FAMILY, *BESIDE) if found.name == which) for which in ("H1", "P1b")]
     family, beside = decided(FAMILY, holm), decided(BESIDE, list)
@@ -497,7 +329,7 @@ def text() -> str:
         explored=contrasts, elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference,
         placed=placed, switch=switch, transforms4=BRANCH4, transforms3=OTHERS, mlp_cosine=mlp_cosine,
         learned_theta=learned_theta, last_branch=last_branch,
-        overhead=_runs("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
+        overhead=runs_of("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         gains=unpaired(*(found.contrast.values for found in gains)) if all(found.is_run for found in gains) else None,
         trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))))

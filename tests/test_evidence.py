@@ -1,6 +1,7 @@
-"""scripts/evidence.py: what model_cards/README.md says of the runs."""
+"""scripts/contrasts.py and scripts/evidence.py: what model_cards/README.md says of the runs."""
 from pathlib import Path
 
+import contrasts
 import evidence
 import pytest
 from scipy import stats
@@ -21,12 +22,12 @@ def runs(monkeypatch):
             {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
              "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
 
-    monkeypatch.setattr(evidence, "_runs", made.__getitem__)
+    monkeypatch.setattr(contrasts, "runs_of", made.__getitem__)
     return put
 
 
 def contrast(weights, *studies):
-    return evidence.Contrast("", [(study, weights) for study in studies or ("study",)])
+    return contrasts.Contrast("", [(study, weights) for study in studies or ("study",)])
 
 
 LINEAR, FEATURE = [80.0, 81.5, 79.0, 80.5], [80.5, 81.0, 80.5, 81.5]
@@ -34,7 +35,7 @@ LINEAR, FEATURE = [80.0, 81.5, 79.0, 80.5], [80.5, 81.0, 80.5, 81.5]
 
 def test_a_difference_is_the_reports(runs):
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
-    found = contrast(evidence.difference())
+    found = contrast(contrasts.difference())
     assert found.found == paired_difference(FEATURE, LINEAR)
     assert found.found.p == pytest.approx(stats.ttest_rel(FEATURE, LINEAR).pvalue)
     assert found.pooled.half_width == pytest.approx(found.found.half_width)  # of two settings they are one analysis
@@ -49,7 +50,7 @@ def test_a_slope_is_least_squares(runs):
     rates, lead = (1e-3, 1e-2, 5e-2), [[0.1, 1.2, 1.5], [-0.3, 0.9, 2.8]]
     runs("study", {**{(rate, "linear"): [70.0, 71.0] for rate in rates},
                    **{(rate, "feature"): [70.0 + lead[0][i], 71.0 + lead[1][i]] for i, rate in enumerate(rates)}})
-    found = contrast(evidence.rates_slope(rates))
+    found = contrast(contrasts.rates_slope(rates))
     expected = [stats.linregress([-3, -2, stats.linregress([0, 1], [0, 1]).slope * -1.3010299956639813], of).slope
                 for of in lead]
     assert found.values == pytest.approx(expected)
@@ -58,15 +59,15 @@ def test_a_slope_is_least_squares(runs):
 def test_main_effects(runs):
     values = {("LL", "linear"): [1.0], ("LO", "feature"): [2.0], ("OL", "linear"): [5.0], ("OO", "feature"): [8.0]}
     runs("study", values, axis="switch")
-    assert contrast(evidence.switch(1, 0)).values == [5.0]  # ((5 + 8) - (1 + 2)) / 2
-    assert contrast(evidence.switch(0, 1)).values == [2.0]
+    assert contrast(contrasts.switch(1, 0)).values == [5.0]  # ((5 + 8) - (1 + 2)) / 2
+    assert contrast(contrasts.switch(0, 1)).values == [2.0]
 
 
 def test_seeds_that_are_not_complete_take_no_part(runs):
     runs("one", {("linear",): LINEAR, ("feature",): FEATURE[:3]})
     runs("two", {("linear",): LINEAR, ("feature",): LINEAR})
-    assert len(contrast(evidence.difference(), "one").values) == 3
-    both = contrast(evidence.difference(), "two", "one")
+    assert len(contrast(contrasts.difference(), "one").values) == 3
+    both = contrast(contrasts.difference(), "two", "one")
     assert both.values == pytest.approx([(feature - linear) / 2 for feature, linear in zip(FEATURE[:3], LINEAR)])  # noqa: B905
 
 
@@ -74,9 +75,29 @@ def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
     settings = {("linear",): LINEAR, ("feature",): FEATURE}
     runs("one", settings)
     runs("two", settings)
-    one, both = contrast(evidence.difference(), "one").pooled, contrast(evidence.difference(), "one", "two").pooled
+    one, both = contrast(contrasts.difference(), "one").pooled, contrast(contrasts.difference(), "one", "two").pooled
     scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5  # twice the values, twice the freedom
     assert both.half_width == pytest.approx(one.half_width * scale)
+
+
+@pytest.mark.parametrize(("paper", "said"), [
+    ({"one": 2.0, "other": 3.0}, "no, only 1.50 points are left up to 100 % (+2.00 to +3.00)"),
+    ({"one": 1.0, "other": 3.0}, "yes, and excludes it (+1.00 to +3.00)"),
+])
+def test_what_a_ceiling_hides_is_not_excluded(runs, paper, said):
+    runs("study", {("linear",): [98.4, 98.5, 98.6], ("feature",): [98.5, 98.5, 98.6]})
+    found = contrasts.Contrast("", [("study", contrasts.difference())], paper=paper)
+    assert found.room == pytest.approx(1.5)
+    assert found.sees() == said
+
+
+def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
+    runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
+    one = contrasts.difference(1e-3)
+    assert contrast(one).room == pytest.approx(1.5)
+    assert contrasts.Contrast("", [("study", one)], read=lambda run: run["top1"]).room == float("inf")
+    for weights in ({(1e-3, "linear"): 1.0}, contrasts.rates_slope([1e-3, 1e-2])):
+        assert contrast(weights).room == float("inf")
 
 
 HIGHER, EQUAL, WIDE = [0.5, 0.6, 0.55, 0.45, 0.5], [0.1, -0.1, 0.05, -0.05, 0.0], [0.6, -0.1, 0.6, -0.2, 0.4]
@@ -100,9 +121,9 @@ LOWER = [-value for value in HIGHER]
 ])
 def test_decisions(runs, monkeypatch, values, claims, equivalent, said):
     runs("study", {("linear",): [0.0] * 5, ("feature",): values})
-    monkeypatch.setattr(evidence, "_file", lambda study: ROOT / ("README.md" if study == "study" else "nothing"))
-    run = evidence.Hypothesis("H1", "", contrast(evidence.difference()), claims, equivalent)
-    other = evidence.Hypothesis("H2", "", contrast(evidence.difference(), "not there"))
+    monkeypatch.setattr(evidence, "results_file", lambda study: ROOT / ("README.md" if study == "study" else "nothing"))
+    run = evidence.Hypothesis("H1", "", contrast(contrasts.difference()), claims, equivalent)
+    other = evidence.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = evidence.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (said, "not run yet")
     # what is not run yet is adjusted for
@@ -113,7 +134,7 @@ def test_of_rates_that_are_nearly_as_good_the_lowest_is_chosen(runs, monkeypatch
     runs("study", {
         (1e-3, "linear"): [80.0, 81.0], (2e-3, "linear"): [80.05, 81.05], (4e-3, "linear"): [80.0, 80.2],
         (1e-3, "feature"): [80.0, 81.0], (2e-3, "feature"): [80.2, 81.05], (4e-3, "feature"): [80.3, 81.0]})
-    monkeypatch.setattr(evidence, "_file", lambda study: Path(__file__))
+    monkeypatch.setattr(evidence, "results_file", lambda study: Path(__file__))
     monkeypatch.setattr(evidence, "_json", lambda name: {"study": {"top1": 70.0}})
     found = evidence.tuned("study")
     assert found["chosen"] == {"linear": 1e-3, "feature": 2e-3}

@@ -180,7 +180,7 @@ def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------------------------------- processes
 def test_a_killed_process_is_continued_three_times_at_most(tmp_path, monkeypatch, capsys):
-    """One that dies once in its second epoch, and one that always dies at once; the third run is not touched."""
+    """One that dies once in its second epoch, and one that dies again and again; the third run is not touched."""
     found = planned(compared(tmp_path / "out", ["linear", "feature", "global"]))
     whole = one_run(tmp_path / "whole", "linear")
     run.run(whole)
@@ -194,12 +194,13 @@ def test_a_killed_process_is_continued_three_times_at_most(tmp_path, monkeypatch
 
         def start(self):
             started.append(self.folder.name)
-            if self.folder.name.startswith("feature") or started.count(self.folder.name) > 1:
-                self.exitcode = -signal.SIGKILL
-            if self.folder.name.startswith("linear") and started.count(self.folder.name) == 1:
+            times = started.count(self.folder.name)
+            if self.folder.name.startswith(("linear", "feature")) and times == 1:
                 stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # leaves no error, as a kill
                 self.exitcode = -signal.SIGKILL
-            elif not self.folder.name.startswith("feature"):
+            elif self.folder.name.startswith("feature"):
+                self.exitcode = -signal.SIGKILL
+            else:
                 run.run(self.folder)
 
         def is_alive(self):
@@ -215,6 +216,7 @@ def test_a_killed_process_is_continued_three_times_at_most(tmp_path, monkeypatch
         "linear-seed0": 2, "feature-seed0": launch.ATTEMPTS, "global-seed0": 1}
     assert failed == {
         "feature-seed0": f"its process was killed (SIGKILL) (), see {found.folder / 'feature-seed0' / LOG}"}
+    assert "feature-seed0  failed    its process was killed (SIGKILL)" in collect.status(found.folder)
     said = capsys.readouterr().err
     assert said.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is continued") == launch.ATTEMPTS - 1
     assert "timm-ortho: feature-seed0 failed: its process was killed" in said

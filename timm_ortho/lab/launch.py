@@ -49,6 +49,7 @@ class _Progress:
     def fail(self, name: str, reason: str) -> None:
         if shutil.disk_usage(self.root).free < _NO_ROOM:
             reason += ", the disk is full"
+        run_module.note_failure(self.root / name, reason)
         self.failed[name] = f"{reason} ({last_words(self.root / name)}), see {self.root / name / LOG}"
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 

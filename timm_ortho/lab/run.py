@@ -26,7 +26,7 @@ from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_
 from .recipe import import_modules
 from .train import Training, build_model, data_config
 
-__all__ = ["main", "run"]
+__all__ = ["main", "note_failure", "run"]
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -93,6 +93,14 @@ def _begin_session(folder: Path) -> list[dict]:
     sessions.append(here)
     _write_sessions(folder, sessions)
     return sessions
+
+
+def note_failure(folder: Path, reason: str) -> None:
+    """Puts the reason into the last session of a run whose process was killed, and so could not do it itself."""
+    sessions = read_json(folder / SESSIONS) or []
+    if sessions and not sessions[-1].get("error"):
+        sessions[-1]["error"] = reason
+        _write_sessions(folder, sessions)
 
 
 def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
