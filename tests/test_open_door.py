@@ -133,6 +133,30 @@ def test_a_users_block(known):
     assert not sites(model)
 
 
+class Renamed(nn.Module):
+    """Its author has another name for ``self``."""
+
+    def __init__(this, twice):
+        super().__init__()
+        this.f, this.twice = nn.Linear(8, 8), twice
+
+    def forward(this, x):
+        x = x + this.f(x)
+        if this.twice:
+            x = x + this.f(x)
+        return x
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_self_may_have_another_name(known, twice):
+    timm_ortho.register_block(Renamed, stream="x", kinds=("first", "second"), dim=-1)
+    block, x = Renamed(twice), torch.randn(2, 3, 8)
+    plain = block(x)
+    assert torch.equal(connect(block, "linear")(x), plain)
+    assert len(sites(block)) == 1 + twice
+    assert not torch.allclose(connect(block, "feature")(x), plain)
+
+
 def test_a_block_of_a_script_is_pickled():
     class Block(MyBlock):
         __module__ = "__main__"

@@ -104,8 +104,8 @@ class Route:
 
     def reached(self, block: Any) -> List[bool]:
         """For each addition whether a call of this instance can reach it, by what its attributes are now."""
-        namespace = self.method.__globals__
-        return [any(all(eval(code, namespace, {"self": block}) for code in way) for way in ways) for ways in self._ways]
+        namespace, own = self.method.__globals__, {self.method.__code__.co_varnames[0]: block}
+        return [any(all(eval(code, namespace, own) for code in way) for way in ways) for ways in self._ways]
 
     def subclass(self, *, name: str, module: str) -> type:
         """The subclass of the block class whose additions are calls of connections.
@@ -139,7 +139,8 @@ class _Router(ast.NodeTransformer):
         self.sums = sums
         self.streams = {stream for expected in sums for stream in expected.written}
         self.further = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
-        self.local = set(function.__code__.co_varnames) - {"self"}
+        self.instance, *local = function.__code__.co_varnames  # ``self``, whatever its author calls it
+        self.local = set(local)
         self.position = 0  # of the next addition, on the way that is being followed
         self.length = 0  # additions on the longest way
         self.conditions: List[ast.expr] = []  # met on the way
@@ -190,7 +191,7 @@ class _Router(ast.NodeTransformer):
         return expected.connection, summands[0], summands[1]
 
     def _call(self, connection: str, stream: ast.expr, branch: ast.expr) -> ast.Call:
-        module = ast.Attribute(value=ast.Name("self", ast.Load()), attr=connection, ctx=ast.Load())
+        module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=connection, ctx=ast.Load())
         keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.further.items()]
         return ast.Call(func=module, args=[stream, self.visit(branch)], keywords=keywords)
 
