@@ -70,6 +70,7 @@ def keep(folder: Path, unfinished: Path) -> int:
 def _elsewhere(text: str, folder: Path) -> str:
     """Without the paths of this machine."""
     text = text.replace(str(folder.resolve()), f"output/{folder.name}").replace(f"{sys.prefix}/bin/", "")
+    text = re.sub(r"[/\w.-]*/timm_ortho/__main__\.py", "timm-ortho", text)
     return re.sub(r"(--data-dir\s+|data_dir: )[/\w.-]+", r"\1DIR", text)
 
 

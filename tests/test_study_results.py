@@ -62,7 +62,8 @@ def test_an_unfinished_study_is_refused(cards, tmp_path):
     assert not (cards / "results").exists()
 
 
-def test_finished_runs_are_kept_and_gone_on_from(tmp_path):
+def test_finished_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(ROOT / "timm_ortho" / "__main__.py"), "study", "run", "a b"])
     study = written(tmp_path, representation=False)
     first = planned(request(study, tmp_path / "here")).folder
     done, waiting = "lr=0.001-linear-seed0", "lr=0.01-feature-seed0"
@@ -72,7 +73,9 @@ def test_finished_runs_are_kept_and_gone_on_from(tmp_path):
     assert {path.name for path in kept.iterdir()} == {"study.yaml", done}
     assert {path.name for path in (kept / done).iterdir()} == {
         "run.yaml", "result.json", "history.jsonl", "summary.csv", "probe.jsonl", "records.jsonl"}
-    assert not [path for path in kept.rglob("*") if path.is_file() and str(tmp_path) in path.read_text()]
+    text = "".join(path.read_text() for path in kept.rglob("*") if path.is_file())
+    assert str(tmp_path) not in text and str(ROOT) not in text
+    assert json.loads((kept / done / "result.json").read_text())["made_with"]["command"] == "timm-ortho study run 'a b'"
     records = (kept / done / "records.jsonl").read_text().splitlines()
     assert {json.loads(row)["step"] for row in records} == {4, 6}  # of 2 x 4 steps
 

@@ -5,6 +5,7 @@ by hand it does the same.
 """
 import argparse
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -84,7 +85,7 @@ def run(folder: Path, threads: int = 1) -> dict:
 def _begin_session(folder: Path) -> list[dict]:
     """The sessions so far and this one; warns where it has other versions than the one before."""
     sessions = read_json(folder / SESSIONS) or []
-    here = {**made_on(), "command": " ".join(sys.argv), "pid": os.getpid(), "begin": _now(),
+    here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
             "job": os.environ.get("SLURM_JOB_ID")}
     for key in ("torch", "timm", "timm-ortho"):
         if sessions and sessions[-1][key] != here[key]:
