@@ -74,7 +74,8 @@ def test_finished_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch):
     assert {path.name for path in (kept / done).iterdir()} == {
         "run.yaml", "result.json", "history.jsonl", "summary.csv", "probe.jsonl", "records.jsonl"}
     text = "".join(path.read_text() for path in kept.rglob("*") if path.is_file())
-    assert str(tmp_path) not in text and str(ROOT) not in text
+    assert str(tmp_path) not in text
+    assert str(ROOT) not in text
     assert json.loads((kept / done / "result.json").read_text())["made_with"]["command"] == "timm-ortho study run 'a b'"
     records = (kept / done / "records.jsonl").read_text().splitlines()
     assert {json.loads(row)["step"] for row in records} == {4, 6}  # of 2 x 4 steps

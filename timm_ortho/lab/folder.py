@@ -30,7 +30,7 @@ from . import LabError, one_line, write_text
 
 __all__ = [
     "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "epochs_done", "figures_of", "history", "last_session",
-    "last_words", "read_json", "read_lines", "read_yaml", "state", "top1_text", "work_on",
+    "read_json", "read_lines", "read_yaml", "state", "top1_text", "with_last_words", "work_on",
 ]
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a plan of many runs has many options
@@ -245,7 +245,7 @@ def state(folder: Path) -> tuple[str, str]:
     if at_work:
         return "running", done
     if session.get("error"):
-        return "failed", f"{session['error']}; {last_words(folder)}"
+        return "failed", with_last_words(folder, session["error"])
     return ("stopped", done) if session else ("waiting", "")
 
 
@@ -254,11 +254,12 @@ def last_session(folder: Path) -> dict:
     return (read_json(folder / SESSIONS) or [{}])[-1]
 
 
-def last_words(folder: Path) -> str:
-    """The last line of a run's log that somebody else than the lab wrote."""
+def with_last_words(folder: Path, reason: str) -> str:
+    """Why a run failed, and the last line of its log that somebody else than the lab wrote, if there is one."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip() and "timm-ortho: " not in line), "")
+    words = next((line.strip()[:300] for line in reversed(lines) if line.strip() and "timm-ortho: " not in line), "")
+    return reason if words in reason else f"{reason}; {words}"
 
 
 def top1_text(value: Optional[float]) -> str:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .._compat import submission_script
 from . import LabError, run as run_module
-from .folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, last_words, read_json, top1_text
+from .folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, read_json, top1_text, with_last_words
 from .train_py import die_with_parent
 
 __all__ = ["ATTEMPTS", "Slurm", "local"]
@@ -50,7 +50,7 @@ class _Progress:
         if shutil.disk_usage(self.root).free < _NO_ROOM:
             reason += ", the disk is full"
         run_module.note_failure(self.root / name, reason)
-        self.failed[name] = f"{reason} ({last_words(self.root / name)}), see {self.root / name / LOG}"
+        self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self) -> None:
