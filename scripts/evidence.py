@@ -337,9 +337,9 @@ def text() -> str:
 
 def readme() -> str:
     """What README says of the hypotheses: each that is decided, with its difference."""
-    said = [f"{found.says}: {found.contrast} ({row['decision']}, {len(found.contrast.values)} seeds)"
+    said = [f"* {found.says}: **{row['decision']}**, {found.contrast}, {len(found.contrast.values)} seeds"
             for row in decided(FAMILY, holm) if (found := row["hypothesis"]).is_run]
-    return f"{len(said)} of {len(FAMILY)} run: {'; '.join(said) or 'nothing is decided'}."
+    return "\n".join([f"{len(said)} of {len(FAMILY)} are decided (points of top-1, 95 % intervals):", "", *said])
 
 
 def main(check: bool, cards: Path = CARDS, root: Path = ROOT) -> None:

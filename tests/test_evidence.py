@@ -156,7 +156,7 @@ def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
 
 
 @pytest.mark.parametrize(("page", "said", "changed"), [
-    ("model_cards/README.md", "411 runs", "412 runs"), ("README.md", " of 5 run", " of 6 run")])
+    ("model_cards/README.md", "411 runs", "412 runs"), ("README.md", " of 5 are", " of 6 are")])
 def test_the_pages_are_what_the_runs_say(tmp_path, page, said, changed):
     evidence.main(check=True)
     for copied in ("model_cards/README.md", "README.md"):
