@@ -158,7 +158,7 @@ ELSEWHERE = {
     "Table 11": "counted: [report](results/studies/gamma-small/report.md)",
     "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, read out below",
     "Hybrid updates (final version)": "digits, read out below",
-    "Wang et al., Table 1": "not run yet: `confirm_skips_single`",
+    "Wang et al., Table 1": "digits, P4 above",
     "Wang et al., Figure 2": "not run yet: `confirm_skip_rank`",
 }
 
