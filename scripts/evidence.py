@@ -75,6 +75,11 @@ def _less(of: str, base: str) -> Callable[[Mapping[str, Any]], float]:
     return lambda values: values[of][0] - values[base][0]
 
 
+def _rank_slope(ranks: Sequence[float]) -> Weights:
+    """Points of accuracy by rank / width."""
+    return slope(ranks, lambda index: {(ranks[index], "linear"): 1.0})
+
+
 def _of_switch(first: float, last: float) -> Callable[[Mapping[str, Any]], float]:
     weights = switch(first, last)
     return lambda values: sum(weight * values[pair][0] for (pair, _), weight in weights.items())
@@ -158,8 +163,8 @@ ELSEWHERE = {
     "Table 11": "counted: [report](results/studies/gamma-small/report.md)",
     "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, read out below",
     "Hybrid updates (final version)": "digits, read out below",
-    "Wang et al., Table 1": "digits, P4 above",
-    "Wang et al., Figure 2": "not run yet: `confirm_skip_rank`",
+    "Wang et al., Table 1": "digits, above",
+    "Wang et al., Figure 2": "digits, above",
 }
 
 
@@ -213,14 +218,15 @@ FAMILY = (
     _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0),
                 paper=of_paper("connection_switch_reinitialised", _of_switch(1, 0))),
 )
-BESIDE = (  # the same without adjustment
-    _hypothesis("P1b", "F is more accurate than linear (ResNet)", f"confirm_resnet-{FASHION}", difference()),
+BESIDE = (  # outside the family: without adjustment, and so never called confirmed
+    _hypothesis("P1b", "F is more accurate than linear (ResNet)", f"confirm_resnet-{FASHION}", difference(),
+                "different"),
     _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
-                rates_slope((1e-3, 2e-3, 4e-3, 8e-3))),
-    _hypothesis("P4", "one branch: transforms equal the identity", f"confirm_skips_single-{DIGITS}", OTHERS,
+                rates_slope((1e-3, 2e-3, 4e-3, 8e-3)), "different"),
+    _hypothesis("P4 single", "one branch: transforms equal the identity", f"confirm_skips_single-{DIGITS}", OTHERS,
                 "equal", 0.5),
-    _hypothesis("P4", "accuracy rises with the rank (points by rank / width)", f"confirm_skip_rank-{DIGITS}",
-                slope(RANKS, lambda index: {(RANKS[index], "linear"): 1.0})),
+    _hypothesis("P4 rank", "accuracy rises with the rank (points by rank / width)", f"confirm_skip_rank-{DIGITS}",
+                _rank_slope(RANKS), "different"),
     _hypothesis("P6", "linear's late MLP cosine (the paper: below zero)", f"confirm_accuracy-{FASHION}",
                 {("linear",): 1.0}, "different", read=late_cosine, unit="cosine"),
 )
@@ -328,7 +334,7 @@ def text() -> str:
         family=family, beside=beside, rows={row["hypothesis"].name: row for row in family + beside},
         explored=contrasts, elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference,
         placed=placed, switch=switch, transforms4=BRANCH4, transforms3=OTHERS, mlp_cosine=mlp_cosine,
-        learned_theta=learned_theta, last_branch=last_branch,
+        learned_theta=learned_theta, last_branch=last_branch, later_ranks=_rank_slope(RANKS[1:]),
         overhead=runs_of("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         gains=unpaired(*(found.contrast.values for found in gains)) if all(found.is_run for found in gains) else None,
