@@ -220,7 +220,7 @@ FAMILY = (
 )
 BESIDE = (  # outside the family: without adjustment, and so never called confirmed
     _hypothesis("P1b", "F is more accurate than linear (ResNet)", f"confirm_resnet-{FASHION}", difference(),
-                "different"),
+                "different", paper=of_paper("accuracy", _less("feature", "linear"), "resnetv2_18")),
     _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
                 rates_slope((1e-3, 2e-3, 4e-3, 8e-3)), "different"),
     _hypothesis("P4 single", "one branch: transforms equal the identity", f"confirm_skips_single-{DIGITS}", OTHERS,
