@@ -316,7 +316,7 @@ def test_a_script_that_fails_says_what_it_said(tmp_path):
     script.write_text(STAND_IN.read_text().replace("    import timm\n", "    raise SystemExit('no driver')\n"))
     found = planned(tiny(tmp_path, tmp_path / "out", train_py=script, only={"connection": ["linear"]}))
     failed = launch.local(found.folder, found.runs)
-    assert failed == {"linear-seed0": f"{script} ended with exit status 1 after 0 of 2 epochs (no driver), see "
+    assert failed == {"linear-seed0": f"{script} ended with exit status 1 after 0 of 2 epochs; no driver, see "
                                       f"{found.folder / 'linear-seed0' / 'log.txt'}"}
 
 
