@@ -163,8 +163,8 @@ ELSEWHERE = {
     "Table 11": "counted: [report](results/studies/gamma-small/report.md)",
     "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, read out below",
     "Hybrid updates (final version)": "digits, read out below",
-    "Wang et al., Table 1": "digits, above",
-    "Wang et al., Figure 2": "digits, above",
+    "Wang et al., Table 1": "digits, P4 single above",
+    "Wang et al., Figure 2": "digits, P4 rank above",
 }
 
 

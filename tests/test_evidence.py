@@ -148,6 +148,11 @@ def test_effects_of_the_paper():
     assert starts["CIFAR-10"] == pytest.approx((93.89 + 94.10 - 92.78 - 92.88) / 2)
 
 
+def test_what_is_outside_the_family_is_never_called_confirmed():
+    """hypotheses.md: everything else is called exploratory."""
+    assert {found.claims for found in evidence.BESIDE} == {"different", "equal"}
+
+
 @pytest.mark.parametrize("hypothesis", [*evidence.FAMILY, *evidence.BESIDE], ids=lambda found: found.says)
 def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
     for study, weights in hypothesis.contrast.parts:
