@@ -233,7 +233,7 @@ def test_a_run_with_an_error_is_reported_and_the_rest_goes_on(tmp_path, monkeypa
     (found.folder / "feature-seed0" / "probe.jsonl").write_text("{}\n")
     with pytest.raises(LabError) as error:
         study.run(given, parallel=2)
-    assert str(error.value).startswith("2 of 3 runs failed, the first of them ")
+    assert str(error.value).startswith("2 of 3 runs failed, first ")
     assert str(error.value).endswith("; the same command again tries them anew")
     said = capsys.readouterr().err
     assert "timm-ortho: feature-seed0 failed: KeyError: 'epochs_done', see " in said

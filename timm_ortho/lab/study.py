@@ -120,8 +120,8 @@ def run(
     print(report_on([planned.folder], opened=opened))
     if failed:
         name, reason = next(iter(failed.items()))
-        raise LabError(f"{len(failed)} of {len(planned.runs)} runs failed, the first of them {name}: {reason}; the "
-                       "same command again tries them anew")
+        raise LabError(f"{len(failed)} of {len(planned.runs)} runs failed, first {name}: {reason}; the same command "
+                       "again tries them anew")
     return 0
 
 
