@@ -252,14 +252,11 @@ def test_the_class_tokens_of_xcit_keep_their_stream_among_copies_of_the_others()
     assert {site.connection.dims is None for site in sites(model) if site not in here} == {True}
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("vgg11", "supported residual blocks found: none"), ("repvgg_a0", "supported residual blocks found: none"),
-    ("densenet121", "residual blocks found that are not supported: none"),
-])
-def test_models_without_a_stream(name, words):
+@pytest.mark.parametrize("name", ["vgg11", "repvgg_a0", "densenet121"])
+def test_models_without_a_stream(name):
     with on_meta():
         model = timm.create_model(name)
-    with pytest.raises(UnsupportedModelError, match=words):
+    with pytest.raises(UnsupportedModelError, match="no residual block found"):
         connect(model, "feature")
 
 

@@ -181,6 +181,23 @@ def test_learned_connections_get_no_weight_decay(kind, options):
         assert decayed(copied, **options) == before
 
 
+def test_what_an_instance_says_it_spares_stays():
+    model = tiny_vit()
+    model.no_weight_decay = lambda: {"mine"}
+    assert connect(model, "feature").no_weight_decay() == {"mine"}
+
+
+def test_learned_connections_of_a_quantized_block_and_of_one_without_data():
+    model = tiny_vit()
+    model.blocks[0].norm1.weight = nn.Parameter(torch.ones(48, dtype=torch.int8), requires_grad=False)
+    connect(model, "hybrid", start="linear")
+    assert {site.connection.rho.dtype for site in sites(model)} == {torch.float32}
+    made = sites(model)[0].connection
+    empty = copy.deepcopy(made).to("meta").to_empty(device="cpu")
+    empty.reset_parameters()  # what FSDP calls after to_empty
+    assert [one.item() for one in empty.parameters()] == [one.item() for one in made.parameters()]
+
+
 def test_what_the_model_spares_is_spared_as_before():
     model = tiny_vit()
     own = model.no_weight_decay()
@@ -317,7 +334,7 @@ def test_bad_arguments(kwargs, words):
 
 
 @pytest.mark.parametrize(("model", "words"), [
-    (lambda: timm.create_model("vgg11"), ["VGG", "found: none", "timm-ortho list"]),
+    (lambda: timm.create_model("vgg11"), ["VGG", "no residual block found", "timm-ortho list"]),
     (lambda: Foreign(), ["Foreign", "supported residual blocks found: none", "not supported: test_convert.Foreign"]),
     (lambda: nn.Sequential(tiny_vit(), Foreign()),
      ["found: timm.models.vision_transformer.Block", "not supported: test_convert.Foreign"]),

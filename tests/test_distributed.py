@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import timm_ortho
@@ -183,3 +184,18 @@ def test_what_is_no_block_is_none_when_it_is_sharded():
     model = timm.create_model("vit_small_ortho", global_pool="map", class_token=False, **VIT)
     fully_shard(model.attn_pool)  # looks residual, and is known by its class
     assert len(timm_ortho.sites(timm_ortho.connect(model, "global"))) == 6
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("dim", [-1, None])
+def test_tokens_spread_over_processes(dim):
+    """Sequence parallelism: a sum over tokens is a sum of each process's share until it is used."""
+    x, f = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
+    plain = timm_ortho.residual_update(x, f, dim=dim)
+    mesh = init_device_mesh("cpu", (1,))
+    shares = [distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_() for whole in (x, f)]
+    update = timm_ortho.residual_update(*shares, dim=dim)
+    torch.testing.assert_close(update.full_tensor(), plain)
+    update.square().sum().backward()
+    for share, gradient in zip(shares, torch.autograd.grad(plain.square().sum(), (x, f)), strict=True):
+        torch.testing.assert_close(share.grad.full_tensor(), gradient)

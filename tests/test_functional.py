@@ -3,6 +3,7 @@ import contextlib
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -347,6 +348,12 @@ def test_torchscript_compiles_the_plain_formula():
             residual_update(x, f, parallel=a, dim=None if dims is None else tuple(dims)))
 
 
+def test_numbers_of_numpy():
+    x, f = pair((2, 3, 4))
+    expected = residual_update(x, f, parallel=0.5, dim=1)
+    assert torch.equal(residual_update(x, f, parallel=np.float32(0.5), dim=np.int64(1)), expected)
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 X = torch.ones(2, 3, 4)
 
@@ -364,6 +371,7 @@ X = torch.ones(2, 3, 4)
     ((X, X), {"eps": float("nan")}, ["eps", "finite", "nan"]),
     ((X, X), {"eps": float("inf")}, ["eps", "finite", "inf"]),
     ((X, X), {"parallel": torch.ones(2)}, ["parallel", "0-d", "(2,)"]),
+    ((X, X), {"orthogonal": "0.5"}, ["orthogonal", "0-d", "'0.5'"]),
     ((X, X), {"keep": "both"}, ["keep", "'both'", "'branch'"]),
 ])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
@@ -371,6 +379,6 @@ def test_bad_input(args, kwargs, words, backend):
     with pytest.raises(ValueError) as error:  # noqa: PT011 the words below are the match
         residual_update(*args, **kwargs, backend=backend)
     assert all(word in str(error.value) for word in words), error.value
-    if not {"parallel", "keep"} & set(kwargs):
+    if not {"parallel", "orthogonal", "keep"} & set(kwargs):
         with pytest.raises(ValueError):  # noqa: PT011
             decompose(*args, **kwargs)

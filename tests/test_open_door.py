@@ -239,6 +239,8 @@ class Wrong(nn.Module):
     (type("Built", (nn.Module,), {"forward": eval("lambda self, x: x + 1")}), dict(stream="x", kinds=("mlp",)),
      RoutingError, "the source of forward cannot be read: .*; put a class that was typed at Python's prompt in a file"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError, "known already"),
+    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),
+    (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp")), RoutingError, "one fused operation"),
     (len, dict(stream="x", kinds=("attention", "mlp")), TypeError, "must be a class of torch.nn.Module"),
     (MyBlock(), dict(stream="x", kinds=("attention", "mlp")), TypeError, "class of torch.nn.Module, got a MyBlock$"),
 ])
@@ -259,9 +261,71 @@ def test_a_dim_outside_the_tensor_is_told_where_it_is_used():
 def test_a_block_with_a_forward_of_its_own(known):
     model = nn.Sequential(known())
     model[0].forward = model[0].forward
-    with pytest.raises(UnsupportedModelError, match="0 has a forward set on the instance"):
+    with pytest.raises(UnsupportedModelError, match="a MyBlock has a forward set on the instance"):
         connect(model, "feature")
     assert type(model[0]) is MyBlock
+    del model[0].forward
+    routed_forward = connect(model, "feature")[0].forward
+    model[0].forward = lambda x: routed_forward(x)
+    connect(model, "global")  # the same class: only the connections are others
+    assert {type(site.connection) for site in sites(model)} == {GlobalConnection}
+    with pytest.raises(UnsupportedModelError, match="a MyBlock has a forward set on the instance"):
+        disconnect(model)
+    model(tokens())
+
+
+def test_an_attribute_of_the_block_is_not_overwritten():
+    class Block(MyBlock):
+        def __init__(self):
+            super().__init__()
+            self.connection_mlp = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.connection_mlp(x)
+
+    timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
+    model = nn.Sequential(Block())
+    with pytest.raises(ValueError, match="0 has an attribute connection_mlp already"):
+        connect(model, "feature")
+    assert type(model[0].connection_mlp) is nn.Linear
+
+
+def test_a_mask_of_another_sense():
+    class Block(MyBlock):
+        def forward(self, x, attn_mask):
+            return x + self.f(x)
+
+    forbidden, x = torch.ones(5, 5, dtype=torch.bool).triu(1), tokens()  # as nn.MultiheadAttention has it: causal
+    for name, padding in (("attn_mask", True), ("", False)):
+        timm_ortho.register_block(Block, stream="x", kinds=("mlp",), mask=name)
+        model = connect(Block(), "global")
+        assert (model(x, forbidden)[:, 0] == 0).all() == padding
+        registry._SPECS.pop(registry._name(Block))
+
+
+def test_names_of_classes_stay_what_they_are(known):
+    """FSDP's policies and transformers look for layers by them."""
+    model = connect(nn.Sequential(known()), "feature")
+    assert type(model[0]).__name__ == "MyBlock"
+    assert "MyBlock(" in repr(model)
+    assert "timm__" not in repr(connect(timm.create_model("vit_test_linear"), "feature"))
+
+
+class WrittenInAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.adds = nn.Linear(8, 8), nn.ModuleList(create_connection("feature") for _ in range(2))
+
+    def forward(self, x):
+        for add in self.adds:
+            x = add(x, self.f(x))
+        return x
+
+
+def test_connections_in_a_list_of_modules():
+    model = connect(WrittenInAList(), "global")
+    assert [type(site.connection) for site in sites(model)] == [GlobalConnection] * 2
+    assert [type(site.connection) for site in sites(disconnect(model))] == [LinearConnection] * 2
 
 
 def test_connections_that_a_block_was_written_with(known):
@@ -393,6 +457,21 @@ def test_a_connection_of_another_kind(known, connection, message):
 def test_a_name_that_cannot_be_had(name, message):
     with pytest.raises(ValueError, match=message):
         timm_ortho.register_connection(name, Clipped)
+
+
+def test_a_connection_that_is_defined_again_is_the_same():
+    """As a cell of a notebook that runs twice does it."""
+    def define():
+        class Cell(FeatureConnection):
+            pass
+        return Cell
+
+    for cell in (define(), define()):
+        timm_ortho.register_connection("clipped", cell)
+        assert type(create_connection("clipped")) is cell
+    timm_ortho.CONNECTIONS["clipped"] = partial(Clipped, tau=0.0)
+    with pytest.raises(ValueError, match="there is a connection 'clipped' already, partial"):
+        timm_ortho.register_connection("clipped", partial(Clipped, tau=1.0))
 
 
 def test_disconnect_leaves_a_model_of_timm_as_it_was():

@@ -135,8 +135,46 @@ def test_no_addition_at_all():
 
 
 def test_forward_with_a_closure():
-    with pytest.raises(RoutingError, match="__class__"):
+    with pytest.raises(RoutingError, match=r"forward uses super\(\) without arguments, and so __class__ of an"):
         routed(UsesSuper, ("one",))
+
+
+class Private(nn.Module):
+    """What only the body of a class gives its methods: a default, a private name, an attribute of another name."""
+
+    HALF = 0.5
+
+    def __branch(self, x, scale):
+        return scale * x.relu()
+
+    def _forward(self, x, scale=HALF):
+        return x + self.__branch(x, scale)
+
+    forward = _forward
+
+
+def test_a_method_is_made_as_in_the_body_of_its_class():
+    block, calls, x = routed(Private, ("one",))(), [], torch.randn(3, 4)
+    block.one = Recorder(calls, "one")
+    assert torch.equal(block(x), Private()(x))
+    assert len(calls) == 1
+
+
+class Drawing(nn.Module):
+    def dropped(self):
+        return torch.rand(()).item() < 0.5
+
+    def forward(self, x):
+        if self.dropped():
+            return x
+        return x + x.relu()
+
+
+def test_a_condition_that_draws_decides_nothing():
+    before = torch.get_rng_state()
+    found = Route(Drawing, sums(("x", "one")))
+    assert [found.reached(Drawing()) for _ in range(9)] == [[True]] * 9
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 HOST = """

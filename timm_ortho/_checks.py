@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "aligned", "check_eps", "check_mask", "check_prob", "check_tensors", "did_you_mean", "finite", "known_name",
-    "short", "without_nan",
+    "aligned", "check_eps", "check_mask", "check_prob", "check_tensors", "check_weight", "did_you_mean", "finite",
+    "known_name", "short", "without_nan",
 ]
 
 
@@ -23,6 +23,14 @@ def check_prob(prob: float) -> None:
     """Raise ValueError unless ``prob`` is a probability."""
     if not (isinstance(prob, Real) and 0.0 <= prob <= 1.0):
         raise ValueError(f"prob must be in [0, 1], got {prob!r}")
+
+
+def check_weight(name: str, weight: Any) -> None:
+    """Raise ValueError unless ``weight`` is a number or a 0-d tensor."""
+    if isinstance(weight, Tensor) and weight.dim() > 0:
+        raise ValueError(f"{name} must be a float or a 0-d tensor, got a tensor of shape {tuple(weight.shape)}")
+    if not isinstance(weight, (Tensor, Real)):
+        raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight!r}")
 
 
 def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:

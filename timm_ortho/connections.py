@@ -205,11 +205,15 @@ class HybridConnection(Connection):
             self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
     ) -> None:
         super().__init__(dim, eps)
-        rho, theta = STARTS[known_name("start", start, STARTS)]
-        self.start = start
+        self.start = known_name("start", start, STARTS)
         # of shape [1]: FSDP2 takes no 0-d parameters
-        self.rho = nn.Parameter(torch.tensor([rho], device=device, dtype=dtype))
-        self.theta = nn.Parameter(torch.tensor([theta], device=device, dtype=dtype))
+        self.rho = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.theta = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter, value in zip((self.rho, self.theta), STARTS[self.start], strict=True):
+            nn.init.constant_(parameter, value)
 
     def in_use(self) -> List[Tensor]:
         """``[rho, theta]`` within their bounds, 0-d tensors."""
@@ -254,9 +258,10 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
     """
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"the name of a connection must be an identifier, got {name!r}")
-    if CONNECTIONS.get(name, connection) is not connection:
-        raise ValueError(f"there is a connection {name!r} already, {CONNECTIONS[name].__name__}: choose another name")
     _parameters(connection)
+    known = CONNECTIONS.get(name, connection)
+    if _defined(known) != _defined(connection):
+        raise ValueError(f"there is a connection {name!r} already, {_name_of(known)}: choose another name")
     create_connection(connection)
     CONNECTIONS[name] = connection
 
@@ -322,6 +327,11 @@ def create_connection(
 
 def _name_of(make: Any) -> str:
     return getattr(make, "__name__", type(make).__name__)
+
+
+def _defined(make: Any) -> Any:
+    """Where: what a notebook's cell defines again is still the same connection."""
+    return make.__module__, getattr(make, "__qualname__", make)
 
 
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:

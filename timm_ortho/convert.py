@@ -145,10 +145,9 @@ def connect(
         carrying = chosen_kinds if layer in chosen else ()
         connections = _make_connections(block, dict(arguments, connection=connection), skips, carrying)
         module = block.module
-        if block.spec is not None and "forward" in vars(module):
-            raise UnsupportedModelError(
-                f"cannot connect {type(model).__name__}: {block.name} has a forward set on the instance, which hides "
-                "that of its class: connect the model before what put it there. The model is unchanged.")
+        for name in connections:
+            if not isinstance(getattr(module, name, None), (Connection, type(None))):
+                raise ValueError(f"{block.name} has an attribute {name} already: register its class with another kind")
         cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
         _check_fixed(model, module, cls, connections.values())
         converted.append((module, cls, connections))
@@ -193,7 +192,8 @@ def disconnect(model: ModelT) -> ModelT:
 
 def _spare_from_weight_decay(model: nn.Module) -> None:
     """Adds learned connections to ``model.no_weight_decay()``, which timm's optimizers ask: 0 is no neutral value."""
-    vars(model).pop("no_weight_decay", None)
+    if isinstance(vars(model).get("no_weight_decay"), partial):  # ours
+        del model.no_weight_decay
     names = {f"{site.name}.{name}" for site in sites(model) for name, _ in site.connection.named_parameters()}
     if names:
         names.update(getattr(model, "no_weight_decay", tuple)())
@@ -221,13 +221,15 @@ def _blocks(model: nn.Module) -> list[_Block]:
     if blocks and not unsupported:
         return blocks
     found = dict.fromkeys(block.spec.name if block.spec else type(block.module).__qualname__ for block in blocks)
+    seen = "no residual block found (only forward is searched: register_block has a method to name)"
+    if found or unsupported:
+        seen = (f"supported residual blocks found: {', '.join(found) or 'none'}; residual blocks found that are not "
+                f"supported: {', '.join(unsupported) or 'none'}")
     raise UnsupportedModelError(
-        f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): supported residual blocks found: "
-        f"{', '.join(found) or 'none'}; residual blocks found that are not supported: "
-        f"{', '.join(unsupported) or 'none'}. timm-ortho list shows what is supported, timm_ortho.register_block adds "
-        "a class, timm_ortho.not_residual says that one has no stream; what wraps other layers, of the head "
-        "say, can be put on after the model is connected. The model is unchanged.",
-        tuple(unsupported))
+        f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): {seen}. timm-ortho list shows "
+        "what is supported, timm_ortho.register_block adds a class, timm_ortho.not_residual says that one has no "
+        "stream; what wraps other layers, of the head say, can be put on after the model is connected. The model is "
+        "unchanged.", tuple(unsupported))
 
 
 def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
@@ -240,7 +242,11 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:
-    """Refuses what a block that is sharded or parametrized cannot become: its class and parameters are fixed."""
+    """Refuses what a block cannot become: of one that is sharded or parametrized class and parameters are fixed."""
+    if "forward" in vars(block) and written_class(block) is not cls:
+        raise UnsupportedModelError(
+            f"cannot connect or disconnect {type(model).__name__}: a {type(block).__name__} has a forward set on the "
+            "instance, which hides that of its class: undo what put it there first. The model is unchanged.")
     wrapped = type(block) is not written_class(block)
     grows = any(True for connection in connections for _ in connection.parameters())
     if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block))):
@@ -275,7 +281,7 @@ def _make_connections(
         block: _Block, arguments: dict[str, Any], skips: Iterator[Optional[nn.Module]], carrying: Collection[str],
 ) -> dict[str, Connection]:
     """By attribute of the block; ``linear`` for branches of a kind that is not among those ``carrying``."""
-    parameter = next(block.module.parameters(), None)
+    parameter = next((one for one in block.module.parameters() if one.is_floating_point()), None)  # others: quantized
     where: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
     dims, details, linear = block.dims(), block.details(), dict(eps=arguments["eps"], connection="linear")
     return {

@@ -25,6 +25,7 @@ Where this differs from the authors' code, and why:
 
 The operations below are the backend ``torch``; :mod:`timm_ortho.backends` has the others and the choice.
 """
+from numbers import Integral
 from types import ModuleType
 from typing import List, Optional, Tuple, Union
 
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from ._checks import check_eps, check_mask, check_tensors, known_name
+from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
 from ._compat import forward_mode_is_active, functorch_is_active, is_recorded
 from .backends import BACKENDS, Backend, accumulate_in, checked, choose_backend, compiled, default, use_backend
 
@@ -59,7 +60,7 @@ def _formula(
     products = x * f
     xf = _sum(products, dims)
     products = torch.mul(x, x, out=products) if reuse else x * x
-    n = _sum(products, dims).add_(eps)
+    n = _sum(products, dims).add(eps)  # not in place: a partial sum of DTensor's is made whole first
     gain, f = _gain(xf, n, a, b), _times(b, f)
     if x.stride() != f.stride():
         y = x * gain + f  # a sum has the memory format of its first term
@@ -177,7 +178,7 @@ class _ResidualUpdate(torch.autograd.Function):
         a, b = (number if w is None else w for number, w in zip(ctx.numbers, learned, strict=True))
         backend = ctx.backend
         if torch.is_grad_enabled():  # this pass is differentiated in its turn
-            backend, n = TORCH, _sum(x.to(n.dtype).square(), ctx.dims).add_(ctx.eps)
+            backend, n = TORCH, _sum(x.to(n.dtype).square(), ctx.dims).add(ctx.eps)
         for_x, for_f, for_a, for_b = ctx.needs_input_grad[:4]
         grad_x = grad_f = grad_a = grad_b = None
         if g is not None:
@@ -238,7 +239,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
     dims = check_tensors(x, f, _listed(dim))
     result = torch.promote_types(x.dtype, f.dtype)
     x, f = x.to(accumulate_in(result)), f.to(accumulate_in(result))
-    parallel = _sum(x * f, dims) / _sum(x * x, dims).add_(eps) * x
+    parallel = _sum(x * f, dims) / _sum(x * x, dims).add(eps) * x
     return parallel.to(result), (f - parallel).to(result)
 
 
@@ -288,8 +289,7 @@ def residual_update(
     """
     check_eps(eps)
     for name, weight in (("parallel", parallel), ("orthogonal", orthogonal)):
-        if isinstance(weight, Tensor) and weight.dim() > 0:
-            raise ValueError(f"{name} must be a float or a 0-d tensor, got a tensor of shape {tuple(weight.shape)}")
+        check_weight(name, weight)
     known_name("keep", keep, ("output", "branch"))
     return checked_update(x, f, parallel, orthogonal, _listed(dim), eps, mask, keep == "branch", backend)
 
@@ -330,4 +330,4 @@ def checked_update(
 
 
 def _listed(dim: Dim) -> Optional[List[int]]:
-    return [dim] if isinstance(dim, int) else None if dim is None else list(dim)
+    return [int(dim)] if isinstance(dim, Integral) else None if dim is None else list(dim)

@@ -79,17 +79,25 @@ class Route:
     def __init__(
             self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", library: str = "",
     ) -> None:
-        self.block = block
+        self.block, self.name = block, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))  # as it is written, whatever wraps it
         where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
         enclosed = self.method.__code__.co_freevars
         if enclosed:
-            raise RoutingError(f"{where}: {method} uses {', '.join(enclosed)} of an enclosing scope")
+            names = ", ".join(enclosed).replace("__class__", "super() without arguments, and so __class__")
+            raise RoutingError(f"{where}: {method} uses {names} of an enclosing scope")
+        if "_transformer_encoder_layer_fwd" in self.method.__code__.co_names:
+            raise RoutingError(f"{where}: in evaluation {method} hands all its work to one fused operation, additions "
+                               "included; write the block without that fast path and register it")
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(self.method)))
         except (OSError, TypeError, SyntaxError) as error:
             hint = "; put a class that was typed at Python's prompt in a file" if isinstance(error, OSError) else ""
             raise RoutingError(f"{where}: the source of {method} cannot be read: {error}{hint}") from None
+        self.owner = next(cls for cls in block.__mro__ if method in vars(cls))
+        for node in ast.walk(tree):  # private names, as Python has them in the body of a class
+            if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
+                node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
         router = _Router(sums, self.method, mask)
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:
@@ -117,19 +125,21 @@ class Route:
         source = ast.unparse(self.tree)
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        made: dict = {}
+        made = dict(vars(self.owner))  # defaults are found as in the body of the class
         flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the others are on by now
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         exec(code, self.method.__globals__, made)  # names resolve as in the host
         method = made[self.method.__name__]
         method.__qualname__ = f"{name}.{method.__name__}"
         method.__doc__ = self.method.__doc__
-        return type(self.block)(name, (self.block,), {
+        routed = type(self.block)(name, (self.block,), {
             "__module__": module,
             "__qualname__": name,
             "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
-            method.__name__: method,
+            self.name: method,
         })
+        routed.__name__ = self.block.__name__  # by which FSDP's policies know a layer; pickle goes by __qualname__
+        return routed
 
 
 class _Router(ast.NodeTransformer):
@@ -238,7 +248,8 @@ class _Router(ast.NodeTransformer):
         for condition in self.conditions:
             names = {node.id for node in ast.walk(condition) if isinstance(node, ast.Name)}
             attributes = {node.attr for node in ast.walk(condition) if isinstance(node, ast.Attribute)}
-            if not names & self.local and not attributes & _CHANGING:
+            called = any(isinstance(node, ast.Call) for node in ast.walk(condition))  # which may draw a number
+            if not called and not names & self.local and not attributes & _CHANGING:
                 expression = ast.fix_missing_locations(ast.Expression(condition))
                 known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
         return known

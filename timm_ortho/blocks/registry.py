@@ -27,6 +27,7 @@ def register_block(
         dim: Union[int, Sequence[int]] = -1,
         keep: str = "output",
         method: str = "forward",
+        mask: str = "attn_mask",
 ) -> type:
     """Make a class of residual blocks known to :func:`timm_ortho.connect`.
 
@@ -43,6 +44,9 @@ def register_block(
         dim: Channel axis of the stream: -1 for tokens, 1 for B C H W; one for all additions or one for each.
         keep: ``"branch"`` if the sum is changed in place afterwards, by an activation say.
         method: The method with the additions.
+        mask: The argument of that method, if it has one, that says what is padding (see
+            :func:`timm_ortho.connections.real_tokens`): an attention mask as ``scaled_dot_product_attention`` reads it.
+            Boolean masks of ``nn.MultiheadAttention`` say the opposite; ``""`` keeps them from the connections.
 
     Returns:
         The class.
@@ -72,11 +76,11 @@ def register_block(
         if isinstance(values, tuple) and len(values) != len(kinds):
             raise ValueError(f"there are {len(values)} for {what} and {len(kinds)} kinds: give one, or one for each")
     name = _name(block)
-    spec = BlockSpec(name, streams, kinds, dims, keep=keep, method=method)
-    if name in _SPECS and _SPECS[name] != spec and _REGISTERED.get(name, block) is block:
-        raise ValueError(f"{name} is known already, with stream {_SPECS[name].stream!r} and kinds {_SPECS[name].kinds}")
+    spec = BlockSpec(name, streams, kinds, dims, keep=keep, method=method, mask=mask)
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
+    if name in _SPECS and _SPECS[name] != spec and _REGISTERED.get(name, block) is block:
+        raise ValueError(f"{name} is known already, with stream {_SPECS[name].stream!r} and kinds {_SPECS[name].kinds}")
     route(cast(type, block), spec, kinds)  # refuses what does not fit
     _SPECS[name], _REGISTERED[name] = spec, block
     return block

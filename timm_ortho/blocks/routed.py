@@ -24,7 +24,8 @@ __all__ = [
 def written_class(module: nn.Module) -> type:
     """A module's class as its author wrote it; ``fully_shard`` and parametrizations put a subclass in its place."""
     cls = type(module)
-    while cls.__module__.startswith("torch.") and _forward(cls) is _forward(cls.__bases__[-1]):
+    while (cls.__module__.startswith("torch.") and cls.__module__ != "torch.nn.modules.container"
+           and _forward(cls) is _forward(cls.__bases__[-1])):
         cls = cls.__bases__[-1]
     return cls
 
