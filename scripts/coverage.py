@@ -39,7 +39,7 @@ def main() -> int:
         PAGE.write_text(replaced(PAGE, BEGIN, END, table())[1], encoding="utf-8")
         return 0
     known = coverage.load()
-    wanted = args.modules or [name for name in list_modules() if coverage.of_timm(name)]
+    wanted = args.modules or [name for name in list_modules() if coverage.architectures(name)]
     found = {}
     for module in wanted:
         found[module] = survey(module)

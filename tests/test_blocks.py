@@ -172,7 +172,7 @@ def test_what_is_listed_as_no_stream_is_not_taken_for_one():
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
     """Or users who choose it, an attention gate say, would be refused a model that is otherwise supported."""
     names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
-    names |= {f"timm.models.{name}" for name in list_modules() if coverage.of_timm(name)}
+    names |= {f"timm.models.{name}" for name in list_modules() if coverage.architectures(name)}
     in_table = {host(spec) for spec in TIMM} - {None}
     names |= {cls.__module__ for cls in in_table}
     classes = {
@@ -263,7 +263,7 @@ def test_models_without_a_stream(name):
 # ------------------------------------------------------------------------------------------------------ coverage
 def test_coverage_is_what_the_registry_has():
     rows = {row.module: row for row in coverage.rows()}
-    assert set(rows) == {name for name in list_modules() if coverage.of_timm(name)}
+    assert set(rows) == {name for name in list_modules() if coverage.architectures(name)}
     for row in rows.values():
         assert sorted([*row.covered, *row.left_out]) == sorted(coverage.architectures(row.module))
     assert sum(len(row.covered) for row in rows.values()) > 1000

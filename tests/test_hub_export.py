@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -126,7 +127,43 @@ def test_a_connected_model_of_timms_is_a_variant(tmp_path):
     assert torch.equal(logits(loaded(tmp_path / "out"), size=32), logits(model, size=32))
 
 
-@pytest.mark.skipif(not hasattr(timm.models._hub, "get_model_args"), reason="timm 1.0.31 keeps arguments by itself")
+KEEPS_ARGUMENTS = hasattr(timm.models._hub, "get_model_args")  # timm 1.0.31
+
+
+@pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="timm keeps no arguments")
+@pytest.mark.parametrize("change", [
+    lambda model: model.reset_classifier(3), lambda model: model.reset_classifier(0),
+    lambda model: model.reset_classifier(5, "avg"), lambda model: model.set_input_size(32)])
+def test_a_model_that_timm_has_changed_since_it_was_made(tmp_path, change):
+    """As a fine-tuner does it."""
+    model = tiny(global_pool="token", connection="global", connection_eps=1e-3)
+    change(model)
+    hub.export(model, tmp_path / "out", "me/model")
+    size = model.patch_embed.img_size[0]
+    assert torch.equal(logits(loaded(tmp_path / "out"), size=size), logits(model, size=size))
+    assert config(tmp_path / "out")["model_args"]["connection_eps"] == 1e-3
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(connection_layers=range(1)), dict(connection_layers=np.array([1]), connection_prob=np.float32(0.5))])
+def test_arguments_that_json_does_not_have(tmp_path, arguments):
+    model = tiny(**arguments)
+    hub.export(model, tmp_path / "out", "me/model")
+    assert config(tmp_path / "out")["model_args"]["connection_layers"] == list(arguments["connection_layers"])
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
+
+
+@pytest.mark.parametrize("name", ["vit_small_ortho", "test_vit_ortho"])
+def test_a_variant_after_disconnect_is_linear(tmp_path, name):
+    kwargs = VIT if name.startswith("vit_small") else {}
+    model = timm_ortho.disconnect(timm.create_model(name, **kwargs).eval())
+    hub.export(model, tmp_path / "out", "me/model")
+    assert config(tmp_path / "out")["model_args"]["connection"] == "linear"
+    size = model.patch_embed.img_size[0]
+    assert torch.equal(logits(loaded(tmp_path / "out"), size=size), logits(model, size=size))
+
+
+@pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="timm keeps no arguments")
 def test_timms_own_way_keeps_what_create_model_was_given(tmp_path):
     """And not what was connected afterwards: model_cards/hub.md says so."""
     model = tiny(connection="hybrid", connection_start="linear")
@@ -222,8 +259,13 @@ def test_what_began_with_share_alike_weights_names_their_licence(tmp_path, monke
     fresh = timm.create_model("vit_base_ortho", **TINY)
     file = dict(file=str(tmp_path / "weights.safetensors"))
     other = timm.create_model("vit_base_ortho", pretrained=True, pretrained_cfg_overlay=file, **TINY)
-    runs = [timm_run(tmp_path / f"run{flag}", model="vit_base_ortho", pretrained=flag) for flag in (True, False)]
-    for model, is_theirs in ((begun, True), (runs[0], True), (fresh, False), (other, False), (runs[1], False)):
+    revised = timm.create_model("vit_base_ortho", **TINY)
+    revised.began_with = {**begun.began_with, "hf_hub_id": f"{base}@v1"}  # as pull leaves it
+    runs = [timm_run(tmp_path / f"run{number}", model="vit_base_ortho", **options) for number, options in enumerate([
+        dict(pretrained=True), dict(pretrained=False), dict(pretrained=True, pretrained_path="mine.safetensors"),
+        dict(pretrained=True, initial_checkpoint="mine.pth.tar")])]
+    for model, is_theirs in ((begun, True), (revised, True), (runs[0], True), (fresh, False), (other, False),
+                             *((run, False) for run in runs[1:])):
         card = hub.export(model, tmp_path / "out", "me/model")
         assert (f"began as those of {base}, which are under cc-by-sa-4.0: share-alike" in card.text) is is_theirs
         assert card.data.base_model == (base if is_theirs else None)

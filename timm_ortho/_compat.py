@@ -1,6 +1,7 @@
 """Private names of torch, timm and submitit, each used here and nowhere else; tests/test_compat.py tries them."""
 from typing import Any, Optional
 
+import timm
 import torch
 from timm.models._features import feature_take_indices  # what `indices` of a forward_intermediates means
 from timm.models._hub import save_config_for_hf  # config.json as timm writes it, without an upload
@@ -9,10 +10,13 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode  # every operation that runs, to count its FLOPs
 
 __all__ = [
-    "TorchDispatchMode", "compiled_model", "feature_take_indices", "forward_mode_is_active", "functorch_is_active",
-    "is_compiled_in_place", "is_compiler_error", "is_recorded", "is_sharded", "save_config_for_hf",
-    "submission_script",
+    "TorchDispatchMode", "compiled_model", "current_arguments", "feature_take_indices", "forward_mode_is_active",
+    "functorch_is_active", "is_compiled_in_place", "is_compiler_error", "is_recorded", "is_sharded",
+    "save_config_for_hf", "submission_script",
 ]
+
+# The arguments that make a model as it is now, reset_classifier() and set_input_size() included; timm 1.0.31 has it.
+current_arguments = getattr(timm.models, "get_model_args", lambda model: {})
 
 # Whether a transform of torch.func is active, which no public function tells.
 functorch_is_active = torch._C._are_functorch_transforms_active

@@ -27,19 +27,21 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .._checks import short
-from .._compat import save_config_for_hf
+from .._compat import current_arguments, save_config_for_hf
 from ..connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 from ..convert import connect
 from ..models._build import OF_CONNECTIONS, creation_arguments, is_of_connections, pop_connection_arguments
 from ..runs.folders import CheckpointRun, PublishError, Run, class_names
 from ..skips.rewrites import ChangeOfBasis
 from ..weights.errors import check_repo_id, scrubbed
+from ..weights.fetching import split_revision
 from .card import CURVE, Subject, draw_curve, model_card
 
 __all__ = ["Model", "export"]
 
 Model = Union[nn.Module, str, Path]
 
+_OTHER_START = ("pretrained_path", "initial_checkpoint")  # options of train.py that put other weights in their place
 FILES = ("model.safetensors", "config.json", "README.md", CURVE)
 
 
@@ -74,9 +76,10 @@ def export(
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
     built = _detached(model) if run is None else _built(run)
     began_with = getattr(built, "began_with", {})
-    if run is not None and run.options.get("pretrained"):
+    if run is not None and run.options.get("pretrained") and not any(run.options.get(key) for key in _OTHER_START):
         began_with = built.pretrained_cfg
-    base_model, base_license = began_with.get("hf_hub_id"), began_with.get("license") or ""
+    base_model = split_revision(began_with.get("hf_hub_id") or "")[0] or None  # the Hub takes no revision there
+    base_license = began_with.get("license") or ""
     share_alike = (f"The weights began as those of {base_model}, which are under {base_license}: share-alike, so that "
                    "what is made of them is published under the same licence.")
     config = _config(built, run, labels, license)
@@ -147,8 +150,8 @@ def _built(run: CheckpointRun) -> nn.Module:
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
     """The arguments of a variant that give a model the connections that this one has; {} for timm's own model."""
     found = sites(model)
-    if not found:
-        return {}
+    if not found:  # timm's own model, or a variant after disconnect
+        return {"connection": "linear"} if _is_variant(model) else {}
     transform = _skip_arguments(found)
     carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
     if not carrying:
@@ -185,14 +188,18 @@ def _skip_arguments(found: Sequence[Site]) -> dict[str, Any]:
     return asked[0]
 
 
+def _is_variant(model: nn.Module) -> bool:
+    name = model.pretrained_cfg.get("architecture")
+    return bool(name) and is_model(name) and model_entrypoint(name).__module__.startswith("timm_ortho.")
+
+
 def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
     """The registered name under which the model's connections can be had."""
     name = model.pretrained_cfg.get("architecture")
     if not name or not is_model(name):
         raise PublishError(f"architecture '{name}' is not registered with timm, so nobody could load the model: make "
                            "it with timm.create_model")
-    ours = model_entrypoint(name).__module__.startswith("timm_ortho.")
-    if ours or not connection:
+    if _is_variant(model) or not connection:
         return name
     if not is_model(f"{name}_ortho"):
         raise PublishError(f"there is no variant of '{name}' whose arguments could say its connections: timm-ortho "
@@ -212,6 +219,8 @@ def _config(
     The model, which is a copy of this module's own, gets the `pretrained_cfg` that is written.
     """
     connection = _connection_arguments(model)
+    made = {name: None if is_of_connections(name) else value  # which the connections themselves say
+            for name, value in {**creation_arguments(model), **current_arguments(model)}.items()}
     labels = _labels(model, run, labels)
     model.pretrained_cfg = _pretrained_cfg(model, run, _architecture(model, connection), license)
     with TemporaryDirectory() as folder:
@@ -221,7 +230,7 @@ def _config(
                 model,
                 path,
                 model_config={"label_names": labels} if labels else None,
-                model_args=creation_arguments(model),
+                model_args=made,
             )
         except (TypeError, ValueError) as error:
             raise PublishError(f"config.json cannot hold what the model was made with: {short(error)}") from None

@@ -15,7 +15,7 @@ from timm.models import list_models, list_modules, model_entrypoint
 
 from ..blocks import specs
 
-__all__ = ["FILE", "Row", "architectures", "bases", "cells", "libraries", "load", "of_timm", "rows", "table"]
+__all__ = ["FILE", "Row", "architectures", "bases", "cells", "libraries", "load", "rows", "table"]
 
 FILE = Path(__file__).with_name("coverage.json")
 UNKNOWN = "not known to this release of timm_ortho"
@@ -41,12 +41,6 @@ def load() -> dict:
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"timm": None, "modules": {}}
 
 
-def of_timm(module: str) -> bool:
-    """Whether a module of the registry is timm's own, and not this package's or another plugin's."""
-    names = list_models(module=module)
-    return bool(names) and model_entrypoint(names[0]).__module__ == f"timm.models.{module}"
-
-
 def architectures(module: str) -> List[str]:
     """timm's own architectures of a module: names of variants are no bases."""
     return [name for name in list_models(module=module) if model_entrypoint(name).__module__.startswith("timm.models.")]
@@ -63,7 +57,7 @@ def bases() -> List[str]:
 def rows() -> List[Row]:
     """Every module of the installed timm, in alphabetical order, with what is there of the file."""
     found = []
-    for module in filter(of_timm, list_modules()):
+    for module in filter(architectures, list_modules()):
         known = load()["modules"].get(module)
         names = architectures(module)
         if known is None:

@@ -102,8 +102,9 @@ def _check_header(file: Path, source: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------- what is in it
-# Behind the blocks: what timm leaves out or renames for another number of classes, another pooling, features only.
-_TAIL = ("norm.", "fc_norm.", "attn_pool.", "head.", "head_dist.")
+# Behind the blocks: what timm leaves out for other classes or features only, and renames for another pooling.
+_HEADS = ("attn_pool.", "head.", "head_dist.")
+_NORMS = ("norm.", "fc_norm.")
 
 
 def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str, Any]) -> Filter:
@@ -153,8 +154,9 @@ def _other_names(state_dict: Dict[str, Tensor], own: Dict[str, Tensor], is_adapt
     """Tensors too few or too many. BatchNorm's counter is not needed: PyTorch starts it where a checkpoint has none."""
     missing = [name for name in own if name not in state_dict and not name.endswith(".num_batches_tracked")]
     surplus = [name for name in state_dict if name not in own]
-    for what, names in (("missing", missing), ("too many", surplus)):
-        names = [name for name in names if not (is_adapted and name.startswith(_TAIL))]
+    renamed = _NORMS if any(name.startswith(_NORMS) for name in surplus) else ()
+    for what, names, excused in (("missing", missing, _HEADS + renamed), ("too many", surplus, _HEADS + _NORMS)):
+        names = [name for name in names if not (is_adapted and name.startswith(excused))]
         if names:
             yield f"{what} are {_some(names)}"
 

@@ -10,7 +10,7 @@ timm's error.
 """
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from timm.models import PretrainedCfg, get_pretrained_cfg
@@ -61,9 +61,6 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     Args:
         state_dict: The checkpoint's tensors by name.
         model: The model that they are for.
-
-    Raises:
-        ValueError: The checkpoint is in transformers' layout and has tensors too few or too many.
     """
     if "vit.embeddings.cls_token" in state_dict:
         state_dict = _from_transformers(state_dict, model)
@@ -103,27 +100,16 @@ def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[
     class token's row goes into the class token, which makes the same sum.
     """
     names = _transformers_names(len(model.blocks))
-    known = [source for sources in names.values() for source in sources]
-    _refuse_others(state_dict, known)
-    converted = {
-        own: torch.cat([state_dict[source] for source in sources])
-        for own, sources in names.items() if sources[0] in state_dict
-    }
-    if model.no_embed_class:
+    whole = {own: sources for own, sources in names.items() if all(source in state_dict for source in sources)}
+    used = {source for sources in whole.values() for source in sources}
+    # what is left keeps its name: checked() refuses it, and says what is missing
+    converted = {name: tensor for name, tensor in state_dict.items() if name not in used}
+    converted.update({own: torch.cat([state_dict[source] for source in sources]) for own, sources in whole.items()})
+    if model.no_embed_class and {"cls_token", "pos_embed"} <= converted.keys():
         position = converted["pos_embed"]
         converted["cls_token"] = converted["cls_token"] + position[:, :1]
         converted["pos_embed"] = position[:, 1:]
     return converted
-
-
-def _refuse_others(state_dict: Dict[str, Tensor], known: Sequence[str]) -> None:
-    """Here and not in timm, which tolerates both where the number of classes is another: random weights would stay."""
-    missing = [name for name in known if name not in state_dict and not name.startswith("classifier.")]
-    surplus = sorted(state_dict.keys() - set(known))
-    if missing or surplus:
-        found = [f"{what} {len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-                 for what, names in (("lacks", missing), ("has too much:", surplus)) if names]
-        raise ValueError(f"the checkpoint is in transformers' layout and, of {len(known)} tensors, {'; '.join(found)}")
 
 
 # ------------------------------------------------------------------------------------- what there is
