@@ -58,6 +58,8 @@ class Contrast:
         read: The figure of a run.
         unit: Of the figure.
         paper: The same sum of the paper's table, by data set.
+        bases: The connection of those settings that others are compared with, which bounds the sum; without it they
+            are all of negative weight.
     """
 
     label: str
@@ -65,6 +67,7 @@ class Contrast:
     read: Callable[[Run], float] = top1
     unit: str = "points"
     paper: Mapping[str, float] = field(default_factory=dict)
+    bases: str = ""
 
     @cached_property
     def tables(self) -> list[np.ndarray]:
@@ -116,10 +119,11 @@ class Contrast:
     @property
     def room(self) -> float:
         """Points up to 100 % from the accuracy that another is compared with; infinite for all other contrasts."""
-        bases = [np.minimum(list(weights.values()), 0.0) for _, weights in self.parts]
-        if self.read is not top1 or not all(math.isclose(base.sum(), -1.0) for base in bases):
+        bases = [[min(weight, 0.0) * setting[-1].endswith(self.bases) for setting, weight in weights.items()]
+                 for _, weights in self.parts]
+        if self.read is not top1 or not (self.bases or all(math.isclose(sum(base), -1.0) for base in bases)):
             return math.inf
-        return 100 + fmean(table.mean(0) @ base for table, base in zip(self.tables, bases, strict=True))
+        return fmean((table.mean(0) - 100) @ base for table, base in zip(self.tables, bases, strict=True))
 
     @property
     def of_paper(self) -> str:

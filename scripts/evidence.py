@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Mapping, Optional, Sequence
 
 import jinja2
 from contrasts import (
@@ -42,6 +42,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy import stats
 
+from timm_ortho.lab.figures import Row, draw_forest
 from timm_ortho.lab.paper import name, section
 from timm_ortho.lab.statistics import Difference, holm
 
@@ -63,7 +64,7 @@ def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: st
     for step in path:
         entries = entries[step]
     for key, values in entries.items():
-        if isinstance(values, dict):
+        if isinstance(values, dict) and not key.endswith("_first_version"):  # of the same data set
             try:
                 found[name("dataset", key)] = effect(values)
             except KeyError:  # a connection that the paper has not run there
@@ -119,7 +120,8 @@ KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
 def explored() -> dict[str, list[Contrast]]:
     """By the experiment of the paper: what runs that no hypothesis preceded say of it."""
     accuracy = {model: of_paper("accuracy", _less("feature", "linear"), model) for model in ("vit_s", "resnetv2_18")}
-    pattern, norm, start = (section(table) for table in ("layer_pattern", "final_layer_norm", "initialisation"))
+    pattern, norm, start, rank = (
+        section(table) for table in ("layer_pattern", "final_layer_norm", "initialisation", "representation"))
     return {
         "Table 2, ViT-S": _both("accuracy", "ViT: F less linear", difference("vit_s"), paper=accuracy["vit_s"]),
         "Table 2, ResNetV2": _both("accuracy", "ResNetV2-18: F less linear", difference("resnetv2_18"),
@@ -139,15 +141,15 @@ def explored() -> dict[str, list[Contrast]]:
         "Table 9": _both("head_norm", "F less linear, without the final norm", difference("without"),
                          paper={"": norm["without"]["feature"][0] - norm["without"]["linear"][0]}),
         "Table 3 (final version)": _both("learning_rate", "F less linear, points a decade of the rate",
-                                         rates_slope(RATES), paper=of_paper("learning_rate_sweep", _of_rates)),
+                                         rates_slope(RATES), bases="linear",
+                                         paper=of_paper("learning_rate_sweep", _of_rates)),
         "Figure 4": _both("probability", "pi = 1 less pi = 0",
                           {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
         "Figure 5": _both("epsilon", "eps = 1e-3 less 1e-8", {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
         "Table 4 (final version)": _both(
-            "representation", "effective rank, F less linear", difference(),
-            read=lambda run: run["representation"]["effective_rank"], unit="of 64",
-            paper={"": section("representation")["feature"]["effective_rank"][0]
-                   - section("representation")["linear"]["effective_rank"][0]}),
+            "representation", "effective rank, F over linear", difference(),  # of other widths: as a ratio
+            read=lambda run: 100 * math.log(run["representation"]["effective_rank"]), unit="log-%",
+            paper={"": 100 * math.log(rank["feature"]["effective_rank"][0] / rank["linear"]["effective_rank"][0])}),
         "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms less identity", BRANCH4,
                                       paper=_of_skips("skips_branch4", BRANCH4)),
         "Wang et al., Table 3": _both("skips_depthwise", "depthwise: transforms less identity", OTHERS,
@@ -178,6 +180,7 @@ class Hypothesis:
     contrast: Contrast
     claims: str = "above"  # of the contrast: above zero, "equal" to it, or "different" from it on either side
     equivalent: Optional[float] = None  # the bound within which the two are called equivalent
+    of_interest: float = 0.0  # from here on, as hypotheses.md has it
 
     @property
     def is_run(self) -> bool:
@@ -191,26 +194,27 @@ class Hypothesis:
         if self.claims == "different" and told_apart:
             return "above zero" if mean > 0 else "below zero"
         if self.claims == "above" and told_apart:
-            return "confirmed" if mean > 0 else "contradicted"
+            small = f", below the {self.of_interest:g} from which on it is of interest" * (mean < self.of_interest)
+            return f"confirmed{small}" if mean > 0 else "contradicted"
         if self.equivalent and self.contrast.within(self.equivalent):
             return f"equivalent within {self.equivalent}"
         return "contradicted" if told_apart else "not confirmed"
 
 
 def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str = "above",
-                equivalent: Optional[float] = None, **more: Any) -> Hypothesis:
+                equivalent: Optional[float] = None, of_interest: float = 0.0, **more: Any) -> Hypothesis:
     contrast = Contrast(f"{name}: {says}", [(f"{study}-small", weights)], **more)
-    return Hypothesis(name, says, contrast, claims, equivalent)
+    return Hypothesis(name, says, contrast, claims, equivalent, of_interest)
 
 
 FAMILY = (
     _hypothesis("H1", "F is more accurate than linear (ViT)", f"confirm_accuracy-{FASHION}", difference(),
-                equivalent=0.2, paper=of_paper("accuracy", _less("feature", "linear"), "vit_s")),
+                equivalent=0.2, of_interest=0.3, paper=of_paper("accuracy", _less("feature", "linear"), "vit_s")),
     _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
-                rates_slope(RATES), paper=of_paper("learning_rate_sweep", _of_rates)),
+                rates_slope(RATES), bases="linear", paper=of_paper("learning_rate_sweep", _of_rates)),
     _hypothesis("H3", "PoolFormer's loss with F is its mixer's doing", f"confirm_poolformer-{FASHION}",
                 {**placed("pool(x)", "both"),
-                 **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}),
+                 **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}, of_interest=3.0),
     Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
         "H4: transforms of the stream help networks of branches",
         [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)],
@@ -261,33 +265,6 @@ def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[dict[str, 
 
 
 # -------------------------------------------------------------------------------------------- the pictures
-class Bar(NamedTuple):
-    label: str
-    mean: float
-    half_width: float
-    paper: Sequence[float]
-
-
-def forest(bars: Sequence[Bar], height: float) -> Figure:
-    """Differences with their intervals, one below the other, and the paper's effects as diamonds."""
-    figure = Figure(figsize=(9, 1 + height * len(bars)), layout="constrained")
-    axes = figure.subplots()
-    rows = range(len(bars))
-    axes.errorbar([bar.mean for bar in bars], rows, xerr=[bar.half_width for bar in bars], fmt="o", color="#0072b2",
-                  markersize=4, capsize=2, linewidth=1.3, label="here, 95 % interval")
-    effects = [(effect, row) for row, bar in enumerate(bars) for effect in bar.paper]
-    axes.scatter(*zip(*effects, strict=True), marker="D", s=22, facecolors="none", edgecolors="#d55e00",
-                 label="the papers, on their data sets")
-    axes.axvline(0, color="#222222", linewidth=0.9)
-    axes.set_yticks(rows, [bar.label for bar in bars], fontsize=8)
-    axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlabel("points of top-1")
-    axes.grid(axis="x", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
-    return figure
-
-
 def pictures() -> dict[str, Figure]:
     """Of the questions, and of all differences of all reports."""
     asked = [contrast for found in explored().values() for contrast in found if contrast.unit == "points"]
@@ -298,12 +275,13 @@ def pictures() -> dict[str, Figure]:
             found = entry["difference"]
             if entry["measure"] == "top1" and found and found["half_width"] is not None:
                 label = ", ".join([*entry["row"], *entry["column"]])
-                every.append(Bar(f"{path.parent.name.removesuffix('-small')}: {label}", found["mean"],
-                                 found["half_width"], list(found["paper"].values())))
+                every.append(Row(f"{path.parent.name.removesuffix('-small')}: {label}", "points of top-1",
+                                 Difference(found["mean"], found["half_width"], found["pairs"]), None,
+                                 found["paper"].values()))
     return {
-        "questions": forest([Bar(contrast.label, contrast.found.mean, contrast.found.half_width,
-                                 list(contrast.paper.values())) for contrast in asked], 0.24),
-        "differences": forest(every, 0.17),
+        "questions": draw_forest([Row(contrast.label, "points of top-1", contrast.found, None, contrast.paper.values())
+                                  for contrast in asked], 0.24),
+        "differences": draw_forest(every, 0.17),
     }
 
 
@@ -334,8 +312,9 @@ def text() -> str:
         family=family, beside=beside, rows={row["hypothesis"].name: row for row in family + beside},
         explored=contrasts, elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference,
         placed=placed, switch=switch, transforms4=BRANCH4, transforms3=OTHERS, mlp_cosine=mlp_cosine,
-        learned_theta=learned_theta, last_branch=last_branch, later_ranks=_rank_slope(RANKS[1:]),
-        overhead=runs_of("overhead-small"), floors=floors, tuning=tuned(), runs=len(every), different=len(same),
+        learned_theta=learned_theta, last_branch=last_branch, late_cosine=late_cosine,
+        later_ranks=_rank_slope(RANKS[1:]), overhead=runs_of("overhead-small"), floors=floors, tuning=tuned(),
+        runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         gains=unpaired(*(found.contrast.values for found in gains)) if all(found.is_run for found in gains) else None,
         trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))))

@@ -61,6 +61,23 @@ def test_leaves_no_trace():
     assert not any(site.connection._forward_hooks for site in sites)
 
 
+class Unused(nn.Module):
+    """An auxiliary head, which evaluation leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.connection, self.auxiliary = timm_ortho.FeatureConnection(), timm_ortho.FeatureConnection()
+
+    def forward(self, x):
+        return self.connection(x, x.relu()) if not self.training else self.auxiliary(x, x.relu())
+
+
+def test_a_site_that_is_not_reached_has_no_numbers():
+    used, unused = record_dynamics(model := Unused(), torch.randn(2, 5), timm_ortho.sites(model))
+    assert all(math.isfinite(value) for value in used[3:])
+    assert all(math.isnan(value) for value in unused[3:])
+
+
 def test_hooks_go_when_the_model_fails():
     model = OneSite(torch.randn(1, 5))
     with pytest.raises(ValueError, match="same shape"):

@@ -100,8 +100,30 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
         assert contrast(weights).room == float("inf")
 
 
+def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
+    """Best for F: 100 % at the rates above the mean, and linear's accuracy at those below."""
+    runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
+    found = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
+    assert found.room == pytest.approx(1.5)  # over one decade
+    assert found.sees() == "no, only 1.50 points are left up to 100 % (+6.00)"
+
+
+def test_the_papers_effects_are_one_for_a_data_set():
+    accuracy = evidence.section("accuracy")["vit_s"]
+    assert {"imagenet1k", "imagenet1k_first_version"} <= accuracy.keys()
+    found = evidence.of_paper("accuracy", evidence._less("feature", "linear"), "vit_s")
+    assert len(found) == len([key for key in accuracy if isinstance(accuracy[key], dict)]) - 1
+    assert max(found.values()) < 2
+
+
 HIGHER, EQUAL, WIDE = [0.5, 0.6, 0.55, 0.45, 0.5], [0.1, -0.1, 0.05, -0.05, 0.0], [0.6, -0.1, 0.6, -0.2, 0.4]
 LOWER = [-value for value in HIGHER]
+
+
+@pytest.fixture
+def only_study(monkeypatch):
+    """There are results of `study` and of no other."""
+    monkeypatch.setattr(evidence, "results_file", lambda study: ROOT / ("README.md" if study == "study" else "nothing"))
 
 
 @pytest.mark.parametrize(("values", "claims", "equivalent", "said"), [
@@ -119,15 +141,22 @@ LOWER = [-value for value in HIGHER]
     (LOWER, "different", None, "below zero"),
     (WIDE, "different", None, "not confirmed"),
 ])
-def test_decisions(runs, monkeypatch, values, claims, equivalent, said):
+def test_decisions(runs, only_study, values, claims, equivalent, said):
     runs("study", {("linear",): [0.0] * 5, ("feature",): values})
-    monkeypatch.setattr(evidence, "results_file", lambda study: ROOT / ("README.md" if study == "study" else "nothing"))
     run = evidence.Hypothesis("H1", "", contrast(contrasts.difference()), claims, equivalent)
     other = evidence.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = evidence.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (said, "not run yet")
     # what is not run yet is adjusted for
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.found.p))
+
+
+@pytest.mark.parametrize(("of_interest", "said"), [
+    (0.4, "confirmed"), (3.0, "confirmed, below the 3 from which on it is of interest")])
+def test_what_is_confirmed_and_smaller_than_it_was_to_be_is_said(runs, only_study, of_interest, said):
+    runs("study", {("linear",): [0.0] * 5, ("feature",): HIGHER})
+    run = evidence.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)
+    assert run.decision(0.01) == said
 
 
 def test_of_rates_that_are_nearly_as_good_the_lowest_is_chosen(runs, monkeypatch):

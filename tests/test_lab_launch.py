@@ -434,6 +434,17 @@ def test_a_slurm_task_whose_run_is_told_to_end_waits_for_the_signal_to_requeue(t
     assert launch.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}
 
 
+def test_what_sbatch_refuses_is_one_line(tmp_path, monkeypatch):
+    submitit = pytest.importorskip("submitit")
+
+    def refuse(*_):
+        raise submitit.core.utils.FailedJobError("sbatch: error:\n invalid partition specified: nope")
+
+    monkeypatch.setattr(launch.Slurm, "executor", lambda *_: SimpleNamespace(map_array=refuse))
+    with pytest.raises(LabError, match=r"^sbatch failed: sbatch: error: invalid partition specified: nope$"):
+        launch.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}, ["a"])
+
+
 def test_without_sbatch_slurm_is_not_asked_for_its_queue(tmp_path, monkeypatch):
     def none(**_):
         raise RuntimeError("Could not detect srun")

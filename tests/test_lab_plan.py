@@ -15,6 +15,7 @@ import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import LabError, design, plan, study, train
 from timm_ortho.lab.folder import RunPlan, read_yaml
+from timm_ortho.lab.layout import shown
 
 NAMES = sorted(design.shipped())
 TRAINED = [name for name in NAMES if design.load(name, "smoke").kind == "training"]
@@ -181,15 +182,39 @@ def test_switches(tmp_path):
 def test_only_some_cells(tmp_path):
     path = written(tmp_path)
 
-    def names(**only):
+    def names(*only):
         return list(plan.plan(request(path, tmp_path / "out", only=only)).runs)
 
-    assert names(lr=["0.01"]) == ["lr=0.01-linear-seed0", "lr=0.01-feature-seed0"]
-    assert names(lr=["0.01"], connection=["feature"]) == ["lr=0.01-feature-seed0"]
-    with pytest.raises(LabError, match=r"--only lr=0.1: there is lr 0.001, 0.01"):
-        names(lr=["0.1"])
+    assert names(("lr", "0.01")) == ["lr=0.01-linear-seed0", "lr=0.01-feature-seed0"]
+    assert names(("lr", "1e-2"), ("connection", "feature")) == ["lr=0.01-feature-seed0"]
+    assert names(("lr", "0.001"), ("lr", "0.01")) == names(("lr", "0.001,1.0e-2")) == names()
+    with pytest.raises(LabError, match=r"--only lr=0.1: there is lr 1e-3; 0.01"):
+        names(("lr", "0.1"))
     with pytest.raises(LabError, match="--only depth: there is no such axis, only lr, connection"):
-        names(depth=["3"])
+        names(("depth", "3"))
+
+
+@pytest.mark.parametrize("study", TRAINED)
+def test_every_cell_can_be_picked_as_it_is_shown(study):
+    """Those whose values have a comma too, `layers=0,1`."""
+    found = design.load(study, "smoke")
+    variants = found.variants({"dataset": "digits", "device": "cpu"})
+    for axis, values in found.grid.items():
+        for value in values:
+            picked = plan._only(variants, [(axis, shown(value))])
+            assert picked
+            assert {variant.cell[axis] for variant in picked} == {value}
+
+
+def test_the_data_set_is_the_commands_or_the_studys(tmp_path, capsys):
+    """And not digits in its place."""
+    own = written(tmp_path, options={"dataset": "torch/fashion_mnist", "data_dir": "nowhere"})
+    with pytest.raises(LabError, match="'torch/fashion_mnist'"):
+        plan.plan(request(own, tmp_path / "out"))
+    for found in (request(own, dataset="digits"), request(written(tmp_path))):
+        assert {run.stages[0].options["dataset"] for run in plan.plan(found).runs.values()} == {"digits"}
+    assert cli.main(["study", "plan", "dynamics", "-o", "dataset=cifar10"]) == 2
+    assert "data set 'torch/cifar10' needs --data-dir" in capsys.readouterr().err
 
 
 def test_paper_scale_takes_the_papers_recipe():
@@ -335,6 +360,30 @@ def test_a_study_extends_another(tmp_path):
     assert design.load(str(own), "smoke").axes == {"layers": ["none", "all"]}
 
 
+def test_null_is_the_default(tmp_path):
+    path = written(tmp_path, baseline=None, hold_out=None, representation=None)
+    found = design.load(path, "smoke")
+    assert (found.baseline, found.hold_out, found.representation) == ({"connection": "linear"}, 0, False)
+
+
+def test_an_empty_file_is_no_study(tmp_path):
+    (tmp_path / "tiny.yaml").write_text("")
+    with pytest.raises(LabError, match="study 'tiny': 'title' is missing"):
+        design.load(str(tmp_path / "tiny.yaml"), "smoke")
+
+
+def test_a_study_without_training_is_checked_when_it_is_planned(tmp_path):
+    (tmp_path / "own.yaml").write_text("title: Mine\nkind: gamma\narguments: {modles: [vit_b]}\nscales: {smoke: {}}\n")
+    with pytest.raises(LabError, match="arguments: missing a required argument: 'models'"):
+        plan.plan(request(str(tmp_path / "own.yaml"), tmp_path / "out"))
+
+
+def test_what_is_printed_can_be_pasted(tmp_path, capsys):
+    output = tmp_path / "o ut"
+    assert cli.main(["study", "plan", "dynamics", "--scale", "smoke", "--device", "cpu", "--output", str(output)]) == 0
+    assert f"python -m timm_ortho.lab.run '{output}/linear-seed0'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("base", "message"), [
     ("layer_patern", "there is no study 'layer_patern'; the nearest is 'layer_pattern'"),
     ("own.yaml", "study 'own' extends itself"),
@@ -364,7 +413,16 @@ def test_a_study_extends_no_such_study(tmp_path, base, message):
     (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "knows nothing of its parameters"),
     (dict(baseline={"lr": 5}), "the baseline is 5 on axis 'lr', where there is no such value"),
     (dict(kind="dreaming"), "there is no kind 'dreaming'"),
-    (dict(seeds=0), "seeds is 0"),
+    (dict(seeds=0), "seeds is 0, but must be a whole number of at least 1"),
+    (dict(hold_out="many"), "hold_out is 'many', but must be a whole number of at least 0"),
+    (dict(record=0), "record is 0"),
+    (dict(representation="maybe"), "representation is 'maybe', but must be true or false"),
+    (dict(options=3), "options is 3, but must be a mapping"),
+    (dict(grid=["lr"]), "grid is ['lr'], but must be a mapping"),
+    (dict(baseline="linear"), "baseline is 'linear', but must be a mapping"),
+    (dict(connections="feature"), "connections is 'feature', but must be a list"),
+    (dict(grid={"x": {"a": {"connection": ["feature"]}}}), "connection is ['feature'], but must be text"),
+    (dict(grid={"seed": [1, 2]}), "a seed is no axis: give seeds, or --seeds"),
 ])
 def test_bad_study(tmp_path, changed, message):
     values = {**yaml.safe_load(STUDY), **changed}
@@ -399,6 +457,8 @@ def test_bad_study(tmp_path, changed, message):
     (["plan", "dynamics", "--gpus", "2"], "--gpus and --nodes are for timm's train.py: give it with --train-py"),
     (["run", "accuracy", "--scale", "paper", "--dataset", "cifar10"],
      "scale paper trains with timm's train.py: give it with --train-py"),
+    (["plan", "gamma", "--only", "model=vit_b"], "study 'gamma' trains nothing: it takes no --only, --seeds and --g"),
+    (["plan", "dynamics", "-o", "model_kwargs=3"], "option 'model_kwargs' is 3, but must be a mapping"),
     (["report", "nowhere"], "nowhere has no study.yaml: give the --output of timm-ortho study or compare"),
     (["status", "nowhere"], "nowhere has no study.yaml: give the --output of timm-ortho study or compare"),
 ])

@@ -283,6 +283,22 @@ def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, 
     assert_same_run(folder, whole)
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+    folder = one_run(tmp_path / "out")
+    fill_disk(monkeypatch, "history.jsonl", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "elsewhere"))
+    assert run.main([str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'elsewhere'" in said
+    assert "cannot write" not in said
+
+
+def test_a_clusters_variables_do_not_make_a_run_one_of_train_py(tmp_path, monkeypatch, whole):
+    monkeypatch.setenv("NODE_RANK", "1")
+    folder = one_run(tmp_path / "out")
+    run.run(folder)
+    assert_same_run(folder, whole)
+
+
 def fill_disk(context, where, error):
     """No room for a file's last bytes: for checkpoints in torch's writer, for the others when they are written."""
     def full(*_, **__):

@@ -17,7 +17,7 @@ STOPS = 'parser.add_argument("--stop-epoch", type=int, default=None)'
 DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # nobody reads it
 
 
-def tiny(folder, output, *, train_py=STAND_IN, gpus=0, seeds=1, only=None, changes=None, **given):
+def tiny(folder, output, *, train_py=STAND_IN, gpus=0, seeds=1, only=(), changes=None, **given):
     path = written(folder, **{"grid": {}, "representation": False, **(changes or {})})
     return request(path, output, seeds=seeds, train_py=train_py, gpus=gpus, only=only, **{**DATA, **given})
 
@@ -118,6 +118,13 @@ def test_a_run_by_hand_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study.report, "write_many", lambda parts, to: f"{len(parts[0][1])} runs in {to.name}")
     assert cli.main(["study", "report", str(unfinished), str(hand), "--output", str(tmp_path / "report")]) == 0
     assert capsys.readouterr().out.endswith("2 runs in report\n")
+
+
+def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
+    """Whoever gives train.py no --seed has timm's in every run."""
+    hands = [by_hand(unfinished, tmp_path / name) for name in ("one", "two")]
+    with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: leave one out"):
+        collect.collect([unfinished, *hands])
 
 
 def test_epochs_without_validation_have_no_row(unfinished, tmp_path):
@@ -252,7 +259,7 @@ def test_the_same_batch_divided_otherwise_is_the_same_run(tmp_path):
     """A run that was begun on two GPUs may go on where there are four."""
     for gpus in (2, 4):
         folder = only_run(tiny(
-            tmp_path, tmp_path / "out", gpus=gpus, only={"connection": ["feature"]}, batch_size=64, device="cuda"))
+            tmp_path, tmp_path / "out", gpus=gpus, only=[("connection", "feature")], batch_size=64, device="cuda"))
         assert read_yaml(folder / "args.yaml")["batch_size"] == 64 // gpus
     with pytest.raises(LabError, match=r"a batch of 64 does not divide into 3 parts \(3 processes, grad_accum_steps 1"):
         plan.plan(tiny(tmp_path, None, gpus=3, batch_size=64, device="cuda"))
@@ -281,7 +288,7 @@ def test_errors(tmp_path):
 
 
 def test_options_that_the_script_lacks_are_left_to_it(tmp_path, stopping):
-    one, other = (only_run(tiny(tmp_path, tmp_path / name, train_py=script, only={"connection": ["linear"]}))
+    one, other = (only_run(tiny(tmp_path, tmp_path / name, train_py=script, only=[("connection", "linear")]))
                   for name, script in (("one", STAND_IN), ("other", stopping)))
     assert set(read_yaml(other / "args.yaml")) - set(read_yaml(one / "args.yaml")) == {"stop_epoch"}
 
@@ -314,7 +321,7 @@ def test_a_run_of_one_trainer_does_not_go_on_with_the_other(tmp_path):
 def test_a_script_that_fails_says_what_it_said(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STAND_IN.read_text().replace("    import timm\n", "    raise SystemExit('no driver')\n"))
-    found = planned(tiny(tmp_path, tmp_path / "out", train_py=script, only={"connection": ["linear"]}))
+    found = planned(tiny(tmp_path, tmp_path / "out", train_py=script, only=[("connection", "linear")]))
     failed = launch.local(found.folder, found.runs)
     assert failed == {"linear-seed0": f"{script} ended with exit status 1 after 0 of 2 epochs; no driver, see "
                                       f"{found.folder / 'linear-seed0' / 'log.txt'}"}

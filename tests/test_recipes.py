@@ -418,9 +418,7 @@ def test_figures_name_their_source():
 
 
 def test_accuracy():
-    figures = {"linear": (95.49, 0.09), "feature": (95.75, 0.13), "global": (95.53, 0.12)}
-    for model in ("resnetv2_34", "resnetv2_34_cifar", "resnetv2_34_cifar_linear", "resnetv2_34_cifar_orthog"):
-        assert paper.accuracy(model, "torch/cifar10") == paper.accuracy(model, "cifar10") == figures
-    assert paper.accuracy("vit_base_ortho", "imagenet1k") == {"linear": (73.27, 0.58), "feature": (77.05, 0.21)}
-    for model, data in (("resnetv2_34", "imagenet1k"), ("resnetv2_34", "digits"), ("resnetv2_50d", "cifar10")):
-        assert paper.accuracy(model, data) == {}
+    experiments = paper.experiments()
+    assert list(experiments["resnetv2_34_cifar10"].top1().values()) == [(95.49, 0.09), (95.75, 0.13), (95.53, 0.12)]
+    assert list(experiments["vit_b_imagenet1k"].top1().values()) == [(73.27, 0.58), (77.05, 0.21)]
+    assert "resnetv2_34_imagenet1k" not in experiments

@@ -106,6 +106,26 @@ def test_runs_of_train_py_have_what_can_be_drawn(name):
     assert {figure_name.partition("_")[0] for figure_name in drawn(study_of(name), runs)} == {"training", "differences"}
 
 
+def test_no_line_is_of_two_networks():
+    """Each axis of a study is told by the lines, if not by the panels, where its layout says nothing."""
+    cells = [{"mixer": mixer, "where": where} for mixer in ("one", "two") for where in ("all", "none")]
+    runs = [run_of("feature", 0, cell) for cell in cells]
+    study = {**study_of("compare"), "axes": {"mixer": ["one", "two"], "where": ["all", "none"]},
+             "report": {"rows": ["mixer"], "columns": ["where"], "measures": ["top1"]}}
+    for figures_of, count in (({}, 4), ({"figures": [{"training": {"by": "mixer"}}]}, 2)):
+        found = drawn({**study, "report": {**study["report"], **figures_of}}, runs)
+        axes = next(figure for name, figure in found.items() if name.startswith("training")).axes[0]
+        assert len([line for line in axes.lines if len(line.get_xdata()) > 1]) == count
+
+
+def test_two_probes_are_no_curve():
+    """Of a published run the first and the last are kept."""
+    runs = [{**run, "probe": [run["probe"][0], run["probe"][-1]]} for run in runs_of("compare")]
+    assert "stream_by_epoch" in drawn(study_of("compare"), runs_of("compare"))
+    assert "stream_by_epoch" not in drawn(study_of("compare"), runs)
+    assert "profile" in drawn(study_of("compare"), runs)
+
+
 def test_switches_are_marked():
     runs = [{**run, "switch_epoch": 2} for run in runs_of("switch_kept")]
     axes = drawn(study_of("switch_kept"), runs)["switch"].axes[0]

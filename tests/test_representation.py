@@ -98,6 +98,11 @@ def test_what_does_not_vary_has_no_rank():
     assert math.isnan(representation.linear_cka(constant, randn(10, 3)))
 
 
+def test_a_model_that_diverged_has_no_rank():
+    found = representation.summary(torch.full((10, 4), math.nan))
+    assert all(math.isnan(value) for value in found.values())
+
+
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: representation.effective_rank(torch.ones(2, 3, 4)),
      r"features must have the shape \[images, width\], got \[2, 3, 4\]"),
@@ -207,3 +212,5 @@ def test_any_model_with_its_own_features(loader):
     model = nn.Sequential(nn.Flatten(), nn.Linear(768, 5))
     found = representation.features(model, loader, extract=lambda model, images: model[0](images)[:, :9])
     assert found.shape == (50, 9)
+    with pytest.raises(TypeError, match="Sequential is no model of timm's: give extract"):
+        representation.features(model, loader)

@@ -46,10 +46,10 @@ def written(folder, text=STUDY, **changes):
     return str(path)
 
 
-def request(name, output=None, *, seeds=None, only=None, train_py=None, gpus=0, scale="smoke", **given):
+def request(name, output=None, *, seeds=None, only=(), train_py=None, gpus=0, scale="smoke", **given):
     """For a study's file or the name of a shipped one."""
     return study.Request(
-        study.load(name, scale), {"device": "cpu", **given}, seeds=seeds, only=only or {}, train_py=train_py, gpus=gpus,
+        study.load(name, scale), {"device": "cpu", **given}, seeds=seeds, only=only, train_py=train_py, gpus=gpus,
         output=None if output is None else str(output), command="timm-ortho study run")
 
 

@@ -152,7 +152,7 @@ def _add_study(commands: Any) -> None:
 def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", help="a study of the list, or a file")
-    add("--dataset", default="digits", metavar="NAME",
+    add("--dataset", metavar="NAME",
         help="digits (default), cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, or timm's name: "
              "torch/fashion_mnist, ... (an image folder: '' with --data-dir)")
     add("--data-dir", metavar="DIR", help="folder of the data set")
@@ -202,7 +202,7 @@ def _request(study: Any, parsed: argparse.Namespace) -> Any:
         {**dict(parsed.option), **_given(parsed, ("dataset", "data_dir", "device"))},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
-        only=dict(parsed.only),
+        only=parsed.only,
         train_py=train_py,
         gpus=parsed.gpus,
         nodes=parsed.nodes,
@@ -244,11 +244,11 @@ def _words(values: Sequence[str]) -> list[str]:
     return [word for value in values for word in value.split(",") if word]
 
 
-def _cells(text: str) -> tuple[str, list[str]]:
+def _cells(text: str) -> tuple[str, str]:
     axis, _, values = text.partition("=")
     if not _words([values]):
         raise UsageError(f"--only takes AXIS=VALUE[,VALUE], not '{text}'")
-    return axis, _words([values])
+    return axis, values
 
 
 def _seeds(values: Sequence[str]) -> list[int] | int:

@@ -100,7 +100,8 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
     with _watching([site.connection for site in sites], add), evaluation(model), torch.no_grad():
         model(images)
     return [
-        SiteDynamics(site.layer, site.kind, site.name, *torch.stack(figures).mean(0).tolist())
+        SiteDynamics(site.layer, site.kind, site.name,
+                     *(torch.stack(figures).mean(0).tolist() if figures else [math.nan] * 4))
         for site, figures in zip(sites, calls, strict=True)
     ]
 

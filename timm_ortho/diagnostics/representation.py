@@ -92,7 +92,10 @@ def spectral_entropy(features: Union[Tensor, Moments]) -> float:
     Args:
         features: ``[n, d]`` with n of at least 2, or moments.
     """
-    eigenvalues = torch.linalg.eigvalsh(_moments(features).scatter).clamp(min=0.0)
+    scatter = _moments(features).scatter
+    if not scatter.isfinite().all():  # of a model that diverged; eigvalsh raises there
+        return math.nan
+    eigenvalues = torch.linalg.eigvalsh(scatter).clamp(min=0.0)
     shares = eigenvalues / eigenvalues.sum()
     return -torch.special.xlogy(shares, shares).sum().item() + 0.0  # not -0.0
 
@@ -148,6 +151,8 @@ def _cka(joint: Moments, width: int) -> float:
 def pooled(model: nn.Module, images: Tensor) -> Tensor:
     """What the classifier of a timm model receives, ``[images, width]``: pooled and normalised, before the head."""
     timms: Any = model
+    if not hasattr(timms, "forward_head"):
+        raise TypeError(f"{type(model).__name__} is no model of timm's: give extract, which takes it and images")
     return timms.forward_head(timms.forward_features(images), pre_logits=True)
 
 

@@ -28,6 +28,9 @@ def collect(folders: Sequence[Path]) -> list[Part]:
     for folder in by_hand:
         number, run = _by_hand(folder, plans)
         study, runs, _ = parts[number]
+        if any(all(other[key] == run[key] for key in ("cell", "connection", "seed")) for other in runs):
+            raise LabError(f"{folder} is a second run of {run['connection']}, seed {run['seed']}, in {study['name']}: "
+                           "leave one out; runs of train.py need a --seed of their own")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
     return parts

@@ -10,6 +10,7 @@ With s tokens of d channels the paper's form of the update takes 7sd + 2s (x.x a
 each, s x, f - s x and x + f_orth sd each): 6sd + 2s more than the sd of an addition. This package computes the same
 as f + (1 - s) x: one operation less on whole tensors and three more on single numbers, 6sd + 5s.
 """
+import inspect
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence
@@ -59,6 +60,15 @@ class SiteFlops(NamedTuple):
     width: int  # channels, d
     branch: int  # of matrix products and convolutions since the block began, or since the site before
     update: int  # of the connection, its addition included
+
+
+def check(kind: str, arguments: Mapping[str, Any]) -> None:
+    """A LabError if these are not the arguments of such a study."""
+    function = {"gamma": gamma_table, "parameters": parameter_table, "overhead": overhead}[kind]
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise LabError(f"arguments: {error}") from None
 
 
 def compute(kind: str, arguments: Mapping[str, Any], device: str | None = None) -> list[Row]:

@@ -38,10 +38,15 @@ from typing import Any, Iterable, Mapping, Optional, Sequence
 from . import LabError, check_names, nearest, read_user_yaml, recipe, shipped_files
 from .paper import architecture
 
-__all__ = ["SCALES", "Design", "Variant", "load", "has_scale", "shipped", "timm_name"]
+__all__ = ["SCALES", "Design", "Variant", "load", "has_scale", "read", "shipped", "timm_name"]
 
 SCALES = ("smoke", "small", "paper")
 KINDS = ("training", "overhead", "parameters", "gamma")
+_TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
+_KEYS = {
+    **dict.fromkeys(("options", "grid", "baseline", "arguments", "report"), dict), "representation": bool,
+    **dict.fromkeys(("connections", "paper_data"), list), **dict.fromkeys(("seeds", "record", "hold_out"), int),
+    **dict.fromkeys(("title", "paper", "table", "kind", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record arguments".split())
 _CELL = frozenset("model recipe connections connection switch".split())
 # Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
@@ -116,6 +121,7 @@ class Design:
             given: timm's options of the command line; they override the study's. What it varies is a LabError.
             trainer: `lab`, or `train.py` for options that only that has.
         """
+        recipe.resolve(given, "train.py")  # their names and types, before anything is merged
         self._refuse_varied(given)
         variants, left_out = [], []
         for labels in itertools.product(*self.grid.values()):
@@ -170,7 +176,7 @@ def load(name: str, scale: str) -> Design:
     """Reads a study, given as a file or as the name of a shipped one, for one scale; what cannot be is a LabError."""
     if scale not in SCALES:
         raise LabError(f"there is no scale '{scale}': give {', '.join(SCALES[:-1])} or {SCALES[-1]}")
-    values, own_name = _read(name), Path(name).stem
+    values, own_name = read(name), Path(name).stem
     try:
         return _design(own_name, scale, values)
     except LabError as error:
@@ -179,10 +185,10 @@ def load(name: str, scale: str) -> Design:
 
 def has_scale(name: str, scale: str) -> bool:
     """Whether a shipped study has a scale."""
-    return scale in _read(name)["scales"]
+    return scale in read(name)["scales"]
 
 
-def _read(name: str, extending: Sequence[Path] = ()) -> Any:
+def read(name: str, extending: Sequence[Path] = ()) -> Any:
     """What a study's file says, with what it extends below."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
@@ -194,7 +200,7 @@ def _read(name: str, extending: Sequence[Path] = ()) -> Any:
         if path.resolve() in extending:
             raise LabError(f"study '{path.stem}' extends itself")
         below = str(path.parent / base) if base.endswith((".yaml", ".yml")) else base
-        below = _read(below, [*extending, path.resolve()])
+        below = read(below, [*extending, path.resolve()])
         if not isinstance(below, dict):
             raise LabError(f"study '{base}', which study '{path.stem}' extends, must be a mapping, not {below!r}")
         values = _merged(below, values)
@@ -202,17 +208,19 @@ def _read(name: str, extending: Sequence[Path] = ()) -> Any:
 
 
 def _design(name: str, scale: str, values: Any) -> Design:
-    known = [key for key in Design.__dataclass_fields__ if key not in ("name", "scale")]
-    _check_keys(values, {*known, "scales"}, "it")
+    values = {} if values is None else values  # an empty file
+    _check_keys(values, {*_KEYS, "scales"}, "it")
     for key in ("title", "scales"):
-        if key not in values:
+        if not values.get(key):
             raise LabError(f"'{key}' is missing")
     scales = values.pop("scales")
+    _check_types(values)
     _check_keys(scales, set(SCALES), "scales")
     if scale not in scales:
         raise LabError(f"it has no scale '{scale}', only {', '.join(scales)}")
     for which, changes in scales.items():
         _check_keys(changes, _SCALED, f"scale '{which}'")
+        _check_types(changes or {})
     changes = scales[scale] or {}
     grid = {axis: _axis(axis, given) for axis, given in (values.get("grid") or {}).items()}
     for axis, given in (changes.get("grid") or {}).items():
@@ -220,7 +228,7 @@ def _design(name: str, scale: str, values: Any) -> Design:
     merged = {**values, **changes, "grid": grid}
     for key in ("options", "arguments"):
         merged[key] = _merged(values.get(key) or {}, changes.get(key) or {})
-    design = Design(name=name, scale=scale, **merged)
+    design = Design(name=name, scale=scale, **{key: value for key, value in merged.items() if value is not None})
     _check(design)
     return design
 
@@ -246,6 +254,8 @@ def _changes(axis: str, label: Any, given: Mapping[str, Any]) -> dict:
         raise LabError(f"{where}: it must map options to values, not be {given!r}")
     changes: dict[str, Any] = {"options": {}}
     for key, value in given.items():
+        if key == "seed":
+            raise LabError(f"{where}: a seed is no axis: give seeds, or --seeds")
         if key.startswith("connection_"):
             changes["options"].setdefault("model_kwargs", {})[key] = value
         elif key in _CELL:
@@ -254,6 +264,7 @@ def _changes(axis: str, label: Any, given: Mapping[str, Any]) -> dict:
             changes["options"] = _merged(changes["options"], {key: value})
         else:
             check_names([key], [*_CELL, *recipe.known_options()], where)
+    _check_types(changes, {"connections": list, "connection": str, "model": str, "recipe": str})
     return changes
 
 
@@ -261,8 +272,6 @@ def _check(design: Design) -> None:
     if design.kind not in KINDS:
         raise LabError(f"there is no kind '{design.kind}', only {', '.join(KINDS)}")
     check_names(design.options, recipe.known_options(), "options")
-    if not isinstance(design.seeds, int) or design.seeds < 1:
-        raise LabError(f"seeds is {design.seeds!r}, but must be a whole number of at least 1")
     for key, value in design.baseline.items():
         if key != "connection" and value not in design.grid.get(key, {}):
             raise LabError(f"the baseline is {value!r} on axis '{key}', where there is no such value")
@@ -277,6 +286,14 @@ def _check_keys(given: Any, known: Iterable[str], where: str) -> None:
     if not isinstance(given, dict):
         raise LabError(f"{where} must be a mapping, not {given!r}")
     check_names(given, known, where)
+
+
+def _check_types(given: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
+    """null, of a key that an extending study takes back, is its default."""
+    for key, kind in kinds.items():
+        value, least = given.get(key), int(key != "hold_out")
+        if value is not None and (type(value) is not kind or (kind is int and value < least)):
+            raise LabError(f"{key} is {value!r}, but must be {_TYPES[kind].format(least)}")
 
 
 # ------------------------------------------------------------------------------------------------ variants

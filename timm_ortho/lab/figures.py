@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from statistics import fmean, stdev
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -72,7 +72,8 @@ class Scene(NamedTuple):
         return [run for run in self.runs if run.get(key)]
 
     def lines(self, options: Options) -> Name:
-        own = [*self.layout.study["axes"], "connection"] if self.layout.generic else ["connection"]
+        told = (options.get("by"), options.get("x"))  # by the panel, or by the place
+        own = [*(axis for axis in self.layout.study["axes"] if axis not in told), "connection"]
         return self.layout.name(options.get("lines", own))
 
     def parts(self, options: Options, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -236,6 +237,8 @@ def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
         "profile", "Stream norm and cosine by site after training. Measured on one batch of the "
         f"{scene.layout.images} images, over the channel axis, averaged over tokens or pixels: x is the stream that a "
         "block receives, f what its branch adds.", panels, "site, from the first block to the last", ticks=sites)
+    if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):  # of published ones the ends may be left
+        return
     for key, (title, read) in _PROBES.items():
         panels = [_by_epoch(f"{line}: {title}", members, read) for line, members in grouped(runs, name).items()]
         yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]} of each block by epoch: means over its "
@@ -430,31 +433,41 @@ def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- intervals
+class Row(NamedTuple):
+    """A line of a forest plot: what is compared, the panel, and the paper's effects."""
+
+    label: str
+    title: str
+    difference: Difference
+    pooled: Optional[Difference]
+    effects: Collection[float]
+
+
 def forest(found: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
     """All entries that have a difference, each with its label, and the paper's effects; no drawing without any."""
-    found = [(label, entry) for label, entry in found if entry.difference]
-    rows = ", ".join(dict.fromkeys(label for label, _ in found))
+    found = [Row(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
+             for label, entry in found if entry.difference]
+    rows = ", ".join(dict.fromkeys(row.label for row in found))
     return [Drawing(
         name, "Differences to the baseline with their 95 % intervals, paired by seed and with the variance of all "
         "cells, and the paper's effects. An interval that holds zero, the vertical line, tells nothing apart.",
         f"Differences to the baseline as points with bars, and the paper's effects, a row for each of {rows}.",
-        partial(_draw_forest, found))] if found else []
+        partial(draw_forest, found))] if found else []
 
 
-def _draw_forest(found: Sequence[tuple[str, Entry]]) -> Figure:
-    """A panel for each measure, a row for each label."""
-    rows = list(dict.fromkeys(label for label, _ in found))
-    titles = list(dict.fromkeys(entry.title for _, entry in found))
-    figure = Figure(figsize=(1.5 + 0.07 * max(map(len, rows)) + 3.4 * len(titles), 1.3 + 0.36 * len(rows)),
+def draw_forest(found: Sequence[Row], height: float = 0.36) -> Figure:
+    """A panel for each title, a row for each label."""
+    rows = list(dict.fromkeys(row.label for row in found))
+    titles = list(dict.fromkeys(row.title for row in found))
+    figure = Figure(figsize=(1.5 + 0.07 * max(map(len, rows)) + 3.4 * len(titles), 1.3 + height * len(rows)),
                     layout="constrained")
     grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     for axes, title in zip(grid, titles, strict=True):
-        mine = [(rows.index(label), entry) for label, entry in found if entry.title == title]
-        _intervals(axes, [(row - 0.12, entry.difference) for row, entry in mine], "paired by seed",
-                   STYLES["feature"], 1.6)
-        _intervals(axes, [(row + 0.18, entry.pooled) for row, entry in mine if entry.pooled], "pooled variance",
+        mine = [(rows.index(row.label), row) for row in found if row.title == title]
+        _intervals(axes, [(at - 0.12, row.difference) for at, row in mine], "paired by seed", STYLES["feature"], 1.6)
+        _intervals(axes, [(at + 0.18, row.pooled) for at, row in mine if row.pooled], "pooled variance",
                    {"color": "#777777", "marker": "|"}, 1.0)
-        effects = [(effect, row) for row, entry in mine for effect in entry.effects.values()]
+        effects = [(effect, at) for at, row in mine for effect in row.effects]
         if effects:
             axes.scatter(*zip(*effects, strict=True), marker="D", s=22, label="the paper", facecolors="none",
                          edgecolors=STYLES["linear"]["color"], linewidths=1.0)

@@ -247,8 +247,13 @@ class Slurm:
         return progress.failed
 
     def _submit(self, root: Path, runs: Mapping[str, RunPlan], names: Sequence[str]) -> None:
+        import submitit
+
         executor = self.executor(root, runs[names[0]])
-        jobs = executor.map_array(_Task(self.threads), [str((root / name).absolute()) for name in names])
+        try:
+            jobs = executor.map_array(_Task(self.threads), [str((root / name).absolute()) for name in names])
+        except submitit.core.utils.FailedJobError as error:
+            raise LabError(f"sbatch failed: {' '.join(str(error).split())}") from None
         for name, job in zip(names, jobs, strict=True):
             (root / name / "job").write_text(job.job_id, encoding="ascii")
         print(f"submitted {len(jobs)} jobs, {self.parallel} at a time: {jobs[0].job_id.partition('_')[0]}",

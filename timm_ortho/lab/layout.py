@@ -22,10 +22,8 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
-import yaml
-
 from . import LabError, check_names, paper
-from .design import shipped
+from .design import read, shipped
 from .statistics import finite
 
 __all__ = ["FIGURES", "MEASURES", "TABLES", "TRACES", "Layout", "Measure", "Place", "Run", "grouped", "shown"]
@@ -122,7 +120,7 @@ class Layout:
         dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
         given = study.get("report")
         if given is None and study["name"] in shipped():
-            given = yaml.safe_load(shipped()[study["name"]].read_text(encoding="utf-8")).get("report")
+            given = read(study["name"]).get("report")
             fits = given and dimensions.issuperset([*given.get("rows", ()), *given.get("columns", ())])
             given = given if fits else None
         if not isinstance(given or {}, Mapping):

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any, Mapping
 
 __all__ = [
-    "Experiment", "accuracy", "architecture", "deviations", "experiments", "figures", "name", "section", "skip_figures",
+    "Experiment", "architecture", "deviations", "experiments", "figures", "name", "section", "skip_figures",
     "skip_recipe",
 ]
 
@@ -63,15 +63,6 @@ def deviations(recipe: str) -> Mapping[str, str]:
     return skip_figures()["recipe"].get(data, {}).get("deviations", {}) if network == "skipnet" else {}
 
 
-def accuracy(model: str, dataset: str) -> dict[str, tuple[float, float]]:
-    """Table 2: top-1 in percent by connection, mean and standard deviation; nothing where the paper has no such figure.
-
-    Both names may be the paper's keys (`vit_s`, `cifar10`) or this package's (`vit_small_ortho`, `torch/cifar10`).
-    """
-    found = figures()["accuracy"].get(architecture(model), {}).get(dataset.rpartition("/")[2], {})
-    return {connection: (mean, std) for connection, (mean, std) in found.items()}
-
-
 def architecture(model: str) -> str | None:
     """The paper's key of an architecture of this package (`vit_small_ortho`: `vit_s`), None of any other."""
     for key, entry in figures()["architectures"].items():
@@ -110,8 +101,8 @@ class Experiment:
         """Mean and standard deviation of top-1 accuracy in percent, by label: of the connection, after the start."""
         labels = figures()["connections"]
         if self.section == "accuracy":
-            found = accuracy(self.architecture, self.dataset)
-            return {labels[connection]: value for connection, value in found.items()}
+            found = figures()["accuracy"][self.architecture][self.dataset]
+            return {labels[connection]: (mean, std) for connection, (mean, std) in found.items()}
         return {f"{start}, {labels[connection]}": (value[0], value[1]) for start in ("kaiming", "xavier", "orthogonal")
                 for connection, value in figures()[self.section][start].items()}
 
@@ -120,6 +111,6 @@ class Experiment:
 def experiments() -> Mapping[str, Experiment]:
     """Those that the package has a recipe for, by the recipe's name."""
     found = [Experiment(architecture, dataset) for architecture in figures()["architectures"]
-             for dataset in figures()["datasets"] if accuracy(architecture, dataset)]
+             for dataset in figures()["datasets"] if dataset in figures()["accuracy"].get(architecture, ())]
     found.append(Experiment("resnetv2_50", "cifar100", "initialisation"))
     return {experiment.name: experiment for experiment in found}

@@ -16,7 +16,7 @@ import json
 import sys
 from argparse import Namespace
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Optional, Sequence
 
@@ -25,12 +25,12 @@ import yaml
 from timm.data import resolve_data_config
 
 from .. import __version__
-from . import LabError, recipe, write_text
+from . import LabError, cost, recipe, write_text
 from .changes import changes
 from .data import Source, open_source
 from .design import Design, Variant
 from .folder import PLAN, RunPlan, Stage, read_yaml
-from .layout import Layout
+from .layout import Layout, shown
 from .recipe import base_name
 from .train import Training, build_model
 
@@ -51,7 +51,7 @@ class Request:
     given: Mapping[str, Any]  # timm's options of the command line, `dataset` and `data_dir` among them
     seeds: Sequence[int] | int | None = None  # or their number; None for as many as the scale has
     output: Optional[str] = None  # folder; by default below `output/` and named after the settings
-    only: Mapping[str, Sequence[str]] = field(default_factory=dict)  # axis -> values; all cells without it
+    only: Sequence[tuple[str, str]] = ()  # axis and a value, or several with commas; all cells without it
     train_py: Optional[Path] = None  # timm's, which trains at scale `paper` and wherever it is given
     gpus: int = 0  # of each run, on each node; 0 for the CPU
     nodes: int = 1
@@ -158,9 +158,13 @@ def _plain(value: Any) -> Any:
 def plan(request: Request) -> StudyPlan:
     """Checks everything that can be checked before the first step: a LabError. Nothing is written."""
     design = request.design
-    # a comparison's recipe says which data set
-    given = dict(request.given) if design.name == "compare" else {"dataset": "digits", **request.given}
+    given = dict(request.given)
+    if design.name != "compare":  # whose recipe says which data set
+        given.setdefault("dataset", design.options.get("dataset", "digits"))
     if design.kind != "training":
+        if request.only or request.seeds is not None or request.gpus:
+            raise LabError(f"study '{design.name}' trains nothing: it takes no --only, --seeds and --gpus")
+        cost.check(design.kind, design.arguments)
         settings = _settings(request, given)
         return StudyPlan(_folder(request, settings, given), settings, _described(request, given, [], []), [], {}, [])
     trainer = request.trainer
@@ -216,18 +220,28 @@ def _device(request: Request) -> str:
     return str(device)
 
 
-def _only(variants: Sequence[Variant], only: Mapping[str, Sequence[str]]) -> list[Variant]:
-    """The variants of some cells; `connection` is an axis like the grid's."""
-    def names(variant: Variant) -> dict[str, str]:
-        return {axis: str(value) for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
+def _only(variants: Sequence[Variant], only: Sequence[tuple[str, str]]) -> list[Variant]:
+    """The variants of some cells; `connection` is an axis like the grid's, and a value may have commas of its own."""
+    cells = [{axis: shown(value) for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
+             for variant in variants]
+    wanted: dict[str, list[str]] = {}
+    for axis, text in only:
+        if variants and axis not in cells[0]:
+            raise LabError(f"--only {axis}: there is no such axis, only {', '.join(cells[0])}")
+        known = list(dict.fromkeys(cell[axis] for cell in cells))
+        values = [text] if text in known else [_as_shown(word) for word in text.split(",") if word]
+        if not set(values) <= set(known):
+            raise LabError(f"--only {axis}={text}: there is {axis} {'; '.join(known)}")
+        wanted.setdefault(axis, []).extend(values)
+    return [variant for variant, cell in zip(variants, cells, strict=True)
+            if all(cell[axis] in values for axis, values in wanted.items())]
 
-    for axis, wanted in only.items():
-        known = list(dict.fromkeys(names(variant).get(axis, "") for variant in variants))
-        if not set(wanted) <= set(known) - {""}:
-            axes = ", ".join(names(variants[0]))
-            raise LabError(f"--only {axis}={','.join(wanted)}: there is {axis} {', '.join(known)}" if known != [""] else
-                           f"--only {axis}: there is no such axis, only {axes}")
-    return [variant for variant in variants if all(names(variant)[axis] in wanted for axis, wanted in only.items())]
+
+def _as_shown(word: str) -> str:
+    try:
+        return shown(float(word))  # 1e-06 and 0.000001 are 1e-6
+    except ValueError:
+        return word
 
 
 def places_of(

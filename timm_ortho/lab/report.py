@@ -203,7 +203,8 @@ def _results(part: Part) -> Iterator[Block]:
     layout, found = part.layout, part.entries
     own = layout.generic and not part.study["paper"]
     yield Grid(tables.overview(part.runs, found, layout) if own else tables.main_table(found, layout), "the table")
-    yield Text(_note(part.study, f"Means ± standard deviation over the seeds, on the {layout.images} images.",
+    medians = ", medians of speed and memory" if own else ""
+    yield Text(_note(part.study, f"Means ± standard deviation over the seeds{medians}, on the {layout.images} images.",
                      layout.protocol.format(images=layout.images)))
     yield Heading("Differences, seed by seed")
     if any(entry.is_compared for entry in found):

@@ -4,6 +4,7 @@ What trains is the lab's own loop, or timm's `train.py` in processes of its own.
 by hand it does the same.
 """
 import argparse
+import errno
 import os
 import shlex
 import signal
@@ -29,6 +30,9 @@ from .train import Training, build_model, data_config
 
 __all__ = ["main", "note_failure", "run"]
 
+# Of a folder that cannot be written; other OSErrors are errors of the run, and name their file.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """The exit status: 0 for a finished run, 2 for one that cannot be trained as it is, 1 for any other error."""
@@ -51,7 +55,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 def run(folder: Path, threads: int = 1) -> dict:
     """Trains a run unless it is finished, and returns its result; a LabError if it cannot, or somebody else does."""
     plan = RunPlan.read(folder)
-    if int(os.environ.get("NODE_RANK", 0)):  # the first node has the files; this one has processes of train.py only
+    if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # the first node has the files
         for stage in plan.stages:
             train_py.train(plan, stage, folder)
         return {}
@@ -71,7 +75,7 @@ def run(folder: Path, threads: int = 1) -> dict:
             interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, train_py.Died))
             memory = isinstance(error, torch.cuda.OutOfMemoryError)
             said = "the device is out of memory: choose a smaller batch size" if memory else one_line(error)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
                 error = LabError(f"cannot write in {folder} ({said}): make room, or see to the folder; the same "
                                  "command again continues from the last checkpoint")
                 said = str(error)

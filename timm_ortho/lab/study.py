@@ -1,4 +1,5 @@
 """The lab's commands: plan, launch, report. `timm-ortho study` and `timm-ortho compare` call these."""
+import shlex
 import sys
 import webbrowser
 from argparse import Namespace
@@ -68,8 +69,8 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 def _said(folder: Path, run_plan: RunPlan) -> str:
     """A run's commands; with GPUs what becomes of its batch."""
     if run_plan.trainer == "lab":
-        return f"python -m timm_ortho.lab.run {folder}"
-    commands = " && ".join(" ".join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
+        return f"python -m timm_ortho.lab.run {shlex.quote(str(folder))}"
+    commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
     return (f"{run_plan.whole_batch(stage)} images an update = {run_plan.processes} processes x "
             f"{max(1, stage.options['grad_accum_steps'])} accumulated x {stage.options['batch_size']}\n    {commands}")

@@ -4,7 +4,7 @@ Runs that differ in nothing but the seed are a group. Each measure of a group is
 """
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Optional, Sequence
 
 from . import paper
@@ -228,23 +228,24 @@ def side_by_side(
 
 
 def overview(runs: Sequence[Run], found: Sequence[Entry], layout: Layout) -> Table:
-    """A row for each group, as `timm-ortho compare` prints it."""
+    """A row for each group, as `timm-ortho compare` prints it; speed and memory are medians, as machines may differ."""
     axes, baseline = layout.study["axes"], ", ".join(map(shown, layout.study["baseline"].values()))
     rows = []
     for entry in (entry for entry in found if entry.measure == "top1"):
         members = [run for run in runs if _group(run) == entry.group]
-        memory = [run["peak_memory"] for run in members if run.get("peak_memory")]
         rows.append([
             *(shown(value) for _, value in entry.group[0]), entry.group[1], str(entry.runs), str(entry),
-            _mean(members, "best_top1", 2), "-" if entry.baseline == entry.place else str(entry.difference or "-"),
-            _mean(members, "images_per_second", 0), _memory(max(memory, default=None))])
+            _middle(fmean, members, "best_top1", _with_digits(2)),
+            "-" if entry.baseline == entry.place else str(entry.difference or "-"),
+            _middle(median, members, "images_per_second", _with_digits(0)),
+            _middle(median, members, "peak_memory", _memory)])
     return Table([*axes, "connection", "seeds", "top-1 % (last epoch)", "best epoch %",
                   f"difference to {baseline} [95 %]", "images/s", "peak memory"], rows, len(axes) + 1)
 
 
-def _mean(runs: Sequence[Run], key: str, digits: int) -> str:
+def _middle(of: Callable, runs: Sequence[Run], key: str, shown: Callable[[float], str]) -> str:
     values = [run[key] for run in runs if finite(run.get(key))]
-    return f"{fmean(values):,.{digits}f}" if values else "unknown"
+    return shown(of(values)) if values else "unknown"
 
 
 def _memory(value: Optional[float]) -> str:

@@ -7,9 +7,11 @@ was not.
 """
 import errno
 import math
+import resource
+import sys
 import time
 from argparse import Namespace
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -131,7 +133,6 @@ class Training:
     def _epoch(self, epoch: int) -> None:
         random_seed(epoch_seed(self.options.seed, epoch, _MODEL))
         self.data.reseed(epoch_seed(self.options.seed, epoch, _DATA))
-        _reset_peak_memory(self.device)
         began = time.perf_counter()
         loss, images = self._train_epoch(epoch)
         speed = images / (time.perf_counter() - began)
@@ -292,20 +293,8 @@ def _with_learning_rate(options: Namespace) -> Namespace:
     return Namespace(**{**vars(options), "lr": options.lr_base * (ratio ** 0.5 if scale == "sqrt" else ratio)})
 
 
-def _reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):  # then there is no /proc, and _peak_memory says so
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark back to what is used now
-
-
-def _peak_memory(device: torch.device) -> Optional[int]:
-    """Bytes: allocated on a GPU, resident in the whole process on the CPU."""
+def _peak_memory(device: torch.device) -> int:
+    """Bytes, of the process so far: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    except (OSError, IndexError):
-        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
