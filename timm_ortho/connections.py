@@ -32,8 +32,7 @@ from .functional import Weight, checked_update, plain_update
 
 __all__ = [
     "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "Site", "create_connection", "describe_connection", "layers_of", "real_tokens",
-    "register_connection", "sites",
+    "Site", "create_connection", "layers_of", "real_tokens", "register_connection", "sites",
 ]
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -260,16 +259,11 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
         raise ValueError(f"the name of a connection must be an identifier, got {name!r}")
     _parameters(connection)
     known = CONNECTIONS.get(name, connection)
-    if _defined(known) != _defined(connection):
+    written = [(one.__module__, getattr(one, "__qualname__", one)) for one in (known, connection)]
+    if written[0] != written[1]:  # a notebook's cell that runs again defines the same one
         raise ValueError(f"there is a connection {name!r} already, {_name_of(known)}: choose another name")
     create_connection(connection)
     CONNECTIONS[name] = connection
-
-
-def describe_connection(name: str) -> str:
-    """The name with the first line of what the connection says about itself."""
-    doc = getattr(CONNECTIONS.get(name), "__doc__", None) or "Registered by its author."
-    return f"{name}. {doc.strip().splitlines()[0]}"
 
 
 def create_connection(
@@ -327,11 +321,6 @@ def create_connection(
 
 def _name_of(make: Any) -> str:
     return getattr(make, "__name__", type(make).__name__)
-
-
-def _defined(make: Any) -> Any:
-    """Where: what a notebook's cell defines again is still the same connection."""
-    return make.__module__, getattr(make, "__qualname__", make)
 
 
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:

@@ -35,17 +35,6 @@ class _Block(NamedTuple):
     spec: Optional[BlockSpec]
     kinds: tuple[str, ...]  # attributes of the connections where there is no spec
 
-    def attribute(self, kind: str) -> str:
-        return self.spec.sites[kind] if self.spec else kind
-
-    def named(self, kind: str) -> str:
-        """The kind as :class:`timm_ortho.connections.Site` has it."""
-        return kind.removeprefix("connection_")
-
-    def dims(self) -> dict[str, int]:
-        """Channel axis of the stream, by kind."""
-        return self.spec.dims(self.module) if self.spec else {kind: self._own(kind).dim for kind in self.kinds}
-
     def widths(self) -> dict[str, int]:
         """Channels of the stream, by kind."""
         if self.spec is None:
@@ -56,15 +45,11 @@ class _Block(NamedTuple):
     def details(self) -> dict[str, dict[str, Any]]:
         """What a connection has to know of its block, by kind."""
         if self.spec is None:
-            return {kind: dict(keep=self._own(kind).keep) for kind in self.kinds}
-        first = branch_first(host_class(self.module), self.spec)
-        return {
-            kind: dict(keep=self.spec.keep, branch_first=first[kind], tokens_apart=self.spec.tokens_apart)
-            for kind in self.kinds
-        }
-
-    def _own(self, kind: str) -> Connection:
-        return getattr(self.module, kind)
+            own = {kind: getattr(self.module, kind) for kind in self.kinds}
+            return {kind: dict(dim=made.dim, keep=made.keep) for kind, made in own.items()}
+        dims, first = self.spec.dims(self.module), branch_first(host_class(self.module), self.spec)
+        shared = dict(keep=self.spec.keep, tokens_apart=self.spec.tokens_apart)
+        return {kind: dict(dim=dims[kind], branch_first=first[kind], **shared) for kind in self.kinds}
 
 
 class UnsupportedModelError(ValueError):
@@ -270,7 +255,7 @@ def _chosen_layers(layers: Optional[Iterable[int]], count: int) -> Collection[in
 
 
 def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[_Block]) -> Collection[str]:
-    known = dict.fromkeys(block.named(kind) for block in blocks for kind in block.kinds)
+    known = dict.fromkeys(kind.removeprefix("connection_") for block in blocks for kind in block.kinds)
     if kinds is None:
         return known
     given = list(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else [kinds]
@@ -283,12 +268,12 @@ def _make_connections(
     """By attribute of the block; ``linear`` for branches of a kind that is not among those ``carrying``."""
     parameter = next((one for one in block.module.parameters() if one.is_floating_point()), None)  # others: quantized
     where: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
-    dims, details, linear = block.dims(), block.details(), dict(eps=arguments["eps"], connection="linear")
+    linear = dict(eps=arguments["eps"], connection="linear")
     return {
-        block.attribute(kind): create_connection(
-            dim=dims[kind], skip=next(skips), **details[kind], **where,
-            **(arguments if block.named(kind) in carrying else linear)).train(block.module.training)
-        for kind in block.kinds
+        block.spec.sites[kind] if block.spec else kind: create_connection(
+            skip=next(skips), **detail, **where,
+            **(arguments if kind.removeprefix("connection_") in carrying else linear)).train(block.module.training)
+        for kind, detail in block.details().items()
     }
 
 
@@ -301,7 +286,7 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
     if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
         create_skip(skip, 1, **arguments)  # what else is given is checked; no block is asked how wide its stream is
         return repeat(None)
-    places = [(block.widths()[kind], block.dims()[kind]) for block in blocks for kind in block.kinds]
+    places = [(block.widths()[kind], detail["dim"]) for block in blocks for kind, detail in block.details().items()]
     skips = [
         create_skip(skip, width, dim=dim, count=len(places), site=site, **arguments)
         for site, (width, dim) in enumerate(places)

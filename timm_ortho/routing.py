@@ -246,10 +246,9 @@ class _Router(ast.NodeTransformer):
     def _known_conditions(self) -> List[CodeType]:
         known = []
         for condition in self.conditions:
-            names = {node.id for node in ast.walk(condition) if isinstance(node, ast.Name)}
-            attributes = {node.attr for node in ast.walk(condition) if isinstance(node, ast.Attribute)}
-            called = any(isinstance(node, ast.Call) for node in ast.walk(condition))  # which may draw a number
-            if not called and not names & self.local and not attributes & _CHANGING:
+            if not any(isinstance(node, ast.Call)  # which may draw a number
+                       or getattr(node, "id", None) in self.local or getattr(node, "attr", None) in _CHANGING
+                       for node in ast.walk(condition)):
                 expression = ast.fix_missing_locations(ast.Expression(condition))
                 known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
         return known

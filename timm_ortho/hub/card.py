@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .._checks import finite
-from ..connections import describe_connection
+from ..connections import CONNECTIONS
 from ..runs.folders import Run
 from ..skips import SKIPS
 
@@ -262,7 +262,8 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     yield "architecture", f"`{config['architecture']}`"
     connection = arguments.pop("connection", None)
     if connection:
-        yield "connection", describe_connection(connection)
+        said = getattr(CONNECTIONS.get(connection), "__doc__", None) or "Registered by its author."
+        yield "connection", f"{connection}. {said.strip().splitlines()[0]}"
     if "skip" in arguments:
         skip = arguments.pop("skip")
         yield "transform of the stream", f"{skip}: {SKIPS[skip][0]}"
