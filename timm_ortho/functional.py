@@ -330,4 +330,4 @@ def checked_update(
 
 
 def _listed(dim: Dim) -> Optional[List[int]]:
-    return [int(dim)] if isinstance(dim, Integral) else None if dim is None else list(dim)
+    return [int(dim)] if isinstance(dim, (int, Integral)) else None if dim is None else list(dim)
