@@ -24,6 +24,7 @@ def test_one_pair_has_no_interval():
 def test_zero_has_no_sign_of_its_own():
     """A sum that is 0 but for its last digits comes out as 1e-16 or -1e-16, as the machine adds."""
     assert str(Difference(-1e-16, 0.0, 3)) == "+0.00 [+0.00, +0.00]"
+    assert str(Difference(-0.025 - 1e-14, 0.1, 3)) == str(Difference(-0.025 + 1e-14, 0.1, 3))
     assert str(Difference(0.003, 0.0034, 3)) == "+0.00 [-0.00, +0.01]"  # which contains zero
 
 

@@ -30,9 +30,8 @@ class Difference:
 
     def text(self, digits: int = 2) -> str:
         """`+0.12 [-0.30, +0.54]`; a single pair has no interval."""
-        # -1e-16 is a zero, as another machine's sums would say; -0.001 remains -0.00
-        mean, low, high = (
-            f"{value if abs(value) > 1e-9 else 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
+        # another machine's sums differ in the last bits: -1e-16 is a zero, and a half is a half; -0.001 remains -0.00
+        mean, low, high = (f"{round(value, 9) + 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
     def __str__(self) -> str:
