@@ -58,8 +58,8 @@ class Contrast:
         read: The figure of a run.
         unit: Of the figure.
         paper: The same sum of the paper's table, by data set.
-        bases: The connection of those settings that others are compared with, which bounds the sum; without it they
-            are all of negative weight.
+        bases: The connection that others are compared with, of a sum that has settings of both signs besides, as a
+            slope has; empty where all settings of negative weight are compared with.
     """
 
     label: str
@@ -118,8 +118,9 @@ class Contrast:
 
     @property
     def room(self) -> float:
-        """Points up to 100 % from the accuracy that another is compared with; infinite for all other contrasts."""
-        bases = [[min(weight, 0.0) * setting[-1].endswith(self.bases) for setting, weight in weights.items()]
+        """The sum if whatever gains from it were at 100 %, and never below what it is compared with; infinite for sums
+        that compare nothing."""
+        bases = [[min(weight, 0.0) if self.bases in ("", setting[-1]) else 0.0 for setting, weight in weights.items()]
                  for _, weights in self.parts]
         if self.read is not top1 or not (self.bases or all(math.isclose(sum(base), -1.0) for base in bases)):
             return math.inf

@@ -194,11 +194,16 @@ class Hypothesis:
         if self.claims == "different" and told_apart:
             return "above zero" if mean > 0 else "below zero"
         if self.claims == "above" and told_apart:
-            small = f", below the {self.of_interest:g} from which on it is of interest" * (mean < self.of_interest)
-            return f"confirmed{small}" if mean > 0 else "contradicted"
+            return "confirmed" if mean > 0 else "contradicted"
         if self.equivalent and self.contrast.within(self.equivalent):
             return f"equivalent within {self.equivalent}"
         return "contradicted" if told_apart else "not confirmed"
+
+
+    def remark(self, decision: str) -> str:
+        """What a reader has to know of the decision besides."""
+        small = decision == "confirmed" and self.contrast.found.mean < self.of_interest
+        return f"below the {self.of_interest:g} from which on it is of interest" if small else ""
 
 
 def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str = "above",
@@ -248,8 +253,9 @@ def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]]
     """A row for each. Those that are not run yet are adjusted for as if their p were 1: Holm's decisions about the
     others stand whatever comes."""
     p = adjust([found.contrast.found.p if found.is_run else 1.0 for found in hypotheses])
-    return [{"hypothesis": found, "decision": found.decision(value), "p": value}
-            for found, value in zip(hypotheses, p, strict=True)]
+    decisions = [found.decision(value) for found, value in zip(hypotheses, p, strict=True)]
+    return [{"hypothesis": found, "decision": decision, "remark": found.remark(decision), "p": value}
+            for found, decision, value in zip(hypotheses, decisions, p, strict=True)]
 
 
 def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[dict[str, Any]]:
@@ -323,7 +329,8 @@ def text() -> str:
 
 def readme() -> str:
     """What README says of the hypotheses: each that is decided, with its difference."""
-    said = [f"* {found.says}: **{row['decision']}**, {found.contrast}, {len(found.contrast.values)} seeds"
+    said = [f"* {found.says}: **{row['decision']}**, {found.contrast}, "
+            f"{len(found.contrast.values)} seeds{row['remark'] and ', ' + row['remark']}"
             for row in decided(FAMILY, holm) if (found := row["hypothesis"]).is_run]
     return "\n".join([f"{len(said)} of {len(FAMILY)} are decided (points of top-1, 95 % intervals):", "", *said])
 

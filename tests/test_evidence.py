@@ -152,11 +152,12 @@ def test_decisions(runs, only_study, values, claims, equivalent, said):
 
 
 @pytest.mark.parametrize(("of_interest", "said"), [
-    (0.4, "confirmed"), (3.0, "confirmed, below the 3 from which on it is of interest")])
+    (0.4, ""), (3.0, "below the 3 from which on it is of interest")])
 def test_what_is_confirmed_and_smaller_than_it_was_to_be_is_said(runs, only_study, of_interest, said):
     runs("study", {("linear",): [0.0] * 5, ("feature",): HIGHER})
     run = evidence.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)
-    assert run.decision(0.01) == said
+    (row,) = evidence.decided([run], holm)
+    assert (row["decision"], row["remark"]) == ("confirmed", said)
 
 
 def test_of_rates_that_are_nearly_as_good_the_lowest_is_chosen(runs, monkeypatch):

@@ -360,6 +360,10 @@ def test_a_study_extends_another(tmp_path):
     assert design.load(str(own), "smoke").axes == {"layers": ["none", "all"]}
 
 
+def test_the_keys_of_a_file_are_the_attributes_of_a_design():
+    assert design._KEYS.keys() == design.Design.__dataclass_fields__.keys() - {"name", "scale"}
+
+
 def test_null_is_the_default(tmp_path):
     path = written(tmp_path, baseline=None, hold_out=None, representation=None)
     found = design.load(path, "smoke")

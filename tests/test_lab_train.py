@@ -3,6 +3,7 @@ hardly ones."""
 import errno
 import json
 import os
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -297,6 +298,13 @@ def test_a_clusters_variables_do_not_make_a_run_one_of_train_py(tmp_path, monkey
     folder = one_run(tmp_path / "out")
     run.run(folder)
     assert_same_run(folder, whole)
+
+
+def test_a_system_that_does_not_say_how_much_memory_was_used(monkeypatch):
+    """Windows has no module `resource`."""
+    assert train._peak_memory(torch.device("cpu")) > 2**27
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert train._peak_memory(torch.device("cpu")) is None
 
 
 def fill_disk(context, where, error):

@@ -35,7 +35,7 @@ def push(
 ) -> CommitInfo:
     """Publish a model in a repository on the Hub, which is made where there is none.
 
-    In one that is there the four files are written anew, a README.md that was edited by hand too.
+    Files that it has already are replaced, a README.md that was edited by hand too.
 
     Args:
         model: A model; or a checkpoint or the folder of one run, of `timm-ortho compare`, `study` or timm's `train.py`.

@@ -7,7 +7,6 @@ was not.
 """
 import errno
 import math
-import resource
 import sys
 import time
 from argparse import Namespace
@@ -293,8 +292,12 @@ def _with_learning_rate(options: Namespace) -> Namespace:
     return Namespace(**{**vars(options), "lr": options.lr_base * (ratio ** 0.5 if scale == "sqrt" else ratio)})
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Bytes, of the process so far: allocated on a GPU, resident on the CPU."""
+def _peak_memory(device: torch.device) -> Optional[int]:
+    """Bytes, of the process so far: allocated on a GPU, resident on the CPU; None on Windows, which does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
