@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from timm_ortho import functional
 from timm_ortho.backends import BACKENDS
@@ -268,15 +269,35 @@ def test_plain_formula_and_eager_mode_agree_bit_for_bit(weights, dtype):
         assert torch.equal(eager, plain_update(x, f, a, b, dims, 1e-6))
 
 
+class LargeResults(TorchDispatchMode):
+    """Holds the storages of what operations return with so many elements."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.storages = elements, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.elements:
+            storage = result.untyped_storage()
+            self.storages[storage.data_ptr()] = storage
+        return result
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layouts", ["contiguous_format", "channels_last", "channels_last contiguous_format"])
-def test_large_tensors_in_training_reuse_memory_and_change_no_bit(layouts, dtype):
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype):
     formats = [getattr(torch, name) for name in layouts.split()]
     x, f = (tensor.to(memory_format=layout) for tensor, layout in
             zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))
     kept = x.clone(), f.clone()
     for weights in ((0.0, 1.0), (0.3, 0.7)):
-        y = residual_update(x.detach().requires_grad_(), f, parallel=weights[0], orthogonal=weights[1], dim=1)
+        stream = x.detach().requires_grad_(training)
+        with LargeResults(x.numel()) as taken:
+            y = residual_update(stream, f, parallel=weights[0], orthogonal=weights[1], dim=1)
+        if layouts == "contiguous_format" and dtype == torch.float32 and weights == (0.0, 1.0):
+            assert len(taken.storages) == 1
         expected = plain_update(x, f, *weights, [1], 1e-6)
         assert torch.equal(y, expected)
         assert y.stride() == expected.stride()

@@ -122,9 +122,13 @@ def _update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Tensor]:
     """``y, s, n``; only y if nothing is to be kept."""
-    large = not torch.compiler.is_compiling() and x.numel() >= 2**17  # 2^17: in small ones ``out`` costs 4 us
-    y, xf, n = _formula(x, f, a, b, dims, eps, reuse=large)
+    y, xf, n = _formula(x, f, a, b, dims, eps, reuse=_is_large(x))
     return y, xf.div_(n) if keep else None, n
+
+
+def _is_large(x: Tensor) -> bool:
+    """Whether new memory for a tensor like this costs more than the 4 us of ``out``; compiled code asks no sizes."""
+    return not torch.compiler.is_compiling() and x.numel() >= 2**17
 
 
 def _gradients(
@@ -317,7 +321,7 @@ def checked_update(
         return x + f
     needs_gradient = torch.is_grad_enabled() and (
         x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b))
-    if name == "torch" and not needs_gradient:
+    if name == "torch" and not needs_gradient and not _is_large(x):
         return _formula(x, f, a, b, dims, eps)[0]
     if is_recorded() or functorch_is_active() or forward_mode_is_active():
         return plain_update(x, f, a, b, dims, eps)
