@@ -292,7 +292,7 @@ def test_smoke_runs(scripts, images, tmp_path, name):
 
 
 def test_train_sh_starts_it(scripts, images, tmp_path):
-    """scripts/train.sh with the real torchrun and the real train.py, on the CPU."""
+    """scripts/train.sh with the real train.py, on the CPU."""
     folder = os.path.dirname(sys.executable)
     script = Path(__file__).parent.parent / "scripts" / "train.sh"
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable,
@@ -302,5 +302,4 @@ def test_train_sh_starts_it(scripts, images, tmp_path):
          "--workers", "0", "--model-kwargs", *SHRUNK["vit_s_cifar10"], "--output", tmp_path, "--experiment", "run"],
         env=env, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "its version is not checked" in done.stderr
     assert (tmp_path / "run" / "summary.csv").is_file()

@@ -18,7 +18,7 @@ from ..runs.folders import load_checkpoint
 from . import LabError, one_line
 from .folder import RunPlan, Stage
 
-__all__ = ["Died", "command", "train"]
+__all__ = ["Died", "command", "torchrun", "train"]
 
 _SECONDS_TO_STOP = 30
 
@@ -59,7 +59,7 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
     """The command line of a stage, which continues from its last checkpoint if there is one."""
     last, before = (folder / where / "last.pth.tar" for where in (stage.folder, plan.stages[0].folder))
     words = [
-        sys.executable, *_torchrun(plan), plan.trainer, "-c", str(folder / stage.folder / "args.yaml"),
+        sys.executable, *torchrun(plan), plan.trainer, "-c", str(folder / stage.folder / "args.yaml"),
         "--output", str(folder.absolute().parent),
         "--experiment", os.path.normpath(Path(folder.absolute().name, stage.folder))]
     if stage.begins_with == "weights":
@@ -71,7 +71,7 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
     return words
 
 
-def _torchrun(plan: RunPlan) -> Sequence[str]:
+def torchrun(plan: RunPlan) -> Sequence[str]:
     if not plan.gpus:
         return ()
     where = ["--standalone"]

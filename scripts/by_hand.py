@@ -1,0 +1,63 @@
+"""What scripts/train.sh starts: a run as `timm-ortho study plan` plans one, given by hand."""
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from timm_ortho.lab import LabError, read_user_yaml, recipe
+from timm_ortho.lab.folder import RunPlan, Stage
+from timm_ortho.lab.train_py import torchrun
+
+
+def main() -> int:
+    try:
+        if len(sys.argv) < 4:
+            raise LabError("usage: scripts/train.sh RECIPE MODEL DATA [options of train.py ...]")
+        words = [sys.executable, *command(*sys.argv[1:])]
+    except LabError as error:
+        print(f"train.sh: {error}", file=sys.stderr)
+        return 2
+    print(f"train.sh: {shlex.join(words)}", file=sys.stderr, flush=True)
+    os.execv(words[0], words)
+
+
+def command(name: str, model: str, data: str, *options: str) -> list[str]:
+    """The arguments of Python."""
+    script = Path(os.environ.get("TIMM_DIR", "."), "train.py")
+    parser = recipe.of_script(script)
+    batch_size = parser.get_default("batch_size")
+    parser.set_defaults(batch_size=None, device=None, output="output/train")
+    given = parser.parse_args(options)
+    file = Path(name) if Path(name).is_file() else recipe.find(name)
+    values = {"batch_size": batch_size, **(read_user_yaml(file, f"recipe '{name}'") or {})}
+    gpus = torch.cuda.device_count()
+    plan = RunPlan(
+        str(script), [Stage(".", {**values, "grad_accum_steps": given.grad_accum_steps})],
+        gpus=_number("NPROC_PER_NODE", gpus), nodes=_number("NNODES", 1))
+    if plan.processes > 1 and not gpus:
+        raise LabError("PyTorch sees no GPU here, and timm's train.py trains in several processes on GPUs only")
+    if plan.nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
+        raise LabError(f"NNODES is {plan.nodes}: set NODE_RANK (0 to {plan.nodes - 1}, one on each) and MASTER_ADDR "
+                       "(that of 0)")
+    words = [*torchrun(plan), str(script), "-c", str(file), "--model", model, "--data-dir", data]
+    if given.batch_size is None and plan.processes * max(1, given.grad_accum_steps) > 1:
+        words += ["--batch-size", str(plan.with_divided_batch().stages[0].options["batch_size"])]
+    last = Path(given.output, given.experiment, "last.pth.tar")
+    if given.experiment and not given.resume and last.is_file():
+        words += ["--resume", str(last)]
+    if not gpus and given.device is None:
+        words += ["--device", "cpu"]
+    return [*words, *options]
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable)
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise LabError(f"{variable} is '{text}', but must be a number")
+    return default if text is None else int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
