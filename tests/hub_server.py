@@ -57,16 +57,6 @@ class File:
     def etag(self) -> str:
         return self.sha256 if self.large else self.oid
 
-    def row(self, path: str) -> dict[str, Any]:
-        """The file as `tree` and `paths-info` show it."""
-        row: dict[str, Any] = {"type": "file", "path": path, "size": self.size, "oid": self.oid}
-        if self.large:
-            row["lfs"] = {"oid": self.sha256, "size": self.size, "pointerSize": 134}
-        if self.xet:
-            row["xetHash"] = self.xet
-        return row
-
-
 @dataclass(frozen=True)
 class Commit:
     oid: str
@@ -79,11 +69,9 @@ class Repository:
     id: str
     private: bool = False
     gated: bool = False
-    granted: set[str] = field(default_factory=set)  # users who may read it although it is gated
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)  # name -> commit
     tags: dict[str, str] = field(default_factory=dict)
-    pull_requests: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def owner(self) -> str:
@@ -142,17 +130,15 @@ class HubServer:
     Args:
         folder: Where hf_xet's simulator may write.
         uploads: How large files come in: ``regular``, ``lfs`` or ``xet``.
-        part_size: In ``lfs``, larger files are to be sent in parts of so many bytes.
     """
 
-    def __init__(self, folder: Path, uploads: str = "lfs", part_size: Optional[int] = None) -> None:
+    def __init__(self, folder: Path, uploads: str = "lfs") -> None:
         if uploads not in UPLOADS:
             raise ValueError(f"unknown uploads {uploads!r}, known are {', '.join(UPLOADS)}")
-        self.folder, self.uploads, self.part_size = Path(folder).resolve(), uploads, part_size
+        self.folder, self.uploads = Path(folder).resolve(), uploads
         self.repositories: dict[str, Repository] = {}
         self.users: dict[str, tuple[str, str]] = {}  # token -> user, role
         self.blobs: dict[str, bytes] = {}  # SHA-256 -> content
-        self.parts: dict[tuple[str, int], bytes] = {}  # of uploads that are not complete
         self.requests: list[Recorded] = []
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
@@ -236,7 +222,7 @@ class HubServer:
     def empty(self) -> None:
         """As it was at the start, but for its users."""
         self.heal()
-        for held in (self.repositories, self.blobs, self.parts, self.requests):
+        for held in (self.repositories, self.blobs, self.requests):
             held.clear()
 
     def leaks(self, token: str) -> list[str]:
@@ -441,7 +427,7 @@ class _Handler(BaseHTTPRequestHandler):
         user, found = self.user(), self.hub.repositories.get(repo)
         if found is None or (found.private and (user is None or user[0] != found.owner)):
             raise _Answer(404 if user else 401, "Repository not found", "RepoNotFound")
-        if content and found.gated and (user is None or user[0] not in {found.owner, *found.granted}):
+        if content and found.gated and (user is None or user[0] != found.owner):
             raise _Answer(403 if user else 401, f"Access to model {repo} is restricted", "GatedRepo")
         return found
 
@@ -467,14 +453,6 @@ class _Handler(BaseHTTPRequestHandler):
 @route("GET", "/api/agent-harnesses")
 def _harnesses(http: _Handler) -> None:
     http.json({"standardEnvVars": [], "harnesses": {}})
-
-
-@route("GET", "/api/whoami-v2")
-def _whoami(http: _Handler) -> None:
-    user = http.user()
-    if user is None:
-        raise _Answer(401, _ERRORS[401])
-    http.json({"type": "user", "name": user[0], "orgs": [], "auth": {"accessToken": {"role": user[1]}}})
 
 
 @route("POST", "/api/validate-yaml")
@@ -503,14 +481,6 @@ def _create(http: _Handler) -> None:
     http.json(described, 409 if existed else 200)
 
 
-@route("DELETE", "/api/repos/delete")
-def _delete(http: _Handler) -> None:
-    given = http.given()
-    repository = http.writable(f"{given.get('organization') or http.user()[0]}/{given['name']}")
-    del http.hub.repositories[repository.id]
-    http.json({})
-
-
 # ------------------------------------------------------------------------------------------ a repository
 @route("GET", f"/api/models/{_REPO}")
 @route("GET", f"/api/models/{_REPO}/revision/{_REV}")
@@ -524,33 +494,6 @@ def _info(http: _Handler, repo: str, revision: str = "main") -> None:
     })
 
 
-@route("GET", f"/api/models/{_REPO}/tree/{_REV}")
-def _tree(http: _Handler, repo: str, revision: str) -> None:
-    commit = http.at(http.repository(repo), revision)
-    http.json([file.row(path) for path, file in sorted(commit.files.items())])
-
-
-@route("POST", f"/api/models/{_REPO}/paths-info/{_REV}")
-def _paths_info(http: _Handler, repo: str, revision: str) -> None:
-    commit = http.at(http.repository(repo), revision)
-    given = http.given() if http.body.startswith(b"{") else parse_qs(http.body.decode())
-    http.json([commit.files[path].row(path) for path in given["paths"] if path in commit.files])
-
-
-@route("GET", f"/api/models/{_REPO}/refs")
-def _refs(http: _Handler, repo: str) -> None:
-    repository = http.repository(repo)
-
-    def rows(references: dict[str, str], prefix: str) -> list[dict[str, str]]:
-        return [{"name": name.removeprefix("refs/pr/"), "ref": prefix + name, "targetCommit": oid}
-                for name, oid in references.items()]
-
-    requests = {name: oid for name, oid in repository.branches.items() if name.startswith("refs/pr/")}
-    branches = {name: oid for name, oid in repository.branches.items() if name not in requests}
-    http.json({"branches": rows(branches, "refs/heads/"), "tags": rows(repository.tags, "refs/tags/"),
-               "converts": [], "pullRequests": rows(requests, "")})
-
-
 @route("POST", f"/api/models/{_REPO}/branch/{_REV}")
 def _branch(http: _Handler, repo: str, revision: str) -> None:
     repository = http.writable(repo)
@@ -559,40 +502,6 @@ def _branch(http: _Handler, repo: str, revision: str) -> None:
     start = http.given().get("startingPoint", "main") if http.body else "main"
     repository.branches[revision] = http.at(repository, start).oid
     http.json({})
-
-
-@route("POST", f"/api/models/{_REPO}/tag/{_REV}")
-def _tag(http: _Handler, repo: str, revision: str) -> None:
-    repository, name = http.writable(repo), http.given()["tag"]
-    if name in repository.tags:
-        raise _Answer(409, f"Tag {name} already exists")
-    repository.tags[name] = http.at(repository, revision).oid
-    http.json({})
-
-
-@route("POST", f"/api/models/{_REPO}/discussions")
-def _discuss(http: _Handler, repo: str) -> None:
-    repository, given = http.repository(repo), http.given()
-    if http.user() is None:
-        raise _Answer(401, "Invalid username or password")
-    http.json({"num": _open_pull_request(repository, given["title"], http.user()[0])})
-
-
-def _open_pull_request(repository: Repository, title: str, author: str) -> int:
-    number = len(repository.pull_requests) + 1
-    repository.pull_requests.append({"title": title, "num": number, "author": {"name": author}})
-    repository.branches[f"refs/pr/{number}"] = repository.branches["main"]
-    return number
-
-
-@route("GET", f"/api/models/{_REPO}/discussions/(?P<number>[0-9]+)")
-def _discussion(http: _Handler, repo: str, number: str) -> None:
-    pull_request = http.repository(repo).pull_requests[int(number) - 1]
-    http.json({
-        **pull_request, "createdAt": "2026-01-01T00:00:00.000Z", "status": "draft", "isPullRequest": True,
-        "repo": {"name": repo, "type": "model"}, "events": [], "filesWithConflicts": [],
-        "changes": {"base": "refs/heads/main"},
-    })
 
 
 # ---------------------------------------------------------------------------------------------- uploads
@@ -634,10 +543,6 @@ def _lfs_actions(hub: HubServer, repo: str, oid: str, size: int) -> dict[str, An
     if hub.uploaded(oid, size):
         return described  # without actions there is nothing to send
     upload: dict[str, Any] = {"href": f"{hub.storage}/blobs/{oid}"}
-    if hub.part_size and size > hub.part_size:
-        numbers = range(1, -(-size // hub.part_size) + 1)
-        parts = {f"{number:05d}": f"{hub.storage}/blobs/{oid}/{number}" for number in numbers}
-        upload = {"href": f"{hub.endpoint}/complete/{oid}", "header": {"chunk_size": str(hub.part_size), **parts}}
     verify = {"href": f"{hub.endpoint}/{repo}.git/info/lfs/verify"}
     return {**described, "authenticated": True, "actions": {"upload": upload, "verify": verify}}
 
@@ -646,21 +551,6 @@ def _lfs_actions(hub: HubServer, repo: str, oid: str, size: int) -> dict[str, An
 def _put(http: _Handler, oid: str) -> None:
     _keep_blob(http.hub, oid, http.body)
     http.send(200)
-
-
-@route("PUT", "/blobs/(?P<oid>[0-9a-f]{64})/(?P<number>[0-9]+)")
-def _put_part(http: _Handler, oid: str, number: str) -> None:
-    http.hub.parts[oid, int(number)] = http.body
-    http.send(200, ETag=f'"{hashlib.md5(http.body).hexdigest()}"')
-
-
-@route("POST", "/complete/(?P<oid>[0-9a-f]{64})")
-def _complete(http: _Handler, oid: str) -> None:
-    parts = [http.hub.parts[oid, row["partNumber"]] for row in http.given()["parts"]]
-    if [f'"{hashlib.md5(part).hexdigest()}"' for part in parts] != [row["etag"] for row in http.given()["parts"]]:
-        raise _Answer(400, "the parts are not those that were sent")
-    _keep_blob(http.hub, oid, b"".join(parts))
-    http.json({})
 
 
 def _keep_blob(hub: HubServer, oid: str, content: bytes) -> None:
@@ -693,7 +583,7 @@ def _commit(http: _Handler, repo: str, revision: str) -> None:
                     raise _Answer(412, "A commit has happened since")
             else:
                 _apply(http.hub, files, line["key"], value)
-        number = _open_pull_request(repository, title, http.user()[0]) if opens else 0
+        number = 1 + sum(name.startswith("refs/pr/") for name in repository.branches)
         commit = repository.add(files, title, f"refs/pr/{number}" if opens else revision)
     answer = {"success": True, "commitOid": commit.oid, "commitUrl": f"{http.hub.endpoint}/{repo}/commit/{commit.oid}"}
     if opens:

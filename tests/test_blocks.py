@@ -166,7 +166,8 @@ def test_what_is_listed_as_no_stream_is_not_taken_for_one():
     assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
-    assert not any(map(is_residual, here))
+    names = {cls.__name__ for cls in here if not looks_residual(cls)}
+    assert names <= {"Cell", "CellStem0"}  # of pnasnet, listed for the reason alone
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
@@ -297,12 +298,3 @@ def test_what_a_newer_timm_adds_is_reported(monkeypatch):
     assert "resnet34" in coverage.bases()  # of a module that is known: there, and an error if it cannot be connected
     assert "vgg11" not in coverage.bases()
 
-
-@pytest.mark.parametrize("base", ["gemma4_vit_167m", "mobilevit_xxs", "pit_ti_224", "hardcorenas_a", "hrnet_w18_small"])
-def test_sites_are_those_that_were_counted(base):
-    if not timm.is_model(base):
-        pytest.skip(f"timm {timm.__version__} has no {base}")
-    with on_meta():
-        model = timm.create_model(base + "_ortho")
-    counted = next(row.covered[base] for row in coverage.rows() if base in row.covered)
-    assert len(sites(model)) == counted > 0

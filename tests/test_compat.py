@@ -1,11 +1,9 @@
 """Each private name of torch and timm does on the installed release what this package uses it for."""
 import ast
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -35,21 +33,6 @@ def test_private_names_are_in_compat_only():
         assert private <= own | NAMED_TUPLE | OPERATIONS | PROTECTED, path.name
 
 
-def test_feature_take_indices():
-    assert _compat.feature_take_indices(4, 2) == ([2, 3], 3)
-    assert _compat.feature_take_indices(4, [0, -2]) == ([0, 2], 2)
-    assert _compat.feature_take_indices(4)[0] == [0, 1, 2, 3]
-
-
-def test_save_config_for_hf(tmp_path):
-    model = timm.create_model("test_vit", num_classes=7)
-    _compat.save_config_for_hf(model, tmp_path / "config.json", {"model_args": {"depth": 2}})
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"]) == ("test_vit", 7)
-    assert config["model_args"]["depth"] == 2
-    assert config["pretrained_cfg"]["input_size"] == [3, 160, 160]
-
-
 def test_functorch_is_active():
     assert not _compat.functorch_is_active()
     assert torch.func.vmap(lambda x: x * _compat.functorch_is_active())(torch.ones(2)).tolist() == [1, 1]
@@ -70,7 +53,7 @@ def test_is_recorded():
     seen = []
     Asks()(torch.ones(1))
     torch.jit.trace(Asks(), torch.ones(1))
-    assert (seen[0], seen[-1]) == (False, True) or seen[:2] == [False, True]
+    assert seen[:2] == [False, True]  # and what torch.jit.trace calls to check itself
 
     class Adds(nn.Module):
         def forward(self, x):
@@ -89,19 +72,6 @@ def test_is_compiler_error():
         torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
     assert _compat.is_compiler_error(error.value)
     assert not _compat.is_compiler_error(ValueError("cannot"))
-
-
-def test_torch_dispatch_mode():
-    class Seen(_compat.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
-    seen, x = [], torch.ones(2, 2, requires_grad=True)
-    with Seen():
-        (nn.functional.linear(x, x) + 1).sum().backward()
-    assert torch.ops.aten.add in seen
-    assert seen.count(torch.ops.aten.mm) == 3  # those of the backward pass as well
 
 
 def test_compiled_models():

@@ -1,38 +1,19 @@
 """What the diagnostics measure, against sums written out here, and that measuring leaves no trace."""
 import math
-from typing import NamedTuple
 
 import pytest
 import timm
 import torch
+from test_record import OneSite
 from torch import nn
 
 import timm_ortho  # registers
 from timm_ortho.diagnostics import record_dynamics
 
 
-class OneSite(nn.Module):
-    """A stream that is the input and a branch output that is given."""
-
-    def __init__(self, branch, connection="feature", dim=-1):
-        super().__init__()
-        self.branch = branch
-        self.connection = timm_ortho.create_connection(connection, dim=dim)
-
-    def forward(self, x):
-        return self.connection(x, self.branch)
-
-
-class Place(NamedTuple):
-    layer: int
-    kind: str
-    name: str
-    connection: nn.Module
-
-
 def measure(x, f, connection="feature", dim=-1):
     model = OneSite(f, connection, dim)
-    return record_dynamics(model, x, [Place(0, "mlp", "connection", model.connection)])[0]
+    return record_dynamics(model, x, timm_ortho.sites(model))[0]
 
 
 @pytest.mark.parametrize("dim", [-1, 1])
@@ -81,5 +62,5 @@ def test_a_site_that_is_not_reached_has_no_numbers():
 def test_hooks_go_when_the_model_fails():
     model = OneSite(torch.randn(1, 5))
     with pytest.raises(ValueError, match="same shape"):
-        record_dynamics(model, torch.randn(1, 4), [Place(0, "mlp", "connection", model.connection)])
-    assert not model.connection._forward_hooks
+        record_dynamics(model, torch.randn(1, 4), timm_ortho.sites(model))
+    assert not model.connection_mlp._forward_hooks

@@ -46,7 +46,11 @@ def test_deepcopy(arguments, connection):
     twin = copy.deepcopy(model)
     assert torch.equal(twin(images()), model(images()))
     assert not {id(m) for m in twin.modules()} & {id(m) for m in model.modules()}
-    timm.utils.ModelEmaV3(model).update(model)
+    shadow = timm.utils.ModelEmaV3(model, decay=0.0)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    shadow.update(model)
+    assert torch.equal(shadow.module.eval()(images()), model(images()))
 
 
 def test_pickle_in_a_fresh_process(tmp_path):

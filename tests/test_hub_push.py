@@ -59,6 +59,9 @@ def test_what_is_pushed_comes_back_to_the_bit(tmp_path, uploads):
         for files in sizes.values():
             assert files.keys() == {".gitattributes", "model.safetensors", "config.json", "README.md"}
         assert server.leaks(token) == []
+        large, puts = sizes["me/vit"]["model.safetensors"], [r for r in server.requests if r.method == "PUT"]
+        assert (large.large, large.xet is not None, bool(puts)) == {
+            "regular": (False, False, False), "lfs": (True, False, True), "xet": (True, True, False)}[uploads]
 
 
 def test_a_run_from_the_command_line(server, client, tmp_path):

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from allocations import Allocations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from timm_ortho import backends, connect, functional
 from timm_ortho.connections import FeatureConnection
@@ -99,7 +98,8 @@ def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=
 def check_case(backend, shape, dim, dtypes=(SINGLE, SINGLE), weights=(0.0, 1.0), keep="output", needed=None):
     x, f, g = tensors(shape, dtypes)
     a, b = (weight(w, DOUBLE if g.dtype == DOUBLE else SINGLE) for w in weights)
-    return check_against_truth(backend, dict(x=x, f=f, a=a, b=b), g, dim, keep, needed)
+    measured = check_against_truth(backend, dict(x=x, f=f, a=a, b=b), g, dim, keep, needed)
+    assert measured["y"].dtype == (x + f).dtype
 
 
 LAYOUTS = {  # what a projection is to the kernels: a row, a row in pieces, a column, a column in pieces
@@ -378,15 +378,18 @@ def test_second_derivatives_of_the_kernels(weights, calls):
 
 
 @both
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_forward_mode_whatever_else_is_wanted(backend, with_gradient):
+def test_forward_mode_whatever_else_is_wanted(backend, weights, with_gradient):
     """The closed form has no forward mode, and a kernel would hand on no tangent at all."""
     x, f, dx = tensors((3, 5, 20), (DOUBLE, DOUBLE))
     df, _, _ = tensors((3, 5, 20), (DOUBLE, DOUBLE), seed=1)
-    expected = torch.autograd.functional.jvp(residual_update, (x, f), (dx, df))
+    update = functools.partial(residual_update, parallel=weights[0], orthogonal=weights[1])
+    expected = torch.autograd.functional.jvp(update, (x, f), (dx, df))
+    torch.testing.assert_close(torch.func.jvp(update, (x, f), (dx, df)), expected)
     f.requires_grad_(with_gradient)
     with forward_ad.dual_level():
-        y = residual_update(forward_ad.make_dual(x, dx), forward_ad.make_dual(f, df), backend=backend)
+        y = update(forward_ad.make_dual(x, dx), forward_ad.make_dual(f, df), backend=backend)
         torch.testing.assert_close(tuple(forward_ad.unpack_dual(y)), expected)
     assert y.requires_grad is with_gradient
 
@@ -408,22 +411,6 @@ def test_transforms_of_torch_func_take_torch_or_nothing(calls):
 
 
 # ------------------------------------------------------------------------------------- what inference allocates
-class Allocations(TorchDispatchMode):
-    """Bytes of every storage that an operation brings into being."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given and t.untyped_storage().nbytes():
-                self.bytes.append(t.untyped_storage().nbytes())
-        return result
-
-
 def allocations(backend, x, f, **kwargs):
     with torch.no_grad(), Allocations() as allocated:
         residual_update(x, f, backend=backend, **kwargs)

@@ -42,16 +42,6 @@ def scales(name):
     return found
 
 
-def test_every_experiment_of_the_paper_is_there():
-    experiments = """accuracy switch_reinitialised switch_kept layer_pattern probability epsilon learning_rate
-        initialisation head_norm hybrid dynamics representation overhead parameters gamma
-        skips_single skips_branch4 skips_depthwise skip_rank families
-        confirm_tuning confirm_accuracy confirm_resnet confirm_learning_rate confirm_learning_rate_fashion
-        confirm_poolformer confirm_switch
-        confirm_skips_single confirm_skips_branch4 confirm_skips_depthwise confirm_skip_rank"""
-    assert set(NAMES) == set(experiments.split())
-
-
 @pytest.mark.parametrize(
     "scale", [scale if scale == "smoke" else pytest.param(scale, marks=pytest.mark.slow) for scale in design.SCALES])
 @pytest.mark.parametrize("name", TRAINED)

@@ -179,16 +179,3 @@ def test_autocast_trains():
         y = model(images())
     y.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
-def test_restored_with_its_transforms(tmp_path):
-    """What the Hub does, through a folder: the rotations are no part of the weights and come back by their seed."""
-    arguments = dict(num_classes=5, skip="orthogonal_random", skip_seed=3, layers=(1, 1, 1))
-    model = timm.create_model("skipnet_20_ortho", **arguments).eval()
-    timm.models.save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
-    restored = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    x = torch.randn(2, 3, 16, 16)
-    assert torch.equal(restored(x), model(x))
-    assert not torch.allclose(connect(restored, "feature", skip="orthogonal_random")(x), model(x))

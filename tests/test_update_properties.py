@@ -125,7 +125,7 @@ def test_closed_form(case):
 @given(cases())
 def test_without_gradients(case):
     x, f, _, mask = tensors(case)
-    a, b = (0.625 if w == "learned" else w for w in case["weights"])
+    a, b = (torch.tensor(0.625) if w == "learned" else w for w in case["weights"])
     exact = plain_update(x.double(), f.double(), a, b, case["dims"], EPS, mask)
     for context in (torch.no_grad(), torch.inference_mode(), torch.device("cpu"), contextlib.nullcontext()):
         with context:

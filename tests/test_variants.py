@@ -90,7 +90,11 @@ def test_built_on_meta(base):
 BY_TAG = [base for base in bases() if base.startswith(("deepseek_vit", "qwen3_vit")) and not base.endswith("m")]
 
 
-@pytest.mark.parametrize("base", whole_but(bases()[::200] + BY_TAG[:1], bases()[::40] + BY_TAG, of=bases()))
+# and some whose sites are easily miscounted: stages of shared or nested blocks
+NESTED = [base for base in ("mobilevit_xxs", "pit_ti_224", "hardcorenas_a", "hrnet_w18_small") if base in bases()]
+
+
+@pytest.mark.parametrize("base", whole_but(bases()[::200] + BY_TAG[:1] + NESTED, bases()[::40] + BY_TAG, of=bases()))
 def test_made_as_timms(base):
     host = model_on_meta(base).state_dict()
     for suffix in ("_ortho", "_orthog"):
@@ -252,24 +256,6 @@ def test_unknown_connection_argument():
         timm.create_model("test_vit_ortho", connection="liner")
     with pytest.raises(TypeError):
         timm.create_model("test_vit_ortho", no_such_argument=1)
-
-
-@pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
-@pytest.mark.parametrize("connection", ["feature", "hybrid"])
-def test_saved_and_restored_with_its_arguments(tmp_path, connection):
-    """What the Hub does, through a folder: config.json and safetensors; learned connections come back too."""
-    arguments = dict(num_classes=5, connection=connection, connection_eps=1e-4, connection_layers=[1])
-    model = timm.create_model("test_vit_ortho", **arguments).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    timm.models.save_for_hf(model, tmp_path, model_args=arguments, safe_serialization=True)
-    restored = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    x = torch.randn(2, 3, 160, 160)
-    assert torch.equal(restored(x), model(x))
-    assert [repr(s.connection) for s in sites(restored)] == [repr(s.connection) for s in sites(model)]
-    assert json.loads((tmp_path / "config.json").read_text())["architecture"] == "test_vit_ortho"
 
 
 def test_entry_points_are_importable_and_documented():
