@@ -1,13 +1,19 @@
 """The pages that people read: README's length, links, and that code and commands on them do what they say."""
+import argparse
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import make_cards
 import pytest
+import timm
+import yaml
 
+import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import design, recipe
+from timm_ortho.models import _build
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +60,30 @@ def test_readme_begins_with_what_people_trip_over():
     assert "Unknown model (..._ortho)" in screen
     for answer in ("import timm_ortho", "--device-modules timm_ortho", "timm-ortho run"):
         assert answer in screen
+
+
+def test_readme_has_every_argument_with_its_default():
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| ([^|]+) \|$", text_of(ROOT / "README.md"), re.MULTILINE)
+    assert {argument: of_connect for argument, of_connect, _ in rows} == _build._ARGUMENTS
+    defaults = {name: one.default for name, one in inspect.signature(timm_ortho.connect).parameters.items()}
+    assert defaults.keys() - {of_connect for _, of_connect, _ in rows} == {"model"}
+    for argument, of_connect, said in rows[1:]:  # the connection's is in the suffix
+        default = defaults[of_connect]
+        assert default is None or yaml.safe_load(said.strip(" `").replace("1e-6", "1.0e-6")) == default, argument
+
+
+def test_train_pys_model_kwargs_are_those_of_the_readme():
+    """As its own parser reads them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
+    given = parser.parse_args([
+        "--model-kwargs", "connection=hybrid", "connection_start=linear", "connection_layers=[0,2]",
+        "connection_kinds=mlp", "connection_eps=1e-3", "skip=scaled"]).model_kwargs
+    model = timm.create_model("vit_test_ortho", **given)
+    learned = [site for site in timm_ortho.sites(model) if site.connection.name == "hybrid"]
+    assert [(site.layer, site.kind) for site in learned] == [(0, "mlp"), (2, "mlp")]
+    for site in learned:
+        assert (site.connection.start, site.connection.eps, site.connection.skip.name) == ("linear", 1e-3, "scaled")
 
 
 def test_every_page_is_one_click_from_readme():
