@@ -216,10 +216,17 @@ class _Sums(torch.nn.Module):
         seen.add(x)
         return x
 
+    def outputs(self, x):
+        y = self.f(x)
+        return y + self.g(y)[1:]
+
+    def position(self, x):
+        return x + self.interpolate_pos_encoding(x)
+
 
 @pytest.mark.parametrize(("method", "residual"), [
     ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True), ("constant", False),
-    ("collected", False),
+    ("collected", False), ("outputs", False), ("position", False),
 ])
 def test_what_looks_residual(method, residual):
     assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual

@@ -1,6 +1,7 @@
 """Whether a class that no table has looks like a residual block, by the source of its ``forward``."""
 import ast
 import inspect
+import re
 import textwrap
 from functools import cache
 from typing import Set
@@ -44,16 +45,25 @@ def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
 
 
 def _adds(node: ast.AST, derived: Set[str]) -> bool:
-    if any(isinstance(child, ast.Tuple) for child in ast.iter_child_nodes(node)):
-        return False  # outputs, put together
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        return _mentions(node.target, derived) and _mentions(node.value, derived)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _mentions(node.left, derived) and _mentions(node.right, derived)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
+        summands = [node.target, node.value]
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        summands = [node.left, node.right]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
         summands = [node.func.value, *node.args[:2]]  # of torch.add the first mentions nothing
-        return sum(_mentions(summand, derived) for summand in summands) >= 2
-    return False
+    else:
+        return False
+    return sum(_mentions(one, derived) for one in summands) >= 2 and not any(map(_is_no_branch, summands))
+
+
+def _is_no_branch(summand: ast.AST) -> bool:
+    """Whether it says so itself: outputs put together, ``(y,)`` or ``outputs[1:]``, or a position embedding's name."""
+    while isinstance(summand, (ast.Call, ast.Subscript)):
+        if isinstance(summand, ast.Subscript) and isinstance(summand.slice, ast.Slice):
+            return True
+        summand = summand.func if isinstance(summand, ast.Call) else summand.value
+    name = getattr(summand, "attr", getattr(summand, "id", ""))
+    return isinstance(summand, ast.Tuple) or re.search("pos(ition)?_e[mn]", name) is not None
 
 
 def _mentions(node: ast.AST, names: Set[str]) -> bool:

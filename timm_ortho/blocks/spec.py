@@ -59,6 +59,6 @@ class BlockSpec(NamedTuple):
 
 def last_width(block: nn.Module) -> int:
     """What the last linear layer or convolution of a block puts out."""
-    kinds = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
+    kinds = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
     last = [module for module in block.modules() if isinstance(module, kinds)][-1]
     return last.out_features if isinstance(last, nn.Linear) else last.out_channels

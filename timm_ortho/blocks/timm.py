@@ -232,57 +232,37 @@ BLOCKS: Tuple[BlockSpec, ...] = (
 
 # Classes that add what follows from their input to each other and have no stream, and why.
 NOT_RESIDUAL: Dict[str, str] = {
-    f"timm.{module}.{cls}": why
-    for why, modules in {
-        "parallel branches, folded into one convolution by a re-parameterisation": {
-            "models.byobnet": "RepVggBlock MobileOneBlock",
-            "models.efficientvim": "PatchMerging",
-            "models.fastvit": "MobileOneBlock RepConditionalPosEnc RepMixer ReparamLargeKernelConv",
-            "models.ghostnet": "GhostModuleV3",
-            "models.repghost": "RepGhostModule",
-            "models.repvit": "RepVggDw",
-        },
-        "cells of parallel branches, joined by concatenation": {
-            "models.nasnet": "CellStem0 CellStem1 FirstCell NormalCell ReductionCell0 ReductionCell1",
-            "models.pnasnet": "Cell CellStem0",
-        },
-        "inside a branch": {
-            "layers.bottleneck_attn": "BottleneckAttn PosEmbedRel",
-            "layers.halo_attn": "HaloAttn PosEmbedRel",
-            "layers.lambda_layer": "LambdaLayer",
-            "layers.non_local_attn": "BatNonLocalAttn NonLocalAttn",
-            "models.coat": "FactorAttnConvRelPosEnc",
-            "models.csatv2": "PosConv",
-            "models.cspnext": "SPPBottleneck",
-            "models.efficientformer_v2": "Attention2d Attention2dDownsample LocalGlobalQuery",
-            "models.efficientvim": "HSMSSD",
-            "models.efficientvit_msra": "CascadedGroupAttention",
-            "models.focalnet": "FocalModulation",
-            "models.mvitv2": "MultiScaleAttention MultiScaleAttentionPoolFirst",
-            "models.sequencer": "LSTM2d RNN2dBase",
-            "models.swiftformer": "EfficientAdditiveAttention",
-            "models.vision_transformer_sam": "Attention",
-        },
-        "a gate or a norm of a branch": {
-            "layers.cbam": "ChannelAttn LightChannelAttn LightSpatialAttn",
-            "layers.coord_attn": "CoordAttn EfficientLocalAttn SimpleCoordAttn StripAttn",
-            "layers.evo_norm": "EvoNorm2dB0",
-            "layers.gather_excite": "GatherExcite",
-            "layers.global_context": "GlobalContext",
-            "layers.grn": "GlobalResponseNorm",
-            "layers.squeeze_excite": "SEModule EffectiveSEModule",
-        },
-        "one channel, across which nothing is": {"models.csatv2": "SpatialTransformerBlock"},
-        "a position embedding": {"models.gemma4_vit": "Gemma4PatchEmbed"},
-        "a sum of resolutions": {"models.hrnet": "HighResolutionModule"},
-        "the mean of two classifiers": {"models.iformer": "RepVitClassifier", "models.repvit": "RepVitClassifier"},
-        "pools for the head, after the last block": {
-            "layers.adaptive_avgmax_pool": "FastAdaptiveAvgMaxPool",
-            "layers.attention_pool": "AttentionPoolLatent",
-            "layers.ml_decoder": "TransformerDecoderLayerOptimal",
-            "layers.other_pool": "LsePlus1d LsePlus2d",
-        },
+    f"timm.{name}": why
+    for why, names in {
+        "parallel branches, folded into one convolution by a re-parameterisation": """
+            models.byobnet.RepVggBlock models.byobnet.MobileOneBlock models.efficientvim.PatchMerging
+            models.fastvit.MobileOneBlock models.fastvit.RepMixer models.fastvit.ReparamLargeKernelConv
+            models.ghostnet.GhostModuleV3 models.repghost.RepGhostModule models.repvit.RepVggDw""",
+        "cells of parallel branches, joined by concatenation": """
+            models.nasnet.CellStem0 models.nasnet.CellStem1 models.nasnet.FirstCell models.nasnet.NormalCell
+            models.nasnet.ReductionCell0 models.nasnet.ReductionCell1 models.pnasnet.Cell models.pnasnet.CellStem0""",
+        "inside a branch": """
+            layers.bottleneck_attn.PosEmbedRel layers.halo_attn.PosEmbedRel layers.lambda_layer.LambdaLayer
+            layers.non_local_attn.BatNonLocalAttn layers.non_local_attn.NonLocalAttn
+            models.coat.FactorAttnConvRelPosEnc models.csatv2.PosConv models.cspnext.SPPBottleneck
+            models.efficientformer_v2.Attention2d models.efficientformer_v2.Attention2dDownsample
+            models.efficientformer_v2.LocalGlobalQuery models.efficientvim.HSMSSD
+            models.efficientvit_msra.CascadedGroupAttention models.focalnet.FocalModulation
+            models.mvitv2.MultiScaleAttention models.mvitv2.MultiScaleAttentionPoolFirst models.sequencer.LSTM2d
+            models.sequencer.RNN2dBase models.swiftformer.EfficientAdditiveAttention
+            models.vision_transformer_sam.Attention""",
+        "a gate or a norm of a branch": """
+            layers.cbam.ChannelAttn layers.cbam.LightChannelAttn layers.cbam.LightSpatialAttn
+            layers.coord_attn.CoordAttn layers.coord_attn.EfficientLocalAttn layers.coord_attn.SimpleCoordAttn
+            layers.coord_attn.StripAttn layers.evo_norm.EvoNorm2dB0 layers.gather_excite.GatherExcite
+            layers.global_context.GlobalContext layers.grn.GlobalResponseNorm layers.squeeze_excite.SEModule
+            layers.squeeze_excite.EffectiveSEModule""",
+        "one channel, across which nothing is": "models.csatv2.SpatialTransformerBlock",
+        "a sum of resolutions": "models.hrnet.HighResolutionModule",
+        "the mean of two classifiers": "models.iformer.RepVitClassifier models.repvit.RepVitClassifier",
+        "pools for the head, after the last block": """
+            layers.adaptive_avgmax_pool.FastAdaptiveAvgMaxPool layers.attention_pool.AttentionPoolLatent
+            layers.ml_decoder.TransformerDecoderLayerOptimal layers.other_pool.LsePlus1d layers.other_pool.LsePlus2d""",
     }.items()
-    for module, classes in modules.items()
-    for cls in classes.split()
+    for name in names.split()
 }

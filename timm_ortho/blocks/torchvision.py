@@ -5,15 +5,9 @@ tokens, C].
 """
 from typing import Dict, Tuple
 
-from torch import nn
-
 from .spec import BlockSpec, last_width
 
 __all__ = ["BLOCKS", "NOT_RESIDUAL"]
-
-
-def _last_width_3d(block: nn.Module) -> int:
-    return [module for module in block.modules() if isinstance(module, nn.Conv3d)][-1].out_channels
 
 
 def _block(name: str, *columns, **more) -> BlockSpec:
@@ -39,21 +33,12 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     _block("mobilenetv3.InvertedResidual", "input", ("conv",), _NCHW),
     _block("mnasnet._InvertedResidual", "input", ("conv",), _NCHW),
     # video, B C T H W and B N C
-    _block("video.resnet.BasicBlock", "residual", ("conv",), _NCHW, keep="branch", width=_last_width_3d),
-    _block("video.resnet.Bottleneck", "residual", ("conv",), _NCHW, keep="branch", width=_last_width_3d),
+    _block("video.resnet.BasicBlock", "residual", ("conv",), _NCHW, keep="branch"),
+    _block("video.resnet.Bottleneck", "residual", ("conv",), _NCHW, keep="branch"),
     _block(
         "video.mvit.MultiscaleBlock", ("x_skip", "x_proj"), _TRANSFORMER, _TOKENS,
         width=lambda block: (block.norm2.normalized_shape[0], last_width(block.mlp))),
 )
 
-NOT_RESIDUAL: Dict[str, str] = {
-    f"torchvision.{module}.{cls}": why
-    for why, modules in {
-        "a sum of resolutions": {
-            "models.segmentation.lraspp": "LRASPPHead",
-            "ops.feature_pyramid_network": "FeaturePyramidNetwork",
-        },
-    }.items()
-    for module, classes in modules.items()
-    for cls in classes.split()
-}
+NOT_RESIDUAL: Dict[str, str] = {f"torchvision.{name}": "a sum of resolutions" for name in (
+    "models.segmentation.lraspp.LRASPPHead", "ops.feature_pyramid_network.FeaturePyramidNetwork")}

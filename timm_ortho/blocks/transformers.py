@@ -82,63 +82,20 @@ BLOCKS: Tuple[BlockSpec, ...] = (
 )
 
 NOT_RESIDUAL: Dict[str, str] = {
-    **{f"transformers.activations.{cls}": "inside a branch" for cls in ("NewGELUActivation", "AccurateGELUActivation")},
-    **{
-        _name(f"{module}.{cls}"): why
-        for why, modules in {
-            "a position embedding": {
-                "beit": "BeitEmbeddings",
-                "clip": "CLIPVisionEmbeddings CLIPTextEmbeddings",
-                "data2vec/data2vec_vision": "Data2VecVisionEmbeddings",
-                "deit": "DeiTEmbeddings",
-                "dinov2": "Dinov2Embeddings",
-                "dinov2_with_registers": "Dinov2WithRegistersEmbeddings",
-                "donut/donut_swin": "DonutSwinEmbeddings",
-                "hiera": "HieraEmbeddings",
-                "ijepa": "IJepaEmbeddings",
-                "metaclip_2": "MetaClip2VisionEmbeddings MetaClip2TextEmbeddings",
-                "siglip": "SiglipVisionEmbeddings SiglipTextEmbeddings",
-                "siglip2": "Siglip2TextEmbeddings",
-                "swin": "SwinEmbeddings",
-                "swinv2": "Swinv2Embeddings",
-                "vit": "ViTEmbeddings",
-                "vit_mae": "ViTMAEEmbeddings ViTMAEDecoder",
-                "vit_msn": "ViTMSNEmbeddings",
-            },
-            "mask tokens in the place of masked ones": {
-                "hiera": "HieraDecoder",
-                "perceiver": "PerceiverMultimodalPreprocessor",
-            },
-            "parallel branches, folded into one convolution by a re-parameterisation": {
-                "textnet": "TextNetRepConvLayer",
-            },
-            "inside a branch": {
-                "focalnet": "FocalNetModulation",
-                "swiftformer": "SwiftFormerEfficientAdditiveAttention",
-            },
-            "a gate or a norm of a branch": {
-                "convnextv2": "ConvNextV2GRN",
-            },
-            "the mean of two classifiers": {
-                "deit": "DeiTForImageClassificationWithTeacher",
-                "levit": "LevitForImageClassificationWithTeacher",
-                "swiftformer": "SwiftFormerForImageClassification",
-            },
-            "pools for the head, after the last block": {
-                "siglip": "SiglipMultiheadAttentionPoolingHead",
-                "siglip2": "Siglip2MultiheadAttentionPoolingHead",
-            },
-            "outputs, put together": {
-                "data2vec/data2vec_vision": "Data2VecVisionModel",
-                "donut/donut_swin": "DonutSwinEncoder DonutSwinStage",
-                "hiera": "HieraModel",
-                "mobilevit": "MobileViTModel",
-                "mobilevitv2": "MobileViTV2Model",
-                "perceiver": "PerceiverModel",
-                "swinv2": "Swinv2Encoder Swinv2Stage",
-            },
-        }.items()
-        for module, classes in modules.items()
-        for cls in classes.split()
-    },
+    _name(name): why
+    for why, names in {
+        "mask tokens in the place of masked ones": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
+        "parallel branches, folded into one convolution by a re-parameterisation": "textnet.TextNetRepConvLayer",
+        "inside a branch": "focalnet.FocalNetModulation swiftformer.SwiftFormerEfficientAdditiveAttention",
+        "a gate or a norm of a branch": "convnextv2.ConvNextV2GRN",
+        "the mean of two classifiers": """
+            deit.DeiTForImageClassificationWithTeacher levit.LevitForImageClassificationWithTeacher
+            swiftformer.SwiftFormerForImageClassification""",
+        "pools for the head, after the last block":
+            "siglip.SiglipMultiheadAttentionPoolingHead siglip2.Siglip2MultiheadAttentionPoolingHead",
+        "outputs, put together": "perceiver.PerceiverModel",
+    }.items()
+    for name in names.split()
 }
+NOT_RESIDUAL.update(
+    (f"transformers.activations.{cls}", "inside a branch") for cls in ("NewGELUActivation", "AccurateGELUActivation"))
