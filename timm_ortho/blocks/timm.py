@@ -19,7 +19,7 @@ What is none: sums of parallel branches that a re-parameterisation folds into on
 survive it), sums inside a branch (unless they are a transformer's: ``edgenext``'s attention, ``mobilevit``'s blocks),
 sums of resolutions, position embeddings, concatenations. ``NOT_RESIDUAL`` names the classes that have nothing else.
 """
-from typing import Dict, Tuple
+from typing import Dict, List, Tuple
 
 from torch import nn
 
@@ -60,174 +60,135 @@ _TOKENS, _NHWC, _NCHW = -1, -1, 1  # channel axis of B N C, B H W C and B C H W
 _TRANSFORMER = ("attention", "mlp")
 
 
-def _block(name: str, *columns, **more) -> BlockSpec:
-    return BlockSpec(f"timm.models.{name}", *columns, **more)
+def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
+    return [BlockSpec(f"timm.models.{name}", *columns, **more) for name in names.split()]
 
 
 BLOCKS: Tuple[BlockSpec, ...] = (
     # ------------------------------------------------------------------------------------------ tokens, B N C
-    _block("vision_transformer.Block", "x", _TRANSFORMER, _TOKENS),
-    _block("vision_transformer.ResPostBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("vision_transformer.ParallelScalingBlock", "x", ("parallel",), _TOKENS),
-    _block("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
-    _block("vision_transformer.ParallelThingsBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("vision_transformer_relpos.RelPosBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("vision_transformer_relpos.ResPostRelPosBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("beit.Block", "x", _TRANSFORMER, _TOKENS),
-    _block("eva.EvaBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("eva.EvaBlockPostNorm", "x", _TRANSFORMER, _TOKENS),
-    _block("deepseek_vit.DeepseekVitBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
-    _block("cait.LayerScaleBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the class token alone
+    *_blocks(
+        """vision_transformer.Block vision_transformer.ResPostBlock vision_transformer.ParallelThingsBlock
+        vision_transformer_relpos.RelPosBlock vision_transformer_relpos.ResPostRelPosBlock beit.Block eva.EvaBlock
+        eva.EvaBlockPostNorm deepseek_vit.DeepseekVitBlock cait.LayerScaleBlock convit.Block coat.SerialBlock
+        twins.Block pvt_v2.Block hiera.HieraBlock""",
+        "x", _TRANSFORMER, _TOKENS),
+    *_blocks("vision_transformer.ParallelScalingBlock", "x", ("parallel",), _TOKENS),
+    *_blocks("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
+    *_blocks("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
+    *_blocks("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the class token alone
     # the branch of a patch token is that token, in the first sum after the norm
-    _block("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
-    _block("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
-    _block("volo.Outlooker", "x", _TRANSFORMER, _NHWC),
-    _block("volo.Transformer", "x", _TRANSFORMER, _NHWC),
-    _block("volo.ClassBlock", "cls_embed", _TRANSFORMER, _TOKENS),
-    _block("convit.Block", "x", _TRANSFORMER, _TOKENS),
-    _block("crossvit.CrossAttentionBlock", "x[:, 0:1, ...]", ("attention",), _TOKENS),
-    _block("coat.ConvPosEnc", "feat", ("conv",), _NCHW),
-    _block("coat.SerialBlock", "x", _TRANSFORMER, _TOKENS),
-    _block(
+    *_blocks("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
+    *_blocks("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
+    *_blocks("volo.Outlooker volo.Transformer", "x", _TRANSFORMER, _NHWC),
+    *_blocks("volo.ClassBlock", "cls_embed", _TRANSFORMER, _TOKENS),
+    *_blocks("crossvit.CrossAttentionBlock", "x[:, 0:1, ...]", ("attention",), _TOKENS),
+    *_blocks("coat.ConvPosEnc", "feat", ("conv",), _NCHW),
+    *_blocks(
         "coat.ParallelBlock", ("x2", "x3", "x4", "x2", "x3", "x4"),
         ("attention_2", "attention_3", "attention_4", "mlp_2", "mlp_3", "mlp_4"), _TOKENS),
-    _block(
+    *_blocks(
         "tnt.Block", ("pixel_embed", "pixel_embed", "patch_embed[:, 1:]", "patch_embed", "patch_embed"),
         ("attention_pixel", "mlp_pixel", "mixer", "attention", "mlp"), _TOKENS, width=_tnt_widths),
-    _block("twins.Block", "x", _TRANSFORMER, _TOKENS),
-    _block("twins.PosConv", "cnn_feat_token", ("conv",), _NCHW),
-    _block("pvt_v2.Block", "x", _TRANSFORMER, _TOKENS),
-    _block(
+    *_blocks("twins.PosConv", "cnn_feat_token", ("conv",), _NCHW),
+    *_blocks(
         "mvitv2.MultiScaleBlock", "x_shortcut", _TRANSFORMER, _TOKENS,
         width=lambda block: (len(block.norm2.weight), last_width(block.mlp))),
-    _block("hiera.HieraBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("nest.TransformerLayer", "x", _TRANSFORMER, _TOKENS),  # B T N C: all windows T of a sample
-    _block("levit.LevitBlock", "x", _TRANSFORMER, _of_mlp),
-    _block("levit.LevitDownsample", "x", ("mlp",), _of_mlp),
-    _block("mlp_mixer.MixerBlock", "x", ("mixer", "mlp"), _TOKENS),
-    _block("mlp_mixer.ResBlock", "x", ("mixer", "mlp"), _TOKENS),
-    _block("mlp_mixer.SpatialGatingBlock", "x", ("mlp",), _TOKENS),
+    *_blocks("nest.TransformerLayer", "x", _TRANSFORMER, _TOKENS),  # B T N C: all windows T of a sample
+    *_blocks("levit.LevitBlock", "x", _TRANSFORMER, _of_mlp),
+    *_blocks("levit.LevitDownsample", "x", ("mlp",), _of_mlp),
+    *_blocks("mlp_mixer.MixerBlock mlp_mixer.ResBlock", "x", ("mixer", "mlp"), _TOKENS),
+    *_blocks("mlp_mixer.SpatialGatingBlock", "x", ("mlp",), _TOKENS),
     # ---------------------------------------------------------------------------------------- windows, B H W C
-    _block("swin_transformer.SwinTransformerBlock", "x", _TRANSFORMER, _NHWC),
-    _block("swin_transformer_v2.SwinTransformerV2Block", "x", _TRANSFORMER, _NHWC),
-    _block("swin_transformer_v2_cr.SwinTransformerV2CrBlock", "x", _TRANSFORMER, _NHWC),
-    _block("vision_transformer_sam.Block", ("shortcut", "x"), _TRANSFORMER, _NHWC),
-    _block("hieradet_sam2.MultiScaleBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
-    _block("gcvit.GlobalContextVitBlock", "x", _TRANSFORMER, _NHWC),
-    _block("gcvit.MbConvBlock", "shortcut", ("conv",), _NCHW),
-    _block("tiny_vit.TinyVitBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
-    _block("tiny_vit.MBConv", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("davit.ConvPosEnc", "x", ("conv",), _NCHW),
-    _block("davit.SpatialBlock", ("shortcut", "x"), _TRANSFORMER, _TOKENS),
-    _block("davit.ChannelBlock", "x", _TRANSFORMER, _TOKENS),
-    _block("maxxvit.MbConvBlock", "shortcut", ("conv",), _NCHW),
-    _block("maxxvit.ConvNeXtBlock", "shortcut", ("conv",), _NCHW),
-    _block("maxxvit.TransformerBlock2d", ("self.shortcut(x)", "x"), _TRANSFORMER, _NCHW),
-    _block("maxxvit.PartitionAttention2d", "x", _TRANSFORMER, _NCHW),
-    _block("maxxvit.PartitionAttentionCl", "x", _TRANSFORMER, _NHWC),
-    _block("maxxvit.ParallelPartitionAttention", "x", _TRANSFORMER, _NHWC),
-    _block("sequencer.Sequencer2dBlock", "x", ("mixer", "mlp"), _NHWC),
-    _block("mambaout.GatedConvBlock", "shortcut", ("conv",), _NHWC),
+    *_blocks(
+        """swin_transformer.SwinTransformerBlock swin_transformer_v2.SwinTransformerV2Block
+        swin_transformer_v2_cr.SwinTransformerV2CrBlock gcvit.GlobalContextVitBlock maxxvit.PartitionAttentionCl
+        maxxvit.ParallelPartitionAttention""",
+        "x", _TRANSFORMER, _NHWC),
+    *_blocks("vision_transformer_sam.Block hieradet_sam2.MultiScaleBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
+    *_blocks("gcvit.MbConvBlock maxxvit.MbConvBlock maxxvit.ConvNeXtBlock", "shortcut", ("conv",), _NCHW),
+    *_blocks("tiny_vit.TinyVitBlock", ("shortcut", "x"), _TRANSFORMER, _NHWC),
+    *_blocks("tiny_vit.MBConv", "shortcut", ("conv",), _NCHW, keep="branch"),
+    *_blocks("davit.ConvPosEnc", "x", ("conv",), _NCHW),
+    *_blocks("davit.SpatialBlock", ("shortcut", "x"), _TRANSFORMER, _TOKENS),
+    *_blocks("davit.ChannelBlock", "x", _TRANSFORMER, _TOKENS),
+    *_blocks("maxxvit.TransformerBlock2d", ("self.shortcut(x)", "x"), _TRANSFORMER, _NCHW),
+    *_blocks("maxxvit.PartitionAttention2d", "x", _TRANSFORMER, _NCHW),
+    *_blocks("sequencer.Sequencer2dBlock", "x", ("mixer", "mlp"), _NHWC),
+    *_blocks("mambaout.GatedConvBlock", "shortcut", ("conv",), _NHWC),
     # ------------------------------------------------------------------- transformers on feature maps, B C H W
-    _block(
+    *_blocks(
         "metaformer.MetaFormerBlock", ("self.res_scale1(x)", "self.res_scale2(x)"), ("mixer", "mlp"), _of_mlp),
-    _block("focalnet.FocalNetBlock", ("shortcut", "x"), ("mixer", "mlp"), _NCHW),
-    _block("edgenext.ConvBlock", "shortcut", ("conv",), _NCHW),
-    _block(  # a position encoding, which depends on the image's size alone, then tokens, then the feature map
+    *_blocks("focalnet.FocalNetBlock", ("shortcut", "x"), ("mixer", "mlp"), _NCHW),
+    *_blocks("edgenext.ConvBlock", "shortcut", ("conv",), _NCHW),
+    *_blocks(  # a position encoding, which depends on the image's size alone, then tokens, then the feature map
         "edgenext.SplitTransposeBlock", ("x", "x", "shortcut"), (None, "attention", "mlp"), (_TOKENS, _TOKENS, _NCHW)),
     # a call that attends to another map has its own addition, on the other side of an if
-    _block("mobilevit.LinearTransformerBlock", (("x", "res"), "x"), _TRANSFORMER, _NCHW),
-    _block("efficientformer.MetaBlock1d", "x", _TRANSFORMER, _TOKENS),
-    _block("efficientformer.MetaBlock2d", "x", ("mixer", "mlp"), _NCHW),
-    _block("efficientformer_v2.EfficientFormerV2Block", "x", _TRANSFORMER, _NCHW),
-    _block("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # the convolution is the shortcut
-    _block("efficientvit_mit.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
-    _block("efficientvit_msra.ResidualDrop", "x", ("branch",), _NCHW),
-    _block("lowformer.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
-    _block("cpubone.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
-    _block("swiftformer.ConvEncoder", "input", ("conv",), _NCHW),
-    _block("swiftformer.LocalRepresentation", "skip", ("conv",), _NCHW),
-    _block("swiftformer.Block", "x", _TRANSFORMER, _NCHW),
-    _block("visformer.Block", "x", _TRANSFORMER, _NCHW),
-    _block("nextvit.NextConvBlock", "x", ("conv", "mlp"), _NCHW),
-    _block(
+    *_blocks("mobilevit.LinearTransformerBlock", (("x", "res"), "x"), _TRANSFORMER, _NCHW),
+    *_blocks("efficientformer.MetaBlock1d", "x", _TRANSFORMER, _TOKENS),
+    *_blocks("efficientformer.MetaBlock2d", "x", ("mixer", "mlp"), _NCHW),
+    *_blocks(
+        "efficientformer_v2.EfficientFormerV2Block swiftformer.Block visformer.Block fastvit.AttentionBlock",
+        "x", _TRANSFORMER, _NCHW),
+    *_blocks("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # the convolution is the shortcut
+    *_blocks("efficientvit_mit.ResidualBlock lowformer.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
+    *_blocks("efficientvit_msra.ResidualDrop", "x", ("branch",), _NCHW),
+    *_blocks("cpubone.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
+    *_blocks("swiftformer.ConvEncoder", "input", ("conv",), _NCHW),
+    *_blocks("swiftformer.LocalRepresentation", "skip", ("conv",), _NCHW),
+    *_blocks("nextvit.NextConvBlock", "x", ("conv", "mlp"), _NCHW),
+    *_blocks(
         "nextvit.NextTransformerBlock", ("x", "out", "x"), ("attention", "conv", "mlp"), _NCHW,
         width=lambda block: (block.mhsa_out_chs, block.mhca_out_chs, block.out_chs)),
-    _block("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded into one convolution
-    _block("fastvit.AttentionBlock", "x", _TRANSFORMER, _NCHW),
-    _block("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # likewise
-    _block("repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
-    _block("shvit.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
-    _block("iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
-    _block(  # its depthwise convolutions are folded
+    *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded into one convolution
+    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # likewise
+    *_blocks("repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
+    *_blocks("shvit.Residual iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
+    *_blocks(  # its depthwise convolutions are folded
         "efficientvim.EfficientViMBlock", ("x", "x_prev", "x", "x"), (None, "mixer", None, "mlp"), _NCHW),
-    _block("csatv2.Block", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.pwconv2)),
-    _block("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
+    *_blocks("csatv2.Block", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.pwconv2)),
+    *_blocks("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
     # --------------------------------------------------------------------------------- convolutions, B C H W
     # In these the stream is the shortcut: the block's input or, where the shape changes, its projection.
     # keep: an activation may work in place on the sum, in the block or at the start of the next one.
-    _block("resnetv2.PreActBasic", "shortcut", ("conv",), _NCHW),
-    _block("resnetv2.PreActBottleneck", "shortcut", ("conv",), _NCHW),
-    _block("resnetv2.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("resnet.BasicBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("resnet.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("resnest.ResNestBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("res2net.Bottle2neck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("sknet.SelectiveKernelBasic", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("sknet.SelectiveKernelBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("senet.SEBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("senet.SEResNetBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("senet.SEResNeXtBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("senet.SEResNetBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("tresnet.BasicBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("tresnet.Bottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("dla.DlaBasic", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("dla.DlaBottleneck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("dla.DlaBottle2neck", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("dla.DlaRoot", "x_children[0]", ("conv",), _NCHW, keep="branch"),
-    _block("regnet.Bottleneck", "self.downsample(shortcut)", ("conv",), _NCHW, keep="branch"),
-    _block("regnet.PreBottleneck", "self.downsample(shortcut)", ("conv",), _NCHW),
-    _block("nfnet.NormFreeBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("byobnet.BasicBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
-    _block("byobnet.BottleneckBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
-    _block("byobnet.DarkBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
-    _block("byobnet.EdgeBlock", "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
-    _block("byobnet.SelfAttnBlock", "self.shortcut(shortcut)", ("attention",), _NCHW, keep="branch"),
-    _block("cspnet.BottleneckBlock", "shortcut", ("conv",), _NCHW, keep="branch"),
-    _block("cspnet.DarkBlock", "shortcut", ("conv",), _NCHW),
-    _block("cspnet.EdgeBlock", "shortcut", ("conv",), _NCHW),
-    _block("cspnext.CspNextBlock", "x", ("conv",), _NCHW),
-    _block("convnext.ConvNeXtBlock", "self.shortcut(shortcut)", ("conv",), _NCHW),
-    _block("inception_next.MetaNeXtBlock", "shortcut", ("conv",), _NCHW),
-    _block("convmixer.Residual", "x", ("conv",), _NCHW),
-    _block("starnet.Block", "residual", ("conv",), _NCHW),
-    _block("fasternet.MLPBlock", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.mlp)),
-    _block("hgnet.HighPerfGpuBlock", "identity", ("conv",), _NCHW),
-    _block("vovnet.OsaBlock", "output[0]", ("conv",), _NCHW),
-    _block("vitamin.MbConvLNBlock", "shortcut", ("conv",), _NCHW),
-    _block(  # the channels that the input has
+    *_blocks(
+        """resnetv2.PreActBasic resnetv2.PreActBottleneck cspnet.DarkBlock cspnet.EdgeBlock inception_next.MetaNeXtBlock
+        vitamin.MbConvLNBlock lcnetv2.RepDepthwiseSeparable _efficientnet_blocks.ConvBnAct
+        _efficientnet_blocks.DepthwiseSeparableConv _efficientnet_blocks.EdgeResidual
+        _efficientnet_blocks.UniversalInvertedResidual""",
+        "shortcut", ("conv",), _NCHW),
+    *_blocks(
+        """resnetv2.Bottleneck resnet.BasicBlock resnet.Bottleneck resnest.ResNestBottleneck res2net.Bottle2neck
+        sknet.SelectiveKernelBasic sknet.SelectiveKernelBottleneck senet.SEBottleneck senet.SEResNetBottleneck
+        senet.SEResNeXtBottleneck senet.SEResNetBlock tresnet.BasicBlock tresnet.Bottleneck dla.DlaBasic
+        dla.DlaBottleneck dla.DlaBottle2neck nfnet.NormFreeBlock cspnet.BottleneckBlock""",
+        "shortcut", ("conv",), _NCHW, keep="branch"),
+    *_blocks("dla.DlaRoot", "x_children[0]", ("conv",), _NCHW, keep="branch"),
+    *_blocks("regnet.Bottleneck", "self.downsample(shortcut)", ("conv",), _NCHW, keep="branch"),
+    *_blocks("regnet.PreBottleneck", "self.downsample(shortcut)", ("conv",), _NCHW),
+    *_blocks(
+        "byobnet.BasicBlock byobnet.BottleneckBlock byobnet.DarkBlock byobnet.EdgeBlock",
+        "self.shortcut(shortcut)", ("conv",), _NCHW, keep="branch"),
+    *_blocks("byobnet.SelfAttnBlock", "self.shortcut(shortcut)", ("attention",), _NCHW, keep="branch"),
+    *_blocks("cspnext.CspNextBlock convmixer.Residual", "x", ("conv",), _NCHW),
+    *_blocks("convnext.ConvNeXtBlock repghost.RepGhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW),
+    *_blocks("starnet.Block", "residual", ("conv",), _NCHW),
+    *_blocks("fasternet.MLPBlock", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.mlp)),
+    *_blocks("hgnet.HighPerfGpuBlock", "identity", ("conv",), _NCHW),
+    *_blocks("vovnet.OsaBlock", "output[0]", ("conv",), _NCHW),
+    *_blocks(  # the channels that the input has
         "rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW, width=lambda block: block.in_channels),
-    _block(  # the residual half of the two paths
+    *_blocks(  # the residual half of the two paths
         "dpn.DualPathBlock", "x_s1", ("conv",), _NCHW, width=lambda block: block.num_1x1_c),
-    _block("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
-    _block("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
-    _block("repghost.RepGhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW),
-    _block("lcnetv2.RepDepthwiseSeparable", "shortcut", ("conv",), _NCHW),
-    _block("inception_resnet_v2.Block35", "x", ("conv",), _NCHW, keep="branch"),
-    _block("inception_resnet_v2.Block17", "x", ("conv",), _NCHW, keep="branch"),
-    _block("inception_resnet_v2.Block8", "x", ("conv",), _NCHW, keep="branch"),
-    _block("xception.Block", "skip", ("conv",), _NCHW, keep="branch"),
-    _block("xception_aligned.XceptionModule", "skip", ("conv",), _NCHW, keep="branch", method="_residual"),
-    _block("xception_aligned.PreXceptionModule", "self.shortcut(skip)", ("conv",), _NCHW, method="_residual"),
-    _block("_efficientnet_blocks.ConvBnAct", "shortcut", ("conv",), _NCHW),
-    _block("_efficientnet_blocks.DepthwiseSeparableConv", "shortcut", ("conv",), _NCHW),
-    _block("_efficientnet_blocks.InvertedResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
-    _block("_efficientnet_blocks.CondConvResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
-    _block("_efficientnet_blocks.EdgeResidual", "shortcut", ("conv",), _NCHW),
-    _block("_efficientnet_blocks.UniversalInvertedResidual", "shortcut", ("conv",), _NCHW),
-    _block("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
+    *_blocks("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
+    *_blocks("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
+    *_blocks("inception_resnet_v2.Block35 inception_resnet_v2.Block17", "x", ("conv",), _NCHW, keep="branch"),
+    *_blocks("inception_resnet_v2.Block8", "x", ("conv",), _NCHW, keep="branch"),
+    *_blocks("xception.Block", "skip", ("conv",), _NCHW, keep="branch"),
+    *_blocks("xception_aligned.XceptionModule", "skip", ("conv",), _NCHW, keep="branch", method="_residual"),
+    *_blocks("xception_aligned.PreXceptionModule", "self.shortcut(skip)", ("conv",), _NCHW, method="_residual"),
+    *_blocks("_efficientnet_blocks.InvertedResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
+    *_blocks("_efficientnet_blocks.CondConvResidual", "shortcut", ("conv",), _NCHW, width=_of_bn3),
+    *_blocks("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 
 # Classes that add what follows from their input to each other and have no stream, and why.
