@@ -196,7 +196,7 @@ def study_card(study: RecordedStudy, report: str) -> ModelCard:
     scale = [f"Scaled down from the paper: {'; '.join(about['changed'])}."] if about["changed"] else []
     of_training = limits(subject) if about["dataset"] else [
         "Nothing was trained for it: it says nothing about accuracy."]
-    cited = ("orthogonal", *(["skips"] if "Wang et al." in about["paper"] else []), "timm")
+    cited = ("oh2025revisiting", *(["wang2017orthogonal"] if "Wang et al." in about["paper"] else []), "rw2019timm")
     return filled(
         metadata(subject),
         title=subject.title,

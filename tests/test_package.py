@@ -77,7 +77,7 @@ def test_one_version_and_one_citation():
     citation, changes = yaml.safe_load(of_checkout("CITATION.cff")), of_checkout("CHANGELOG.md")
     assert citation["version"] == re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == timm_ortho.__version__
     papers = [citation["preferred-citation"], *citation["references"]]
-    for paper, key in zip(papers, ("orthogonal", "skips"), strict=True):
+    for paper, key in zip(papers, ("oh2025revisiting", "wang2017orthogonal"), strict=True):
         assert f"title = {{{paper['title']}}}" in re.sub(" +", " ", CITATIONS[key])
         assert all(author["family-names"] in CITATIONS[key] for author in paper["authors"])
     assert f"Paper = \"{papers[0]['url']}\"" in of_checkout("pyproject.toml")

@@ -35,40 +35,9 @@ DATASETS = {
     "imagenet1k": ("ImageNet-1k", "ILSVRC/imagenet-1k"),
 }
 
-CITATIONS = {
-    "orthogonal": """@inproceedings{oh2025revisiting,
-  title     = {Revisiting Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks},
-  author    = {Oh, Giyeong and Cho, Woohyun and Kim, Siyeol and Choi, Suhwan and Yu, Youngjae},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year      = {2025}
-}""",
-    "vit": """@inproceedings{dosovitskiy2021image,
-  title     = {An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale},
-  author    = {Dosovitskiy, Alexey and Beyer, Lucas and Kolesnikov, Alexander and Weissenborn, Dirk and
-               Zhai, Xiaohua and Unterthiner, Thomas and Dehghani, Mostafa and Minderer, Matthias and
-               Heigold, Georg and Gelly, Sylvain and Uszkoreit, Jakob and Houlsby, Neil},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2021}
-}""",
-    "resnetv2": """@inproceedings{he2016identity,
-  title     = {Identity Mappings in Deep Residual Networks},
-  author    = {He, Kaiming and Zhang, Xiangyu and Ren, Shaoqing and Sun, Jian},
-  booktitle = {European Conference on Computer Vision},
-  year      = {2016}
-}""",
-    "skips": """@article{wang2017orthogonal,
-  title   = {Orthogonal and Idempotent Transformations for Learning Deep Neural Networks},
-  author  = {Wang, Jingdong and Xing, Yajie and Zhang, Kexin and Zhang, Cha},
-  journal = {arXiv preprint arXiv:1707.05974},
-  year    = {2017}
-}""",
-    "timm": """@misc{rw2019timm,
-  author       = {Wightman, Ross},
-  title        = {PyTorch Image Models},
-  year         = {2019},
-  howpublished = {\\url{https://github.com/huggingface/pytorch-image-models}}
-}""",
-}
+# an entry of citations.bib by its key
+CITATIONS = {re.search(r"{(.*?),", entry)[1]: entry for entry in
+             Path(__file__).with_name("citations.bib").read_text(encoding="utf-8").strip().split("\n\n")}
 
 # What of timm's options a reader wants to see first, in this order.
 _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup_epochs clip_grad smoothing mixup cutmix
@@ -372,15 +341,15 @@ def limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
 
 
 def _citations(subject: Subject, run: Optional[Run]) -> Iterator[str]:
-    yield CITATIONS["orthogonal"]
+    yield CITATIONS["oh2025revisiting"]
     architecture = subject.config["architecture"] if subject.config else str(run.options["model"] if run else "")
     if architecture.startswith(("vit", "deit", "flexivit", "test_vit")):
-        yield CITATIONS["vit"]
+        yield CITATIONS["dosovitskiy2021image"]
     if architecture.startswith(("resnetv2", "resnet")):
-        yield CITATIONS["resnetv2"]
+        yield CITATIONS["he2016identity"]
     if subject.config and "skip" in (subject.config.get("model_args") or {}):
-        yield CITATIONS["skips"]
-    yield CITATIONS["timm"]
+        yield CITATIONS["wang2017orthogonal"]
+    yield CITATIONS["rw2019timm"]
 
 
 def _channels(config: Mapping[str, Any]) -> int:
