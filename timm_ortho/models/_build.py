@@ -1,8 +1,8 @@
 """What the entry points of ``variants`` and ``paper`` share: arguments, configurations, weights, registration."""
 import sys
 from copy import copy
-from dataclasses import fields
 from functools import partial
+from inspect import signature
 from typing import Any, Callable, ContextManager, Dict, Union
 
 import timm
@@ -32,23 +32,11 @@ __all__ = [
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
-# argument of a variant -> argument of connect, which a connection has as an attribute
-OF_CONNECTIONS = {
-    "connection_eps": "eps",
-    "connection_prob": "prob",
-    "connection_start": "start",
-}
 # argument of a variant -> argument of connect
-_ARGUMENTS = {
-    "connection": "connection",
-    **OF_CONNECTIONS,
-    "connection_layers": "layers",
-    "connection_kinds": "kinds",
-    "skip": "skip",
-    "skip_branches": "skip_branches",
-    "skip_rank": "skip_rank",
-    "skip_seed": "skip_seed",
-}
+_ARGUMENTS = {name if name.startswith(("connection", "skip")) else f"connection_{name}": name
+              for name in list(signature(connect).parameters)[1:]}
+# likewise, those that a connection has as attributes
+OF_CONNECTIONS = {f"connection_{name}": name for name in ("eps", "prob", "start")}
 
 
 def create(
@@ -119,14 +107,10 @@ def is_of_connections(name: str) -> bool:
     return name == "skip" or name.startswith(("connection", "skip_"))
 
 
-# What in a PretrainedCfg belongs to one set of weights and not to the architecture.
-_OF_WEIGHTS = (
+# What in a PretrainedCfg belongs to one set of weights and not to the architecture, as one without weights has it.
+_WITHOUT_WEIGHTS = {name: getattr(PretrainedCfg(), name) for name in (
     "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "tag", "custom_load",
-    "label_offset", "label_names", "label_descriptions", "origin_url", "notes",
-)
-
-
-_WITHOUT_WEIGHTS = {field.name: field.default for field in fields(PretrainedCfg) if field.name in _OF_WEIGHTS}
+    "label_offset", "label_names", "label_descriptions", "origin_url", "notes")}
 
 
 def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
