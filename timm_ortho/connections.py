@@ -78,6 +78,8 @@ class Connection(nn.Module):
         dims: Axes of one projection, None for every axis but the batch.
         keep: What autograd keeps for the backward pass, see :func:`timm_ortho.functional.residual_update`.
         skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the stream as it is.
+        branch_first: Whether ``linear`` is f + x: the left summand decides the sum's memory layout, and that the
+            rounding of what comes after it.
         name: Under which it was made, see :data:`CONNECTIONS`; the name of its class if it was not made by name.
     """
 
@@ -92,6 +94,7 @@ class Connection(nn.Module):
         self.keep_branch = keep == "branch"
         self.dims = [dim]
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
+        self.branch_first = False
         self.name = type(self).__name__
 
     def carried(self, x: Tensor) -> Tensor:
@@ -120,17 +123,8 @@ class Connection(nn.Module):
 class LinearConnection(Connection):
     """The residual connection as it always was: y = x + f.
 
-    Args:
-        dim: Channel axis.
-        eps: Plays no part; diagnostics read it.
-        keep: Plays no part.
-        branch_first: Write f + x: the left summand decides the sum's memory layout, and that the rounding of what comes
-            after it.
+    None of its arguments plays a part; diagnostics read ``dim`` and ``eps``.
     """
-
-    def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output", branch_first: bool = False) -> None:
-        super().__init__(dim, eps, keep)
-        self.branch_first = branch_first
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.skip is not None:
@@ -171,21 +165,12 @@ class FeatureConnection(Connection):
 class GlobalConnection(FeatureConnection):
     """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch.
 
-    Arguments as Orthogonal-F's. Padding takes no part in it, and comes out as zero. With ``tokens_apart`` it is
-    Orthogonal-F's projection after all, for blocks in which tokens have nothing to do with each other (see
-    :mod:`timm_ortho.blocks.timm`).
+    Arguments as Orthogonal-F's. Padding takes no part in it, and comes out as zero.
     """
 
-    def __init__(
-            self,
-            dim: int = -1,
-            eps: float = 1e-6,
-            prob: float = 1.0,
-            keep: str = "output",
-            tokens_apart: bool = False,
-    ) -> None:
+    def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
         super().__init__(dim, eps, prob, keep)
-        self.dims = [dim] if tokens_apart else None
+        self.dims = None
 
 
 class HybridConnection(Connection):
@@ -285,8 +270,9 @@ def create_connection(
     Args:
         connection: Its name, its class, or a function that makes one.
         dim, eps, prob, start, keep: As :class:`FeatureConnection` and :class:`HybridConnection` have them.
-        branch_first: As :class:`LinearConnection` has it.
-        tokens_apart: As :class:`GlobalConnection` has it.
+        branch_first: As :class:`Connection` has it.
+        tokens_apart: Whether a projection over all tokens is one for each after all, for blocks in which they have
+            nothing to do with each other (see :mod:`timm_ortho.blocks.timm`).
         skip: A module that maps the stream x to P x, as those of :func:`timm_ortho.skips.create_skip`.
         device, dtype: Of its parameters.
 
@@ -299,9 +285,7 @@ def create_connection(
     known_name("start", start, STARTS)
     if make is HybridConnection and prob != 1.0:
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
-    given = dict(
-        dim=dim, eps=eps, prob=prob, start=start, keep=keep, branch_first=branch_first, tokens_apart=tokens_apart,
-        device=device, dtype=dtype)
+    given = dict(dim=dim, eps=eps, prob=prob, start=start, keep=keep, device=device, dtype=dtype)
     taken = _parameters(make)
     made = make(**{name: value for name, value in given.items() if name in taken})
     if not isinstance(made, Connection):
@@ -315,7 +299,9 @@ def create_connection(
         raise ValueError(f"{type(made).__name__}.forward must take (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
     made.name = connection if isinstance(connection, str) else _name_of(make)
-    made.skip = skip
+    made.skip, made.branch_first = skip, branch_first
+    if tokens_apart and made.dims is None:
+        made.dims = [dim]
     return made
 
 
