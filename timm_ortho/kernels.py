@@ -340,15 +340,9 @@ def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
 def update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Sequence[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """``(y, s, n)`` of :func:`timm_ortho.functional.residual_update`; arguments are taken to be checked.
+    """``(y, s, n)`` for arguments of :func:`timm_ortho.functional.residual_update` that are checked, of any strides.
 
     Args:
-        x: Stream, of any shape and strides.
-        f: Branch output, of the same shape.
-        a: Weight of the parallel part, a float or a 0-d tensor.
-        b: Weight of the orthogonal part, likewise.
-        dims: Axes of one projection.
-        eps: Added to |x|^2.
         keep: Whether s and n are wanted; None stands for them otherwise, and nothing but y is allocated.
 
     Returns:
@@ -375,17 +369,11 @@ def gradients(
         x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: Sequence[int],
         recover: bool, branch_dtype: torch.dtype, needed: Sequence[bool] = (True, True, True),
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """``(dL/dx, dL/df, <x, g>, <f, g>)``.
+    """``(dL/dx, dL/df, <x, g>, <f, g>)`` for what :func:`update` was given and gave.
 
     Args:
-        x: Stream.
         kept: The result y if ``recover``, otherwise the branch output f.
         g: dL/dy.
-        s: From :func:`update`.
-        n: From :func:`update`.
-        a: Weight of the parallel part, a float or a 0-d tensor.
-        b: Weight of the orthogonal part, likewise.
-        dims: Axes of one projection.
         recover: Whether f is to be found from y, which needs a = 0 and b = 1.
         branch_dtype: Of f, and so of dL/df.
         needed: Whether dL/dx, dL/df and the two products are wanted; None stands for what is not.
