@@ -20,7 +20,6 @@ stream's memory format.
 Sums are made in a fixed order and without atomics: the same inputs give the same bits. Nothing waits for the device,
 and everything can be captured in a CUDA graph.
 """
-import contextlib
 import functools
 import itertools
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -356,7 +355,7 @@ def update(
         return y, s if s is None else s.zero_(), n if n is None else n.fill_(eps)
     x_view, f_view, y_view = arranged(x, view), arranged(f, view), arranged(y, view)
     programs, where = launch_of(*view[1:])
-    with on_device_of(x):
+    with torch.cuda.device_of(x):
         xx, xf = _partial_sums(x_view, f_view, x_view, programs, where, acc, both=True)
         _update_kernel[(programs,)](
             x_view, f_view, y_view, s, n, xx, xf, *_weights(a, b, x), eps, **where,
@@ -392,7 +391,7 @@ def gradients(
     outs = [None if grad is None else arranged(grad, view) for grad in (grad_x, grad_f)]
     s_view, n_view = (arranged(projection, view) for projection in (s, n))
     programs, where = launch_of(*view[1:])
-    with on_device_of(x):
+    with torch.cuda.device_of(x):
         parts = _partial_sums(*views, programs, where, n.dtype, both=for_weights)
         _gradients_kernel[(programs,)](
             *views, s_view, n_view, *outs, xg, fg, *parts, *_weights(a, b, x), **where,
@@ -445,7 +444,3 @@ def _weights(a: Weight, b: Weight, x: Tensor) -> List[Any]:
 
 def triton_dtype(acc: torch.dtype):
     return tl.float64 if acc == torch.float64 else tl.float32
-
-
-def on_device_of(x: Tensor):
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
