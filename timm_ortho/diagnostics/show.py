@@ -4,7 +4,7 @@
 """
 import math
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from PIL import Image
@@ -15,19 +15,15 @@ from .._checks import aligned
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
-__all__ = ["Line", "as_svg", "as_text", "batch", "lines"]
+__all__ = ["Lines", "as_svg", "as_text", "batch", "lines"]
 
 _BAR = 10  # characters to either side of zero
 
 
-class Line(NamedTuple):
-    """A site and its averages over the batch, see :mod:`timm_ortho.diagnostics.dynamics`."""
-
-    site: Site
-    found: SiteDynamics
+Lines = List[Tuple[Site, SiteDynamics]]  # a site and its averages over the batch
 
 
-def lines(model: nn.Module, images: Tensor) -> List[Line]:
+def lines(model: nn.Module, images: Tensor) -> Lines:
     """Run ``model`` once, in evaluation mode, on ``images`` of shape ``[B, C, H, W]``.
 
     Raises:
@@ -36,10 +32,10 @@ def lines(model: nn.Module, images: Tensor) -> List[Line]:
     found = sites(model)
     if not found:
         raise ValueError("the model has no connections: give a variant, or connect it first")
-    return [Line(*pair) for pair in zip(found, record_dynamics(model, images, found), strict=True)]
+    return list(zip(found, record_dynamics(model, images, found), strict=True))
 
 
-def as_text(found: List[Line]) -> str:
+def as_text(found: Lines) -> str:
     """A table for a terminal; the cosine also as a bar from -1 to 1."""
     scale = "-1".ljust(_BAR) + "0" + "1".rjust(_BAR)
     rows: List[Tuple[str, ...]] = [("block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", scale)]
@@ -57,24 +53,24 @@ def _bar(cosine: float) -> str:
     return " " * _BAR + "|" + ("=" * filled).ljust(_BAR)
 
 
-def as_svg(found: List[Line], path: Path, title: str = "") -> None:
+def as_svg(found: Lines, path: Path, title: str = "") -> None:
     """Stream norm and cosine of each site, from the first block at the top to the last; needs matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(line.site.connection.name for line in found))
-    colors = [f"C{names.index(line.site.connection.name)}" for line in found]
+    names = list(dict.fromkeys(site.connection.name for site, _ in found))
+    colors = [f"C{names.index(site.connection.name)}" for site, _ in found]
     figure = Figure(figsize=(9, 1.2 + 0.22 * len(found)), layout="constrained")
     norm, cosine = figure.subplots(1, 2, sharey=True)
     rows = range(len(found))
-    norm.barh(rows, [line.found.stream for line in found], color=colors)
-    cosine.barh(rows, [line.found.cosine for line in found], color=colors)
+    norm.barh(rows, [of.stream for _, of in found], color=colors)
+    cosine.barh(rows, [of.cosine for _, of in found], color=colors)
     cosine.axvline(0, color="#222222", linewidth=0.9)
     cosine.set_xlim(-1, 1)
     for axes, below in ((norm, "|x|², the stream that the site receives"), (cosine, "cosine of x and f")):
         axes.set_xlabel(below)
         axes.spines[["top", "right"]].set_visible(False)
-    norm.set_yticks(rows, [f"block {line.site.layer}  {line.site.kind}" for line in found], fontsize=8)
+    norm.set_yticks(rows, [f"block {site.layer}  {site.kind}" for site, _ in found], fontsize=8)
     norm.invert_yaxis()
     for index, name in enumerate(names):
         cosine.bar([0], [0], color=f"C{index}", label=name)
