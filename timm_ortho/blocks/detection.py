@@ -14,8 +14,8 @@ def looks_residual(cls: type) -> bool:
     """Whether a class looks like a residual block.
 
     That is: two things that both follow from the input are added, by ``+``, ``torch.add`` or the tensor's own methods.
-    It errs towards yes, so that no model is converted by half: what looks residual and is not is named by
-    :func:`timm_ortho.not_residual`. Sums in other methods, of arguments or by other means (``sum``) are not seen.
+    But for position embeddings it errs towards yes, so that no model is converted by half: what looks residual and is
+    not is named by :func:`timm_ortho.not_residual`. Sums in other methods, of arguments or by other means (``sum``) are not seen.
     """
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]

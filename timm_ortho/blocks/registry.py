@@ -91,7 +91,7 @@ def not_residual(block: type, reason: str) -> type:
 
     Args:
         block: The class.
-        reason: What the addition is: ``"a position embedding"``.
+        reason: What the addition is: ``"two encoders are added"``.
 
     Returns:
         The class.
