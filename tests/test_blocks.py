@@ -208,6 +208,27 @@ class _Sums(torch.nn.Module):
     def named(self, x):
         return self.g(y := self.f(x)) + y
 
+    def positional(self, x, /):
+        return x + self.f(x)
+
+    def any_number(self, *args):
+        return args[0] + self.f(args[0])
+
+    def by_name(self, *, x):
+        return x + self.f(x)
+
+    def looped(self, xs):
+        done = []
+        for x in xs:
+            done.append(x + self.f(x))
+        return done
+
+    def comprehended(self, xs):
+        return [x + self.f(x) for x in xs]
+
+    def keyword(self, x):
+        return torch.add(x, other=self.f(x))
+
     def constant(self, x):
         return torch.add(x, 1.0)
 
@@ -225,8 +246,9 @@ class _Sums(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("method", "residual"), [
-    ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True), ("constant", False),
-    ("collected", False), ("outputs", False), ("position", False),
+    ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True),
+    ("positional", True), ("any_number", True), ("by_name", True), ("looped", True), ("comprehended", True),
+    ("keyword", True), ("constant", False), ("collected", False), ("outputs", False), ("position", False),
 ])
 def test_what_looks_residual(method, residual):
     assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual

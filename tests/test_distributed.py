@@ -173,10 +173,18 @@ def test_what_a_sharded_model_cannot_become_is_refused(name, connection, blocks)
     model = timm.create_model(name, **VIT)
     model = parallel(model, "FSDP2") if blocks else fully_shard(model)
     before = [type(module) for module in model.modules()]
-    with pytest.raises(timm_ortho.UnsupportedModelError, match=r"sharded.*: connect first, then fully_shard") as error:
+    with pytest.raises(timm_ortho.UnsupportedModelError, match=r"sharded.*: connect first, then wrap") as error:
         timm_ortho.connect(model, connection)
     assert "\n" not in str(error.value)
     assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_that_ddp_would_not_synchronise_are_refused():
+    model = DistributedDataParallel(timm.create_model("vit_small_ortho", **VIT))
+    with pytest.raises(timm_ortho.UnsupportedModelError, match="in DistributedDataParallel, which"):
+        timm_ortho.connect(model, "hybrid")
+    assert {site.connection.name for site in timm_ortho.sites(timm_ortho.connect(model, "global"))} == {"global"}
 
 
 @pytest.mark.usefixtures("group")

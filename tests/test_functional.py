@@ -328,6 +328,7 @@ X = torch.ones(2, 3, 4)
     ((X, X), {"eps": float("nan")}, ["eps", "finite", "nan"]),
     ((X, X), {"eps": float("inf")}, ["eps", "finite", "inf"]),
     ((X, X), {"parallel": torch.ones(2)}, ["parallel", "0-d", "(2,)"]),
+    ((X, X), {"parallel": torch.tensor(True)}, ["parallel", "0-d", "torch.bool"]),
     ((X, X), {"orthogonal": "0.5"}, ["orthogonal", "0-d", "'0.5'"]),
     ((X, X), {"keep": "both"}, ["keep", "'both'", "'branch'"]),
 ])

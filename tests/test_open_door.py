@@ -4,6 +4,8 @@ import json
 import pickle
 import re
 import runpy
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -170,6 +172,33 @@ def test_a_block_of_a_script_is_pickled():
     assert not hasattr(routed, "__path__")
 
 
+SCRIPT = """
+import torch, timm_ortho
+from torch import multiprocessing, nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.f(x)
+
+def work(rank, model):
+    print(len(timm_ortho.sites(model)), model(torch.ones(1, 8)).shape)
+
+timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
+if __name__ == "__main__":
+    multiprocessing.spawn(work, (timm_ortho.connect(nn.Sequential(Block())),), nprocs=1)
+"""
+
+
+def test_a_block_of_a_script_goes_to_a_spawned_process(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
+    assert done.stdout == "1 torch.Size([1, 8])\n", done.stderr
+
+
 def test_some_layers_and_another_method():
     class Block(MyBlock):
         def inner(self, x):
@@ -215,6 +244,39 @@ class Wrong(nn.Module):
         return y + x.exp()
 
 
+class Twice(MyBlock):
+    def forward(self, x):
+        return x + self.f(x) + self.g(x)
+
+
+class Static(MyBlock):
+    @staticmethod
+    def add(x, f):
+        return x + f
+
+
+class Lambda(MyBlock):
+    forward = lambda self, x: x + self.f(x)  # noqa: E731
+
+
+class Tagged(MyBlock):
+    def __init_subclass__(cls, *, tag, **kwargs):
+        super().__init_subclass__(**kwargs)
+
+    def forward(self, x):
+        return x + self.f(x)
+
+
+def enclosed():
+    factor = 2.0
+
+    class Block(MyBlock):
+        def forward(self, x, factor=factor):
+            return x + factor * self.f(x)
+
+    return Block
+
+
 @pytest.mark.parametrize(("block", "arguments", "error", "message"), [
     (Wrong, dict(stream="z", kinds=("mlp",)), RoutingError,
      r"door.Wrong.*: expected 1 addition to 'z' in forward, found 0 \(none, but to others: y \+ x.exp\(\)\)"),
@@ -241,6 +303,11 @@ class Wrong(nn.Module):
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError, "known already"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),
     (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp")), RoutingError, "one fused operation"),
+    (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"self.g\(x\)' would stay linear in its"),
+    (Static, dict(stream="x", kinds=("mlp",), method="add"), RoutingError, "add is called without the block"),
+    (Lambda, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: KeyError"),
+    (Tagged, dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: TypeError"),
+    (enclosed(), dict(stream="x", kinds=("mlp",)), RoutingError, "forward cannot be rebuilt in a subclass: NameError"),
     (len, dict(stream="x", kinds=("attention", "mlp")), TypeError, "must be a class of torch.nn.Module"),
     (MyBlock(), dict(stream="x", kinds=("attention", "mlp")), TypeError, "class of torch.nn.Module, got a MyBlock$"),
 ])
@@ -322,6 +389,15 @@ class WrittenInAList(nn.Module):
         return x
 
 
+def test_one_connection_by_two_names():
+    block = Written()
+    block.other = block.add
+    connect(block, "global")
+    assert [type(block.add), type(block.other)] == [GlobalConnection] * 2
+    disconnect(block)
+    assert [type(block.add), type(block.other)] == [LinearConnection] * 2
+
+
 def test_connections_in_a_list_of_modules():
     model = connect(WrittenInAList(), "global")
     assert [type(site.connection) for site in sites(model)] == [GlobalConnection] * 2
@@ -363,6 +439,11 @@ def test_a_connection_as_a_class_and_as_a_function(known):
     torch.testing.assert_close(model(tokens()), expected)
     connect(model, partial(Clipped, kappa=0.0))
     assert {site.connection.kappa for site in sites(model)} == {0.0}
+
+
+def test_arguments_that_a_partial_has_bound(known):
+    model = connect(nn.Sequential(known()), partial(FeatureConnection, prob=0.25), prob=1.0)
+    assert [site.connection.prob for site in sites(model)] == [0.25] * 2
 
 
 def test_a_connection_by_name(tmp_path):

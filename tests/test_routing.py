@@ -177,6 +177,40 @@ def test_a_condition_that_draws_decides_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Conditions(nn.Module):
+    """What says nothing, or cannot be asked, before a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.use = True
+        self.register_buffer("flag", torch.ones((), device="meta"))
+
+    def captured(self, x):
+        use = self.use
+        double = lambda z: 2 * z if use else z  # noqa: E731
+        if use:
+            x = x + double(x)
+        return x
+
+    def comprehended(self, x):
+        return [x + x.exp() if keep else x for keep in (True, False)]
+
+    def guarded(self, x):
+        if hasattr(self, "scale"):
+            return x + x.exp() if self.scale > 0 else x
+        return x
+
+    def on_meta(self, x):
+        if self.flag:
+            x = x + x.exp()
+        return x
+
+
+@pytest.mark.parametrize("method", ["captured", "comprehended", "guarded", "on_meta"])
+def test_what_cannot_be_known_may_be_reached(method):
+    assert Route(Conditions, sums(("x", "one")), method=method).reached(Conditions()) == [True]
+
+
 HOST = """
 from __future__ import annotations
 from torch import nn

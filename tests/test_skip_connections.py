@@ -6,7 +6,7 @@ import timm
 import torch
 from timm.models import resnetv2, vision_transformer as vit
 
-from timm_ortho import SKIPS, connect, create_connection, create_skip, decompose, record, sites
+from timm_ortho import SKIPS, connect, create_connection, create_skip, decompose, record, register_block, sites
 
 SKIP_NAMES = [name for name in SKIPS if name != "identity"]
 
@@ -179,3 +179,20 @@ def test_autocast_trains():
         y = model(images())
     y.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_pruned_architecture_is_pruned_before_it_gets_transforms():
+    """Its streams are narrower than the arguments of its class say."""
+    model = timm.create_model("efficientnet_b1_pruned_ortho", skip="orthogonal_tp").eval()
+    assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+    assert model.state_dict().keys() == timm.create_model("efficientnet_b1_pruned").state_dict().keys()
+
+
+def test_a_stream_whose_width_nothing_says():
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return x + x.exp()
+
+    register_block(Block, stream="x", kinds=("mlp",))
+    with pytest.raises(ValueError, match="Block has no linear layer and no convolution that says how wide"):
+        connect(Block(), skip="orthogonal_tp")

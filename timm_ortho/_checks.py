@@ -27,8 +27,8 @@ def check_prob(prob: float) -> None:
 
 def check_weight(name: str, weight: Any) -> None:
     """Raise ValueError unless ``weight`` is a number or a 0-d tensor."""
-    if isinstance(weight, Tensor) and weight.dim() > 0:
-        raise ValueError(f"{name} must be a float or a 0-d tensor, got a tensor of shape {tuple(weight.shape)}")
+    if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.dtype == torch.bool):
+        raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight.dtype} of shape {tuple(weight.shape)}")
     if not isinstance(weight, (Tensor, Real)):
         raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight!r}")
 

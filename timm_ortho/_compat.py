@@ -1,18 +1,20 @@
 """Private names of torch, timm and submitit, each used here and nowhere else; tests/test_compat.py tries them."""
-from typing import Any, Optional
+from typing import Any, ItemsView, Optional
 
 import timm
 import torch
 from timm.models._features import feature_take_indices  # what `indices` of a forward_intermediates means
 from timm.models._hub import save_config_for_hf  # config.json as timm writes it, without an upload
+from timm.models._prune import adapt_model_from_file  # narrower layers, before they get connections
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode  # every operation that runs, to count its FLOPs
 
 __all__ = [
-    "TorchDispatchMode", "compiled_model", "current_arguments", "feature_take_indices", "forward_mode_is_active",
-    "functorch_is_active", "is_compiled_in_place", "is_compiler_error", "is_recorded", "is_sharded",
-    "save_config_for_hf", "submission_script",
+    "TorchDispatchMode", "adapt_model_from_file", "compiled_model", "current_arguments", "feature_take_indices",
+    "forward_mode_is_active", "functorch_is_active", "is_compiled_in_place", "is_compiler_error", "is_recorded",
+    "is_sharded",
+    "named_children", "save_config_for_hf", "submission_script",
 ]
 
 # The arguments that make a model as it is now, reset_classifier() and set_input_size() included; timm 1.0.31 has it.
@@ -48,6 +50,11 @@ def is_sharded(module: nn.Module) -> bool:
 def compiled_model(module: nn.Module) -> Optional[nn.Module]:
     """The model that ``torch.compile(model)`` wrapped, None of any other module."""
     return module._modules.get("_orig_mod")
+
+
+def named_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
+    """As the method of this name, but one that has two names is there twice."""
+    return module._modules.items()
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

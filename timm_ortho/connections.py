@@ -286,7 +286,7 @@ def create_connection(
     if make is HybridConnection and prob != 1.0:
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
     given = dict(dim=dim, eps=eps, prob=prob, start=start, keep=keep, device=device, dtype=dtype)
-    taken = _parameters(make)
+    taken = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # those of a functools.partial are settled
     made = make(**{name: value for name, value in given.items() if name in taken})
     if not isinstance(made, Connection):
         raise ValueError(f"{_name_of(make)} must make a timm_ortho.Connection, got {type(made).__name__}")

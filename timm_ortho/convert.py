@@ -5,9 +5,10 @@ from itertools import repeat
 from typing import Any, Callable, Collection, Iterable, Iterator, NamedTuple, Optional, Sequence, TypeVar, Union
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ._checks import known_name
-from ._compat import is_sharded
+from ._compat import is_sharded, named_children
 from .blocks import (
     BlockSpec,
     branch_first,
@@ -84,7 +85,7 @@ def connect(
     as they are. ``hybrid`` adds two parameters a site, which start afresh at each call and which an existing optimizer
     must be told of; any other connection takes them away. They are in the model's ``no_weight_decay()``, which timm's
     optimizers ask. After ``fully_shard`` a model stays sharded, and what it has can be replaced by connections without
-    parameters.
+    parameters; around ``hybrid`` DistributedDataParallel is put on afterwards, or it does not synchronise them.
 
     Args:
         model: Any module that contains known blocks, with adapters in them or without: models of timm, their
@@ -221,7 +222,7 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]
     """The modules that hold connections as their authors wrote them, and the names of these."""
     for name, module in model.named_modules():
         if host_class(module) is written_class(module):
-            kinds = tuple(kind for kind, child in module.named_children() if isinstance(child, Connection))
+            kinds = tuple(kind for kind, child in named_children(module) if isinstance(child, Connection))
             if kinds:
                 yield name, module, kinds
 
@@ -234,11 +235,12 @@ def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Ite
             "instance, which hides that of its class: undo what put it there first. The model is unchanged.")
     wrapped = type(block) is not written_class(block)
     grows = any(True for connection in connections for _ in connection.parameters())
-    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block))):
+    parallel = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or parallel or is_sharded(block))):
         raise UnsupportedModelError(
             f"cannot connect {type(model).__name__} like this any more, since its {type(block).__name__} is sharded or "
-            "parametrized, which fixes its class and its parameters: connect first, then fully_shard. The model is "
-            "unchanged.")
+            "parametrized, which fixes its class and its parameters, or in DistributedDataParallel, which fixes those: "
+            "connect first, then wrap or shard it. The model is unchanged.")
 
 
 def _chosen_layers(layers: Optional[Iterable[int]], count: int) -> Collection[int]:

@@ -27,7 +27,7 @@ import inspect
 import linecache
 import textwrap
 from types import CodeType, FunctionType
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 __all__ = ["Route", "RoutingError", "Sum"]
 
@@ -81,7 +81,9 @@ class Route:
     ) -> None:
         self.block, self.name = block, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))  # as it is written, whatever wraps it
-        where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
+        self.where = where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
+        if isinstance(inspect.getattr_static(block, method), (staticmethod, classmethod)):
+            raise RoutingError(f"{where}: {method} is called without the block, which has the connections")
         enclosed = self.method.__code__.co_freevars
         if enclosed:
             names = ", ".join(enclosed).replace("__class__", "super() without arguments, and so __class__")
@@ -113,7 +115,7 @@ class Route:
     def reached(self, block: Any) -> List[bool]:
         """For each addition whether a call of this instance can reach it, by what its attributes are now."""
         namespace, own = self.method.__globals__, {self.method.__code__.co_varnames[0]: block}
-        return [any(all(eval(code, namespace, own) for code in way) for way in ways) for ways in self._ways]
+        return [any(all(_may_hold(code, namespace, own) for code in way) for way in ways) for ways in self._ways]
 
     def subclass(self, *, name: str, module: str) -> type:
         """The subclass of the block class whose additions are calls of connections.
@@ -128,16 +130,19 @@ class Route:
         made = dict(vars(self.owner))  # defaults are found as in the body of the class
         flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the others are on by now
         code = compile(source, filename, "exec", flags, dont_inherit=True)
-        exec(code, self.method.__globals__, made)  # names resolve as in the host
-        method = made[self.method.__name__]
-        method.__qualname__ = f"{name}.{method.__name__}"
-        method.__doc__ = self.method.__doc__
-        routed = type(self.block)(name, (self.block,), {
-            "__module__": module,
-            "__qualname__": name,
-            "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
-            self.name: method,
-        })
+        try:
+            exec(code, self.method.__globals__, made)  # names resolve as in the host
+            method = made[self.method.__name__]
+            method.__qualname__ = f"{name}.{method.__name__}"
+            method.__doc__ = self.method.__doc__
+            routed = type(self.block)(name, (self.block,), {
+                "__module__": module,
+                "__qualname__": name,
+                "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
+                self.name: method,
+            })
+        except Exception as error:
+            raise RoutingError(f"{self.where}: {self.name} cannot be rebuilt in a subclass: {error!r}") from error
         routed.__name__ = self.block.__name__  # by which FSDP's policies know a layer; pickle goes by __qualname__
         return routed
 
@@ -149,8 +154,8 @@ class _Router(ast.NodeTransformer):
         self.sums = sums
         self.streams = {stream for expected in sums for stream in expected.written}
         self.further = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
-        self.instance, *local = function.__code__.co_varnames  # ``self``, whatever its author calls it
-        self.local = set(local)
+        self.instance = function.__code__.co_varnames[0]  # ``self``, whatever its author calls it
+        self.local = _locals(function.__code__) - {self.instance}
         self.position = 0  # of the next addition, on the way that is being followed
         self.length = 0  # additions on the longest way
         self.conditions: List[ast.expr] = []  # met on the way
@@ -164,9 +169,15 @@ class _Router(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         found = self._match(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
         if found is None:
+            if isinstance(node.op, ast.Add) and any(map(self._is_sum, (node.left, node.right))):
+                self.problem = f"; {ast.unparse(node)!r} would stay linear in its last summand: write x + (f + g)"
             return self.generic_visit(node)
         connection, stream, branch = found
         return node if connection is None else ast.copy_location(self._call(connection, stream, branch), node)
+
+    def _is_sum(self, node: ast.expr) -> bool:
+        return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+                and any(ast.unparse(summand) in self.streams for summand in (node.left, node.right)))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         found = None
@@ -252,6 +263,19 @@ class _Router(ast.NodeTransformer):
                 expression = ast.fix_missing_locations(ast.Expression(condition))
                 known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
         return known
+
+
+def _locals(code: CodeType) -> Set[str]:
+    """Names that are local to a function or to one within it."""
+    inner = [_locals(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_varnames, *code.co_cellvars}.union(*inner)
+
+
+def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any]) -> bool:
+    try:
+        return bool(eval(condition, namespace, own))
+    except Exception:  # noqa: BLE001 behind a call that guards it, or of a tensor on meta: not known
+        return True
 
 
 def _leaves(statements: Sequence[ast.AST]) -> bool:

@@ -15,20 +15,25 @@ def looks_residual(cls: type) -> bool:
 
     That is: two things that both follow from the input are added, by ``+``, ``torch.add`` or the tensor's own methods.
     But for position embeddings it errs towards yes, so that no model is converted by half: what looks residual and is
-    not is named by :func:`timm_ortho.not_residual`. Sums in other methods, of arguments or by other means (``sum``) are not seen.
+    not is named by :func:`timm_ortho.not_residual`. Not seen are sums in other methods, of arguments or by other means
+    (``sum``), and those of a class without readable source.
     """
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]
     except (OSError, TypeError, SyntaxError, AttributeError):  # built in, generated, or without a forward
         return False
-    if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
+    if not isinstance(function, ast.FunctionDef):
         return False
-    derived = _derived(function, function.args.args[1].arg)
+    given = function.args
+    sources = [*given.posonlyargs, *given.args][1:] or [given.vararg] * bool(given.vararg) or given.kwonlyargs
+    if not sources:
+        return False
+    derived = _derived(function, sources[0].arg)
     return any(_adds(node, derived) for node in ast.walk(function))
 
 
 _ADDING = ("add", "add_", "add_relu")
-_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
 
 
 def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
@@ -38,7 +43,8 @@ def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
     while grown - names:
         names |= grown
         for node in ast.walk(function):
-            if isinstance(node, _ASSIGNMENTS) and node.value is not None and _mentions(node.value, names):
+            value = getattr(node, "value", getattr(node, "iter", None)) if isinstance(node, _ASSIGNMENTS) else None
+            if value is not None and _mentions(value, names):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 grown |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
     return names
@@ -50,7 +56,8 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         summands = [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
-        summands = [node.func.value, *node.args[:2]]  # of torch.add the first mentions nothing
+        others = [keyword.value for keyword in node.keywords]
+        summands = [node.func.value, *node.args[:2], *others]  # of torch.add the first mentions nothing
     else:
         return False
     return sum(_mentions(one, derived) for one in summands) >= 2 and not any(map(_is_no_branch, summands))

@@ -8,7 +8,7 @@ from torch import nn
 from .._checks import known_name
 from . import timm, torchvision, transformers
 from .detection import looks_residual
-from .routed import host_class, route, routed_name, written_class
+from .routed import host_class, routed_class, routed_name, written_class
 from .spec import BlockSpec
 
 __all__ = ["host_and_spec", "is_residual", "not_residual", "register_block", "spec_of", "specs"]
@@ -81,7 +81,7 @@ def register_block(
         raise ValueError(f"{name} has no method {method!r}")
     if name in _SPECS and _SPECS[name] != spec and _REGISTERED.get(name, block) is block:
         raise ValueError(f"{name} is known already, with stream {_SPECS[name].stream!r} and kinds {_SPECS[name].kinds}")
-    route(cast(type, block), spec, kinds)  # refuses what does not fit
+    routed_class(cast(type, block), spec)  # refuses what does not fit
     _SPECS[name], _REGISTERED[name] = spec, block
     return block
 
@@ -137,7 +137,8 @@ def host_and_spec(routed: str) -> Tuple[Optional[type], Optional[BlockSpec]]:
 
 
 def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__  # of the script, in a spawned process
+    return f"{module}.{cls.__qualname__}"
 
 
 def _flat(streams: Union[str, tuple]) -> List[str]:

@@ -60,5 +60,8 @@ class BlockSpec(NamedTuple):
 def last_width(block: nn.Module) -> int:
     """What the last linear layer or convolution of a block puts out."""
     kinds = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
-    last = [module for module in block.modules() if isinstance(module, kinds)][-1]
+    last = next((module for module in reversed([*block.modules()]) if isinstance(module, kinds)), None)
+    if last is None:
+        raise ValueError(f"{type(block).__name__} has no linear layer and no convolution that says how wide its stream "
+                         "is, which a skip has to know")
     return last.out_features if isinstance(last, nn.Linear) else last.out_channels

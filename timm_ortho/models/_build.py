@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._checks import known_name
+from .._compat import adapt_model_from_file
 from ..connections import CONNECTIONS
 from ..convert import connect
 from ..diagnostics import record_as_asked
@@ -66,17 +67,20 @@ def create(
 
         is_connected = False
 
-        def build(model_cls: Callable[..., nn.Module], *args, pretrained_filter_fn=None, **kwargs) -> nn.Module:
+        def build(
+                model_cls: Callable[..., nn.Module], variant: str, *args, pretrained_filter_fn=None, pruned=False,
+                **kwargs) -> nn.Module:
             nonlocal is_connected
             is_connected = True
 
             # It connects before weights are loaded and before features_only takes a model apart: a checkpoint with
             # learned connections loads as a whole, and block indices count all blocks.
             def construct(*args, **kwargs) -> nn.Module:
-                return connect(model_cls(*args, **kwargs), **arguments)
+                model = model_cls(*args, **kwargs)
+                return connect(adapt_model_from_file(model, variant) if pruned else model, **arguments)
 
             filter_fn = checked(pretrained_filter_fn, cfg, kwargs)
-            return build_model_with_cfg(construct, *args, pretrained_filter_fn=filter_fn, **kwargs)
+            return build_model_with_cfg(construct, variant, *args, pretrained_filter_fn=filter_fn, **kwargs)
 
         model = entry(build, pretrained=pretrained, pretrained_cfg=given, **kwargs)
         # an entry point may take another way to its model (use_naflex=True): it is connected now, or refused
