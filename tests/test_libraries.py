@@ -9,6 +9,7 @@ import torch
 import torchvision
 from library_models import MODELS
 from small_models import host
+from torchvision.models import detection, segmentation
 
 from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites
 from timm_ortho.blocks import reached, spec_of, specs
@@ -131,6 +132,14 @@ def test_pickled_into_a_fresh_process(name, tmp_path):
             "torch.save(y if torch.is_tensor(y) else y[0], sys.argv[2])")
     subprocess.run([sys.executable, "-c", code, tmp_path / "model", tmp_path / "y"], check=True)
     torch.testing.assert_close(torch.load(tmp_path / "y"), output(model(images)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("build", [detection.retinanet_resnet50_fpn, segmentation.lraspp_mobilenet_v3_large])
+def test_detectors_and_segmentation_networks_of_torchvision(build):
+    """What they add outside their backbone is no stream."""
+    with torch.device("meta"):
+        model = build(weights=None, weights_backbone=None)
+    assert len(sites(connect(model))) == len(sites(connect(model.backbone))) > 0
 
 
 def test_layers_count_blocks_as_a_person_would():

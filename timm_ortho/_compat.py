@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # every operation th
 __all__ = [
     "TorchDispatchMode", "adapt_model_from_file", "compiled_model", "current_arguments", "feature_take_indices",
     "forward_mode_is_active", "functorch_is_active", "is_compiled_in_place", "is_compiler_error", "is_recorded",
-    "is_sharded",
-    "named_children", "save_config_for_hf", "submission_script",
+    "is_sharded", "named_children", "save_config_for_hf", "submission_script",
 ]
 
 # The arguments that make a model as it is now, reset_classifier() and set_input_size() included; timm 1.0.31 has it.

@@ -41,4 +41,5 @@ BLOCKS: Tuple[BlockSpec, ...] = (
 )
 
 NOT_RESIDUAL: Dict[str, str] = {f"torchvision.{name}": "a sum of resolutions" for name in (
-    "models.segmentation.lraspp.LRASPPHead", "ops.feature_pyramid_network.FeaturePyramidNetwork")}
+    "models.detection.retinanet.RetinaNet", "models.segmentation.lraspp.LRASPPHead",
+    "ops.feature_pyramid_network.FeaturePyramidNetwork")}

@@ -72,6 +72,7 @@ NOT_RESIDUAL: Dict[str, str] = {
     _name(name): why
     for why, names in {
         "mask tokens in the place of masked ones": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
+        "a sum of resolutions": "hiera.HieraMultiScaleHead",
         "parallel branches, folded into one convolution by a re-parameterisation": "textnet.TextNetRepConvLayer",
         "inside a branch": "focalnet.FocalNetModulation swiftformer.SwiftFormerEfficientAdditiveAttention",
         "a gate or a norm of a branch": "convnextv2.ConvNextV2GRN",
