@@ -6,20 +6,13 @@ from ..models.paper import ARCHITECTURES
 from . import LabError
 from .design import Design, Variant, load
 from .paper import architecture, deviations
-from .recipe import base_name, known_options
+from .recipe import base_name, known_options, options_with
 
 __all__ = ["changes"]
 
 # What gets a line of its own; the other options that differ are named together.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
-
-# What says where images come from and how they are stored, nothing of how a model is trained.
-_NOT_COMPARED = frozenset("""
-    checkpoint_hist class_map data_dir dataset dataset_download dataset_trust_remote_code device device_modules in_chans
-    input_img_mode input_key input_size interpolation mean model model_kwargs no_prefetcher num_classes pin_mem seed std
-    target_key train_split val_split validation_batch_size workers worker_seeding
-""".split())
 
 
 def changes(design: Design, given: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab") -> list[str]:
@@ -84,7 +77,8 @@ def _options(variant: Variant) -> dict[str, Any]:
     own = ARCHITECTURES[model][2] if model in ARCHITECTURES else skip_networks.ARCHITECTURES.get(model, {})
     kwargs = {key: value for key, value in variant.options.model_kwargs.items()
               if not key.startswith("connection") and key != "img_size"}  # which is an option already
-    options = {key: value for key, value in vars(variant.options).items() if key not in _NOT_COMPARED}
+    options = {key: value for key, value in vars(variant.options).items()
+               if key not in options_with("about", "machine", "data")}
     return {"architecture": model, **own, **kwargs, **options}
 
 

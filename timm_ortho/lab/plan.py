@@ -38,9 +38,7 @@ __all__ = ["STUDY", "Request", "StudyPlan", "places_of", "plan", "read"]
 
 STUDY = "study.yaml"
 # What does not change a result: a job that lands on another machine has to find its folder.
-_MACHINE = frozenset("""
-    data_dir workers device checkpoint_hist dataset_download pin_mem no_prefetcher validation_batch_size
-""".split())
+_MACHINE = recipe.options_with("about", "machine")
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ def _settings(request: Request, given: Mapping[str, Any], first: Optional[Varian
               if key not in ("seeds", "connections", "baseline", "report")}
     settings = {"design": design, "given": {key: value for key, value in given.items() if key not in _MACHINE}}
     if request.design.name == "compare":  # whose recipe may be a file
-        options = {key: value for key, value in vars(first.options).items() if key not in (*_MACHINE, "seed")}
+        options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}
         kwargs = {key: value for key, value in options["model_kwargs"].items() if key != "connection"}
         settings["options"] = {**options, "model_kwargs": kwargs}
     return _plain(settings)

@@ -1,8 +1,13 @@
 """A recipe is a training YAML of timm's `train.py`: the same keys, the same defaults, the same types.
 
 `train_options.json` beside this file lists `train.py`'s options; where a script is at hand, its own parser is asked.
-The lab's loop knows a part of them, `LOOP`. It has no use for what changes only what is logged or stored, `INERT`, and
-refuses the others unless they stand at timm's defaults.
+
+| key | says of an option |
+| --- | --- |
+| `type`, `default`, `choices` | what timm's parser says |
+| `list`, `or_list` | it is a list; the parser takes one number, but timm.data a list too, which a YAML can hold |
+| `lab` | `used` by the lab's loop, or `unused` there: it changes what is logged or stored; others stay at defaults |
+| `about` | the `machine`, and so without effect on a result, or the `data`; without it, how a model is trained |
 """
 import argparse
 import importlib
@@ -21,38 +26,11 @@ from ..models._build import SUFFIXES
 from . import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 
 __all__ = [
-    "base_name", "find", "import_modules", "known_options", "load", "of_script", "resolve", "resolve_variant",
-    "shipped",
+    "base_name", "find", "import_modules", "known_options", "load", "of_script", "options_with", "resolve",
+    "resolve_variant", "shipped",
 ]
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # what a recipe says for its own model only
-
-LOOP = frozenset("""
-    data_dir dataset train_split val_split train_num_samples val_num_samples dataset_download class_map input_img_mode
-    input_key target_key dataset_trust_remote_code
-    model pretrained initial_checkpoint num_classes gp img_size in_chans input_size crop_pct mean std interpolation
-    batch_size validation_batch_size channels_last grad_accum_steps model_kwargs torchcompile torchcompile_mode device
-    amp amp_dtype device_modules
-    opt opt_eps opt_betas momentum weight_decay clip_grad clip_mode layer_decay layer_decay_min_scale
-    layer_decay_no_opt_scale opt_kwargs
-    sched sched_on_updates lr lr_base lr_base_size lr_base_scale lr_noise lr_noise_pct lr_noise_std lr_cycle_mul
-    lr_cycle_decay lr_cycle_limit lr_k_decay warmup_lr min_lr epochs epoch_repeats decay_milestones decay_epochs
-    warmup_epochs warmup_prefix cooldown_epochs decay_rate
-    no_aug train_crop_mode scale ratio hflip vflip color_jitter color_jitter_prob grayscale_prob gaussian_blur_prob aa
-    reprob remode recount mixup cutmix cutmix_minmax mixup_prob
-    mixup_switch_prob mixup_mode mixup_off_epoch smoothing train_interpolation drop drop_path drop_block bn_momentum
-    bn_eps model_ema model_ema_decay model_ema_warmup
-    seed worker_seeding workers pin_mem no_prefetcher
-""".split())
-
-# One process, no logging service, an output folder that compare names itself, and the last checkpoint alone.
-INERT = frozenset("""
-    output experiment log_interval recovery_interval save_images log_wandb wandb_project wandb_tags wandb_resume_id
-    local_rank dist_bn no_ddp_bb synchronize_step checkpoint_hist eval_metric
-""".split())
-
-# train.py's parser takes one number, but hands a list that stands in the YAML on to timm.data, which knows both.
-_NUMBER_OR_LIST = frozenset({"color_jitter"})
 
 # Where the lab's default is not timm's, and why.
 DEFAULTS = {
@@ -62,8 +40,14 @@ DEFAULTS = {
 
 @cache
 def known_options() -> Mapping[str, Mapping[str, Any]]:
-    """The options of timm's `train.py`: name -> type, default, and, where they apply, list and choices."""
+    """The options of timm's `train.py`: name -> what is said of it, see above."""
     return json.loads(files(__package__).joinpath("train_options.json").read_text(encoding="utf-8"))
+
+
+@cache
+def options_with(key: str, *values: str) -> frozenset[str]:
+    """The names of the options of which the table says one of these: `options_with("lab", "used")`."""
+    return frozenset(name for name, option in known_options().items() if option.get(key) in values)
 
 
 def shipped() -> dict[str, Path]:
@@ -102,15 +86,15 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
         typed.setdefault("data_dir", typed["data"])
     if trainer == "lab":
         changed = [key for key, value in typed.items() if not _is_default(key, value)]
-        missing = [f"'{key}'" for key in changed if key not in LOOP | INERT | {"data"}]
+        missing = [f"'{key}'" for key in changed if key not in options_with("lab", "used", "unused") | {"data"}]
         if missing:
             raise LabError(f"timm's train.py has {', '.join(missing)}, but the lab's own loop does not: remove it, or "
                            "train with --train-py")
         if str(typed.get("sched")).startswith("plateau"):
             raise LabError("the lab's own loop has no schedule that follows the figures: train with --train-py")
-        inert = [key for key in changed if key in INERT]
-        if inert:
-            print(f"timm-ortho: the lab's own loop has no use for {', '.join(inert)}", file=sys.stderr)
+        unused = [key for key in changed if key in options_with("lab", "unused")]
+        if unused:
+            print(f"timm-ortho: the lab's own loop has no use for {', '.join(unused)}", file=sys.stderr)
     defaults = {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
     return Namespace(**{**defaults, **typed})
 
@@ -191,7 +175,7 @@ def _typed(key: str, value: Any) -> Any:
     option = known_options()[key]
     if value is None:
         return option["default"]
-    if option.get("list") or (key in _NUMBER_OR_LIST and isinstance(value, (list, tuple))):
+    if option.get("list") or ("or_list" in option and isinstance(value, (list, tuple))):
         values = value if isinstance(value, (list, tuple)) else [value]
         return [_scalar(key, option["type"], item) for item in values]
     value = _scalar(key, option["type"], value)

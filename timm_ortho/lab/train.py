@@ -1,7 +1,7 @@
 """The lab's own training loop, for small studies on a CPU or one GPU. All its parts are timm's.
 
 It stands in for timm's `train.py` where nobody has a checkout of timm, and does what that does with the options that it
-knows (`recipe.LOOP`). Beyond that every random number follows from seed, epoch and purpose, so that runs with one seed
+knows (`recipe`). Beyond that every random number follows from seed, epoch and purpose, so that runs with one seed
 see the same batches whatever their connections draw, and a run that was interrupted ends with the weights of one that
 was not.
 """
