@@ -54,8 +54,10 @@ def keep(folder: Path, unfinished: Path) -> int:
     finished = sorted(path.parent for path in folder.glob("*/result.json"))
     for run in finished:
         (target / run.name).mkdir(parents=True, exist_ok=True)
-        for name in ("run.yaml", "result.json", "history.jsonl", "summary.csv"):
-            (target / run.name / name).write_text(_elsewhere((run / name).read_text(encoding="utf-8"), folder))
+        for path in (run / "run.yaml", run / "result.json", *run.rglob("summary.csv")):
+            there = target / run.name / path.relative_to(run)
+            there.parent.mkdir(exist_ok=True)
+            there.write_text(_elsewhere(path.read_text(encoding="utf-8"), folder), encoding="utf-8")
         lines = {name: read_lines(run / f"{name}.jsonl") for name in ("probe", "records")}
         epochs = json.loads((run / "result.json").read_text(encoding="utf-8"))["epochs"]
         less = lean({"epochs": epochs, "probe": lines["probe"], "dynamics": lines["records"]})

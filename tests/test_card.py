@@ -1,4 +1,5 @@
 """Runs read from their files, and the cards made from them: each figure is the files', and nothing else is there."""
+import csv
 import json
 import re
 import shutil
@@ -41,7 +42,15 @@ def read(path):
 
 
 def rows(folder):
-    return [json.loads(line) for line in (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()]
+    with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def write_rows(folder, rows):
+    with open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows({**row, "epoch": int(row["epoch"])} for row in rows)
 
 
 def figures(card):
@@ -86,17 +95,20 @@ def test_every_figure_of_the_results_is_in_the_files(grid):
 
 
 @pytest.mark.parametrize(("file", "key", "name"), [
-    ("history.jsonl", "eval_top1", "top-1 of these weights, %"),
+    ("summary.csv", "eval_top1", "top-1 of these weights, %"),
     ("result.json", "top1", "top-1 after the last epoch, mean over seeds, %"),
 ])
 def test_a_card_follows_its_files(copied, file, key, name):
     path = copied / "feature-seed0" / file
     before = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
-    values = rows(path.parent) if file == "history.jsonl" else [read(path)]
+    values = rows(path.parent) if file == "summary.csv" else [read(path)]
     values[-1][key] += 3
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    if file == "summary.csv":
+        write_rows(path.parent, values)
+    else:
+        path.write_text(json.dumps(values[0]))
     after = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
-    assert after - before == pytest.approx(3 if file == "history.jsonl" else 1, abs=1e-3)
+    assert after - before == pytest.approx(3 if file == "summary.csv" else 1, abs=1e-3)
 
 
 def test_runs_of_other_settings_and_unfinished_ones_are_no_peers(copied):
@@ -280,11 +292,10 @@ def test_curve(grid, tmp_path):
 
 
 def test_a_diverged_run_can_still_be_described(copied):
-    path = copied / "feature-seed0" / "history.jsonl"
-    *before, last = rows(path.parent)
-    last.update(eval_loss=None, train_loss=None)
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*before, last]))
-    run = CheckpointRun(path.parent)
+    folder = copied / "feature-seed0"
+    *before, last = rows(folder)
+    write_rows(folder, [*before, {**last, "eval_loss": float("nan"), "train_loss": float("nan")}])
+    run = CheckpointRun(folder)
     draw_curve(run, copied / "curve.png")
     assert "loss of these weights" not in str(model_card(SUBJECT, run))
 

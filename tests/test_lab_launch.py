@@ -144,7 +144,7 @@ def test_status(tmp_path, monkeypatch, capsys):
         assert cli.main(["study", "status", str(found.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     top1 = f"top-1 {read(done / RESULT)['top1']:.2f} %"
-    half_top1 = f"top-1 {folders.read_lines(half / 'history.jsonl')[0]['eval_top1']:.2f} %"
+    half_top1 = f"top-1 {folders.read_history(half)[0]['eval_top1']:.2f} %"
     assert [line.split(maxsplit=2) for line in lines[:-1]] == [
         ["lr=0.001-linear-seed0", "finished", top1],
         ["lr=0.01-linear-seed0", "stopped", f"epoch 1 of 2, {half_top1}"],
@@ -230,13 +230,13 @@ def test_a_run_with_an_error_is_reported_and_the_rest_goes_on(tmp_path, monkeypa
     for name in ("linear", "feature"):
         stopped(found.folder / f"{name}-seed0", monkeypatch, BATCHES + 1, KeyboardInterrupt)
     (found.folder / "linear-seed0" / "last.pth.tar").write_bytes(b"half")
-    (found.folder / "feature-seed0" / "probe.jsonl").write_text("{}\n")
+    (found.folder / "feature-seed0" / "probe.jsonl").unlink()
     with pytest.raises(LabError) as error:
         study.run(given, parallel=2)
     assert str(error.value).startswith("2 of 3 runs failed, first ")
     assert str(error.value).endswith("; the same command again tries them anew")
     said = capsys.readouterr().err
-    assert "timm-ortho: feature-seed0 failed: KeyError: 'epochs_done', see " in said
+    assert "timm-ortho: feature-seed0 failed: No such file or directory; FileNotFoundError: " in said
     assert "timm-ortho: linear-seed0 failed: " in said
     assert "last.pth.tar cannot be continued (" in said
     assert "Traceback (most recent call last)" in (found.folder / "feature-seed0" / LOG).read_text()

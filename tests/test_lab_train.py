@@ -32,6 +32,7 @@ from tiny_study import (
 
 from timm_ortho.lab import LabError, data, features, plan, recipe, run, train, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
+from timm_ortho.runs.folders import CheckpointRun, read_history
 
 # timm's ImageDataset leaves the closing of its files to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*png:ResourceWarning")
@@ -72,14 +73,16 @@ def test_files(study):
     for name in ("linear-seed0", "feature-seed0"):
         folder = study / name
         assert {path.name for path in folder.iterdir()} - {".lock"} == {
-            "run.yaml", "args.yaml", "history.jsonl", "probe.jsonl", "records.jsonl", "summary.csv", "last.pth.tar",
+            "run.yaml", "args.yaml", "probe.jsonl", "records.jsonl", "summary.csv", "last.pth.tar",
             "sessions.json", "result.json", "features.npy"}
         header, *rows = (folder / "summary.csv").read_text().splitlines()
-        assert header == "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr"
+        assert header.split(",") == [
+            "epoch", "train_loss", *(f"train_{key}" for key in ("images_per_second", "seconds", "peak_memory")),
+            "eval_loss", "eval_top1", "eval_top5", "lr"]
         assert [row.split(",")[0] for row in rows] == ["0", "1"]
-        history, result = read_lines(folder / "history.jsonl"), read(folder / "result.json")
+        history, result = read_history(folder), read(folder / "result.json")
         assert [row["epoch"] for row in history] == [0, 1]
-        assert result["top1"] == history[-1]["eval_top1"] == pytest.approx(float(rows[-1].split(",")[3]))
+        assert result["top1"] == history[-1]["eval_top1"] == float(rows[-1].split(",")[6])
         assert result["images_per_second"] > 0
         assert (result["trainer"], result["connection"], result["seed"]) == ("lab", name.split("-")[0], 0)
         assert 1.0 <= result["representation"]["effective_rank"] <= 16.0
@@ -222,6 +225,15 @@ def test_switch_kept_goes_on_and_reinitialised_begins_anew(switches):
         assert {group["step"].item() for group in groups} == {updates}  # of the second optimizer
 
 
+@pytest.mark.parametrize("optimizer", ["kept", "reinitialised"])
+def test_what_is_published_of_a_switch_is_of_its_last_weights(optimizer, switches):
+    """With a new optimizer epochs are counted anew: the row of the first stage's last epoch has the same number."""
+    folder = switches[optimizer][1]
+    found = CheckpointRun(folder, ema=True)
+    assert found.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
+    assert not found.chosen_on_validation
+
+
 def test_switch_replaces_the_connections_and_nothing_else(switches):
     """The first look of the second stage is at the weights of the first stage's end, with other connections."""
     for optimizer in ("reinitialised", "kept"):
@@ -257,11 +269,20 @@ def test_damaged_checkpoint_is_one_line(tmp_path, monkeypatch, capsys):
 def test_a_line_that_was_cut_short_is_written_again(tmp_path, monkeypatch, whole):
     parts = one_run(tmp_path / "parts")
     stopped(parts, monkeypatch, BATCHES + 1)
-    for name in ("history.jsonl", "probe.jsonl"):
+    for name in ("summary.csv", "probe.jsonl"):
         with open(parts / name, "a") as file:
             file.write('{"epoch": 1, "tr')
     run.run(parts)
     assert_same_run(parts, whole)
+
+
+def test_a_file_that_lost_rows_is_not_gone_on_with(tmp_path, monkeypatch, capsys):
+    folder = one_run(tmp_path / "out")
+    stopped(folder, monkeypatch, BATCHES + 1)
+    (folder / "summary.csv").write_text("epoch,train_loss\n")
+    assert run.main([str(folder)]) == 2
+    assert capsys.readouterr().err == (
+        f"timm-ortho: {folder / 'summary.csv'} has lost rows; remove {folder} to train it anew\n")
 
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -269,7 +290,7 @@ TORCHS_WORDS = RuntimeError("[enforce fail at inline_container.cc:664] . unexpec
 
 
 @pytest.mark.parametrize(("where", "error"), [
-    ("last.pth.tar", NO_SPACE), ("last.pth.tar", TORCHS_WORDS), ("history.jsonl", NO_SPACE), ("result.json", NO_SPACE)])
+    ("last.pth.tar", NO_SPACE), ("last.pth.tar", TORCHS_WORDS), ("summary.csv", NO_SPACE), ("result.json", NO_SPACE)])
 def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, whole, where, error):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1)
@@ -286,7 +307,7 @@ def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, 
 
 def test_a_file_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     folder = one_run(tmp_path / "out")
-    fill_disk(monkeypatch, "history.jsonl", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "elsewhere"))
+    fill_disk(monkeypatch, "summary.csv", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "elsewhere"))
     assert run.main([str(folder)]) == 1
     said = capsys.readouterr().err
     assert "FileNotFoundError: [Errno 2] No such file or directory: 'elsewhere'" in said
@@ -318,8 +339,8 @@ def fill_disk(context, where, error):
             full()
 
         context.setattr("timm_ortho.lab.train.torch.save", save)
-    elif where == "history.jsonl":
-        context.setattr("timm_ortho.lab.folder.Lines.append", full)
+    elif where == "summary.csv":
+        context.setattr("timm_ortho.lab.train.update_summary", full)
     else:
         original = os.fsync
         context.setattr("os.fsync", lambda descriptor: full() if f".{where}" in os.readlink(

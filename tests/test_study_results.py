@@ -72,7 +72,7 @@ def test_finished_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch):
     kept = tmp_path / "unfinished" / "tiny"
     assert {path.name for path in kept.iterdir()} == {"study.yaml", done}
     assert {path.name for path in (kept / done).iterdir()} == {
-        "run.yaml", "result.json", "history.jsonl", "summary.csv", "probe.jsonl", "records.jsonl"}
+        "run.yaml", "result.json", "summary.csv", "probe.jsonl", "records.jsonl"}
     text = "".join(path.read_text() for path in kept.rglob("*") if path.is_file())
     assert str(tmp_path) not in text
     assert str(ROOT) not in text

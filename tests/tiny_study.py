@@ -6,8 +6,9 @@ import torch
 import yaml
 
 from timm_ortho.lab import launch, plan, run, study
-from timm_ortho.lab.folder import read_lines
+from timm_ortho.lab.folder import RunPlan, history, read_lines
 from timm_ortho.lab.train import Training
+from timm_ortho.runs.folders import read_history
 
 # Everything that a run can do, in seconds.
 STUDY = """
@@ -141,7 +142,7 @@ def read(path):
 
 
 def rates(folder):
-    return [row["lr"] for row in read_lines(folder / "history.jsonl")]
+    return [row["lr"] for row in history(folder, RunPlan.read(folder))]
 
 
 def assert_same_run(one, other):
@@ -156,12 +157,11 @@ def assert_same_run(one, other):
         mine, theirs = (state(folder / place)["optimizer"] for folder in (one, other))
         assert mine["param_groups"] == theirs["param_groups"]
         torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
-        assert (one / place / "summary.csv").read_text() == (other / place / "summary.csv").read_text()
+        untimed = [[{key: value for key, value in row.items() if key.removeprefix("train_") not in TIMED}
+                    for row in read_history(folder / place)] for folder in (one, other)]
+        assert untimed[0] == untimed[1] != []
     for name in ("probe.jsonl", "records.jsonl"):
         assert read_lines(one / name) == read_lines(other / name)
-    untimed = [[{key: value for key, value in row.items() if key not in TIMED}
-                for row in read_lines(folder / "history.jsonl")] for folder in (one, other)]
-    assert untimed[0] == untimed[1] != []
     results = [{key: value for key, value in read(folder / "result.json").items() if key not in (*TIMED, "made_with")}
                for folder in (one, other)]
     assert results[0] == results[1]

@@ -4,7 +4,6 @@
 | --- | --- | --- |
 | `run.yaml` | the plan | who trains it, its stages with all their options, and what is recorded |
 | `args.yaml` | the plan, timm's `train.py` | the options, as `train.py -c` takes them |
-| `history.jsonl` | the lab's loop | a row for each epoch; of a run of `train.py` its `summary.csv` is read |
 | `probe.jsonl` | the lab's loop | each site's norms and cosine on one validation batch, at first and after each epoch |
 | `records.jsonl` | either | the rows of :func:`timm_ortho.record` |
 | `summary.csv`, `last.pth.tar` | either | as timm's `train.py` writes them |
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence
 
 import yaml
 from filelock import FileLock, Timeout
@@ -29,8 +28,8 @@ from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 
 __all__ = [
-    "LOG", "RESULT", "SESSIONS", "Lines", "RunPlan", "Stage", "epochs_done", "figures_of", "history", "last_session",
-    "read_json", "read_lines", "read_yaml", "state", "top1_text", "with_last_words", "work_on",
+    "LOG", "RESULT", "SESSIONS", "RunPlan", "Stage", "append_lines", "epochs_done", "figures_of", "history",
+    "last_session", "read_json", "read_lines", "read_yaml", "state", "top1_text", "with_last_words", "work_on",
 ]
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a plan of many runs has many options
@@ -134,23 +133,10 @@ def _plain(value: Any) -> Any:  # with lists for tuples, which YAML does not hav
     return json.loads(json.dumps(value))
 
 
-class Lines:
-    """A file of JSON lines that grows as a run goes on; the rows that came after its checkpoint do not belong to it."""
-
-    def __init__(self, path: Path, belongs: Callable[[Mapping[str, Any]], bool]) -> None:
-        self.path = path
-        self.rows = [row for row in read_lines(path) if belongs(row)]
-        if self.rows or path.exists():
-            write_text(path, "".join(map(_line, self.rows)))
-
-    def append(self, *rows: Mapping[str, Any]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(map(_line, rows)))
-        self.rows.extend(rows)
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(without_nan(row), allow_nan=False) + "\n"
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows at the end of a file of JSON lines."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows))
 
 
 def _read(path: Path, parse: Callable[[str], Any], advice: str = " to train it anew") -> Any:
@@ -176,9 +162,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def history(folder: Path, plan: RunPlan) -> list[dict]:
-    """A row for each epoch that is finished, of a run of either trainer."""
-    if plan.trainer == "lab":
-        return read_history(folder)
+    """A row for each epoch that is finished, all stages counted."""
     rows = [{**row, "epoch": row["epoch"] + plan.offset(stage)}
             for stage in plan.stages for row in read_history(folder / stage.folder)]
     return list({row["epoch"]: row for row in rows}.values())

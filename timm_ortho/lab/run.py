@@ -155,14 +155,15 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     options = Namespace(**{**vars(checkpoint["args"]), "pretrained": False, "initial_checkpoint": ""})
     model = build_model(options, options.num_classes, options.in_chans or 3)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
-    speeds = sorted(row["images_per_second"] for row in rows if row.get("images_per_second"))
-    seconds = [row["seconds"] for row in rows if row.get("seconds")]
+    speeds, memory, seconds = (
+        [row[key] for row in rows if row.get(key)]  # the lab's loop has them
+        for key in ("train_images_per_second", "train_peak_memory", "train_seconds"))
     return {
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **figures_of(rows),
-        "images_per_second": speeds[len(speeds) // 2] if speeds else None,  # the median epoch
-        "peak_memory": max((row["peak_memory"] for row in rows if row.get("peak_memory")), default=None),
+        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # the median epoch
+        "peak_memory": int(max(memory)) if memory else None,
         "seconds": sum(seconds) if seconds else None,
         "device": device_name(torch.device(options.device)),
         "trainer": "lab" if plan.trainer == "lab" else "train.py",

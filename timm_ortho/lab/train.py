@@ -7,6 +7,7 @@ was not.
 """
 import errno
 import math
+import os
 import sys
 import time
 from argparse import Namespace
@@ -28,9 +29,9 @@ from .._checks import short
 from ..connections import sites
 from ..diagnostics import record, record_dynamics
 from ..runs.folders import load_checkpoint
-from . import LabError, one_line, whole_file, write_text
+from . import LabError, one_line, whole_file
 from .data import DataStream, Source, epoch_seed, loaders, mixes
-from .folder import Lines, RunPlan, Stage
+from .folder import RunPlan, Stage, append_lines
 
 __all__ = ["Training", "build_model"]
 
@@ -62,6 +63,7 @@ class Training:
         self.plan, self.stage, self.folder, self.options = plan, stage, folder, options
         self.offset = plan.offset(stage)
         self.checkpoint, self.summary = (folder / stage.folder / name for name in ("last.pth.tar", "summary.csv"))
+        self.growing = [Path(stage.folder, "summary.csv").as_posix(), "probe.jsonl", "records.jsonl"]  # with each epoch
         self.device = torch.device(options.device)
         if self.device.type == "cuda":  # as train.py does
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
@@ -92,18 +94,22 @@ class Training:
     # ------------------------------------------------------------------------------------------ the epochs
     def train(self) -> None:
         """Trains to the end of the stage; what it leaves is in the run's folder."""
-        start = self._resume()
+        start, lengths = self._resume()
         if start >= self.stage.last_epoch:  # what follows in the run's files is the next stage's
             return
-        first = start + self.offset
-        self._shorten_summary(start)
-        self.history = Lines(self.folder / "history.jsonl", lambda row: row["epoch"] < first)
-        self.probes = Lines(self.folder / "probe.jsonl", lambda row: row["epochs_done"] <= first)
-        recorder = self._recorder(first)
+        for name in self.growing:  # what came after the checkpoint is written again
+            path = self.folder / name
+            if name not in lengths:
+                path.unlink(missing_ok=True)
+            elif path.stat().st_size < lengths[name]:
+                raise LabError(f"{path} has lost rows; remove {self.folder} to train it anew")
+            else:
+                os.truncate(path, lengths[name])
+        recorder = self._recorder(start + self.offset)
         self.data.reseed(epoch_seed(self.options.seed, 0, _DATA))
         self.probe = self._to_device(*next(self.data.iterate(self.eval_loader)))[0]
-        if not self.probes.rows:
-            self._look_at_the_stream()
+        if not start + self.offset:
+            self._look_at_the_stream(0)
         try:
             for epoch in range(start, self.stage.last_epoch):
                 self._epoch(epoch)
@@ -111,22 +117,12 @@ class Training:
             if recorder is not None:
                 recorder.close()
 
-    def _shorten_summary(self, epochs: int) -> None:
-        """Removes the rows after the checkpoint, which are written again."""
-        if self.summary.exists():
-            header, *rows = self.summary.read_text(encoding="utf-8").splitlines(keepends=True)
-            numbers = [row.partition(",")[0] for row in rows]
-            kept = [row for row, epoch in zip(rows, numbers, strict=True) if epoch.isdecimal() and int(epoch) < epochs]
-            write_text(self.summary, "".join([header, *kept]))
-
     def _recorder(self, first: int) -> Any:
         """What looks at the connections every so many steps, all of a run's stages counted."""
         if self.plan.record is None:
             return None
-        step = first * len(self.train_loader)
-        lines = Lines(self.folder / "records.jsonl", lambda row: row["step"] < step)
-        recorder = record(self.model, every=self.plan.record, sink=lambda rows: lines.append(*rows))
-        recorder.step = step
+        recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / "records.jsonl"))
+        recorder.step = first * len(self.train_loader)
         return recorder
 
     def _epoch(self, epoch: int) -> None:
@@ -137,15 +133,12 @@ class Training:
         speed = images / (time.perf_counter() - began)
         evaluated = self._evaluate(self.ema.module if self.ema is not None else self.forward)
         lr = sum(group["lr"] for group in self.optimizer.param_groups) / len(self.optimizer.param_groups)
-        self.history.append({
-            "epoch": epoch + self.offset, "train_loss": loss,
-            **{f"eval_{key}": value for key, value in evaluated.items()}, "lr": lr, "images_per_second": speed,
-            "seconds": time.perf_counter() - began, "peak_memory": _peak_memory(self.device),
-        })
-        self._look_at_the_stream()
-        update_summary(epoch, {"loss": loss}, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
+        trained = {"loss": loss, "images_per_second": speed, "seconds": time.perf_counter() - began,
+                   "peak_memory": _peak_memory(self.device)}
+        update_summary(epoch, trained, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
+        self._look_at_the_stream(epoch + self.offset + 1)
         self.scheduler.step(epoch + 1)  # before the checkpoint, so that it holds the next epoch's learning rate
-        self._save(epoch)
+        self._save(epoch, evaluated["top1"])
         print(f"epoch {epoch + self.offset + 1}/{self.plan.epochs}: top-1 {evaluated['top1']:.2f} %", flush=True)
 
     def _train_epoch(self, epoch: int) -> tuple[float, int]:
@@ -203,10 +196,11 @@ class Training:
                     meter.update(value.item(), len(image))
         return {key: meter.avg for key, meter in meters.items()}
 
-    def _look_at_the_stream(self) -> None:
+    def _look_at_the_stream(self, epochs: int) -> None:
         with self.amp():
             found = record_dynamics(self.model, self.probe, self.sites)
-        self.probes.append({"epochs_done": len(self.history.rows), "sites": [site._asdict() for site in found]})
+        row = {"epochs_done": epochs, "sites": [site._asdict() for site in found]}
+        append_lines(self.folder / "probe.jsonl", [row])
 
     # -------------------------------------------------------------------------------------- the checkpoint
     def _parts(self) -> dict[str, Any]:
@@ -218,10 +212,11 @@ class Training:
             parts[self.scaler.state_dict_key] = self.scaler
         return parts
 
-    def _save(self, epoch: int) -> None:
+    def _save(self, epoch: int, top1: float) -> None:
         checkpoint = {
-            "epoch": epoch, "arch": self.options.model, "version": 2, "args": self.options,
-            "metric": self.history.rows[-1]["eval_top1"],
+            "epoch": epoch, "arch": self.options.model, "version": 2, "args": self.options, "metric": top1,
+            "lengths": {path.relative_to(self.folder).as_posix(): path.stat().st_size
+                        for path in map(self.folder.joinpath, self.growing) if path.exists()},
             **{name: part.state_dict() for name, part in self._parts().items()}}
         try:
             with whole_file(self.checkpoint) as partial:
@@ -229,14 +224,19 @@ class Training:
         except RuntimeError as error:  # torch's writer has its own words for a full disk
             raise OSError(errno.EIO, short(error)) from error
 
-    def _resume(self) -> int:
-        """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next."""
+    def _resume(self) -> tuple[int, dict[str, int]]:
+        """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next and
+        how long the run's files were then.
+        """
         before = self.folder / self.plan.stages[0].folder / "last.pth.tar"
-        path = before if self.stage.begins_with == "checkpoint" and not self.checkpoint.is_file() else self.checkpoint
+        path = self.checkpoint if self.checkpoint.is_file() else before
         if not path.is_file():
-            return 0
+            return 0, {}
         try:
             checkpoint = load_checkpoint(path)
+            lengths = checkpoint["lengths"]
+            if path == before and self.stage.begins_with == "weights":
+                return 0, lengths
             for name, part in self._parts().items():
                 part.load_state_dict(checkpoint[name])
         except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
@@ -245,7 +245,7 @@ class Training:
         start = checkpoint["epoch"] + 1
         # only for its count of updates: the optimizer has brought its learning rate along
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
-        return start
+        return start, lengths
 
     # ----------------------------------------------------------------------------------------------- parts
     def _to_device(self, image: torch.Tensor, target: torch.Tensor, mixup: Optional[Callable] = None):

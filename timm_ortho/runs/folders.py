@@ -3,7 +3,7 @@
 | run of | options | figures |
 | --- | --- | --- |
 | timm's `train.py` | `args.yaml`, or the `args` inside the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `history.jsonl`, `result.json`, the same of the other seeds' runs |
+| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, the same of the other seeds' runs |
 
 Both kinds of run evaluate the EMA weights where there are any, so the figures of such a run are not those of its plain
 weights. Checkpoints are read with torch's restricted unpickler: nothing in them is executed.
@@ -21,15 +21,14 @@ import torch
 import yaml
 from timm.models import clean_state_dict
 
-from .._checks import short
+from .._checks import short, without_nan
 
 __all__ = [
     "CheckpointRun", "PublishError", "Run", "checkpoint_file", "class_names", "comparison_rows", "json_lines",
     "load_checkpoint", "read_history", "read_json",
 ]
 
-_STUDY = "study.yaml"  # beside the folders of a study's runs
-HISTORY = "history.jsonl"
+_STUDY, _RUN = "study.yaml", "run.yaml"  # beside the folders of a study's runs, and in each of them
 _SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
 
 
@@ -50,7 +49,8 @@ class Run:
 
     Attributes:
         options: timm's options.
-        history: A row for each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`.
+        history: A row for each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`; of a run
+            with two connections those of the stage that the checkpoint is of.
         result: What the lab says at the end of a run; {} for a run of timm's `train.py`.
         peers: Last epoch's top-1 in percent by seed, of the finished runs that differ in nothing but the seed.
         comparison: The rows of `timm-ortho compare`'s table, [] where the run is not part of one.
@@ -121,11 +121,11 @@ class CheckpointRun(Run):
         self.options = _options(folder, checkpoint, self.path)
         self.state_dict = _weights(checkpoint, ema, self.path)
         self.epoch, self.ema = checkpoint.get("epoch"), ema
-        if folder.name == "switched" and (folder.parent / "run.yaml").is_file():  # of a run with two connections
-            folder = folder.parent
         self.history = read_history(folder)
         self.result, self.peers, self.comparison = {}, {}, []
-        if (folder / HISTORY).is_file():
+        if folder.name == "switched" and (folder.parent / _RUN).is_file():  # of a run with two connections
+            folder = folder.parent
+        if (folder / _RUN).is_file():
             self.result = _finished(folder)
             self.peers = _peers(folder, self.options)
             self.comparison = _comparison(folder.parent, self.result["connection"])
@@ -192,18 +192,16 @@ def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, 
 
 
 def read_history(folder: Path) -> list[dict]:
-    """A row for each epoch: the lab's, or those of the table that timm's train.py writes.
+    """A row for each epoch, of the table that timm's train.py and the lab write; null for NaN and infinities.
 
     A run of train.py that was resumed has that table's header again, and some epochs twice: the later one counts.
     """
-    if (folder / HISTORY).is_file():
-        return json_lines((folder / HISTORY).read_text(encoding="utf-8"))
     if not (folder / "summary.csv").is_file():
         return []
     with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
     by_epoch = {int(row["epoch"]): {key: float(value) for key, value in row.items() if key and value} for row in rows}
-    return [{**by_epoch[epoch], "epoch": epoch} for epoch in sorted(by_epoch)]
+    return [without_nan({**by_epoch[epoch], "epoch": epoch}) for epoch in sorted(by_epoch)]
 
 
 def json_lines(text: str) -> list[dict]:
