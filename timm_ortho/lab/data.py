@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, Optional
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import FastCollateMixup, Mixup, create_dataset, create_loader
+from timm.data import FastCollateMixup, create_dataset, create_loader
 from timm.utils import random_seed
 from torch.utils.data import Dataset, IterableDataset
 
@@ -218,18 +218,17 @@ def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
 
 # ---------------------------------------------------------------------------------------------- loaders
 def loaders(options: Namespace, source: Source, data_config: dict, device: torch.device):
-    """timm's training and validation loader, and the mixup function where the loader does not mix itself.
+    """timm's training and validation loader, whose batches are on the device, normalised and mixed.
 
     Workers are started anew for each epoch: those that persist keep their random state, and a run that continues from
     a checkpoint could not know it.
     """
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} images")
-    prefetch = not options.no_prefetcher
     mixing = _mixup_arguments(options, source)
     common = dict(
         **{key: data_config[key] for key in ("input_size", "mean", "std")}, num_workers=options.workers,
-        pin_memory=options.pin_mem, device=device, use_prefetcher=prefetch, persistent_workers=False)
+        pin_memory=options.pin_mem, device=device, persistent_workers=False)
     interpolation = "" if options.no_aug else options.train_interpolation
     train = create_loader(
         source.train,
@@ -241,7 +240,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
         gaussian_blur_prob=options.gaussian_blur_prob or 0.0,
         auto_augment=options.aa,
         interpolation=interpolation or data_config["interpolation"],
-        collate_fn=FastCollateMixup(**mixing) if mixing and prefetch else None,
+        collate_fn=FastCollateMixup(**mixing) if mixing else None,
         **_named(options, "batch_size no_aug train_crop_mode scale ratio hflip vflip color_jitter color_jitter_prob "
                           "worker_seeding"),
         **common,
@@ -253,7 +252,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
         **{key: data_config[key] for key in ("interpolation", "crop_pct")},
         **common,
     )
-    return train, validation, Mixup(**mixing) if mixing and not prefetch else None
+    return train, validation
 
 
 def mixes(options: Namespace) -> bool:

@@ -132,8 +132,8 @@ def _train(plan: RunPlan, folder: Path) -> dict:
     result, model = _result(plan, folder)
     if plan.representation:
         source, device = source or open_source(options, plan.hold_out), torch.device(options.device)
-        _, loader, _ = loaders(options, source, data_config(options, source, model), device)
-        result["representation"] = measure_features(model.to(device), (image.to(device) for image, _ in loader), folder)
+        _, loader = loaders(options, source, data_config(options, source, model), device)
+        result["representation"] = measure_features(model.to(device), (image for image, _ in loader), folder)
     return {**result, "labels": source.labels if source is not None else None}
 
 

@@ -68,10 +68,8 @@ class Training:
         if self.device.type == "cuda":  # as train.py does
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
-        if options.channels_last:
-            self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
-        self.train_loader, self.eval_loader, self.mixup = loaders(
+        self.train_loader, self.eval_loader = loaders(
             options, source, data_config(options, source, self.model), self.device)
         self.accumulate = max(1, options.grad_accum_steps)
         self.updates_per_epoch = math.ceil(len(self.train_loader) / self.accumulate)
@@ -107,7 +105,7 @@ class Training:
                 os.truncate(path, lengths[name])
         recorder = self._recorder(start + self.offset)
         self.data.reseed(epoch_seed(self.options.seed, 0, _DATA))
-        self.probe = self._to_device(*next(self.data.iterate(self.eval_loader)))[0]
+        self.probe, _ = next(self.data.iterate(self.eval_loader))
         if not start + self.offset:
             self._look_at_the_stream(0)
         try:
@@ -144,15 +142,12 @@ class Training:
     def _train_epoch(self, epoch: int) -> tuple[float, int]:
         """The mean loss, and the images that were seen."""
         self.forward.train()
-        mixer = self.mixup if self.mixup is not None else self.train_loader
-        if hasattr(mixer, "mixup_enabled"):
-            mixer.mixup_enabled = not self.options.mixup_off_epoch or epoch < self.options.mixup_off_epoch
+        self.train_loader.mixup_enabled = not self.options.mixup_off_epoch or epoch < self.options.mixup_off_epoch
         if hasattr(self.train_loader.dataset, "set_epoch"):
             self.train_loader.dataset.set_epoch(epoch)
         losses, images, batches = AverageMeter(), 0, len(self.train_loader)
         self.optimizer.zero_grad()
         for index, (image, target) in enumerate(self.data.iterate(self.train_loader)):
-            image, target = self._to_device(image, target, self.mixup)
             group_start = index - index % self.accumulate
             group = min(self.accumulate, batches - group_start)
             update = index + 1 == group_start + group
@@ -188,7 +183,6 @@ class Training:
         meters = {key: AverageMeter() for key in ("loss", "top1", "top5")}
         with torch.no_grad():
             for image, target in self.eval_loader:
-                image, target = self._to_device(image, target)
                 with self.amp():
                     output = model(image)
                     loss = nn.functional.cross_entropy(output, target)
@@ -246,16 +240,6 @@ class Training:
         # only for its count of updates: the optimizer has brought its learning rate along
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
         return start, lengths
-
-    # ----------------------------------------------------------------------------------------------- parts
-    def _to_device(self, image: torch.Tensor, target: torch.Tensor, mixup: Optional[Callable] = None):
-        image, target = image.to(self.device), target.to(self.device)
-        if mixup is not None:
-            with self.data.lent():
-                image, target = mixup(image, target)
-        if self.options.channels_last:
-            image = image.contiguous(memory_format=torch.channels_last)
-        return image, target
 
 
 def data_config(options: Namespace, source: Source, model: nn.Module) -> dict:
