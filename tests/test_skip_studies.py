@@ -10,14 +10,14 @@ from timm_ortho import cli, sites
 from timm_ortho.lab import design, layout, paper, recipe
 from timm_ortho.models._build import on_meta
 
-FIGURES = paper.skip_figures()
+FIGURES = paper.figures()
 TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
 def test_recipe_is_the_papers(data):
     path = recipe.shipped()[f"skipnet_{data}"]
-    values, given = yaml.safe_load(path.read_text()), {**FIGURES["recipe"], **FIGURES["recipe"][data]}
+    values, given = yaml.safe_load(path.read_text()), {**FIGURES["skip_recipe"], **FIGURES["skip_recipe"][data]}
     assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])  # Nesterov's
     assert (values["weight_decay"], values["batch_size"]) == (given["weight_decay"], given["batch"])
     assert (values["epochs"], values["decay_rate"]) == (given["epochs"], given["decay_factor"])

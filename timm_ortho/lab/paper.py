@@ -13,46 +13,39 @@ from importlib.resources import files
 from typing import Any, Mapping
 
 __all__ = [
-    "Experiment", "architecture", "deviations", "experiments", "figures", "name", "section", "skip_figures",
-    "skip_recipe",
+    "Experiment", "architecture", "deviations", "experiments", "figures", "name", "section", "skip_recipe",
 ]
 
 
+_NAMED = {"model": "architectures", "dataset": "datasets", "connection": "connections", "skip": "skips"}
+
+
 @cache
-def figures(file: str = "paper.json") -> Mapping[str, Any]:
-    """Everything in `paper.json`: a section for each table, the `recipes`, and the hours of training (`compute`)."""
-    return json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
-
-
-def skip_figures() -> Mapping[str, Any]:
-    """Everything in `paper_skips.json`: names, a section for each table, and the `recipe`."""
-    return figures("paper_skips.json")
+def figures() -> Mapping[str, Any]:
+    """Everything in both files: names, a section for each table, `recipes`, and the hours of training (`compute`)."""
+    skips, paper = (json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
+                    for file in ("paper_skips.json", "paper.json"))
+    return {**skips, **paper}
 
 
 def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
     """Data set, table, and top-1 by skip of a recipe for the networks of Wang et al.; None of any other recipe."""
-    found, (network, _, data) = skip_figures(), name.partition("_")
-    if network != "skipnet" or data not in found["datasets"]:
+    found, (network, _, data) = figures(), name.partition("_")
+    if network != "skipnet" or data not in found["skip_recipe"]:
         return None
     top1 = {found["skips"][skip]: by_data[data] for skip, by_data in found["skips_branch4"]["20"].items()}
-    return found["datasets"][data], found["skips_branch4"]["table"], top1
+    return found["datasets"][data]["name"], found["skips_branch4"]["table"], top1
 
 
 def section(table: str | None) -> Mapping[str, Any]:
     """A table or figure by the key that a study gives it, of either paper; nothing of any other."""
-    return figures().get(table) or skip_figures().get(table) or {}
+    return figures().get(table) or {}
 
 
 def name(dimension: str, key: str) -> str:
     """What the papers call a model, data set, connection or skip transform; the key itself where they have none."""
-    names = {
-        "model": {architecture: entry["name"] for architecture, entry in figures()["architectures"].items()},
-        "dataset": {**skip_figures()["datasets"],
-                    **{dataset: entry["name"] for dataset, entry in figures()["datasets"].items()}},
-        "connection": figures()["connections"],
-        "skip": skip_figures()["skips"],
-    }
-    return names.get(dimension, {}).get(key, key)
+    entry = figures()[_NAMED[dimension]].get(key, key) if dimension in _NAMED else key
+    return entry if isinstance(entry, str) else entry["name"]
 
 
 def deviations(recipe: str) -> Mapping[str, str]:
@@ -60,7 +53,7 @@ def deviations(recipe: str) -> Mapping[str, str]:
     if recipe in experiments():
         return experiments()[recipe].recipe.get("deviations", {})
     network, _, data = recipe.partition("_")
-    return skip_figures()["recipe"].get(data, {}).get("deviations", {}) if network == "skipnet" else {}
+    return figures()["skip_recipe"].get(data, {}).get("deviations", {}) if network == "skipnet" else {}
 
 
 def architecture(model: str) -> str | None:
