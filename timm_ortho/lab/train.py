@@ -68,6 +68,8 @@ class Training:
         if self.device.type == "cuda":  # as train.py does
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
+        if options.channels_last:  # convolutions follow their weights
+            self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader = loaders(
             options, source, data_config(options, source, self.model), self.device)
