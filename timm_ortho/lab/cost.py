@@ -8,7 +8,7 @@ that is not known here is an error.
 
 With s tokens of d channels the paper's form of the update takes 7sd + 2s (x.x and x.f 2sd each, eps and division s
 each, s x, f - s x and x + f_orth sd each): 6sd + 2s more than the sd of an addition. This package computes the same
-as f + (1 - s) x: one operation less on whole tensors and three more on single numbers, 6sd + 5s.
+as f + (1 - s) x: one operation less on whole tensors and one more on single numbers, 6sd + 3s.
 """
 import inspect
 from contextlib import ExitStack
