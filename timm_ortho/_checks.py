@@ -7,11 +7,6 @@ from typing import Any, Collection, List, Optional, Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "aligned", "check_eps", "check_mask", "check_prob", "check_tensors", "check_weight", "did_you_mean", "finite",
-    "known_name", "short", "without_nan",
-]
-
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is a positive, finite number."""

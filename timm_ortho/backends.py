@@ -25,11 +25,6 @@ from torch import Tensor
 from ._checks import known_name, short
 from ._compat import functorch_is_active, is_compiler_error
 
-__all__ = [
-    "BACKENDS", "BACKEND_VARIABLE", "Backend", "accumulate_in", "checked", "choose_backend", "compiled", "default",
-    "use_backend",
-]
-
 BACKENDS = ("auto", "torch", "inductor", "triton")
 BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None

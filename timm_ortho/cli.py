@@ -13,8 +13,6 @@ from typing import Any, Iterator, Mapping, Sequence
 from . import __version__
 from ._checks import aligned, short
 
-__all__ = ["main"]
-
 _PLOTTING = {"matplotlib": "matplotlib", "tqdm": "tqdm"}
 _LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
 

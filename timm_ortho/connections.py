@@ -30,11 +30,6 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from ._checks import check_eps, check_prob, known_name
 from .functional import Weight, checked_update, plain_update
 
-__all__ = [
-    "CONNECTIONS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection", "LinearConnection",
-    "Site", "create_connection", "layers_of", "real_tokens", "register_connection", "sites",
-]
-
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
 
 

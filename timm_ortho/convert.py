@@ -23,8 +23,6 @@ from .blocks import (
 from .connections import Connection, create_connection, layers_of, sites
 from .skips import create_skip
 
-__all__ = ["UnsupportedModelError", "connect", "disconnect"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 

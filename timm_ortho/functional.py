@@ -292,8 +292,8 @@ def residual_update(
         RuntimeError: The backend asked for cannot run.
     """
     check_eps(eps)
-    for name, weight in (("parallel", parallel), ("orthogonal", orthogonal)):
-        check_weight(name, weight)
+    check_weight("parallel", parallel)
+    check_weight("orthogonal", orthogonal)
     known_name("keep", keep, ("output", "branch"))
     return checked_update(x, f, parallel, orthogonal, _listed(dim), eps, mask, keep == "branch", backend)
 

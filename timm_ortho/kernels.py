@@ -31,8 +31,6 @@ from torch import Tensor
 
 from .backends import accumulate_in
 
-__all__ = ["gradients", "update"]
-
 Weight = Union[float, Tensor]
 
 TILE = 4096  # elements of each tensor that a program holds at a time

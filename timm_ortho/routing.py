@@ -29,8 +29,6 @@ import textwrap
 from types import CodeType, FunctionType
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
-__all__ = ["Route", "RoutingError", "Sum"]
-
 
 class RoutingError(RuntimeError):
     """A block's method does not hold the additions that it is said to hold, or cannot be rebuilt."""

@@ -14,8 +14,6 @@ from .._checks import short
 from .._compat import is_compiler_error
 from .report import Result
 
-__all__ = ["Candidate", "Clock", "Group", "as_in_training", "compiled", "measure", "saved_bytes"]
-
 FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # more than the last cache of most
 
 

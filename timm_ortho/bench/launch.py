@@ -11,8 +11,6 @@ from .models import model_group
 from .operator import appendix_update, tensors, timed
 from .options import MODEL_STEPS, architecture, times
 
-__all__ = ["TINY", "launch_groups"]
-
 # The model is that of `timm-ortho compare` on images of 32 x 32, by batch size.
 TINY = (1, 1, 32)
 SMALL, SMALL_BATCHES = dict(img_size=32, patch_size=8, embed_dim=64, num_heads=4), (1, 32)

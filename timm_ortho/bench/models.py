@@ -17,8 +17,6 @@ from .clock import Candidate, Group, compiled
 from .operator import appendix_update
 from .options import DTYPES, MODEL_STEPS, MODES, Architecture, times
 
-__all__ = ["model_group", "model_groups"]
-
 
 def model_groups(options: Namespace) -> list[Group]:
     """A group for each architecture, layout, precision, mode and step.

@@ -13,8 +13,6 @@ from ..functional import plain_update, residual_update
 from .clock import Candidate, Group, compiled
 from .options import DTYPES, STEPS, times
 
-__all__ = ["EPS", "appendix_update", "operator_groups", "tensors", "timed"]
-
 EPS = 1e-6
 
 # Tensors that must be read or written: x, f and y forward; x, y or f, g and two gradients backward.

@@ -11,11 +11,6 @@ from ..connections import sites
 from ..models._build import SUFFIXES, on_meta
 from ..skips import SKIPS
 
-__all__ = [
-    "DEFAULTS", "DTYPES", "MODEL_STEPS", "MODES", "STEPS", "Architecture", "BenchError", "architecture", "resolve",
-    "times",
-]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
 MODES, MODEL_STEPS = ("eager", "inductor", "compiled"), ("training", "inference")

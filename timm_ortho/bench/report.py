@@ -30,8 +30,6 @@ from matplotlib.figure import Figure
 from .._checks import aligned
 from ..runs.provenance import made_on
 
-__all__ = ["COLUMNS", "Result", "figure", "machine", "quantiles", "rows", "tables", "write"]
-
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 FIGURES = (
     *(f"{name}_{q}" for name in ("ms", "ratio", "appendix_ratio") for q in QUANTILES),

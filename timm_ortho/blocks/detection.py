@@ -6,8 +6,6 @@ import textwrap
 from functools import cache
 from typing import Set
 
-__all__ = ["looks_residual"]
-
 
 @cache
 def looks_residual(cls: type) -> bool:

@@ -11,8 +11,6 @@ from .detection import looks_residual
 from .routed import host_class, routed_class, routed_name, written_class
 from .spec import BlockSpec
 
-__all__ = ["host_and_spec", "is_residual", "not_residual", "register_block", "spec_of", "specs"]
-
 _TABLES = (timm, torchvision, transformers)
 _SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
 _NOT_RESIDUAL: Dict[str, str] = {name: why for table in _TABLES for name, why in table.NOT_RESIDUAL.items()}

@@ -16,10 +16,6 @@ from torch import nn
 from ..routing import Route, Sum
 from .spec import BlockSpec
 
-__all__ = [
-    "branch_first", "host_class", "library_of", "reached", "route", "routed_class", "routed_name", "written_class",
-]
-
 
 def written_class(module: nn.Module) -> type:
     """A module's class as its author wrote it; ``fully_shard`` and parametrizations put a subclass in its place."""

@@ -3,8 +3,6 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
-__all__ = ["BlockSpec", "last_width"]
-
 
 class BlockSpec(NamedTuple):
     """One block class of some library.

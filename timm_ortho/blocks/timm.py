@@ -25,8 +25,6 @@ from torch import nn
 
 from .spec import BlockSpec, last_width
 
-__all__ = ["BLOCKS", "NOT_RESIDUAL"]
-
 
 def _of_mlp(block: nn.Module) -> int:
     """Channels come first where the MLP is made of convolutions."""

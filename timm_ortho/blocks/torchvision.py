@@ -7,8 +7,6 @@ from typing import Dict, Tuple
 
 from .spec import BlockSpec, last_width
 
-__all__ = ["BLOCKS", "NOT_RESIDUAL"]
-
 
 def _block(name: str, *columns, **more) -> BlockSpec:
     return BlockSpec(f"torchvision.models.{name}", *columns, **more)

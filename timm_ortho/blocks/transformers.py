@@ -7,8 +7,6 @@ from typing import Dict, List, Tuple
 
 from .spec import BlockSpec
 
-__all__ = ["BLOCKS", "NOT_RESIDUAL"]
-
 
 def _name(short: str) -> str:
     """The full name of ``vit.ViTLayer``, or of ``folder/file.Class`` where folder and file have different names."""

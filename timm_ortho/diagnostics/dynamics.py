@@ -24,8 +24,6 @@ from .._compat import compiled_model, is_compiled_in_place
 from ..connections import Connection, HybridConnection, Site, real_tokens, sites as sites_of
 from ..functional import decompose, without_padding
 
-__all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics"]
-
 Row = Dict[str, Any]
 
 

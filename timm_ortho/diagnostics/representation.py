@@ -29,11 +29,6 @@ from torch import Tensor, nn
 
 from .dynamics import evaluation
 
-__all__ = [
-    "Moments", "compare", "effective_rank", "feature_std", "features", "linear_cka", "moments", "pooled",
-    "spectral_entropy", "summary",
-]
-
 Extract = Callable[[nn.Module, Tensor], Tensor]
 
 

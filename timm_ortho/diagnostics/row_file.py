@@ -21,8 +21,6 @@ from torch import nn
 from .._checks import without_nan
 from .dynamics import Row, record
 
-__all__ = ["record_as_asked"]
-
 FILE, EVERY = "TIMM_ORTHO_RECORD", "TIMM_ORTHO_RECORD_EVERY"
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -15,8 +15,6 @@ from .._checks import aligned
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
-__all__ = ["Lines", "as_svg", "as_text", "batch", "lines"]
-
 _BAR = 10  # characters to either side of zero
 
 

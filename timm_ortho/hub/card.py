@@ -17,11 +17,6 @@ from ..connections import CONNECTIONS
 from ..runs.folders import Run
 from ..skips import SKIPS
 
-__all__ = [
-    "CITATIONS", "DATASETS", "PAIRS", "Subject", "difference", "draw_curve", "filled", "limits", "made_with",
-    "metadata", "model_card", "template",
-]
-
 CURVE = "training.png"
 _TIMM = "https://github.com/huggingface/pytorch-image-models"
 

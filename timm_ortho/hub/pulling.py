@@ -11,8 +11,6 @@ from ..weights.checks import SAFE, in_folder, safe_name
 from ..weights.errors import WeightsError, check_repo_id
 from ..weights.fetching import CacheDir, fetch, split_revision
 
-__all__ = ["pull"]
-
 
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
     """A pretrained model of the Hub or of a folder, as ``timm.create_model("hf-hub:...", pretrained=True)`` makes it.

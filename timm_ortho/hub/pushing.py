@@ -17,8 +17,6 @@ from ..runs.folders import PublishError, checkpoint_file
 from ..weights.errors import LIMIT, check_repo_id, told, within_patience
 from .repository import Model, export
 
-__all__ = ["push"]
-
 
 def push(
         model: Model,

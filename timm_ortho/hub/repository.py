@@ -37,8 +37,6 @@ from ..weights.errors import check_repo_id, scrubbed
 from ..weights.fetching import split_revision
 from .card import CURVE, Subject, draw_curve, model_card
 
-__all__ = ["Model", "export"]
-
 Model = Union[nn.Module, str, Path]
 
 _OTHER_START = ("pretrained_path", "initial_checkpoint")  # options of train.py that put other weights in their place

@@ -25,11 +25,6 @@ import yaml
 
 from .._checks import without_nan
 
-__all__ = [
-    "LabError", "check_names", "nearest", "one_line", "read_user_yaml", "shipped_files", "whole_file",
-    "write_json", "write_text",
-]
-
 
 class LabError(ValueError):
     """What the user gave cannot be run; the message is one line that says what is wrong and what to do."""

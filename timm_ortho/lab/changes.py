@@ -8,8 +8,6 @@ from .design import Design, Variant, load
 from .paper import architecture, deviations
 from .recipe import base_name, known_options, options_with
 
-__all__ = ["changes"]
-
 # What gets a line of its own; the other options that differ are named together.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")

@@ -12,8 +12,6 @@ from .folder import RESULT, RunPlan, figures_of, history, read_json, read_lines,
 from .plan import STUDY, read
 from .recipe import base_name
 
-__all__ = ["collect", "status"]
-
 Part = tuple[dict, list[dict], list[str]]  # study, runs and unfinished, as `report` takes them
 
 

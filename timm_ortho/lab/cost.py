@@ -32,8 +32,6 @@ from ..models._build import on_meta
 from ..runs.provenance import device_name
 from . import LabError
 
-__all__ = ["SiteFlops", "compute", "flop_table", "gamma_table", "overhead", "parameter_table", "site_flops"]
-
 Row = dict[str, Any]
 aten = torch.ops.aten
 _PER_ELEMENT = {

@@ -21,8 +21,6 @@ from torch.utils.data import Dataset, IterableDataset
 from ..runs.folders import class_names
 from . import LabError
 
-__all__ = ["DataStream", "Digits", "Source", "loaders", "mixes", "open_source", "epoch_seed"]
-
 # Where torchvision's classes, and so timm's torch/..., look below the root.
 _FOLDERS = {
     "cifar10": "cifar-10-batches-py",

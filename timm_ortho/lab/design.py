@@ -38,8 +38,6 @@ from typing import Any, Iterable, Mapping, Optional, Sequence
 from . import LabError, check_names, nearest, read_user_yaml, recipe, shipped_files
 from .paper import architecture
 
-__all__ = ["SCALES", "Design", "Variant", "load", "has_scale", "read", "shipped", "timm_name"]
-
 SCALES = ("smoke", "small", "paper")
 KINDS = ("training", "overhead", "parameters", "gamma")
 _TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}

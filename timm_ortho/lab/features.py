@@ -14,8 +14,6 @@ from torch import nn
 from ..diagnostics import representation
 from . import LabError, whole_file
 
-__all__ = ["add_cka", "measure_features"]
-
 _FILE = "features.npy"
 
 

@@ -18,15 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from scipy.stats import pearsonr
 
+from .._checks import finite
 from . import paper
 from .layout import MEASURES, TRACES, Layout, Run, grouped, shown
-from .statistics import Difference, finite
+from .statistics import Difference
 from .tables import Entry
-
-__all__ = [
-    "DRAWINGS", "Drawing", "Panel", "Scene", "branch", "correlation", "drawings", "forest", "last_branch",
-    "lines_chart", "profile", "style",
-]
 
 STYLES = {
     "linear": {"color": "#d55e00", "linestyle": "--", "marker": "s"},

@@ -27,11 +27,6 @@ from .._checks import without_nan
 from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 
-__all__ = [
-    "LOG", "RESULT", "SESSIONS", "RunPlan", "Stage", "append_lines", "epochs_done", "figures_of", "history",
-    "last_session", "read_json", "read_lines", "read_yaml", "state", "top1_text", "with_last_words", "work_on",
-]
-
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a plan of many runs has many options
 LOG = "log.txt"
 PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"

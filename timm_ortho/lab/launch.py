@@ -24,8 +24,6 @@ from . import LabError, run as run_module
 from .folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, read_json, top1_text, with_last_words
 from .train_py import die_with_parent
 
-__all__ = ["ATTEMPTS", "Slurm", "local"]
-
 _NO_ROOM = 2**16  # bytes; with less a run cannot even say so in its folder
 ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
 _SECONDS_TO_PREEMPT = 300  # from SIGTERM to the signal to requeue, or to SIGKILL at the end of the cluster's grace time

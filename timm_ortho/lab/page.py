@@ -14,10 +14,6 @@ from matplotlib.figure import Figure
 
 from .._checks import aligned
 
-__all__ = [
-    "Block", "Code", "Grid", "Heading", "Items", "Picture", "Table", "Text", "markdown", "page", "svg", "text_table",
-]
-
 
 class Table(NamedTuple):
     """Cells of text below a header, optionally with a second header above it."""

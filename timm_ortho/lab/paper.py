@@ -12,11 +12,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Mapping
 
-__all__ = [
-    "Experiment", "architecture", "deviations", "experiments", "figures", "name", "section", "skip_recipe",
-]
-
-
 _NAMED = {"model": "architectures", "dataset": "datasets", "connection": "connections", "skip": "skips"}
 
 

@@ -34,8 +34,6 @@ from .layout import Layout, shown
 from .recipe import base_name
 from .train import Training, build_model
 
-__all__ = ["STUDY", "Request", "StudyPlan", "places_of", "plan", "read"]
-
 STUDY = "study.yaml"
 # What does not change a result: a job that lands on another machine has to find its folder.
 _MACHINE = recipe.options_with("about", "machine")

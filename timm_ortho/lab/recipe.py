@@ -25,11 +25,6 @@ import timm
 from ..models._build import SUFFIXES
 from . import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 
-__all__ = [
-    "base_name", "find", "import_modules", "known_options", "load", "of_script", "options_with", "resolve",
-    "resolve_variant", "shipped",
-]
-
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # what a recipe says for its own model only
 
 # Where the lab's default is not timm's, and why.

@@ -46,14 +46,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
+from .._checks import finite
 from . import cost_report, page, paper, tables, write_text
 from .figures import Drawing, Scene, branch, drawings, forest, last_branch
 from .layout import Layout, Run
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
-from .statistics import finite, reading
+from .statistics import reading
 from .transition import transition_points
-
-__all__ = ["as_json", "write", "write_many"]
 
 _STEPS = 100  # of the dynamics, in results.json and in the figures; the runs' own folders have all
 _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # that have a transition point

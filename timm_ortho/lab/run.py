@@ -28,8 +28,6 @@ from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_
 from .recipe import import_modules
 from .train import Training, build_model, data_config
 
-__all__ = ["main", "note_failure", "run"]
-
 # Of a folder that cannot be written; other OSErrors are errors of the run, and name their file.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 

@@ -10,10 +10,6 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-from .._checks import finite
-
-__all__ = ["Difference", "finite", "holm", "paired_difference", "pooled_differences", "reading", "sees"]
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -7,15 +7,11 @@ from functools import cached_property
 from statistics import fmean, median, stdev
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Optional, Sequence
 
+from .._checks import finite
 from . import paper
 from .layout import MEASURES, TRACES, Layout, Place, Run, grouped, shown
 from .page import Table
-from .statistics import Difference, finite, holm, paired_difference, pooled_differences, reading, sees
-
-__all__ = [
-    "EXTRAS", "Entry", "Extra", "differences", "entries", "every_run", "main_table", "overview", "plain", "printed",
-    "run_name", "side_by_side",
-]
+from .statistics import Difference, holm, paired_difference, pooled_differences, reading, sees
 
 NOT_RUN, NONE = "not run", "–"
 Group = tuple[tuple[tuple[str, Any], ...], str]  # the cell of the grid, and the connection

@@ -33,8 +33,6 @@ from . import LabError, one_line, whole_file
 from .data import DataStream, Source, epoch_seed, loaders, mixes
 from .folder import RunPlan, Stage, append_lines
 
-__all__ = ["Training", "build_model"]
-
 _MODEL, _DATA = 0, 1  # the two streams of random numbers
 
 

@@ -18,8 +18,6 @@ from ..runs.folders import load_checkpoint
 from . import LabError, one_line
 from .folder import RunPlan, Stage
 
-__all__ = ["Died", "command", "torchrun", "train"]
-
 _SECONDS_TO_STOP = 30
 
 

@@ -17,8 +17,6 @@ from typing import Any, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-__all__ = ["transition_point", "transition_points"]
-
 Rows = Sequence[Mapping[str, Any]]
 
 VISIBLE = 0.1  # of the range of both traces

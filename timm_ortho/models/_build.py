@@ -26,11 +26,6 @@ from ..diagnostics import record_as_asked
 from ..weights.checks import checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
 
-__all__ = [
-    "OF_CONNECTIONS", "SUFFIXES", "create", "creation_arguments", "is_of_connections", "on_meta",
-    "pop_connection_arguments", "register", "register_own", "unpretrained",
-]
-
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
 # argument of a variant -> argument of connect

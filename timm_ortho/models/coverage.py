@@ -15,8 +15,6 @@ from timm.models import list_models, list_modules, model_entrypoint
 
 from ..blocks import specs
 
-__all__ = ["FILE", "Row", "architectures", "bases", "cells", "libraries", "load", "rows", "table"]
-
 FILE = Path(__file__).with_name("coverage.json")
 UNKNOWN = "not known to this release of timm_ortho"
 

@@ -23,11 +23,6 @@ from timm.models import clean_state_dict
 
 from .._checks import short, without_nan
 
-__all__ = [
-    "CheckpointRun", "PublishError", "Run", "checkpoint_file", "class_names", "comparison_rows", "json_lines",
-    "load_checkpoint", "read_history", "read_json",
-]
-
 _STUDY, _RUN = "study.yaml", "run.yaml"  # beside the folders of a study's runs, and in each of them
 _SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
 

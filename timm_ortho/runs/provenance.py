@@ -12,8 +12,6 @@ import torch
 
 from .. import backends
 
-__all__ = ["commit_of", "device_name", "environment", "made_on", "made_with"]
-
 
 def made_with() -> dict[str, str]:
     """Versions of timm-ortho, timm and torch, and the commit where the package runs from a checkout."""

@@ -6,8 +6,6 @@ from typing import List
 
 import torch
 
-__all__ = ["Matrix", "factors", "hartley", "rotation"]
-
 Matrix = List[List[float]]
 
 _FUSED = (8, 16, 32, 64)  # most rows of a matrix that several steps of a butterfly are fused into

@@ -26,8 +26,6 @@ from ..blocks import spec_of
 from ..connections import Site, sites
 from .transforms import Skip
 
-__all__ = ["ChangeOfBasis", "SkipRewriteError", "absorb", "diagonalise"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # Of a block class and a kind of site: the layer that begins the branch and the one that ends it. Only blocks in

@@ -39,8 +39,6 @@ from ..backends import accumulate_in, choose_backend, compiled, default
 from ..functional import in_dtype
 from .kronecker import factors
 
-__all__ = ["SKIPS", "Skip", "create_skip", "plain_skip"]
-
 
 # ---------------------------------------------------------------------------------------------- the map, plainly
 @torch.jit.script_if_tracing  # a trace would have the sizes of one stream in it

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from .errors import WeightsError
 from .fetching import CacheDir, fetch
 
-__all__ = ["SAFE", "checked", "in_folder", "located", "naming_the_source", "restore_source", "safe_name"]
-
 SAFE = "model.safetensors"
 Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
 

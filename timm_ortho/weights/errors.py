@@ -21,8 +21,6 @@ from huggingface_hub.utils import validate_repo_id
 
 from .._checks import short
 
-__all__ = ["LIMIT", "WeightsError", "check_repo_id", "scrubbed", "told", "within_patience"]
-
 LIMIT = 5.0  # seconds that the Hub has for its answer
 PATIENCE = 7.0  # seconds for all around it too: looking up its name, and what the client asks of its own accord
 

@@ -18,8 +18,6 @@ from huggingface_hub import (
 
 from .errors import LIMIT, WeightsError, told, within_patience
 
-__all__ = ["cached", "fetch", "split_revision"]
-
 CacheDir = Union[str, Path, None]
 
 

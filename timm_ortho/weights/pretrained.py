@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from .checks import SAFE
 from .fetching import cached
 
-__all__ = ["Weights", "checkpoint_filter_fn", "pretrained_cfgs", "weights", "weights_file"]
-
 _AUTHORS = dict(
     hf_hub_filename=SAFE,
     crop_pct=1.0,  # recipes/vit_b_imagenet1k.yaml: validation on the whole image, as in the authors' code
