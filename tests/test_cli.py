@@ -99,7 +99,8 @@ def test_run_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
                "-m", "timm_ortho", "run", script, "--flag"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert sorted(done.stdout.splitlines()) == [str((str(rank), True, ["--flag"], "__main__")) for rank in range(2)], done.stderr
+    expected = [str((str(rank), True, ["--flag"], "__main__")) for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
 
 
 @pytest.mark.parametrize("options", [["--help"], []])
