@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from trained_runs import TINY, lab_grid, timm_run
 
 import timm_ortho
-from timm_ortho import cli, hub
-from timm_ortho.hub import PublishError
+from timm_ortho import cli, connections, hub
+from timm_ortho.hub import PublishError, repository
+from timm_ortho.runs import folders
 from timm_ortho.weights import checks
 
 VIT = dict(TINY, num_classes=7)
@@ -379,6 +380,47 @@ def test_weights_of_another_model_are_refused(tmp_path):
     assert "'vit_smalll': Unknown model (vit_smalll)" in message(folder, tmp_path / "out")
 
 
+def test_weights_from_the_middle_of_an_epoch_were_never_measured(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    checkpoint = torch.load(folder / "last.pth.tar", weights_only=False)
+    del checkpoint["metric"]  # as train.py's --recovery-interval leaves it
+    torch.save(checkpoint, folder / "recovery-2-5.pth.tar")
+    card = str(hub.export(folder / "recovery-2-5.pth.tar", tmp_path / "out", "me/model"))
+    assert "Not measured on these weights: they were saved in the middle of an epoch." in card
+    assert "top-1 of these weights" not in card
+
+
+def test_a_second_training_in_a_folder_is_the_one_that_counts(tmp_path):
+    folder = timm_run(tmp_path / "run", epochs=4)
+    with open(folder / "summary.csv", "a", encoding="utf-8") as file:
+        file.write("epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,1,1,5,9,0.1\n1,1,1,6,9,0.1\n")
+    rows = folders.read_history(folder)
+    assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
+
+
+def test_a_run_with_a_connection_of_its_own_module(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
+                                      "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
+    monkeypatch.setattr(connections, "CONNECTIONS", before := dict(connections.CONNECTIONS))
+    monkeypatch.setattr(repository, "CONNECTIONS", before)
+    folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "mine"])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert "was trained with device_modules mine: No module named 'mine'; is its folder in PYTHONPATH?" in message(
+        folder, tmp_path / "out")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hub.export(folder, tmp_path / "out", "me/model")
+    assert "mine" in before
+
+
+@pytest.mark.parametrize("name", ["args.yaml", "result.json"])
+def test_a_sibling_that_is_damaged_is_no_peer(grid, tmp_path, name):
+    copy = shutil.copytree(grid, tmp_path / "grid")
+    assert folders.CheckpointRun(copy / "feature-seed0").peers.keys() == {0, 1}
+    damaged = copy / "feature-seed1" / name
+    damaged.write_text("{}") if name == "result.json" else damaged.unlink()
+    assert folders.CheckpointRun(copy / "feature-seed0").peers.keys() == {0}
+
+
 def test_other_wrong_words(tmp_path):
     assert "there are 2 labels for 7 classes" in message(tiny(), tmp_path / "out", labels=["a", "b"])
     for name in ("model", "me/model/x", "me/-model", "me/mo del"):
@@ -389,9 +431,28 @@ def test_other_wrong_words(tmp_path):
     (tmp_path / "full" / "thesis.tex").touch()
     assert "holds other things ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
+    torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
+    assert "has no 'state_dict'; build the model, load the weights and give it to timm_ortho.hub.push" in message(
+        tmp_path / "averaged.pth", tmp_path / "out")
+    (tmp_path / "begun" / "switched").mkdir(parents=True)
+    for name in ("run.yaml", "switched/args.yaml"):
+        (tmp_path / "begun" / name).touch()
+    assert "begun is not finished: the command that began it continues it" in message(
+        tmp_path / "begun", tmp_path / "out")
     thesis = tmp_path / "full" / "thesis.tex"
     assert f"{thesis} is a file: choose another --output" in message(tiny(), thesis)
     assert f"nothing can be written in {thesis}: " in message(tiny(), thesis / "out")
+
+
+def test_a_link_to_an_earlier_export_is_followed(tmp_path, monkeypatch):
+    hub.export(tiny(), tmp_path / "real", "me/model")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    hub.export(tiny(), tmp_path / "link", "me/other")
+    assert "me/other" in (tmp_path / "real" / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    hub.export(tiny(), Path(), "me/model")
+    assert (tmp_path / "here" / "config.json").is_file()
 
 
 def test_command_line(grid, tmp_path, capsys, monkeypatch):
@@ -401,7 +462,7 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
     folder = Path("output/push/me--digits")
     assert printed.out.strip() == (folder / "README.md").read_text(encoding="utf-8").strip()
     assert printed.err.endswith(f"nothing was sent; the files are in {folder}\n")
-    Path("labels").write_text("\n".join("abcdefghij") + "\n")
+    Path("labels").write_text("\ufeff" + "\n".join("abcdefghij") + "\n\n", encoding="utf-8")  # as some editors save it
     assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--output", "out", "--labels",
                      "labels", "--license", "mit", "--revision", "v2"]) == 0
     assert "hf-hub:me/digits@v2" in capsys.readouterr().out

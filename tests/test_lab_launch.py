@@ -154,6 +154,20 @@ def test_status(tmp_path, monkeypatch, capsys):
     assert lines[-1] == "1 finished, 1 stopped, 1 failed, 1 running, 1 waiting"
 
 
+@pytest.mark.parametrize(("session", "state"), [
+    ({"begin": "a"}, ("running", "epoch 0 of 2")), ({"begin": "a", "end": "b"}, ("stopped", "epoch 0 of 2"))])
+def test_the_state_of_a_run_that_may_only_be_read(tmp_path, monkeypatch, session, state):
+    class Refused(folders.FileLock):
+        def acquire(self, *_, **__):
+            raise PermissionError(13, "Permission denied")
+
+    folder = one_run(tmp_path / "out")
+    (folder / ".lock").touch()
+    (folder / "sessions.json").write_text(json.dumps([session]))
+    monkeypatch.setattr(folders, "FileLock", Refused)
+    assert folders.state(folder) == state
+
+
 def test_a_run_that_ends_while_it_is_looked_at_is_finished(tmp_path, monkeypatch):
     folder = one_run(tmp_path / "out")
 

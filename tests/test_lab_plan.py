@@ -336,6 +336,10 @@ def test_foreign_folders_are_refused(tmp_path):
     (damaged / "study.yaml").write_text("a: [1")
     with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*; remove .*damaged, or plan it anew"):
         planned(compared(damaged))
+    (run_plan,) = planned(compared(tmp_path / "old", ["linear"])).folder.glob("*/run.yaml")
+    run_plan.write_text("[1]")
+    with pytest.raises(LabError, match=r"run.yaml is of another version .*: remove .*linear-seed0, or choose another"):
+        planned(compared(tmp_path / "old", ["linear"]))
 
 
 def test_a_study_extends_another(tmp_path):

@@ -30,7 +30,7 @@ from tiny_study import (
     written,
 )
 
-from timm_ortho.lab import LabError, data, features, plan, recipe, run, train, whole_file, write_json
+from timm_ortho.lab import LabError, data, features, plan, recipe, run, study as commands, train, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 from timm_ortho.runs.folders import CheckpointRun, read_history
 
@@ -372,6 +372,15 @@ def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_two_processes_may_write_the_same_file(tmp_path):
+    path = tmp_path / "study.yaml"
+    with whole_file(path, ".1") as first, whole_file(path, ".2") as second:
+        first.write_text("one")
+        second.write_text("two")
+    assert path.read_text() == "one"
+    assert [item.name for item in tmp_path.iterdir()] == ["study.yaml"]
+
+
 def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     write_json(path, {"a": float("nan"), "b": [1.0]})
@@ -407,6 +416,20 @@ def test_grey_images_reach_the_model_in_its_channels(given, channels):
     (planned_run,) = plan.plan(compared("unused", ["linear"], **given)).runs.values()
     one = train.Training(planned_run, planned_run.stages[0], Path("unused"), source, options)
     assert next(iter(one.train_loader))[0].shape == (16, channels, 16, 16)
+
+
+@pytest.mark.parametrize("model", ["vit_test", "resnetv2_18_cifar"])
+def test_grey_images_have_the_size_of_any_model(model):
+    """No recipe says one where the model is another than its own."""
+    given = dict(model=model, img_size=None, in_chans=1, model_kwargs={})
+    request = commands.Request(commands.comparison(["linear"], None), {"device": "cpu", **given}, seeds=1)
+    (planned_run,) = plan.plan(request).runs.values()
+    options = planned_run.stages[0].options
+    size = timm.get_pretrained_cfg(f"{model}_ortho").input_size[1:]
+    assert tuple(options["input_size"]) == (1, *size)  # which train.py reads as well
+    source = data.open_source(Namespace(**options))
+    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), source, Namespace(**options))
+    assert next(iter(one.train_loader))[0].shape[1:] == (1, *size)
 
 
 @pytest.mark.parametrize("given", [{}, {"dataset": ""}], ids=["digits", "folder"])

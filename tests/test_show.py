@@ -1,4 +1,5 @@
 """`timm-ortho show`: what it prints and draws is what the connections do."""
+import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -28,6 +29,22 @@ def test_a_line_for_each_site(capsys):
         assert line[:3] == [str(site.layer), site.kind, "feature"]
         expected = [found.stream, found.parallel, found.orthogonal, found.cosine]
         assert [float(value) for value in line[3:7]] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("arguments", [
+    ["vit_test_ortho", "--model-kwargs", "in_chans=1"], ["resnet18_ortho", "--model-kwargs", "in_chans=1"],
+    ["vit_small_ortho", *TINY, "img_size=[16,32]"]])
+def test_other_images_than_the_configurations(arguments, capsys):
+    assert cli.main(["show", *arguments]) == 0
+    assert all(0 < float(line[3]) < math.inf for line in rows(capsys)[1:])
+
+
+def test_a_damaged_checkpoint(tmp_path, capsys):
+    (tmp_path / "g.safetensors").write_text("garbage")
+    assert cli.main(["show", "vit_test_ortho", "--checkpoint", str(tmp_path / "g.safetensors")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be loaded: ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("cosine", "bar"), [

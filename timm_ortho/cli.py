@@ -398,7 +398,7 @@ def _push(parsed: argparse.Namespace) -> int:
 
 def _lines(file: str) -> list[str]:
     try:
-        return Path(file).read_text(encoding="utf-8").splitlines()
+        return Path(file).read_text(encoding="utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
 
@@ -521,8 +521,9 @@ def _show(parsed: argparse.Namespace) -> int:
         raise UsageError(f"there is no checkpoint '{parsed.checkpoint}'")
     kwargs = dict(parsed.model_kwargs)
     try:
-        model = timm.create_model(
-            parsed.model, pretrained=parsed.pretrained, checkpoint_path=parsed.checkpoint, **kwargs)
+        model = timm.create_model(parsed.model, pretrained=parsed.pretrained, **kwargs)
+        if parsed.checkpoint:
+            _load(model, parsed.checkpoint)
         found = show.lines(model, show.batch(model, parsed.image, kwargs.get("img_size")))
         if parsed.svg:
             show.as_svg(found, parsed.svg, parsed.model)
@@ -530,6 +531,15 @@ def _show(parsed: argparse.Namespace) -> int:
         raise UsageError(short(error)) from None
     print(show.as_text(found))
     return 0
+
+
+def _load(model: Any, checkpoint: str) -> None:
+    from timm.models import load_checkpoint
+
+    try:
+        load_checkpoint(model, checkpoint)
+    except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or safetensors raise
+        raise UsageError(f"{checkpoint} cannot be loaded: {short(error)}") from None
 
 
 def _env(parsed: argparse.Namespace) -> int:

@@ -4,14 +4,15 @@
 """
 import math
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 from PIL import Image
-from timm.data import create_transform, resolve_data_config
+from timm.data import create_transform
 from torch import Tensor, nn
 
 from .._checks import aligned
+from .._images import data_config
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
@@ -78,7 +79,7 @@ def as_svg(found: Lines, path: Path, title: str = "") -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def batch(model: nn.Module, image: Optional[Path] = None, img_size: Optional[int] = None) -> Tensor:
+def batch(model: nn.Module, image: Optional[Path] = None, img_size: Union[int, Sequence[int], None] = None) -> Tensor:
     """What a model is shown: an image, prepared as timm does for this model, or four of noise, the same each time.
 
     Args:
@@ -89,7 +90,8 @@ def batch(model: nn.Module, image: Optional[Path] = None, img_size: Optional[int
     Raises:
         ValueError: The file is no image.
     """
-    config = resolve_data_config({"img_size": img_size}, model=model)
+    config = data_config(
+        model, {"input_size": (3, *img_size)} if isinstance(img_size, Sequence) else {"img_size": img_size})
     if image is None:
         return torch.randn(4, *config["input_size"], generator=torch.Generator().manual_seed(0))
     try:

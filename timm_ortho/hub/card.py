@@ -260,12 +260,13 @@ def _result_notes(run: Optional[Run]) -> list[str]:
         return ["Not measured: these weights came without the files of a training run."]
     notes = []
     if run.epoch is not None and run.evaluated is None:
-        why = "the run's files have no row for their epoch"
+        why = "they were saved in the middle of an epoch" if run.in_mid_epoch else (
+            "the run's files have no row for their epoch")
         if run.ema != run.evaluates_ema:
             measured, these = ("plain", "EMA") if run.ema else ("EMA", "plain")
             why = f"the run evaluated its {measured} weights, and these are the {these} ones"
         notes.append(f"Not measured on these weights: {why}.")
-    if run.chosen_on_validation:
+    if run.chosen_on_validation and not run.in_mid_epoch:
         last = run.history[-1]["epoch"]
         notes.append(f"These are the weights after epoch {run.epoch + 1} of {last + 1}. Where an epoch is chosen by "
                      "its figures on the validation set, as timm's `model_best` is, they flatter it.")

@@ -9,6 +9,7 @@
 
 The folder is loaded again before anybody gets to see it, and has to give the same logits to the bit.
 """
+import importlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,14 @@ import timm
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from timm.data import create_dataset, resolve_data_config
+from timm.data import create_dataset
 from timm.models import is_model, model_entrypoint
 from timm.utils import unwrap_model
 from torch import nn
 
 from .._checks import short
 from .._compat import current_arguments, save_config_for_hf
+from .._images import data_config
 from ..connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 from ..convert import connect
 from ..models._build import OF_CONNECTIONS, creation_arguments, is_of_connections, pop_connection_arguments
@@ -68,7 +70,7 @@ def export(
         PublishError: It cannot be published, or the folder holds other files.
     """
     check_repo_id(repo_id, PublishError)
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
@@ -124,6 +126,12 @@ def _detached(model: nn.Module) -> nn.Module:
 def _built(run: CheckpointRun) -> nn.Module:
     """The run's model, made as timm's train.py makes it, with the run's weights."""
     options = run.options
+    for module in options.get("device_modules") or ():
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise PublishError(f"{run.path} was trained with device_modules {module}: {error}; is its folder in "
+                               "PYTHONPATH?") from None
     kwargs = dict(options.get("model_kwargs") or {})
     size = options.get("input_size")
     try:
@@ -263,25 +271,11 @@ _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop
 def _data_config(model: nn.Module, run: Optional[Run]) -> dict[str, Any]:
     """How images are made ready: as in the run, or as the architecture's configuration has it."""
     options = run.options if run is not None else {}
-    given = {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None}
-    channels = _channels(model)
-    config = resolve_data_config({**given, "in_chans": channels}, model=model)
-    for key in ("mean", "std"):
-        if len(config[key]) != channels:  # as timm's loaders do it
-            config[key] = (sum(config[key]) / len(config[key]),) * channels
-    size = config["input_size"][-2:]
+    config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
+    channels, *size = config["input_size"]
     if model.pretrained_cfg.get("fixed_input_size"):
         size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
     return {**config, "input_size": (channels, *size)}
-
-
-def _channels(model: nn.Module) -> int:
-    """Of the images: what the first convolution takes, where the configuration names one."""
-    names = model.pretrained_cfg.get("first_conv") or ()
-    parameters = dict(model.named_parameters())
-    weights = [parameters.get(f"{name}.weight") for name in ([names] if isinstance(names, str) else names)]
-    found = [weight.shape[1] for weight in weights if weight is not None and weight.ndim == 4]
-    return found[0] if found else model.pretrained_cfg["input_size"][0]
 
 
 def _labels(model: nn.Module, run: Optional[Run], given: Optional[Sequence[str]]) -> Optional[list[str]]:
@@ -351,7 +345,8 @@ def _move(scratch: Path, folder: Path) -> None:
         strangers = [item.name for item in folder.iterdir() if item.name not in FILES]
         if strangers:
             raise PublishError(f"{folder} holds other things ('{strangers[0]}'): choose another --output")
-        shutil.rmtree(folder)
-    folder.mkdir()
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+    folder.mkdir(exist_ok=True)
     for item in scratch.iterdir():
         shutil.move(item, folder / item.name)

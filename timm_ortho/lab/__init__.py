@@ -63,9 +63,12 @@ def read_user_yaml(path: Path, what: str) -> Any:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write a file that takes the name `path` at the end: whoever finds `path` finds all of it."""
-    partial = path.with_name(f".{path.name}.partial")
+def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
+    """Where to write a file that takes the name `path` at the end: whoever finds `path` finds all of it.
+
+    Files that several processes may write at once need the name of the `writer`.
+    """
+    partial = path.with_name(f".{path.name}{writer}.partial")
     try:
         yield partial
     except BaseException:
@@ -78,7 +81,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, whenever the process or the machine dies."""
-    with whole_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
+    with whole_file(path, f".{os.getpid()}") as partial, open(partial, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

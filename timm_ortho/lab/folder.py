@@ -121,7 +121,8 @@ class RunPlan:
         try:
             return cls(**{**values, "stages": [Stage(**stage) for stage in values["stages"]]})
         except (TypeError, KeyError) as error:
-            raise LabError(f"{folder / PLAN} is of another version ({one_line(error)}): plan the study again") from None
+            raise LabError(f"{folder / PLAN} is of another version ({one_line(error)}): remove {folder}, or choose "
+                           "another --output") from None
 
 
 def _plain(value: Any) -> Any:  # with lists for tuples, which YAML does not have
@@ -205,6 +206,9 @@ def _is_at_work(folder: Path) -> bool:
             return False
     except (Timeout, NotImplementedError):
         return True
+    except OSError:  # a folder that may only be read: its last session says whether it has ended
+        session = last_session(folder)
+        return bool(session) and "end" not in session
 
 
 def state(folder: Path) -> tuple[str, str]:
@@ -214,7 +218,7 @@ def state(folder: Path) -> tuple[str, str]:
     at_work = _is_at_work(folder)  # before the result, which the process writes at its end
     result = read_json(folder / RESULT)
     if result is not None:
-        return "finished", top1_text(result["top1"])
+        return "finished", top1_text(result.get("top1"))
     if not (folder / PLAN).is_file():  # of a study whose finished runs alone were brought here
         return "waiting", ""
     plan, session = RunPlan.read(folder), last_session(folder)

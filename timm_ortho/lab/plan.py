@@ -22,9 +22,9 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
 import yaml
-from timm.data import resolve_data_config
 
 from .. import __version__
+from .._images import data_config
 from . import LabError, cost, recipe, write_text
 from .changes import changes
 from .data import Source, open_source
@@ -318,7 +318,9 @@ def _check_model(options: Namespace, connection: str) -> None:
         model = build()
         if options.img_size is None and options.input_size is None:
             options.img_size = options.model_kwargs.get("img_size")
-        _, height, width = resolve_data_config(vars(options), model=model)["input_size"]
+        _, height, width = data_config(model, vars(options), channels)["input_size"]
+        if options.img_size is None and options.input_size is None and channels != 3:  # train.py would take three
+            options.input_size = [channels, height, width]
         own = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if _takes_img_size(model) and (own is None or (height, width) != tuple(own)):
             options.model_kwargs.setdefault("img_size", height if height == width else [height, width])

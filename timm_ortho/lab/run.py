@@ -19,6 +19,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import nn
 
+from .._images import data_config
 from ..runs.folders import load_checkpoint
 from ..runs.provenance import device_name, made_on
 from . import LabError, one_line, train_py, write_json
@@ -26,7 +27,7 @@ from .data import Source, loaders, open_source
 from .features import measure_features
 from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_of, history, read_json, work_on
 from .recipe import import_modules
-from .train import Training, build_model, data_config
+from .train import Training, build_model
 
 # Of a folder that cannot be written; other OSErrors are errors of the run, and name their file.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
@@ -130,7 +131,7 @@ def _train(plan: RunPlan, folder: Path) -> dict:
     result, model = _result(plan, folder)
     if plan.representation:
         source, device = source or open_source(options, plan.hold_out), torch.device(options.device)
-        _, loader = loaders(options, source, data_config(options, source, model), device)
+        _, loader = loaders(options, source, data_config(model, vars(options), source.in_chans), device)
         result["representation"] = measure_features(model.to(device), (image for image, _ in loader), folder)
     return {**result, "labels": source.labels if source is not None else None}
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
-from timm.data import resolve_data_config
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.models import create_model, model_parameters
 from timm.optim import create_optimizer_v2, optimizer_kwargs
@@ -26,6 +25,7 @@ from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatc
 from torch import nn
 
 from .._checks import short
+from .._images import data_config
 from ..connections import sites
 from ..diagnostics import record, record_dynamics
 from ..runs.folders import load_checkpoint
@@ -70,7 +70,7 @@ class Training:
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader = loaders(
-            options, source, data_config(options, source, self.model), self.device)
+            options, source, data_config(self.model, vars(options), source.in_chans), self.device)
         self.accumulate = max(1, options.grad_accum_steps)
         self.updates_per_epoch = math.ceil(len(self.train_loader) / self.accumulate)
         self.loss = _loss(options).to(self.device)
@@ -240,15 +240,6 @@ class Training:
         # only for its count of updates: the optimizer has brought its learning rate along
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
         return start, lengths
-
-
-def data_config(options: Namespace, source: Source, model: nn.Module) -> dict:
-    """timm's, for images of the data set's channels."""
-    config = resolve_data_config({**vars(options), "in_chans": source.in_chans}, model=model)
-    for key in ("mean", "std"):
-        if len(config[key]) != config["input_size"][0]:  # what timm does as well, there with a warning
-            config[key] = (sum(config[key]) / len(config[key]),) * config["input_size"][0]
-    return config
 
 
 def _loss(options: Namespace) -> nn.Module:

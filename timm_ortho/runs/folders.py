@@ -24,6 +24,7 @@ from timm.models import clean_state_dict
 from .._checks import short, without_nan
 
 _STUDY, _RUN = "study.yaml", "run.yaml"  # beside the folders of a study's runs, and in each of them
+_BY_HAND = "build the model, load the weights and give it to timm_ortho.hub.push"
 _SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
 
 
@@ -50,6 +51,7 @@ class Run:
         peers: Last epoch's top-1 in percent by seed, of the finished runs that differ in nothing but the seed.
         comparison: The rows of `timm-ortho compare`'s table, [] where the run is not part of one.
         epoch: After which the weights were saved; None where no weights are meant.
+        in_mid_epoch: Whether they were saved before its end, by train.py's `--recovery-interval`.
         ema: Whether they are the EMA weights.
     """
 
@@ -59,6 +61,7 @@ class Run:
     peers: Mapping[int, float]
     comparison: list[dict]
     epoch: Optional[int]
+    in_mid_epoch: bool = False
     ema: bool
 
     @property
@@ -68,7 +71,7 @@ class Run:
     @property
     def evaluated(self) -> Optional[dict]:
         """The row of the history that was measured on these very weights; None where there is none."""
-        if self.ema != self.evaluates_ema:
+        if self.ema != self.evaluates_ema or self.in_mid_epoch:
             return None
         return next((row for row in self.history if row["epoch"] == self.epoch), None)
 
@@ -115,7 +118,7 @@ class CheckpointRun(Run):
         folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
         self.options = _options(folder, checkpoint, self.path)
         self.state_dict = _weights(checkpoint, ema, self.path)
-        self.epoch, self.ema = checkpoint.get("epoch"), ema
+        self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
         self.history = read_history(folder)
         self.result, self.peers, self.comparison = {}, {}, []
         if folder.name == "switched" and (folder.parent / _RUN).is_file():  # of a run with two connections
@@ -140,6 +143,8 @@ def checkpoint_file(path: Path) -> Path:
     for name in ("switched/last.pth.tar", "last.pth.tar", "model_best.pth.tar"):
         if (path / name).is_file():
             return path / name
+    if (path / _RUN).is_file():
+        raise _unfinished(path)
     runs = sorted(item.name for item in path.iterdir() if (item / "args.yaml").is_file())
     if runs:
         raise PublishError(f"{path} holds {len(runs)} runs: give one of them, as {path / runs[0]}")
@@ -160,7 +165,8 @@ def _read_checkpoint(path: Path) -> dict:
     except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
         raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {short(error)})") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise PublishError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'")
+        raise PublishError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
+                           f"{_BY_HAND}")
     return checkpoint
 
 
@@ -176,7 +182,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
             raise PublishError(f"{folder / 'args.yaml'} cannot be read ({short(error)})") from None
     if not options.get("model"):
         raise PublishError(f"{path} has neither an args.yaml beside it nor its arguments inside, so nothing says which "
-                           "model it is: build the model, load the weights and give it to timm_ortho.hub.push")
+                           f"model it is: {_BY_HAND}")
     return options
 
 
@@ -189,14 +195,20 @@ def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, 
 def read_history(folder: Path) -> list[dict]:
     """A row for each epoch, of the table that timm's train.py and the lab write; null for NaN and infinities.
 
-    A run of train.py that was resumed has that table's header again, and some epochs twice: the later one counts.
+    A run of train.py that was resumed has that table's header again, and some epochs twice: the later one counts, and
+    what comes after it. So does a second training in the folder of the first.
     """
     if not (folder / "summary.csv").is_file():
         return []
     with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
-    by_epoch = {int(row["epoch"]): {key: float(value) for key, value in row.items() if key and value} for row in rows}
-    return [without_nan({**by_epoch[epoch], "epoch": epoch}) for epoch in sorted(by_epoch)]
+    history: list[dict] = []
+    for row in rows:
+        epoch = int(row["epoch"])
+        history = [earlier for earlier in history if earlier["epoch"] < epoch]
+        figures = {key: float(value) for key, value in row.items() if key and value}
+        history.append({**without_nan(figures), "epoch": epoch})
+    return history
 
 
 def json_lines(text: str) -> list[dict]:
@@ -206,8 +218,12 @@ def json_lines(text: str) -> list[dict]:
 
 def _finished(folder: Path) -> dict:
     if not (folder / "result.json").is_file():
-        raise PublishError(f"the run in {folder} is not finished: the command that began it continues it")
+        raise _unfinished(folder)
     return read_json(folder / "result.json")
+
+
+def _unfinished(folder: Path) -> PublishError:
+    return PublishError(f"the run in {folder} is not finished: the command that began it continues it")
 
 
 def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
@@ -217,11 +233,12 @@ def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
     found = {}
     for other in folder.parent.iterdir():
         also = _SEED.fullmatch(other.name)
-        if also is None or also["kind"] != match["kind"] or not (other / "result.json").is_file():
+        if also is None or also["kind"] != match["kind"] or not (
+                (other / "result.json").is_file() and (other / "args.yaml").is_file()):
             continue
-        theirs = yaml.safe_load((other / "args.yaml").read_text(encoding="utf-8"))
-        if {**theirs, "seed": None} == {**options, "seed": None}:
-            found[int(also["seed"])] = read_json(other / "result.json")["top1"]
+        theirs, result = yaml.safe_load((other / "args.yaml").read_text("utf-8")), read_json(other / "result.json")
+        if {**theirs, "seed": None} == {**options, "seed": None} and "top1" in result:
+            found[int(also["seed"])] = result["top1"]
     return {seed: found[seed] for seed in sorted(found)}
 
 
