@@ -554,7 +554,7 @@ def test_compiled_models(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------- the launches
 @pytest.mark.usefixtures("undrawn")
-def test_launches(tmp_path, monkeypatch):
+def test_launches(tmp_path):
     rows = run(tmp_path, "--what", "launch", "--repeats", "1")
     small = "vit_small(img_size=32, patch_size=8, embed_dim=64, num_heads=4)"
     assert [(row["model"], row["shape"], row["step"], row["candidate"]) for row in rows] == [

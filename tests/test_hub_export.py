@@ -296,7 +296,7 @@ def test_labels_of_the_data_set_where_it_still_is(tmp_path):
     assert config(tmp_path / "out")["label_names"] == list("abcdefg")
 
 
-def test_no_token_reaches_a_file(grid, tmp_path, monkeypatch):
+def test_no_token_reaches_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "my-own-token")
     folder = timm_run(tmp_path / "run", wandb_project=SECRET, experiment="my-own-token", other="third-token",
                       url="https://user:password@host/data")

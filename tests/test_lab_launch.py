@@ -338,7 +338,7 @@ def test_ctrl_c_reports_what_is_finished(tmp_path, monkeypatch, capsys):
 
 @linux
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tiny, tmp_path):
+def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path):
     """The real thing: SIGKILL to both processes that train, while two runs still wait."""
     path, output = written(tmp_path, representation=False), tmp_path / "out"
     with started(path, output, epochs=25) as process:

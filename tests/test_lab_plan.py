@@ -238,7 +238,7 @@ def test_options_of_the_command_line_win():
     assert variant.options.model_kwargs["num_heads"] == 2
 
 
-def test_recipe_of_another_model_keeps_its_own_arguments(tmp_path):
+def test_recipe_of_another_model_keeps_its_own_arguments():
     found = plan.plan(study.Request(
         study.comparison(["linear"], "digits"), {"model": "resnetv2_18_cifar_orthog", "device": "cpu"}, seeds=1))
     options = found.runs["linear-seed0"].stages[0].options
@@ -519,7 +519,7 @@ def test_threads_of_what_trains_nothing(monkeypatch, tmp_path, undrawn):
 
 
 @pytest.mark.parametrize("name", ["parameters", "gamma"])
-def test_study_without_training(name, tmp_path, capsys, monkeypatch, undrawn):
+def test_study_without_training(name, tmp_path, monkeypatch, undrawn):
     assert study.run(request(name, tmp_path / "out")) == 0
     rows = read(tmp_path / "out" / "rows.json")
     assert rows[0]["model"].startswith(("vit", "resnetv2"))

@@ -150,7 +150,7 @@ class Renamed(nn.Module):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_self_may_have_another_name(known, twice):
+def test_self_may_have_another_name(twice):
     timm_ortho.register_block(Renamed, stream="x", kinds=("first", "second"), dim=-1)
     block, x = Renamed(twice), torch.randn(2, 3, 8)
     plain = block(x)

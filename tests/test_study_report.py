@@ -545,7 +545,7 @@ def test_text_table():
         "a          group: b  group: c", "-----------------------------", "long name  1         2"]
 
 
-def test_the_page_is_made_for_narrow_screens_and_paper(tmp_path):
+def test_the_page_is_made_for_narrow_screens_and_paper():
     style = "".join(page.page("t", []).split("<style>")[1].split("</style>")[0].split())
     assert ".scroll{overflow-x:auto;" in style
     assert "max-width:100%" in style

@@ -325,9 +325,8 @@ def checked_update(
         return _formula(x, f, a, b, dims, eps)[0]
     if is_recorded() or functorch_is_active() or forward_mode_is_active():
         return plain_update(x, f, a, b, dims, eps)
-    computed_by = {"torch": TORCH, "inductor": INDUCTOR, "triton": TRITON}[name]
-    if name == "triton" and (backend or default()) == "auto":
-        computed_by = CHECKED
+    by_auto = name == "triton" and (backend or default()) == "auto"
+    computed_by = CHECKED if by_auto else {"torch": TORCH, "inductor": INDUCTOR, "triton": TRITON}[name]
     if needs_gradient:
         return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
     return computed_by.update(x, f, a, b, dims, eps, False)[0]
