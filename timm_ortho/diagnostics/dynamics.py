@@ -139,6 +139,7 @@ class Recorder:
     A compiled model cannot be watched inside: a pass to be recorded is first run once more as it is written, without
     gradients, with random numbers and buffers put back. Record the model before it first runs compiled. With
     ``fullgraph=True`` give the compiled model, not the one in it, which would have to be left at its first line.
+    TorchScript takes the model after :meth:`close`.
 
     Args:
         model: Any model with connections, on any device, wrapped in DistributedDataParallel or ``torch.compile`` or
