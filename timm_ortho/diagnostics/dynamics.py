@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from timm.utils import unwrap_model
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._compat import compiled_model, is_compiled_in_place
 from ..connections import Connection, HybridConnection, Site, real_tokens, sites as sites_of
@@ -159,9 +159,9 @@ class Recorder:
             self, model: nn.Module, every: int = 50, sink: Optional[Callable[[List[Row]], None]] = None) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of steps, at least 1, got {every!r}")
-        if not sites_of(unwrap_model(model)):
+        if not sites_of(_unwrapped(model)):
             raise ValueError(
-                f"{type(unwrap_model(model)).__name__} has no connections to record; "
+                f"{type(_unwrapped(model)).__name__} has no connections to record; "
                 f"timm_ortho.connect(model, 'linear') gives it linear ones, which change nothing")
         self.every = every
         self.step = 0
@@ -224,11 +224,11 @@ class Recorder:
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return
-        self._pass = _Pass(step, sites_of(unwrap_model(model)))
+        self._pass = _Pass(step, sites_of(_unwrapped(model)))
         self._hooks.enter_context(_watching([site.connection for site in self._pass.sites], self._pass.add))
         if traced or _is_compiled(model):
             with _undisturbed(model):
-                unwrap_model(model).forward(*args, **kwargs)
+                _unwrapped(model).forward(*args, **kwargs)
             self._end(succeeded=True)
 
     def _end(self, succeeded: bool) -> None:
@@ -298,11 +298,24 @@ def _ratio(part: float, whole: float) -> float:
 
 
 # ------------------------------------------------------------------------------------------ wrapped models
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel or ``torch.compile`` wrapped."""
+    return _wrappers(model)[-1]
+
+
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether the model is, or what wraps it."""
-    inner = unwrap_model(model)
-    return is_compiled_in_place(inner) or any(
-        compiled_model(part) is not None and unwrap_model(part) is inner for part in model.modules())
+    *wrappers, inner = _wrappers(model)
+    return is_compiled_in_place(inner) or any(compiled_model(wrapper) is not None for wrapper in wrappers)
+
+
+def _wrappers(model: nn.Module) -> List[nn.Module]:
+    """The model as given, what it wraps, and so on."""
+    chain = [model]
+    while True:
+        inner = chain[-1].module if isinstance(chain[-1], DistributedDataParallel) else compiled_model(chain[-1])
+        if inner is None:
+            return chain
+        chain.append(inner)
 
 
 @contextmanager
