@@ -399,13 +399,13 @@ def test_a_second_training_in_a_folder_is_the_one_that_counts(tmp_path):
 
 
 def test_a_run_with_a_connection_of_its_own_module(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
-                                      "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
+    (tmp_path / "published.py").write_text(
+        "import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
+        "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
     monkeypatch.setattr(connections, "CONNECTIONS", before := dict(connections.CONNECTIONS))
     monkeypatch.setattr(repository, "CONNECTIONS", before)
-    folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "mine"])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    assert "was trained with device_modules mine: No module named 'mine'; is its folder in PYTHONPATH?" in message(
+    folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "published"])
+    assert "option 'device_modules': No module named 'published': is its folder in PYTHONPATH?" in message(
         folder, tmp_path / "out")
     monkeypatch.syspath_prepend(str(tmp_path))
     hub.export(folder, tmp_path / "out", "me/model")

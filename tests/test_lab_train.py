@@ -275,10 +275,14 @@ def test_a_line_that_was_cut_short_is_written_again(tmp_path, monkeypatch, whole
     assert_same_run(parts, whole)
 
 
-def test_a_file_that_lost_rows_is_not_gone_on_with(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("left", ["epoch,train_loss\n", None])
+def test_a_file_that_lost_rows_is_not_gone_on_with(tmp_path, monkeypatch, capsys, left):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1)
-    (folder / "summary.csv").write_text("epoch,train_loss\n")
+    if left is None:
+        (folder / "summary.csv").unlink()
+    else:
+        (folder / "summary.csv").write_text(left)
     assert run.main([str(folder)]) == 2
     assert capsys.readouterr().err == (
         f"timm-ortho: {folder / 'summary.csv'} has lost rows; remove {folder} to train it anew\n")
@@ -485,6 +489,16 @@ def test_validation_on_training_images_is_refused(images):
 
 
 # --------------------------------------------------------------------------------------------------- the rest
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_last(channels_last):
+    given = dict(channels_last=channels_last, in_chans=3)
+    (planned_run,) = plan.plan(compared("unused", ["linear"], **given)).runs.values()
+    options = planned_options(**given)
+    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
+    for tensor in (one.model.patch_embed.proj.weight, one.model.patch_embed.proj(next(iter(one.train_loader))[0])):
+        assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
 def test_amp_on_the_cpu(tmp_path, monkeypatch):
     dtypes = []
     original = train.record_dynamics

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from timm_ortho.lab import LabError, recipe
 
@@ -139,6 +140,21 @@ def test_a_refusal_is_one_line():
     process = bash("train.sh", "recipe", PYTHON=sys.executable)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "train.sh: usage: scripts/train.sh RECIPE MODEL DATA [options of train.py ...]\n"
+
+
+@needs_bash
+def test_what_is_shown_is_started(tmp_path):
+    (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text("batch_size: 8\ndevice_modules: [timm_ortho]\n", encoding="utf-8")
+    process = bash(
+        "train.sh", str(tmp_path / "recipe.yaml"), "vit_test_ortho", "my data", "--epochs", "1", "--output",
+        str(tmp_path), "--experiment", "run", PYTHON=sys.executable, TIMM_DIR=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert process.returncode == 0, process.stderr
+    assert f"train.sh: {sys.executable} {tmp_path / 'train.py'} -c {tmp_path / 'recipe.yaml'}" in process.stderr
+    options = yaml.safe_load((tmp_path / "run" / "args.yaml").read_text(encoding="utf-8"))
+    assert [options[key] for key in ("model", "data_dir", "batch_size", "device")] == [
+        "vit_test_ortho", "my data", 8, "cpu"]
+    assert (tmp_path / "run" / "summary.csv").is_file()
 
 
 @needs_bash

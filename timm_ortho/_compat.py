@@ -1,4 +1,4 @@
-"""Private names of torch, timm and submitit, each used here and nowhere else; tests/test_compat.py tries them."""
+"""Private names of torch, timm and submitit, each used here and nowhere else; all are tested on old releases too."""
 from typing import Any, ItemsView, Optional
 
 import timm

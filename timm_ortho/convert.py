@@ -83,7 +83,7 @@ def connect(
     as they are. ``hybrid`` adds two parameters a site, which start afresh at each call and which an existing optimizer
     must be told of; any other connection takes them away. They are in the model's ``no_weight_decay()``, which timm's
     optimizers ask. After ``fully_shard`` a model stays sharded, and what it has can be replaced by connections without
-    parameters; around ``hybrid`` DistributedDataParallel is put on afterwards, or it does not synchronise them.
+    parameters. Connect with ``hybrid`` before DistributedDataParallel, which does not synchronise what comes later.
 
     Args:
         model: Any module that contains known blocks, with adapters in them or without: models of timm, their
@@ -233,8 +233,8 @@ def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Ite
             "instance, which hides that of its class: undo what put it there first. The model is unchanged.")
     wrapped = type(block) is not written_class(block)
     grows = any(True for connection in connections for _ in connection.parameters())
-    parallel = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or parallel or is_sharded(block))):
+    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block) or any(
+            isinstance(module, DistributedDataParallel) for module in model.modules()))):
         raise UnsupportedModelError(
             f"cannot connect {type(model).__name__} like this any more, since its {type(block).__name__} is sharded or "
             "parametrized, which fixes its class and its parameters, or in DistributedDataParallel, which fixes those: "

@@ -139,7 +139,7 @@ class Route:
                 "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
                 self.name: method,
             })
-        except Exception as error:
+        except Exception as error:  # a lambda, names of an enclosing scope, a base that refuses subclasses
             raise RoutingError(f"{self.where}: {self.name} cannot be rebuilt in a subclass: {error!r}") from error
         routed.__name__ = self.block.__name__  # by which FSDP's policies know a layer; pickle goes by __qualname__
         return routed

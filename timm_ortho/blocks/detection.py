@@ -12,9 +12,9 @@ def looks_residual(cls: type) -> bool:
     """Whether a class looks like a residual block.
 
     That is: two things that both follow from the input are added, by ``+``, ``torch.add`` or the tensor's own methods.
-    But for position embeddings it errs towards yes, so that no model is converted by half: what looks residual and is
-    not is named by :func:`timm_ortho.not_residual`. Not seen are sums in other methods, of arguments or by other means
-    (``sum``), and those of a class without readable source.
+    It errs towards yes, except for position embeddings, so that no model is converted by half: what looks residual and
+    is not is named by :func:`timm_ortho.not_residual`. Not seen are sums in other methods, of arguments or by other
+    means (``sum``), and those of a class without readable source.
     """
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]

@@ -266,7 +266,7 @@ def _result_notes(run: Optional[Run]) -> list[str]:
             measured, these = ("plain", "EMA") if run.ema else ("EMA", "plain")
             why = f"the run evaluated its {measured} weights, and these are the {these} ones"
         notes.append(f"Not measured on these weights: {why}.")
-    if run.chosen_on_validation and not run.in_mid_epoch:
+    if run.chosen_on_validation:
         last = run.history[-1]["epoch"]
         notes.append(f"These are the weights after epoch {run.epoch + 1} of {last + 1}. Where an epoch is chosen by "
                      "its figures on the validation set, as timm's `model_best` is, they flatter it.")

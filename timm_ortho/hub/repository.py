@@ -9,7 +9,6 @@
 
 The folder is loaded again before anybody gets to see it, and has to give the same logits to the bit.
 """
-import importlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from .._images import data_config
 from ..connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 from ..convert import connect
 from ..models._build import OF_CONNECTIONS, creation_arguments, is_of_connections, pop_connection_arguments
-from ..runs.folders import CheckpointRun, PublishError, Run, class_names
+from ..runs.folders import CheckpointRun, PublishError, Run, class_names, import_modules
 from ..skips.rewrites import ChangeOfBasis
 from ..weights.errors import check_repo_id, scrubbed
 from ..weights.fetching import split_revision
@@ -126,12 +125,7 @@ def _detached(model: nn.Module) -> nn.Module:
 def _built(run: CheckpointRun) -> nn.Module:
     """The run's model, made as timm's train.py makes it, with the run's weights."""
     options = run.options
-    for module in options.get("device_modules") or ():
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise PublishError(f"{run.path} was trained with device_modules {module}: {error}; is its folder in "
-                               "PYTHONPATH?") from None
+    import_modules(options.get("device_modules"), PublishError)
     kwargs = dict(options.get("model_kwargs") or {})
     size = options.get("input_size")
     try:

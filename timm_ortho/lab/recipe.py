@@ -18,11 +18,12 @@ from argparse import Namespace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Mapping, Optional
 
 import timm
 
 from ..models._build import SUFFIXES
+from ..runs.folders import import_modules
 from . import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # what a recipe says for its own model only
@@ -112,21 +113,13 @@ def resolve_variant(given: Mapping[str, Any], name: Optional[str], trainer: str 
     options = resolve(values, trainer)
     # timm_ortho so that train.py --config args.yaml finds the variant, others for what they register
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
-    import_modules(options.device_modules)
+    import_modules(options.device_modules, LabError)
     options.model = _variant(base)
     if "amp_dtype" not in values and options.device == "cpu":
         options.amp_dtype = "bfloat16"  # timm's float16 needs a loss scaler, which the CPU does not have
     if "connection" in options.model_kwargs:
         raise LabError("the connection is not a model argument here: use --connections")
     return options
-
-
-def import_modules(modules: Optional[Sequence[str]]) -> None:
-    for module in modules or ():
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise LabError(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
 
 
 def base_name(model: str) -> str:

@@ -20,13 +20,12 @@ from timm.models import clean_state_dict
 from torch import nn
 
 from .._images import data_config
-from ..runs.folders import load_checkpoint
+from ..runs.folders import import_modules, load_checkpoint
 from ..runs.provenance import device_name, made_on
 from . import LabError, one_line, train_py, write_json
 from .data import Source, loaders, open_source
 from .features import measure_features
 from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_of, history, read_json, work_on
-from .recipe import import_modules
 from .train import Training, build_model
 
 # Of a folder that cannot be written; other OSErrors are errors of the run, and name their file.
@@ -122,7 +121,7 @@ def _train(plan: RunPlan, folder: Path) -> dict:
     source: Optional[Source] = None
     for stage in plan.stages:
         options = _options(plan, stage, folder)
-        import_modules(options.device_modules)
+        import_modules(options.device_modules, LabError)
         if plan.trainer == "lab":
             source = source or open_source(options, plan.hold_out)
             Training(plan, stage, folder, source, options).train()

@@ -99,7 +99,7 @@ class Training:
             path = self.folder / name
             if name not in lengths:
                 path.unlink(missing_ok=True)
-            elif path.stat().st_size < lengths[name]:
+            elif not path.is_file() or path.stat().st_size < lengths[name]:
                 raise LabError(f"{path} has lost rows; remove {self.folder} to train it anew")
             else:
                 os.truncate(path, lengths[name])

@@ -9,13 +9,14 @@ Both kinds of run evaluate the EMA weights where there are any, so the figures o
 weights. Checkpoints are read with torch's restricted unpickler: nothing in them is executed.
 """
 import csv
+import importlib
 import json
 import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 import torch
 import yaml
@@ -38,6 +39,15 @@ def class_names(dataset: Any) -> Optional[list[str]]:
     index = getattr(getattr(dataset, "reader", None), "class_to_idx", None)
     names = getattr(dataset, "classes", None) or (sorted(index, key=index.get) if index else None)
     return [str(name) for name in names] if names else None
+
+
+def import_modules(modules: Optional[Sequence[str]], kind: type[ValueError]) -> None:
+    """What train.py's option `device_modules` names; a module that is not there is an error of this kind."""
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise kind(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
 
 
 class Run:
@@ -78,7 +88,9 @@ class Run:
     @property
     def chosen_on_validation(self) -> bool:
         """Whether the epoch is not the last, which is to say, somebody chose it by its validation figures."""
-        return bool(self.history) and self.epoch is not None and self.epoch != self.history[-1]["epoch"]
+        if not self.history or self.epoch is None or self.in_mid_epoch:
+            return False
+        return self.epoch != self.history[-1]["epoch"]
 
     @property
     def connection(self) -> Optional[str]:
