@@ -138,7 +138,7 @@ def test_status(tmp_path, monkeypatch, capsys):
     run.run(done)
     stopped(half, monkeypatch, BATCHES + 1, KeyboardInterrupt)
     stopped(failed, monkeypatch, 1)
-    (failed / LOG).write_text("step 1\nRuntimeError: it hurts\n\ntimm-ortho: ours\n")
+    (failed / LOG).write_text("step 1\nRuntimeError: it hurts\n\nepoch 1/2: top-1 9.38 %\ntimm-ortho: ours\n")
     capsys.readouterr()
     with folders.work_on(at_work):
         assert cli.main(["study", "status", str(found.folder)]) == 0

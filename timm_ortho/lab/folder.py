@@ -241,7 +241,8 @@ def with_last_words(folder: Path, reason: str) -> str:
     """Why a run failed, and the last line of its log that somebody else than the lab wrote, if there is one."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    words = next((line.strip()[:300] for line in reversed(lines) if line.strip() and "timm-ortho: " not in line), "")
+    words = next((line.strip()[:300] for line in reversed(lines)
+                  if line.strip() and not line.startswith("epoch ") and "timm-ortho: " not in line), "")
     return reason if words in reason else f"{reason}; {words}"
 
 
