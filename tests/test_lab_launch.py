@@ -244,13 +244,14 @@ def test_a_run_with_an_error_is_reported_and_the_rest_goes_on(tmp_path, monkeypa
     for name in ("linear", "feature"):
         stopped(found.folder / f"{name}-seed0", monkeypatch, BATCHES + 1, KeyboardInterrupt)
     (found.folder / "linear-seed0" / "last.pth.tar").write_bytes(b"half")
-    (found.folder / "feature-seed0" / "probe.jsonl").unlink()
+    checkpoint = found.folder / "feature-seed0" / "last.pth.tar"
+    torch.save({**torch.load(checkpoint, weights_only=False), "epoch": "one"}, checkpoint)
     with pytest.raises(LabError) as error:
         study.run(given, parallel=2)
     assert str(error.value).startswith("2 of 3 runs failed, first ")
     assert str(error.value).endswith("; the same command again tries them anew")
     said = capsys.readouterr().err
-    assert "timm-ortho: feature-seed0 failed: No such file or directory; FileNotFoundError: " in said
+    assert "timm-ortho: feature-seed0 failed: TypeError: can only concatenate str (not \"int\") to str" in said
     assert "timm-ortho: linear-seed0 failed: " in said
     assert "last.pth.tar cannot be continued (" in said
     assert "Traceback (most recent call last)" in (found.folder / "feature-seed0" / LOG).read_text()
