@@ -292,8 +292,10 @@ def difference(paired: Optional[Mapping[str, Any]], form: str = ".2f") -> str:
     if paired is None:
         return "-"
     mean, half = paired["mean"], paired["half_width"]
-    interval = "(one pair, no interval)" if half is None else f"[{mean - half:+{form}}, {mean + half:+{form}}]"
-    return f"{mean:+{form}} {interval}"
+    if half is None:
+        why = "one pair" if paired["pairs"] < 2 else f"{paired['pairs']} equal differences"
+        return f"{mean:+{form}} ({why}, no interval)"
+    return f"{mean:+{form}} [{mean - half:+{form}}, {mean + half:+{form}}]"
 
 
 def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

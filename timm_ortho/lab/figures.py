@@ -1,8 +1,9 @@
-"""The figures of a report, from the runs alone; which of them a study has is said in its layout.
+"""The plots of a report, from the runs alone. A study's layout lists its plots.
 
 Lines are means over seeds, shades the range of the seeds; points are runs, and bars one standard deviation about their
-mean. A value that is not finite leaves a gap. Colours are Okabe and Ito's, which colour-blind readers tell apart, and
-near the paper's (red is linear, blue is orthogonal); line styles and markers differ as well.
+mean. A value that is not finite leaves a gap. Colours are Okabe and Ito's, which colour-blind readers can distinguish,
+and near the paper's (red is linear, blue is orthogonal); line styles and markers differ as well. Every function that
+draws takes `narrow`: panels below each other, for a phone.
 """
 import math
 import re
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from statistics import fmean, stdev
+from textwrap import fill
 from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from matplotlib import colormaps
@@ -21,7 +23,7 @@ from scipy.stats import pearsonr
 from .._checks import finite
 from . import paper
 from .layout import MEASURES, TRACES, Layout, Run, grouped, shown
-from .statistics import Difference
+from .statistics import ROUNDING, Difference
 from .tables import Entry
 
 STYLES = {
@@ -35,17 +37,20 @@ _COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = "vPX<>d*h"
 
+_NARROW = 4.0  # inches
+_LONG = 10  # epochs, from which on the y axes leave out the first half of training
+
 Name = Callable[[Run], str]
 Options = Mapping[str, Any]
 
 
 class Drawing(NamedTuple):
-    """A figure: name of its file, caption, what is to be seen in words, and what draws it."""
+    """A plot: name of its file, caption, the plot in words, and the function that draws it, wide or narrow."""
 
     name: str
     caption: str
     alt: str
-    draw: Callable[[], Figure]
+    draw: Callable[..., Figure]
 
 
 @dataclass
@@ -92,6 +97,12 @@ def style(name: str, names: Sequence[str] = ()) -> dict[str, Any]:
             "marker": _MARKERS[index % len(_MARKERS)]}
 
 
+def _panels(figure: Figure, count: int, narrow: bool, **options: Any) -> list[Axes]:
+    """Panels side by side, or below each other."""
+    shape = (count, 1) if narrow else (1, count)
+    return list(figure.subplots(*shape, squeeze=False, **options).flat)
+
+
 def _title(axes: Axes, title: str, below: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(below, fontsize=9)
@@ -116,16 +127,18 @@ def _finished(figure: Figure) -> Figure:
 # --------------------------------------------------------------------------------------------- line charts
 def lines_chart(
         panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, log: bool = False,
-        late: bool = False, ticks: Sequence[str] = (),
+        late: bool = False, ticks: Sequence[str] = (), narrow: bool = False,
 ) -> Figure:
-    """Panels in rows above a title of the x axes; `shared` and `log` are said of the y axes.
+    """Panels in rows above a title of the x axes; `shared` and `log` apply to the y axes.
 
-    With `late` their limits are those of the second half, so that a steep beginning does not hide the differences.
-    `ticks` names the places 0, 1, ... on the x axis, which otherwise has whole numbers.
+    With `late` their limits are those of the second half, so that a steep beginning does not hide the differences; a
+    training of fewer than ten epochs is shown whole. `ticks` names the places 0, 1, ... on the x axis, which otherwise
+    has whole numbers.
     """
-    columns = min(columns, len(panels))
+    columns = 1 if narrow else min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(5.5, 3.5 * columns), 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
+    width = _NARROW if narrow else max(5.5, 3.5 * columns)
+    figure = Figure(figsize=(width, 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
     grid = list(figure.subplots(rows, columns, sharey=shared, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
         for name, (look, x, curves) in panel.lines.items():
@@ -136,7 +149,7 @@ def lines_chart(
         if ticks:
             step = max(1, len(ticks) // 12)
             axes.set_xticks(range(0, len(ticks), step), ticks[::step], rotation=60)
-    for group in ([panels] if shared else [[panel] for panel in panels]) if late else []:
+    for group in ([panels] if shared else [[panel] for panel in panels]) if late and _is_long(panels) else []:
         _focus(grid[panels.index(group[0])], group)
     for axes, panel in zip(grid, panels, strict=False):
         for place in panel.marks:
@@ -156,9 +169,13 @@ def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], nam
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
+def _is_long(panels: Sequence[Panel]) -> bool:
+    return max((at for panel in panels for _, x, _ in panel.lines.values() for at in x), default=0) >= _LONG
+
+
 def _focus(axes: Axes, panels: Sequence[Panel]) -> None:
     late = [value for panel in panels for _, x, curves in panel.lines.values() for curve in curves
-            for at, value in zip(x, curve, strict=False) if finite(value) and 2 * at > max(x) > 2]
+            for at, value in zip(x, curve, strict=False) if finite(value) and 2 * at > max(x)]
     if late:
         margin = 0.05 * (max(late) - min(late)) or 0.01 * abs(late[0]) or 1.0
         axes.set_ylim(min(late) - margin, max(late) + margin)
@@ -178,9 +195,15 @@ def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: 
 
 
 def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Drawing:
+    """A line chart. Its caption says what is measured; the axes and lines are added here."""
     lines = dict.fromkeys(line for panel in panels for line in panel.lines)
     titles = "; ".join(dict.fromkeys(panel.title for panel in panels))
-    return Drawing("_".join(re.findall(r"\w+", name.lower())), caption,
+    runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
+    count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
+    said = [caption, f"x axis: {below}.",
+            f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run.",
+            _LATE if options.get("late") and _is_long(panels) else ""]
+    return Drawing("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, said)),
                    f"Line charts by {below}: {titles}. Lines: {', '.join(lines)}.",
                    partial(lines_chart, panels, below, **options))
 
@@ -188,7 +211,7 @@ def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **opt
 # ------------------------------------------------------------------------------------------------ training
 _HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
             "eval_top5": "{} top-5, %"}
-_LATE = "The axes of y are those of the second half of training."
+_LATE = "The y axes show the range of the second half of training; earlier values can lie outside."
 
 
 def _history(scene: Scene, runs: Sequence[Run], column: str, name: Name, part: str = "") -> Panel:
@@ -204,16 +227,16 @@ def _training(scene: Scene, options: Options) -> Iterator[Drawing]:
     for part, runs in scene.parts(options, scene.having("history")):
         panels = [_history(scene, runs, column, name, part) for column in ("train_loss", "eval_top1")]
         subject = f"{part}: training" if part else "Training"
-        caption = options.get("caption", f"{subject} loss and {scene.layout.images} accuracy by epoch.")
-        yield _drawing(f"{options.get('name', 'training')} {part}", f"{caption} {_LATE}", panels, "epoch", late=True)
+        caption = options.get("caption", f"{subject} loss and accuracy on the {scene.layout.images} images.")
+        yield _drawing(f"{options.get('name', 'training')} {part}", caption, panels, "epoch", late=True)
 
 
 def _curves(scene: Scene, options: Options) -> Iterator[Drawing]:
     column, name = options.get("column", "eval_top1"), scene.lines(options)
     panels = [_history(scene, runs, column, name, part) for part, runs in scene.parts(options, scene.having("history"))]
     if panels:
-        caption = options.get("caption", f"{_HISTORY[column].format(scene.layout.images)} by epoch.")
-        yield _drawing(options.get("name", "curves"), f"{caption} {_LATE}", panels, "epoch", late=True, shared=True)
+        caption = options.get("caption", f"{_HISTORY[column].format(scene.layout.images)}.")
+        yield _drawing(options.get("name", "curves"), caption, panels, "epoch", late=True, shared=True)
 
 
 # ---------------------------------------------------------------------------------------------- the stream
@@ -230,15 +253,15 @@ def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
         return
     panels, sites = _profile(runs, name)
     yield _drawing(
-        "profile", "Stream norm and cosine by site after training. Measured on one batch of the "
-        f"{scene.layout.images} images, over the channel axis, averaged over tokens or pixels: x is the stream that a "
-        "block receives, f what its branch adds.", panels, "site, from the first block to the last", ticks=sites)
+        "profile", "Norm of the stream x that a block receives, and cosine of x and the branch output f, after "
+        f"training: over the channels, averaged over tokens or pixels of one batch of {scene.layout.images} images.",
+        panels, "site, from the first block to the last", ticks=sites)
     if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):  # of published ones the ends may be left
         return
     for key, (title, read) in _PROBES.items():
         panels = [_by_epoch(f"{line}: {title}", members, read) for line, members in grouped(runs, name).items()]
-        yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]} of each block by epoch: means over its "
-                       "sites, and over the seeds.", panels, "epochs done", shared=True)
+        yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]}, a line for each block: the mean over its "
+                       "sites.", panels, "epochs done", shared=True)
 
 
 def profile(runs: Sequence[Run], name: Name = lambda run: run["connection"]) -> Figure:
@@ -293,8 +316,8 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
                 panel.marks = [] if step is None else [step]
             yield _drawing(
                 f"{measure} {kind}",
-                f"{TRACES[measure]} in the {kind} branches, block by block (the paper's {source}). A dotted line is "
-                "where the linear and the orthogonal traces part.", panels, "training step")
+                f"{TRACES[measure]} in the {kind} branches, a panel for each block (the paper's {source}). Dotted: the "
+                "transition point of the linear and the orthogonal traces.", panels, "training step")
 
 
 def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
@@ -331,9 +354,9 @@ def _last_branch(scene: Scene, options: Options) -> Iterator[Drawing]:
         site = last_branch(runs[0]["dynamics"])
         panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, *_trace(site, measure))
                   for measure in ("orthogonal", "parallel", "branch")]
-        yield _drawing(f"norms {part}", "Squared norms of the last branch's output and of its parts"
-                       f"{f', {part}' if part else ''}. {options.get('caption', '')}".rstrip(), panels,
-                       "training step", log=True)
+        caption = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
+                   f"logarithmic y axes. {options.get('caption', '')}")
+        yield _drawing(f"norms {part}", caption.rstrip(), panels, "training step", log=True)
 
 
 def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:
@@ -346,8 +369,8 @@ def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:
                   for measure in ("rho", "theta") for part, members in parts]
         yield _drawing(
             f"weights {kind}",
-            f"ρ and θ of the {kind} branches while they are learned. The parallel part is added ρ sin θ times and the "
-            "orthogonal one ρ cos θ times: linear is ρ = √2, θ = π/4, and orthogonal is ρ = 1, θ = 0.",
+            f"Learned ρ and θ of the {kind} branches, a line for each block. The parallel part is scaled by ρ sin θ, "
+            "the orthogonal part by ρ cos θ: linear is ρ = √2, θ = π/4, and orthogonal is ρ = 1, θ = 0.",
             panels, "training step", columns=len(parts))
 
 
@@ -360,26 +383,32 @@ def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
               if any(finite(MEASURES[key].read(run)) for run in scene.runs)}
     if not titles:
         return
-    caption = f"{options.get('caption', f'By {x}.')} Bars are one standard deviation about the mean, dots are runs."
+    caption = (f"{options.get('caption', f'By {x}.')} x axis: {scene.layout.titles.get(x, x)}. Small dots: runs. "
+               "Markers and bars: mean and standard deviation over the seeds.")
     if options.get("pearson"):
         said = [f"{title}: {correlation(scene.runs, x, read)}" for title, read in titles.items()]
-        caption = f"{caption} Pearson's correlation of the runs: {'; '.join(said)}."
+        caption = f"{caption} Pearson's correlation over the runs: {'; '.join(said)}."
     groups, below = grouped(scene.runs, name), scene.layout.titles.get(x, x)
     yield Drawing(options.get("name", x), caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
                   partial(_draw_points, scene, x, titles, groups, bool(options.get("log"))))
 
 
 def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:
-    """Pearson's r of all runs with an axis of the grid, and its two-sided p; without variation there is none."""
+    """Pearson's r of all runs with an axis of the grid, and its two-sided p.
+
+    There is no r without variation, and no p where all runs lie on the line: nothing estimates their variance about it.
+    """
     pairs = [(float(run["cell"][x]), read(run)) for run in runs if finite(read(run))]
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return f"r undefined ({len(pairs)} runs)"
     result = pearsonr(*zip(*pairs, strict=True))
-    return f"r = {result.statistic:+.2f}, p = {result.pvalue:.2g}, {len(pairs)} runs"
+    p = "no p without residuals" if 1 - abs(result.statistic) < ROUNDING else f"p = {result.pvalue:.2g}"
+    return f"r = {result.statistic:+.2f}, {p}, {len(pairs)} runs"
 
 
 def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
+        narrow: bool = False,
 ) -> Figure:
     """Numbers are joined by lines, names stand side by side."""
     def at(run: Run) -> Any:
@@ -389,8 +418,10 @@ def _draw_points(
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     one_each = len({(at(run), name) for name, runs in groups.items() for run in runs}) == len(values)
     aside = 0.0 if numeric or one_each else 0.18
-    figure = Figure(figsize=(max(5.5, 5.0 * len(titles)), 3.8), layout="constrained")
-    for axes, (title, read) in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles.items(), strict=True):
+    figure = Figure(
+        figsize=(_NARROW, 0.5 + 3.0 * len(titles)) if narrow else (max(5.5, 5.0 * len(titles)), 3.8),
+        layout="constrained")
+    for axes, (title, read) in zip(_panels(figure, len(titles), narrow), titles.items(), strict=True):
         for index, (name, runs) in enumerate(groups.items()):
             by_value = grouped([run for run in runs if finite(read(run))], at)
             beside = aside * (index - (len(names) - 1) / 2)
@@ -410,7 +441,7 @@ def _draw_points(
 def _errorbars(axes: Axes, found: Mapping[float, Sequence[float]], name: str, look: Mapping[str, Any]) -> None:
     at = sorted(found)
     means = [fmean(found[place]) for place in at]
-    bars = [stdev(found[place]) if len(found[place]) > 1 else 0.0 for place in at]
+    bars = [stdev(found[place]) if len(found[place]) > 1 else math.nan for place in at]
     axes.errorbar(at, means, yerr=bars, label=name, capsize=3, linewidth=1.3, markersize=5, **look)
     axes.scatter([place for place in at for _ in found[place]], [value for place in at for value in found[place]],
                  s=9, color=look["color"], alpha=0.45, linewidths=0)
@@ -440,24 +471,35 @@ class Row(NamedTuple):
 
 
 def forest(found: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
-    """All entries that have a difference, each with its label, and the paper's effects; no drawing without any."""
+    """All entries that have a difference, each with its label, and the paper's differences; no plot without any."""
     found = [Row(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
              for label, entry in found if entry.difference]
-    rows = ", ".join(dict.fromkeys(row.label for row in found))
+    if not found:
+        return []
+    rows, effects = ", ".join(dict.fromkeys(row.label for row in found)), any(row.effects for row in found)
+    said = ["Mean differences to the baseline (x axes), a row for each comparison. Bars are 95 % confidence intervals: "
+            "blue with the variance of the paired differences, grey with one variance for all cells."]
+    if any(row.difference.half_width is None for row in found):
+        said.append("A point without a bar has no interval.")
+    said += ["Red diamonds are the paper's differences."] if effects else []
     return [Drawing(
-        name, "Differences to the baseline with their 95 % intervals, paired by seed and with the variance of all "
-        "cells, and the paper's effects. An interval that holds zero, the vertical line, tells nothing apart.",
-        f"Differences to the baseline as points with bars, and the paper's effects, a row for each of {rows}.",
-        partial(draw_forest, found))] if found else []
+        name, " ".join([*said, "The vertical line is zero."]),
+        f"Differences to the baseline as points with bars{', and the paper’s,' if effects else ','} a row for each of "
+        f"{rows}.", partial(draw_forest, found))]
 
 
-def draw_forest(found: Sequence[Row], height: float = 0.36) -> Figure:
+def draw_forest(found: Sequence[Row], height: float = 0.36, narrow: bool = False) -> Figure:
     """A panel for each title, a row for each label."""
     rows = list(dict.fromkeys(row.label for row in found))
     titles = list(dict.fromkeys(row.title for row in found))
-    figure = Figure(figsize=(1.5 + 0.07 * max(map(len, rows)) + 3.4 * len(titles), 1.3 + height * len(rows)),
-                    layout="constrained")
-    grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    names = [fill(row, 16) for row in rows] if narrow else rows
+    if narrow:
+        lines = max(name.count("\n") + 1 for name in names)
+        size = (_NARROW, 0.6 + len(titles) * (0.8 + max(height, 0.17 * lines) * len(rows)))
+    else:
+        size = (1.5 + 0.07 * max(map(len, rows)) + 3.4 * len(titles), 1.3 + height * len(rows))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = _panels(figure, len(titles), narrow, sharey=True)
     for axes, title in zip(grid, titles, strict=True):
         mine = [(rows.index(row.label), row) for row in found if row.title == title]
         _intervals(axes, [(at - 0.12, row.difference) for at, row in mine], "paired by seed", STYLES["feature"], 1.6)
@@ -468,7 +510,7 @@ def draw_forest(found: Sequence[Row], height: float = 0.36) -> Figure:
             axes.scatter(*zip(*effects, strict=True), marker="D", s=22, label="the paper", facecolors="none",
                          edgecolors=STYLES["linear"]["color"], linewidths=1.0)
         axes.axvline(0, color="#222222", linewidth=0.9)
-        axes.set_yticks(range(len(rows)), rows)
+        axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
         _title(axes, title, "difference to the baseline")
@@ -477,9 +519,9 @@ def draw_forest(found: Sequence[Row], height: float = 0.36) -> Figure:
 
 def _intervals(axes: Axes, found: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
     if found:
-        axes.errorbar([difference.mean for _, difference in found], [row for row, _ in found],
-                      xerr=[difference.half_width or 0.0 for _, difference in found], label=label, capsize=2.5,
-                      markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
+        bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in found]
+        axes.errorbar([difference.mean for _, difference in found], [row for row, _ in found], xerr=bars, label=label,
+                      capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
 
 
 DRAWINGS: dict[str, Callable[[Scene, Options], Iterable[Drawing]]] = {

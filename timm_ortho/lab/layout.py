@@ -105,7 +105,7 @@ class Layout:
     paper: Sequence[str] = ()
     order: str = ""
     unstated: str = "not in the paper"
-    protocol: str = "Figures are those of the last epoch."
+    protocol: str = "Values are those of the last epoch."
     figures: Sequence[Any] = ("training", "stream")
     tables: Sequence[str] = ()
     generic: bool = False
@@ -124,7 +124,8 @@ class Layout:
         if not isinstance(given or {}, Mapping):
             raise LabError(f"report must be a mapping, not {given!r}")
         check_names(given or {}, set(cls.__dataclass_fields__) - {"study", "generic"}, "report")
-        layout = cls(study, **{"rows": [*study["axes"], "connection"], "generic": given is None, **(given or {})})
+        generic = not given or not given.keys() & {"rows", "columns"}
+        layout = cls(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **(given or {})})
         for key, known in (("rows", dimensions), ("columns", dimensions), ("paper", dimensions), ("titles", dimensions),
                            ("labels", dimensions), ("measures", MEASURES), ("tables", TABLES)):
             check_names(getattr(layout, key), known, f"report: {key}", "entry")

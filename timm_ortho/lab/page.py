@@ -1,7 +1,7 @@
 """A report as a list of blocks, and the same blocks as a page in one file, as Markdown with figures beside it, as text.
 
-The page is `page.html.jinja`. On a narrow screen tables and figures scroll in boxes of their own; in print nothing
-scrolls, and neither a figure nor a row is cut.
+The page is `page.html.jinja`. On a narrow screen tables scroll in boxes of their own, and plots have their panels below
+each other; in print nothing scrolls, and neither a plot nor a row is cut.
 """
 import base64
 import io
@@ -57,10 +57,11 @@ class Grid(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A figure: the file below the report's folder, the SVG, and what it shows, in words and as caption."""
+    """A plot: its file below the report's folder, the SVG and one for narrow screens, the plot in words, a caption."""
 
     path: str
     svg: str
+    narrow: str
     alt: str
     caption: str
 
@@ -80,7 +81,7 @@ def page(title: str, blocks: Sequence[Block]) -> str:
 
 
 def _width(svg: str) -> float:
-    """In points; panels beside each other are illegible if squeezed."""
+    """In points."""
     found = re.search(r'width="([\d.]+)pt"', svg)
     return float(found[1]) if found else 0.0
 

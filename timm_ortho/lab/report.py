@@ -1,8 +1,8 @@
 """Finished runs as a report: `report.html` in one file, `report.md` with `figures/`, and `results.json`.
 
-All of it is made from what the caller hands over and nothing else; `results.json` holds the same again, so that the
-report can be made anew from it. Statistics are in `statistics`, tables in `tables`, figures in `figures`, their look in
-`page`; which of them a study has is said by its `layout`.
+A report is made from the caller's arguments alone; `results.json` contains them, so that the report can be made anew
+from it. Statistics are in `statistics`, tables in `tables`, plots in `figures`, their look in `page`; a study's
+`layout` lists its tables and plots. The page opens with the answer in a sentence; method and terms are at its end.
 
     study = {
         "name": "layer_pattern", "title": "Which blocks carry ...", "scale": "small", "dataset": "digits",
@@ -18,6 +18,8 @@ report can be made anew from it. Statistics are in `statistics`, tables in `tabl
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # where runs have no "made_with"
         "report": {"rows": [...], ...},     # see `layout`; without it that of the shipped study of this name
         "validation": "test",               # or "hold-out": the images that accuracy is of
+        "data": {"image_size": [32, 32], "channels": 3, "size_from": "the model's default", "classes": 10,
+                 "train": 50000, "validation": 10000, "validation_split": "test"},
     }
     runs = [{
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, numbers or text; in a switch study {"switch": "LO"}
@@ -41,31 +43,27 @@ For the other kinds `runs` are the rows of plain columns that `cost` makes: `ove
 which have none. `unfinished` is empty, `dataset` and `model` are None.
 """
 import json
+from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from .._checks import finite
 from . import cost_report, page, paper, tables, write_text
 from .figures import Drawing, Scene, branch, drawings, forest, last_branch
-from .layout import Layout, Run
+from .layout import MEASURES, Layout, Run
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
-from .statistics import reading
+from .statistics import reach
 from .transition import transition_points
 
 _STEPS = 100  # of the dynamics, in results.json and in the figures; the runs' own folders have all
 _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # that have a transition point
 
 _NOTHING = "No run is finished yet."
-_PAIRS = (
-    "Runs with one seed start from the same weights and see the same batches, so differences are taken seed by seed; "
-    "in brackets is Student's 95 % interval of their mean. Where it holds zero, the runs do not tell the two apart. "
-    "Pooled variance is an additive model of settings and seeds in each cell, with one error variance for all cells. "
-    "p is that of the paired differences, adjusted by Holm for all comparisons of the study. The last column has the "
-    "half-width of the paired interval and which of the paper's effects, in its own data sets' points, lie outside it.")
-_FIGURES = "Lines are means over the seeds and shades their range."
-
+_FEW = 2  # seeds, of which the report says how little they show
+_NAMED = 3  # differences in the first sentence
 
 @dataclass(frozen=True)
 class Part:
@@ -104,15 +102,16 @@ class Part:
 
     @property
     def about(self) -> str:
-        study, seeds = self.study, len(self.study["seeds"])
+        study = self.study
         what = f"Study “{study['name']}”" + (f" at scale “{study['scale']}”" if study["scale"] else "")
         if not self.trains:
             return f"{what}; nothing is trained."
-        return f"{what}: {study['model']} on {study['dataset'] or 'own images'}, {seeds} seed{'s' * (seeds != 1)}."
+        trained = f"{what}: {study['model']} on {study['dataset'] or 'own images'}, {_count(study['seeds'], 'seed')}."
+        return " ".join([trained, *_of_data(study.get("data") or {}, self.layout.images)])
 
     @property
     def json(self) -> dict[str, Any]:
-        return {"study": self.study, "unfinished": self.unfinished, "lead": _lead(self.entries) if self.trains else "",
+        return {"study": self.study, "unfinished": self.unfinished, "lead": _lead([self]) if self.trains else "",
                 "summary": [tables.plain(entry) for entry in self.entries], "recorded": self.recorded,
                 "runs": self.runs}
 
@@ -140,7 +139,7 @@ def write_many(given: Sequence[tuple], folder: Path) -> str:
     for block in blocks:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
-    results = parts[0].json if single else {"lead": _lead(_all_entries(parts)), "parts": [part.json for part in parts]}
+    results = parts[0].json if single else {"lead": _lead(parts), "parts": [part.json for part in parts]}
     write_text(folder / "results.json", as_json(results))
     write_text(folder / "report.md", page.markdown(title, blocks))
     write_text(folder / "report.html", page.page(title, blocks))
@@ -149,16 +148,21 @@ def write_many(given: Sequence[tuple], folder: Path) -> str:
 
 # ----------------------------------------------------------------------------------------------- the document
 def _document(parts: Sequence[Part]) -> Iterator[Block]:
-    """The blocks of one part, or those of several below a heading each."""
-    compared = _all_entries(parts)
-    head = [Text(_lead(compared))] if any(part.runs and part.trains for part in parts) else []
-    head += [Text(_PAIRS)] if any(entry.is_compared for entry in compared) else []
+    """The blocks of one part, or those of several below a heading each, between the answer and the method."""
+    trained = any(part.runs and part.trains for part in parts)
+    if trained:
+        yield Text(_lead(parts))
     if len(parts) == 1:
-        yield from (Text(parts[0].about), *head, *_section(parts[0]))
-        return
+        yield from (Text(parts[0].about), *_section(parts[0]))
+    else:
+        yield from _sections(parts)
+    if trained:
+        yield from (Heading("Method and terms"), Items(list(_terms(parts))))
+
+
+def _sections(parts: Sequence[Part]) -> Iterator[Block]:
     names = [part.name for part in parts]
     names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, 1)]
-    yield from head
     last = [(f"{name}: {_label(entry)}", entry) for name, part in zip(names, parts, strict=True)
             for entry in part.entries if entry.measure == "top1"]
     yield from map(_picture, forest(last, "all_differences"))
@@ -173,8 +177,8 @@ def _document(parts: Sequence[Part]) -> Iterator[Block]:
             yield block
 
 
-def _all_entries(parts: Sequence[Part]) -> list[tables.Entry]:
-    return [entry for part in parts for entry in part.entries]
+def _compared(parts: Sequence[Part]) -> list[tables.Entry]:
+    return [entry for part in parts for entry in part.entries if entry.is_compared]
 
 
 def _section(part: Part) -> Iterator[Block]:
@@ -191,9 +195,9 @@ def _section(part: Part) -> Iterator[Block]:
     if part.runs and part.trains:
         yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
-        yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy counts as "
-                         "it was measured.")] if diverged else []
-    made = Table(["what", "value"], _made(part))
+        yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
+                         "as measured.")] if diverged else []
+    made = Table(["property", "value"], _made(part))
     yield from (Heading("How it was made"), Code(study["command"]))
     yield from [Grid(made, "how it was made", wrap=True)] if made.rows else []
 
@@ -205,7 +209,7 @@ def _results(part: Part) -> Iterator[Block]:
     medians = ", medians of speed and memory" if own else ""
     yield Text(_note(part.study, f"Means ± standard deviation over the seeds{medians}, on the {layout.images} images.",
                      layout.protocol.format(images=layout.images)))
-    yield Heading("Differences, seed by seed")
+    yield Heading("Differences, paired by seed")
     if any(entry.is_compared for entry in found):
         yield Grid(tables.differences(found, layout), "differences to the baseline")
         yield from map(_picture, forest([(_label(entry), entry) for entry in found]))
@@ -213,7 +217,7 @@ def _results(part: Part) -> Iterator[Block]:
         yield Text("There is no pair of runs to compare yet.")
     yield from _extras(tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables)
     drawn = drawings(Scene(part.runs, layout, part.recorded))
-    yield from [Heading("Figures"), Text(_FIGURES), *map(_picture, drawn)] if drawn else []
+    yield from [Heading("Plots"), *map(_picture, drawn)] if drawn else []
 
 
 def _costs(part: Part) -> Iterator[Block]:
@@ -230,7 +234,8 @@ def _extras(extras: Iterable[tables.Extra]) -> Iterator[Block]:
 
 def _picture(drawing: Drawing) -> Picture:
     path = f"figures/{drawing.name}.svg"
-    return Picture(path, page.svg(drawing.draw, drawing.name), drawing.alt, drawing.caption)
+    wide, narrow = (page.svg(partial(drawing.draw, narrow=narrow), drawing.name) for narrow in (False, True))
+    return Picture(path, wide, narrow, drawing.alt, drawing.caption)
 
 
 def _label(entry: tables.Entry) -> str:
@@ -246,18 +251,95 @@ def _note(study: Mapping[str, Any], *measured: str) -> str:
     return " ".join(filter(None, said))
 
 
-def _lead(found: Sequence[tables.Entry]) -> str:
-    """What the intervals say, in one sentence."""
-    readings = [reading(entry.difference) for entry in found if entry.is_compared]
-    apart = sum(said in ("higher", "lower") for said in readings)
-    same = readings.count("not told apart")
-    if not apart + same:
-        return "No difference has an interval yet: that takes two seeds or more of both sides."
-    rest, adjusted = len(readings) - apart - same, sum(entry.holm is not None and entry.holm <= 0.05 for entry in found)
-    without = f" {rest} {'has' if rest == 1 else 'have'} no interval." if rest else ""
-    apart, not_apart, adjusted = (f"{count} {'is' if count == 1 else 'are'}" for count in (apart, same, adjusted))
-    return (f"Of {len(readings) - rest} difference{'s' * (len(readings) - rest != 1)} to the baseline with a 95 % "
-            f"interval, {apart} told apart from zero and {not_apart} not; after Holm's adjustment {adjusted}.{without}")
+def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
+    """The images of a study, in sentences; descriptions of older studies have no `data`."""
+    if data:
+        height, width = data["image_size"]
+        yield (f"Images of {height} x {width} pixels, {_count(data['channels'], 'channel')}, "
+               f"{_count(data['classes'], 'class', 'classes')}: {data['train']:,} training images and "
+               f"{data['validation']:,} {evaluated} images ({data['validation_split']}).")
+        yield f"The image size is {data['size_from']}."
+
+
+def _count(items: Any, one: str, many: str = "") -> str:
+    """`1 seed`, `3 seeds`; of a number or of a collection."""
+    count = items if isinstance(items, int) else len(items)
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+# ------------------------------------------------------------------------------------------------ the answer
+def _lead(parts: Sequence[Part]) -> str:
+    """Which differences were detected, and how small a difference these runs can detect."""
+    compared = _compared(parts)
+    if not compared:
+        return "There is no pair of runs to compare yet."
+    tested = [entry for entry in compared if entry.holm is not None]
+    untested = Counter(entry.reading.removeprefix("no interval: ") for entry in compared if entry.holm is None)
+    if not tested:
+        return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval takes two seeds or more "
+                "of both sides, and differences that vary.")
+    baseline = [part.study["baseline"] for part in parts if part.entries]
+    where = "between the connections" if all(list(changed) == ["connection"] for changed in baseline) else (
+        "to the baseline")
+    found = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.p or 0.0)
+    unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested) - len(found)
+    sentences = [f"No difference {where} was detected; {_sensitivity(tested)}."]
+    if found:
+        named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in found[:_NAMED])
+        among = "among them " if len(found) > _NAMED else ""
+        verb = "was" if len(found) == 1 else "were"
+        detected = f"The difference {where}" if len(tested) == 1 else (
+            f"{len(found)} of {len(tested)} differences {where}")
+        sentences = [f"{detected} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
+    if unadjusted:
+        sentences.append(f"{unadjusted} more {'has' if unadjusted == 1 else 'have'} a 95 % confidence interval without "
+                         f"zero before adjustment for {_count(compared, 'comparison')}.")
+    sentences += [f"{_count(count, 'comparison')} without an interval: {why}." for why, count in untested.items()]
+    if any(entry.difference and entry.difference.pairs == _FEW for entry in tested):
+        sentences.append(f"Two seeds are few: an interval then reaches {reach(_FEW):.1f} standard deviations of the "
+                         "differences to either side.")
+    return " ".join(sentences)
+
+
+def _sensitivity(tested: Sequence[tables.Entry]) -> str:
+    """The half-widths of the first measure that was tested: smaller differences have an interval with zero."""
+    first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
+    found = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
+    seeds = sorted({difference.pairs for difference in found})
+    halves = sorted(difference.half_width for difference in found if difference.half_width is not None)
+    least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
+    spread = f" ({least} to {most} by comparison)" if least != most else ""
+    title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
+    unit = " points" if percent else ""
+    return (f"with {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
+            f"below about {middle}{unit} cannot be seen{spread}")
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _terms(parts: Sequence[Part]) -> Iterator[str]:
+    """What the numbers of this report are, those that it has."""
+    compared = _compared(parts)
+    yield "Mean ± standard deviation: over the seeds of one setting."
+    if not compared:
+        return
+    yield ("Difference: value of a run minus value of the baseline's run with the same seed. Both start from the same "
+           "weights and see the same batches. The mean over the seeds is given.")
+    reaches = ", ".join(f"{reach(pairs):.1f} with {pairs}" for pairs in sorted(
+        {entry.difference.pairs for entry in compared if entry.difference and entry.difference.pairs > 1}))
+    yield ("95 % CI: Student's confidence interval of the mean difference. A difference has no interval if there is "
+           "one pair, or if all pairs differ by the same amount: their variance is then unknown, not zero.")
+    if reaches:
+        yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
+    yield ("Pooled variance: an additive model of settings and seeds in each cell of the study, with one error "
+           "variance for all cells.")
+    yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_count(compared, 'comparison')}. "
+           "Detected: adjusted p of at most 0.05. “Not detected” is no evidence that two settings are equal.")
+    if any(entry.effects for entry in compared):
+        yield ("The paper's differences are those of its own data sets, in points; the last column says which of them "
+               "the paired interval contains.")
 
 
 # ------------------------------------------------------------------------------------------- how it was made
@@ -268,7 +350,7 @@ def _made(part: Part) -> list[list[str]]:
     if part.trains:
         rows = {
             "seeds": ", ".join(map(str, study["seeds"])),
-            "connections": ", ".join(paper.name("connection", name) for name in study["connections"]),
+            "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
             "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
             **{axis: ", ".join(map(str, values)) for axis, values in study["axes"].items()},
             "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
@@ -312,7 +394,7 @@ def _text(parts: Sequence[Part], folder: Path) -> str:
         said += [f"{part.title}{between}{part.about}", _short(part)]
         said += [f"not finished: {', '.join(part.unfinished)}"] if part.unfinished else []
     if any(part.runs and part.trains for part in parts):
-        said.append(_lead(_all_entries(parts)))
+        said.append(_lead(parts))
     return "\n\n".join([*said, f"report: {folder / 'report.html'}"])
 
 

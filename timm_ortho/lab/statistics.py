@@ -1,6 +1,6 @@
-"""What runs with the same seeds say about a difference: paired intervals, a pooled analysis, adjusted p values.
+"""Mean differences of runs with the same seeds: paired and pooled confidence intervals, and adjusted p-values.
 
-The distributions are SciPy's; the formulas stand at each function.
+The distributions are SciPy's. Each function states its formula.
 """
 import math
 from dataclasses import dataclass
@@ -10,61 +10,88 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
+ROUNDING = 1e-6  # of the largest value: float32 accuracies that count the same images differ by less
+
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference with its two-sided 95 % interval."""
+    """A mean difference with its two-sided 95 % confidence interval."""
 
     mean: float
-    half_width: Optional[float]  # None for a single pair, which has no interval
+    half_width: Optional[float]  # None for a single pair and for differences that are all equal
     pairs: int
-    p: Optional[float] = None  # two-sided, of the hypothesis that the true mean is zero
+    p: Optional[float] = None  # two-sided, of the hypothesis that the true mean is zero; None without an interval
 
     @property
     def ends(self) -> tuple[float, float]:
-        return self.mean - (self.half_width or 0.0), self.mean + (self.half_width or 0.0)
+        """The ends of the interval. Without an interval no value is excluded: (-inf, inf)."""
+        half_width = math.inf if self.half_width is None else self.half_width
+        return self.mean - half_width, self.mean + half_width
+
+    @property
+    def why_no_interval(self) -> str:
+        if self.half_width is not None:
+            return ""
+        return "one pair" if self.pairs < 2 else f"{self.pairs} equal differences"
 
     def text(self, digits: int = 2) -> str:
-        """`+0.12 [-0.30, +0.54]`; a single pair has no interval."""
+        """`+0.12 [-0.30, +0.54]`, or the mean alone."""
         # another machine's sums differ in the last bits: -1e-16 is a zero, and a half is a half; -0.001 remains -0.00
         mean, low, high = (f"{round(value, 9) + 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
     def __str__(self) -> str:
-        return self.text() if self.half_width is not None else f"{self.text()} (one pair, no interval)"
+        return self.text() if self.half_width is not None else f"{self.text()} ({self.why_no_interval}, no interval)"
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
     """Student's paired t: d = values - baseline, mean(d) ± t(0.975, n - 1) s(d) / sqrt(n), p = P(|T| > |t|).
 
-    Student, "The probable error of a mean", Biometrika 6 (1908). Differences that are all the same have an interval of
-    no width, and p is 0, or 1 where they are zero.
+    Student, "The probable error of a mean", Biometrika 6 (1908). Accuracies count images, so a few differences can all
+    be equal by chance. Their variance is then unknown, not zero: there is no interval and no p.
     """
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
     count, mean = len(differences), fmean(differences)
     if count < 2:
         return Difference(mean, None, count)
-    return _interval(mean, stdev(differences) / math.sqrt(count), count - 1, count)
+    scale = max(map(abs, (*values, *baseline)))
+    return student_interval(mean, stdev(differences) / math.sqrt(count), count - 1, count, scale)
 
 
-def _interval(mean: float, error: float, freedom: int, pairs: int) -> Difference:
-    half_width = float(stats.t.ppf(0.975, freedom)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
-    return Difference(mean, half_width, pairs, p)
+def student_interval(mean: float, error: float, freedom: float, pairs: int, scale: float) -> Difference:
+    """mean ± t(0.975, freedom) error and p = P(|T| > |mean| / error).
+
+    Args:
+        mean: The estimate.
+        error: Its standard error. Without variance, an error up to `ROUNDING` times `scale`, there is no interval.
+        freedom: Degrees of freedom of the error.
+        pairs: How many pairs of runs are compared.
+        scale: The largest magnitude among the values that the estimate was computed from.
+    """
+    if error <= ROUNDING * scale:
+        return Difference(mean, None, pairs)
+    p = float(2 * stats.t.sf(abs(mean) / error, freedom))
+    return Difference(mean, float(stats.t.ppf(0.975, freedom)) * error, pairs, p)
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """Holm's adjusted p values: for p_(1) <= ... <= p_(m) the running maximum of min(1, (m - i + 1) p_(i)).
+def reach(pairs: int) -> float:
+    """The half-width of a paired interval in standard deviations of the differences: t(0.975, n - 1) / sqrt(n)."""
+    return float(stats.t.ppf(0.975, pairs - 1)) / math.sqrt(pairs)
+
+
+def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
+    """Holm's adjusted p-values: for p_(1) <= ... <= p_(m) the running maximum of min(1, (m - i + 1) p_(i)).
 
     Rejecting where the adjusted p is at most 0.05 keeps the chance of any false rejection among the m at 5 %, however
     they depend on each other. Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Stat. 6
-    (1979).
+    (1979). A comparison without p (None) counts among the m as if its p were 1, and stays without.
     """
-    order = np.argsort(p, kind="stable")
-    scaled = np.minimum(1.0, (len(p) - np.arange(len(p))) * np.asarray(p, dtype=float)[order])
+    filled = np.array([1.0 if value is None else value for value in p], dtype=float)
+    order = np.argsort(filled, kind="stable")
+    scaled = np.minimum(1.0, (len(p) - np.arange(len(p))) * filled[order])
     adjusted = np.empty(len(p))
     adjusted[order] = np.maximum.accumulate(scaled)
-    return adjusted.tolist()
+    return [None if value is None else new for value, new in zip(p, adjusted.tolist(), strict=True)]
 
 
 Block = Mapping[Hashable, Mapping[int, float]]  # treatment -> seed -> value
@@ -79,7 +106,8 @@ def pooled_differences(
     c'b has the interval c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of randomised blocks (Cochran and
     Cox, "Experimental Designs", 1957, chapter 4); cells may lack values.
 
-    It has more degrees of freedom than paired t, and is right only where the cells scatter alike.
+    It has more degrees of freedom than paired t, and is right only where the cells scatter alike. Without any residual
+    there is no interval.
 
     Args:
         blocks: The values of each cell.
@@ -93,6 +121,7 @@ def pooled_differences(
     if not freedom:
         return [None] * len(pairs)
     variance = sum(fit[2] for fit in fits) / freedom
+    scale = max(abs(value) for block in blocks for values in block.values() for value in values.values())
     found: list[Optional[Difference]] = []
     for cell, treatment, baseline in pairs:
         coefficients, inverse, _, _, columns = fits[cell]
@@ -103,7 +132,7 @@ def pooled_differences(
         contrast = np.zeros(len(coefficients))
         contrast[columns[treatment]], contrast[columns[baseline]] = 1.0, -1.0
         error = math.sqrt(variance * float(contrast @ inverse @ contrast))
-        found.append(_interval(float(contrast @ coefficients), error, freedom, common))
+        found.append(student_interval(float(contrast @ coefficients), error, freedom, common, scale))
     return found
 
 
@@ -124,18 +153,18 @@ def _fit(block: Block) -> tuple[np.ndarray, np.ndarray, float, int, dict[Hashabl
 
 
 def reading(difference: Optional[Difference]) -> str:
-    """An interval in words; what holds zero is not told apart."""
+    """An interval in words: `higher`, `lower`, or that it contains zero, or why there is none."""
     if difference is None:
         return "no pair of finite runs"
     if difference.half_width is None:
-        return "one pair: no interval"
+        return f"no interval: {difference.why_no_interval}"
     if abs(difference.mean) <= difference.half_width:
-        return "not told apart"
+        return "not detected"
     return "higher" if difference.mean > 0 else "lower"
 
 
 def sees(difference: Optional[Difference], paper: Mapping[str, float], digits: int = 2) -> str:
-    """What the runs could have seen: the half-width, and what the interval says of the paper's effects by data set."""
+    """The half-width, and which of the paper's differences, by data set, the interval contains."""
     if difference is None or difference.half_width is None:
         return "–"
     low, high = difference.ends
@@ -146,8 +175,6 @@ def sees(difference: Optional[Difference], paper: Mapping[str, float], digits: i
     parts = [f"± {difference.half_width:.{digits}f}"]
     if outside:
         parts.append(f"excludes the paper's {', '.join(outside)}")
-    if inside and low <= 0 <= high:
-        parts.append(f"cannot tell the paper's {', '.join(inside)} from zero")
-    elif inside:
-        parts.append(f"agrees with the paper's {', '.join(inside)}")
+    if inside:
+        parts.append(f"contains {'zero and ' if low <= 0 <= high else ''}the paper's {', '.join(inside)}")
     return "; ".join(parts)

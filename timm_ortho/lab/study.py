@@ -32,7 +32,8 @@ def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
     baseline = "linear" if "linear" in connections else connections[0]
     return Design(
         name="compare", scale="small", title="How do these connections compare?", model="", recipe=recipe,
-        connections=list(dict.fromkeys(connections)), baseline={"connection": baseline})
+        connections=list(dict.fromkeys(connections)), baseline={"connection": baseline},
+        report={"measures": ["top1"]})
 
 
 def listing() -> str:

@@ -1,6 +1,6 @@
-"""The tables of a report: figures beside the paper's, differences to the baseline, every run, and further ones.
+"""The tables of a report: metrics beside the paper's, differences to the baseline, every run, and further tables.
 
-Runs that differ in nothing but the seed are a group. Each measure of a group is an `Entry`, at a place of the table.
+Runs that differ in nothing but the seed are a group. Each metric of a group is an `Entry`, at a place of the table.
 """
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -32,7 +32,7 @@ class Entry:
     baseline: Optional[Place] = None  # what it is compared with; its own place if it is the baseline
     difference: Optional[Difference] = None  # over the seeds that both have
     pooled: Optional[Difference] = None  # the same with the variance of all cells
-    holm: Optional[float] = None  # p of the difference, adjusted for all comparisons of the study
+    holm: Optional[float] = None  # p of the difference, adjusted for all comparisons of the study; None without p
     effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences, see `sees`
 
     @property
@@ -46,6 +46,17 @@ class Entry:
     @property
     def is_compared(self) -> bool:
         return self.baseline not in (None, self.place)
+
+    @property
+    def is_detected(self) -> bool:
+        """Whether the difference is significant at 5 % after adjustment for all comparisons."""
+        return self.holm is not None and self.holm <= 0.05
+
+    @property
+    def reading(self) -> str:
+        """The interval in words, which is not adjusted for the number of comparisons, and whether p is."""
+        said = reading(self.difference)
+        return f"{said}, but not after Holm" if said in ("higher", "lower") and not self.is_detected else said
 
     @cached_property
     def moments(self) -> list[float]:
@@ -83,8 +94,8 @@ def entries(runs: Sequence[Run], layout: Layout) -> list[Entry]:
     groups = grouped(runs, _group)
     found = [entry for measure in layout.measures
              for entry in _with_pooled(_of_measure(groups, measure, layout), layout)]
-    adjusted = iter(holm([entry.p for entry in found if entry.p is not None]))
-    found = [entry if entry.p is None else replace(entry, holm=next(adjusted)) for entry in found]
+    adjusted = iter(holm([entry.p for entry in found if entry.difference]))
+    found = [replace(entry, holm=next(adjusted)) if entry.difference else entry for entry in found]
     return sorted(found, key=lambda entry: list(groups).index(entry.group))
 
 
@@ -186,7 +197,7 @@ def main_table(found: Sequence[Entry], layout: Layout) -> Table:
     here = {entry.place: str(entry) for entry in found}
     if not layout.study["paper"]:
         compared = {entry.place: entry.compared() for entry in found}
-        return side_by_side(layout.names, here, compared, (title, "difference [95 %]"), (NOT_RUN, NONE))
+        return side_by_side(layout.names, here, compared, (title, "difference [95 % CI]"), (NOT_RUN, NONE))
     digits = {layout.label("measure", name): MEASURES[name].digits for name in layout.measures}
     stated = {(row, column): _spread(figure, next((digits[name] for name in (*column, *row) if name in digits), 2))
               for (row, column), figure in layout.stated.items()}
@@ -225,18 +236,20 @@ def side_by_side(
 
 def overview(runs: Sequence[Run], found: Sequence[Entry], layout: Layout) -> Table:
     """A row for each group, as `timm-ortho compare` prints it; speed and memory are medians, as machines may differ."""
-    axes, baseline = layout.study["axes"], ", ".join(map(shown, layout.study["baseline"].values()))
+    axes, baseline = layout.study["axes"], ", ".join(
+        layout.label(axis, shown(value)) for axis, value in layout.study["baseline"].items())
     rows = []
     for entry in (entry for entry in found if entry.measure == "top1"):
         members = [run for run in runs if _group(run) == entry.group]
         rows.append([
-            *(shown(value) for _, value in entry.group[0]), entry.group[1], str(entry.runs), str(entry),
+            *(shown(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
+            str(entry.runs), str(entry),
             _middle(fmean, members, "best_top1", _with_digits(2)),
             "-" if entry.baseline == entry.place else str(entry.difference or "-"),
             _middle(median, members, "images_per_second", _with_digits(0)),
             _middle(median, members, "peak_memory", _memory)])
     return Table([*axes, "connection", "seeds", "top-1 % (last epoch)", "best epoch %",
-                  f"difference to {baseline} [95 %]", "images/s", "peak memory"], rows, len(axes) + 1)
+                  f"difference to {baseline} [95 % CI]", "images/s", "peak memory"], rows, len(axes) + 1)
 
 
 def _middle(of: Callable, runs: Sequence[Run], key: str, shown: Callable[[float], str]) -> str:
@@ -250,29 +263,30 @@ def _memory(value: Optional[float]) -> str:
 
 # ------------------------------------------------------------------------------- differences, and every run
 def differences(found: Sequence[Entry], layout: Layout) -> Table:
-    """Every entry that has a baseline, with what its runs could have seen."""
+    """Every entry that has a baseline, with the half-width of its interval."""
     def against(entry: Entry) -> str:
         names, others = ([*row, *column] for row, column in (entry.place, entry.baseline))
         return ", ".join(other for name, other in zip(names, others, strict=True) if name != other)
 
+    half_width = "half-width; the paper's differences" if any(entry.effects for entry in found) else "half-width"
     return Table(
-        [*layout.names, "figure", "against", "difference [95 %]", "pooled variance [95 %]", "p (Holm)", "reading",
-         "what the runs could have seen"],
+        [*layout.names, "metric", "against", "difference [95 % CI]", "pooled variance [95 % CI]", "p (Holm)", "reading",
+         half_width],
         [[*entry.place[0], ", ".join(entry.place[1]), against(entry), entry.compared(),
           entry.pooled.text(entry.digits) if entry.pooled else NONE,
-          NONE if entry.holm is None else f"{entry.holm:.2g}", reading(entry.difference),
+          NONE if entry.holm is None else f"{entry.holm:.2g}", entry.reading,
           sees(entry.difference, entry.effects, entry.digits)] for entry in found if entry.is_compared],
         len(layout.rows) + 1)
 
 
 def printed(found: Sequence[Entry], layout: Layout) -> Table:
-    """What the command prints: a line for each figure."""
+    """What the command prints: a line for each metric of a group."""
     stated = [] if not layout.study["paper"] else ["paper"]
     return Table(
-        [*layout.names, "figure", *stated, "here", "difference [95 %]", "reading"],
+        [*layout.names, "metric", *stated, "here", "difference [95 % CI]", "reading"],
         [[*entry.place[0], ", ".join(entry.place[1]),
           *(_spread(entry.paper, entry.digits) if entry.paper else layout.unstated for _ in stated), str(entry),
-          entry.compared(), reading(entry.difference) if entry.is_compared else ""] for entry in found],
+          entry.compared(), entry.reading if entry.is_compared else ""] for entry in found],
         len(layout.rows) + 1)
 
 
@@ -323,8 +337,8 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
     return Extra(
         "Transition points",
         "The training step from which on the means of the linear and the feature traces are mostly apart, by more than "
-        "a tenth of the figure's height and, where there are several seeds, with an interval of the paired differences "
-        "that does not hold zero; “none” where there is no such step.",
+        "a tenth of the range of both and, where the paired differences vary between seeds, with a confidence interval "
+        "that excludes zero; “none” where there is no such step.",
         Table(["branch", "block", *measures], [[kind, str(layer), *found.values()]
                                                for (kind, layer), found in sorted(steps.items())], 2))
 

@@ -4,9 +4,10 @@ The paper describes it (Section 3.5, Figure 3: the point around which the trends
 connections begin to diverge) and reads it off its figures. Here the two are *apart* at a recorded step if both hold:
 
   * visibly: the means over the seeds differ by more than a tenth of the range that both take over the whole training;
-  * reliably: zero is outside the two-sided 95 % Student interval of the differences of runs with the same seed. Of a
-    single pair of runs nothing is known about that, and the first rule decides. The second alone would not do: with the
-    same initial weights the stream of a deep block is a little shorter without the parallel parts from step 0 on.
+  * reliably: zero is outside the two-sided 95 % Student interval of the differences of runs with the same seed. Without
+    an interval, for a single pair or for differences that are all equal, the first rule decides: traces are real
+    numbers, so differences are equal only where they do not depend on the seed. The second rule alone is not enough:
+    with the same initial weights the stream of a deep block is a little shorter without the parallel parts from step 0.
 
 The transition point is the first step at which they are apart and from which on they are at three of four recorded
 steps. What begins in the last tenth of the training is none: too little has been seen of it.
