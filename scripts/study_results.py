@@ -105,16 +105,17 @@ def commit_before(file: Path) -> str:
 
 
 def listing(cards: Path) -> str:
-    """What all studies say: a sentence, a table in the order in which the package has them, and a plot of each."""
+    """The results of all studies: a sentence, a table in the order in which the package has them, a plot of each."""
     order = list(shipped())
     found = [(path, json.loads(path.read_text(encoding="utf-8")))
              for path in sorted((cards / "results" / "studies").glob("*/results.json"))]
     found.sort(key=lambda item: order.index(item[1]["study"]["name"]))
     compared, apart, adjusted = map(sum, zip(*(counts(values) for _, values in found), strict=True))
     lines = [
-        f"Of {compared} differences to a baseline with a 95 % interval, {apart} are told apart from zero, and "
-        f"{adjusted} after Holm's adjustment within each study; chance alone tells about one in twenty apart.", "",
-        "| study | in the paper | run on | told apart | of differences | after Holm |", "| --- " * 6 + "|"]
+        f"Of {compared} differences to a baseline with a 95 % confidence interval, {apart} have an interval that "
+        f"excludes zero, and {adjusted} are detected after Holm's adjustment within each study. By chance alone about "
+        "one interval in twenty excludes zero.", "",
+        "| study | in the paper | run on | interval excludes zero | of differences | after Holm |", "| --- " * 6 + "|"]
     lines += [_line(path.parent.relative_to(cards), values) for path, values in found]
     for path, values in found:
         plot = path.parent.relative_to(cards) / "figures" / "differences.svg"
@@ -125,7 +126,7 @@ def listing(cards: Path) -> str:
 
 
 def counts(values: Mapping) -> tuple[int, int, int]:
-    """How many differences have an interval, and how many are told apart by it and after Holm's adjustment."""
+    """How many differences have an interval, an interval that excludes zero, and an adjusted p of at most 0.05."""
     found = [entry["difference"] for entry in values["summary"] if entry["difference"]]
     found = [difference for difference in found if difference["half_width"] is not None]
     return (len(found), sum(difference["reading"] in ("higher", "lower") for difference in found),

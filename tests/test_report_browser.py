@@ -30,8 +30,12 @@ addEventListener("load", () => {{
     const still = [...page.querySelectorAll(".scroll")].filter(box => getComputedStyle(box).overflowX != "auto");
     const squeezed = [...page.querySelectorAll(".sentences")].filter(table =>
       table.parentElement.scrollWidth > table.parentElement.clientWidth);
+    const free = (page.querySelector("main") || page.body).clientWidth;
     return {{width, scrollWidth: page.documentElement.scrollWidth, title: page.title,
             images: [...page.images].map(image => image.naturalWidth),
+            shares: [...page.images].map(image => image.getBoundingClientRect().width / free),
+            scales: [...page.images].map(image => image.getBoundingClientRect().width / image.naturalWidth),
+            headers: [...page.querySelectorAll("thead tr")].map(row => row.getBoundingClientRect().height),
             cut: [...outside, ...still, ...squeezed].map(element => element.outerHTML.slice(0, 80))}};
   }});
   document.body.textContent = JSON.stringify(measured);
@@ -56,7 +60,7 @@ def opened(text, folder):
 
 
 @pytest.mark.parametrize("name", [
-    "accuracy", pytest.param("dynamics", marks=pytest.mark.slow), "parameters"])
+    "accuracy", "compare", pytest.param("dynamics", marks=pytest.mark.slow), "parameters"])
 def test_nothing_is_cut_off(name, tmp_path):
     study = study_of(name, versions={"timm-ortho": "0.1.0", "commit": "0123456789abcdef" * 3})
     report.write(study, runs_of(name), ["a-seed9"], tmp_path)
@@ -69,6 +73,9 @@ def test_nothing_is_cut_off(name, tmp_path):
         assert frame["cut"] == []
         assert all(frame["images"])
         assert bool(frame["images"]) == (name != "parameters")
+        assert all(share > 0.7 for share in frame["shares"])  # of the width
+        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # letters of 8 points stay legible
+        assert all(height < 90 for height in frame["headers"])  # three lines
 
 
 def test_what_is_wrong_is_seen(tmp_path):

@@ -16,11 +16,14 @@ COMMITTED = ["accuracy-digits-small", "switch_kept-digits-small", "learning_rate
 
 
 def drawn(study, runs):
-    """All figures of a report, by name."""
+    """All plots of a report, by name."""
+    return {drawing.name: drawing.draw() for drawing in drawings(study, runs)}
+
+
+def drawings(study, runs):
     part = report.Part.of(study, runs, [])
     of_layout = figures.drawings(figures.Scene(part.runs, part.layout, part.recorded))
-    return {drawing.name: drawing.draw()
-            for drawing in (*of_layout, *figures.forest([(report._label(entry), entry) for entry in part.entries]))}
+    return [*of_layout, *figures.forest([(report._label(entry), entry) for entry in part.entries])]
 
 
 def extents(artists):
@@ -47,12 +50,15 @@ def assert_fits(name, figure):
     assert all(left.x1 <= right.x0 for left, right in pairwise(titles) if abs(left.y0 - right.y0) < 2), name
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("name", GRIDS)
-def test_nothing_is_cut_off(name):
-    found = drawn(study_of(name), runs_of(name))
+def test_nothing_is_cut_off(name, narrow):
+    found = {drawing.name: drawing.draw(narrow=narrow) for drawing in drawings(study_of(name), runs_of(name))}
     assert found
     for figure_name, figure in found.items():
         assert_fits(figure_name, figure)
+        assert not narrow or (figure.get_figwidth() == 4.0 and all(axes.get_subplotspec().colspan.start == 0
+                                                                  for axes in figure.axes))
         labels = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
         assert len(figure.legends) == bool(labels)
 
@@ -92,10 +98,61 @@ def test_lines_are_means_and_shades_ranges_with_gaps():
 
 
 def test_the_second_half_of_training_has_the_axes():
-    runs = [run_of(connection, 0, epochs=9) for connection in ("linear", "feature")]  # 10 points more each epoch
+    runs = [run_of(connection, 0, epochs=11) for connection in ("linear", "feature")]  # 10 points more each epoch
     axes = drawn(study_of("dynamics"), runs)["training"].axes[1]
-    assert axes.lines[0].get_ydata()[0] == 10.0
-    assert axes.get_ylim() == (50.0 - 2.0, 90.0 + 2.0)
+    assert axes.lines[0].get_ydata()[0] == -10.0
+    assert axes.get_ylim() == (40.0 - 2.5, 90.0 + 2.5)
+    captions = {drawing.name: drawing.caption for drawing in drawings(study_of("dynamics"), runs)}
+    assert "second half of training" in captions["training"]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 9])
+def test_of_a_short_training_everything_is_inside_the_axes(epochs):
+    runs = [run_of(connection, 0, epochs=epochs) for connection in ("linear", "feature")]
+    training = next(drawing for drawing in drawings(study_of("compare"), runs) if drawing.name == "training")
+    for axes in training.draw().axes:
+        low, high = axes.get_ylim()
+        assert all(low <= value <= high for line in axes.lines for value in line.get_ydata())
+    assert "second half" not in training.caption
+
+
+def test_captions_say_what_is_drawn():
+    captions = {drawing.name: drawing.caption for drawing in drawings(study_of("compare"), runs_of("compare"))}
+    assert all("x ax" in caption for caption in captions.values())
+    assert "Lines: means over 3 runs. Shaded: their range." in captions["training"]
+    assert "paper" not in " ".join(captions.values())
+    one = {drawing.name: drawing.caption for drawing in drawings(study_of("compare"), runs_of("compare", seeds=[0]))}
+    assert "Each line is one run." in one["training"]
+    mixed = drawings(study_of("compare"), runs_of("compare")[:-1])
+    assert "Lines: means over up to 3 runs." in mixed[0].caption
+    with_paper = {drawing.name: drawing.caption for drawing in drawings(study_of("accuracy"), runs_of("accuracy"))}
+    assert "diamonds" in with_paper["differences"]
+
+
+def test_differences_without_variance_have_a_point_without_a_bar():
+    runs = [run_of(connection, seed, {"index": index}, epochs=1,
+                   top1=90.0 + seed + (connection == "feature") * (1.0 + index * seed))
+            for index in range(2) for connection in ("linear", "feature") for seed in range(2)]
+    study = study_of("mine", paper="", table="", axes={"index": [0, 1]}, report={"measures": ["top1"]})
+    drawing = drawings(study, runs)[-1]
+    paired, pooled = drawing.draw().axes[0].containers
+    bars = [segment for segment in paired.lines[2][0].get_segments() if len(segment)]
+    assert [list(bar[:, 1]) for bar in bars] == [[0.88, 0.88]]
+    assert list(paired.lines[0].get_xdata()) == [1.0, 1.5]
+    assert len(pooled.lines[2][0].get_segments()) == 2  # the other cell's residuals give the variance of both
+    assert "A point without a bar has no interval." in drawing.caption
+
+
+def test_a_single_run_has_no_bar():
+    figure = drawn(study_of("layer_pattern"), runs_of("layer_pattern", seeds=[0]))["layers"]
+    bars = [bar for container in figure.axes[0].containers for bar in container.lines[2][0].get_segments()]
+    assert bars
+    assert not any(map(len, bars))
+
+
+def test_a_perfect_correlation_has_no_p():
+    runs = [run_of("feature", seed, {"lr": float(seed)}, top1=90.0 + 2 * seed) for seed in range(3)]
+    assert figures.correlation(runs, "lr", lambda run: run["top1"]) == "r = +1.00, no p without residuals, 3 runs"
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -292,9 +292,11 @@ def _lead(parts: Sequence[Part]) -> str:
             f"{len(found)} of {len(tested)} differences {where}")
         sentences = [f"{detected} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
     if unadjusted:
-        sentences.append(f"{unadjusted} more {'has' if unadjusted == 1 else 'have'} a 95 % confidence interval without "
-                         f"zero before adjustment for {_count(compared, 'comparison')}.")
-    sentences += [f"{_count(count, 'comparison')} without an interval: {why}." for why, count in untested.items()]
+        sentences.append(f"{_count(unadjusted, 'more confidence interval' if found else 'confidence interval')} "
+                         f"{'excludes' if unadjusted == 1 else 'exclude'} zero, but not after adjustment for "
+                         f"{_count(compared, 'comparison')}.")
+    sentences += [f"{_count(count, 'comparison')} {'has' if count == 1 else 'have'} no interval: {why}."
+                  for why, count in untested.items()]
     if any(entry.difference and entry.difference.pairs == _FEW for entry in tested):
         sentences.append(f"Two seeds are few: an interval then reaches {reach(_FEW):.1f} standard deviations of the "
                          "differences to either side.")
