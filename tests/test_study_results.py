@@ -118,7 +118,7 @@ def test_a_comparison_becomes_numbers_a_figure_and_a_table(cards, tmp_path, monk
     assert {len(run["probe"]) for run in values["runs"]} == {1}
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| linear | 81.00 ± 1.00 | - | 0, 1, 2 |",
-        "| feature | 81.00 ± 1.00 | +0.00 [+0.00, +0.00] | 0, 1, 2 |"]
+        "| feature | 81.00 ± 1.00 | +0.00 | 0, 1, 2 |"]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
