@@ -139,7 +139,7 @@ def test_differences_without_variance_have_a_point_without_a_bar():
     bars = [segment for segment in paired.lines[2][0].get_segments() if len(segment)]
     assert [list(bar[:, 1]) for bar in bars] == [[0.88, 0.88]]
     assert list(paired.lines[0].get_xdata()) == [1.0, 1.5]
-    assert len(pooled.lines[2][0].get_segments()) == 2  # the other cell's residuals give the variance of both
+    assert len(pooled.lines[2][0].get_segments()) == 2  # the residuals of cell 1 give the variance of both
     assert "A point without a bar has no interval." in drawing.caption
 
 

@@ -314,7 +314,7 @@ def test_the_answer_names_what_was_detected(tmp_path, gains, told):
 
 
 def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
-    """20 comparisons of which one interval excludes zero."""
+    """One of 20 intervals excludes zero."""
     axis = {"index": list(range(20))}
     runs = [run_of(connection, seed, {"index": index}, epochs=1, top1=50.0 + (connection == "feature") * gain)
             for index in range(20) for connection in ("linear", "feature")

@@ -12,6 +12,7 @@ import study_results
 from made_up_runs import ROWS, runs_of, study_of
 from tiny_study import planned, request, written
 
+from timm_ortho.hub.card import difference
 from timm_ortho.lab import collect, launch, report, run
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,13 @@ def test_a_comparison_becomes_numbers_a_figure_and_a_table(cards, tmp_path, monk
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| linear | 81.00 ± 1.00 | - | 0, 1, 2 |",
         "| feature | 81.00 ± 1.00 | +0.00 | 0, 1, 2 |"]
+
+
+@pytest.mark.parametrize(("half_width", "pairs", "said"), [
+    (0.5, 3, "+1.00 [+0.50, +1.50]"), (None, 1, "+1.00 (one pair, no interval)"),
+    (None, 2, "+1.00 (2 equal differences, no interval)")])
+def test_a_card_tells_why_there_is_no_interval(half_width, pairs, said):
+    assert difference({"mean": 1.0, "half_width": half_width, "pairs": pairs}) == said
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

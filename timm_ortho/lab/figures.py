@@ -131,8 +131,8 @@ def lines_chart(
 ) -> Figure:
     """Panels in rows above a title of the x axes; `shared` and `log` apply to the y axes.
 
-    With `late` their limits are those of the second half, so that a steep beginning does not hide the differences; a
-    training of fewer than ten epochs is shown whole. `ticks` names the places 0, 1, ... on the x axis, which otherwise
+    With `late` the y axes cover the second half, so that a steep beginning does not hide the differences; a training
+    of fewer than ten epochs is shown whole. `ticks` names the places 0, 1, ... on the x axis, which otherwise
     has whole numbers.
     """
     columns = 1 if narrow else min(columns, len(panels))
@@ -195,7 +195,7 @@ def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: 
 
 
 def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Drawing:
-    """A line chart. Its caption says what is measured; the axes and lines are added here."""
+    """A line chart. The caption names the measure; this adds the axes and lines."""
     lines = dict.fromkeys(line for panel in panels for line in panel.lines)
     titles = "; ".join(dict.fromkeys(panel.title for panel in panels))
     runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}

@@ -62,7 +62,7 @@ _STEPS = 100  # of the dynamics, in results.json and in the figures; the runs' o
 _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # that have a transition point
 
 _NOTHING = "No run is finished yet."
-_FEW = 2  # seeds, of which the report says how little they show
+_FEW = 2  # seeds: the report warns how wide their intervals are
 _NAMED = 3  # differences in the first sentence
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def write_many(given: Sequence[tuple], folder: Path) -> str:
 
 # ----------------------------------------------------------------------------------------------- the document
 def _document(parts: Sequence[Part]) -> Iterator[Block]:
-    """The blocks of one part, or those of several below a heading each, between the answer and the method."""
+    """Return the answer, the blocks of each part, and the method; several parts have a heading each."""
     trained = any(part.runs and part.trains for part in parts)
     if trained:
         yield Text(_lead(parts))
@@ -252,7 +252,7 @@ def _note(study: Mapping[str, Any], *measured: str) -> str:
 
 
 def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
-    """The images of a study, in sentences; descriptions of older studies have no `data`."""
+    """Describe the images of a study; descriptions of older studies have no `data`."""
     if data:
         height, width = data["image_size"]
         yield (f"Images of {height} x {width} pixels, {_count(data['channels'], 'channel')}, "
@@ -269,7 +269,7 @@ def _count(items: Any, one: str, many: str = "") -> str:
 
 # ------------------------------------------------------------------------------------------------ the answer
 def _lead(parts: Sequence[Part]) -> str:
-    """Which differences were detected, and how small a difference these runs can detect."""
+    """Return the detected differences and the smallest difference that these runs can detect."""
     compared = _compared(parts)
     if not compared:
         return "There is no pair of runs to compare yet."
@@ -304,7 +304,7 @@ def _lead(parts: Sequence[Part]) -> str:
 
 
 def _sensitivity(tested: Sequence[tables.Entry]) -> str:
-    """The half-widths of the first measure that was tested: smaller differences have an interval with zero."""
+    """Return the half-widths of the first tested measure: a smaller difference has an interval that contains zero."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
     found = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
     seeds = sorted({difference.pairs for difference in found})
@@ -322,7 +322,7 @@ def _two_digits(value: float) -> str:
 
 
 def _terms(parts: Sequence[Part]) -> Iterator[str]:
-    """What the numbers of this report are, those that it has."""
+    """Define the terms that occur in this report."""
     compared = _compared(parts)
     yield "Mean ± standard deviation: over the seeds of one setting."
     if not compared:
