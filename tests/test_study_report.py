@@ -328,16 +328,20 @@ def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
 
 
 def test_the_images_are_told_of(tmp_path):
-    data = {"image_size": [32, 48], "channels": 3, "size_from": "the default of compare", "classes": 10,
-            "train": 9469, "validation": 3925, "validation_split": "folder val"}
+    data = {"image_size": [32, 48], "size_from": "recipe small_images", "first_image": [375, 500], "channels": 3,
+            "classes": 10, "train": 9469, "validation": 3925, "validation_split": "val"}
     study, runs = accuracy(BOTH)
     text = report.write({**study, "data": data}, runs, [], tmp_path)
     for told in (*texts(tmp_path), text):
-        assert ("Images of 32 x 48 pixels, 3 channels, 10 classes: 9,469 training images and 3,925 test images "
-                "(folder val). The image size is the default of compare.") in told
+        assert ("Images of 32 x 48 pixels (from recipe small_images; the first image of the data set has 375 x 500 "
+                "pixels), 3 channels, 10 classes: 9,469 training images and 3,925 test images (val).") in told
     assert results(tmp_path)["study"]["data"] == data
-    report.write({**study, "data": {**data, "channels": 1, "classes": 1}}, runs, [], tmp_path)
-    assert "1 channel, 1 class:" in texts(tmp_path)[0]
+    report.write({**study, "data": {**data, "first_image": [32, 48], "channels": 1, "classes": 1}}, runs, [], tmp_path)
+    assert "32 x 48 pixels (from recipe small_images), 1 channel, 1 class: 9,469" in texts(tmp_path)[0]
+    several = {**data, "image_size": None, "size_from": "each model's default"}
+    del several["first_image"]
+    report.write({**study, "data": several}, runs, [], tmp_path)
+    assert "Images of several sizes (from each model's default), 3 channels" in texts(tmp_path)[0]
     report.write(study, runs, [], tmp_path)  # of a study that was planned before there was such a key
     assert "Images of" not in texts(tmp_path)[0]
 

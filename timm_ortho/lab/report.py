@@ -18,7 +18,8 @@ from it. Statistics are in `statistics`, tables in `tables`, plots in `figures`,
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # where runs have no "made_with"
         "report": {"rows": [...], ...},     # see `layout`; without it that of the shipped study of this name
         "validation": "test",               # or "hold-out": the images that accuracy is of
-        "data": {"image_size": [32, 32], "channels": 3, "size_from": "the model's default", "classes": 10,
+        "data": {"image_size": [32, 32],    # None where the models differ
+                 "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
                  "train": 50000, "validation": 10000, "validation_split": "test"},
     }
     runs = [{
@@ -254,11 +255,12 @@ def _note(study: Mapping[str, Any], *measured: str) -> str:
 def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
     """Describe the images of a study; descriptions of older studies have no `data`."""
     if data:
-        height, width = data["image_size"]
-        yield (f"Images of {height} x {width} pixels, {_count(data['channels'], 'channel')}, "
-               f"{_count(data['classes'], 'class', 'classes')}: {data['train']:,} training images and "
-               f"{data['validation']:,} {evaluated} images ({data['validation_split']}).")
-        yield f"The image size is {data['size_from']}."
+        size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
+        resized = f"; the first image of the data set has {first} pixels" if first and first != size else ""
+        yield (f"Images of {f'{size} pixels' if size else 'several sizes'} (from {data['size_from']}{resized}), "
+               f"{_count(data['channels'], 'channel')}, {_count(data['classes'], 'class', 'classes')}: "
+               f"{data['train']:,} training images and {data['validation']:,} {evaluated} images "
+               f"({data['validation_split']}).")
 
 
 def _count(items: Any, one: str, many: str = "") -> str:
