@@ -130,7 +130,7 @@ class Contrast(Comparison):
 
     @cached_property
     def rows(self) -> list[dict[int, dict[tuple, float]]]:
-        """Of each part, the metric by seed and setting; the seeds are those that all parts have."""
+        """Of each part, the metric by seed and setting; limited to the seeds that all parts have."""
         parts = [table(*part, self.read) for part in self.parts]
         return [{seed: row for seed, row in rows.items() if all(seed in other for other in parts)} for rows in parts]
 
@@ -185,8 +185,7 @@ class Contrast(Comparison):
 
     @property
     def room(self) -> float:
-        """The sum if whatever gains from it were at 100 %, and never below what it is compared with; infinite for sums
-        that compare nothing."""
+        """The sum if all settings of positive weight were at 100 %; infinite for sums without a baseline."""
         bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
         if self.read is not top1 or not (
@@ -274,7 +273,7 @@ FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e
 
 def table(study: str, settings: Optional[Iterable[tuple]] = None,
           read: Callable[[Run], float] = top1) -> dict[int, dict[tuple, float]]:
-    """A metric by seed and setting, of the seeds that have all of the settings; by default all settings of the study."""
+    """A metric by seed and setting, of the seeds that have all settings; by default all settings of the study."""
     wanted = list(dict.fromkeys(map(setting_of, runs_of(study)))) if settings is None else list(settings)
     rows: dict[int, dict[tuple, float]] = {}
     for run in runs_of(study):

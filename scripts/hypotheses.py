@@ -1,4 +1,4 @@
-"""The hypotheses of model_cards/hypotheses.md, what decides them, and what was explored beside them."""
+"""The hypotheses of model_cards/hypotheses.md, the comparisons that decide them, and the exploratory comparisons."""
 import math
 from dataclasses import dataclass
 from statistics import fmean
@@ -88,7 +88,7 @@ def _only(data: str) -> dict[str, float]:
     return {data: GAINS["vit_s"][data]}
 
 
-# ----------------------------------------------------------------------------------------- what is decided
+# ------------------------------------------------------------------------------------------- the decisions
 @dataclass(frozen=True)
 class Hypothesis:
     """A hypothesis of hypotheses.md, and the comparison that decides it."""
@@ -118,7 +118,7 @@ class Hypothesis:
         return "contradicted" if significant else "not confirmed"
 
     def remark(self, decision: str) -> str:
-        """What a reader has to know of the decision besides."""
+        """A qualification of the decision, or nothing."""
         small = decision == "confirmed" and self.contrast.found.mean < self.of_interest
         return f"below the {self.of_interest:g} from which on it is of interest" if small else ""
 
@@ -174,14 +174,14 @@ BESIDE = (  # outside the families: without adjustment, and so never called conf
 
 
 def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]], Sequence[float]]) -> list[dict]:
-    """A row for each. A hypothesis that is not run yet has the p 1, so that Holm's decisions about the others stand."""
+    """A row for each. A hypothesis that is not run yet has the p 1, which keeps Holm's decisions valid."""
     p = adjust([found.contrast.found.p if found.is_run else 1.0 for found in hypotheses])
     decisions = [found.decision(value) for found, value in zip(hypotheses, p, strict=True)]
     return [{"hypothesis": found, "decision": decision, "remark": found.remark(decision), "p": value}
             for found, decision, value in zip(hypotheses, decisions, p, strict=True)]
 
 
-# ---------------------------------------------------------------------------------------- what was explored
+# ------------------------------------------------------------------------------------------- the explored
 def _both(study: str, label: str, weights: Weights, **more: Any) -> list[Comparison]:
     """On every data set that the study has been run on."""
     return _run([Contrast(f"{label}, {NAMES[data]}", [(f"{study}-{data}-small", weights)], **more)
@@ -233,7 +233,7 @@ def explored() -> dict[str, list[Comparison]]:
             *(Contrast(f"ViT {wide} wide: F − linear, CIFAR-10", [(width, difference(wide))]) for wide in (128, 384)),
             Contrast("ViT: F − linear, 384 minus 128 wide, CIFAR-10", [(width, {
                 **difference(384), **{setting: -weight for setting, weight in difference(128).items()}})]),
-            *(Effect(f"effect of {factor} on F − linear ({' to '.join(levels)})", f"cifar_factors-{CIFAR}-small", factor)
+            *(Effect(f"effect of {factor} on F − linear, {' to '.join(levels)}", f"cifar_factors-{CIFAR}-small", factor)
               for factor, levels in FACTORS.items() if factor not in ("rate", "width"))]),
         "Table 3": _both("switch_reinitialised", "start orthogonal", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),

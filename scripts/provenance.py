@@ -61,11 +61,12 @@ def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]
     """By study, the runs that name no commit after the rules: their number, seeds, commits, and when the last ended."""
     found = {}
     for study in studies_of(part):
-        runs = [run for run in runs_of(study) if history[part]["commits"].get(run["made_with"].get("commit")) != "after"]
+        after = {commit for commit, place in history[part]["commits"].items() if place == "after"}
+        runs = [run for run in runs_of(study) if run["made_with"].get("commit") not in after]
         if runs:
             found[study] = {"runs": len(runs), "seeds": sorted({run["seed"] for run in runs}),
                             "commits": sorted({run["made_with"]["commit"][:7] for run in runs}),
-                            "last": max((run["made_with"].get("end") or "" for run in runs))[:16].replace("T", " ")}
+                            "last": max(run["made_with"].get("end") or "" for run in runs)[:16].replace("T", " ")}
     return found
 
 

@@ -24,7 +24,7 @@ ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # the gate of S0: points of accuracy, tra
 
 
 def smoothing_floor(smoothing: float, classes: int) -> float:
-    """The least cross entropy with smoothed labels, their entropy: 1 - s + s / K for the true class, s / K for others."""
+    """The entropy of smoothed labels, 1 - s + s / K for the true class and s / K elsewhere: the least cross entropy."""
     rest, true = smoothing / classes, 1 - smoothing + smoothing / classes
     return -true * math.log(true) - (classes - 1) * rest * math.log(rest) if smoothing else 0.0
 
@@ -86,7 +86,7 @@ class Chosen:
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """The recipe in which linear, at its rate, has the higher mean; `paper` if the difference is small. F takes no part."""
+    """The recipe in which linear, at its rate, has the higher mean, `paper` if they are close; F takes no part."""
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best
@@ -102,8 +102,9 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     """The means, the choices and the gate, as Markdown."""
     shown = recipe_of(recipes)
     rates = sorted({rate for chosen in recipes.values() for of in chosen.means.values() for rate in of})
-    made = [f"| recipe | connection | {' | '.join(f'{rate:g}' for rate in rates)} | rate | above ridge | loss above floor | gate |",
-            "| --- " * (len(rates) + 6) + "|"]
+    header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "rate", "above ridge", "loss above floor",
+              "gate"]
+    made = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
     for name, chosen in recipes.items():
         for connection, of in chosen.means.items():
             accuracy, loss = chosen.margins(connection)
@@ -115,8 +116,8 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     shared = ", ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
     return [*made, "",
-            f"Recipe of S1, S2 and S4: {shown}. Shared rates: {shared}. Ridge regression: {ridge:.2f} %; label-smoothing "
-            f"floor: {floor:.3f}. At the edge of the tried rates: {'; '.join(edges) or 'none'}."]
+            f"Recipe of S1, S2 and S4: {shown}. Shared rates: {shared}. Ridge regression: {ridge:.2f} %; "
+            f"label-smoothing floor: {floor:.3f}. At the edge of the tried rates: {'; '.join(edges) or 'none'}."]
 
 
 def main(folders: Sequence[Path]) -> int:
