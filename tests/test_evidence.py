@@ -333,3 +333,56 @@ def test_the_cost_is_the_median_of_the_pairs(runs):
     for run in contrasts.runs_of("study"):
         run["seconds"] = run["top1"]
     assert evidence.slower(contrast(contrasts.difference())) == pytest.approx(20)
+
+
+@pytest.fixture
+def part_two(tmp_path, monkeypatch):
+    """Made-up results of S0 to S4 beside the published ones."""
+    studies = tmp_path / "studies"
+    studies.mkdir()
+    for path in contrasts.RESULTS.iterdir():
+        if path.name != "studies":
+            (tmp_path / path.name).symlink_to(path)
+    for path in (contrasts.RESULTS / "studies").iterdir():
+        (studies / path.name).symlink_to(path)
+    noise = random.Random(0)
+    for name, data, classes in (("cifar_rates", "cifar10", 10), ("cifar_accuracy", "cifar10", 10),
+                                ("tiny_imagenet_accuracy", "tiny_imagenet", 200), ("cifar_factors", "cifar10", 10),
+                                ("cifar_width", "cifar10", 10)):
+        found, made = design.load(name, "small"), []
+        for seed, variant in itertools.product(range(found.seeds), found.variants({})):
+            top1 = 70 + noise.gauss(0, 0.3) + 2 * (variant.connection == "feature")
+            history = [{"train_loss": 1.0 - epoch / 100, "eval_loss": 1.0, "eval_top1": top1} for epoch in range(8)]
+            made.append({
+                "cell": dict(variant.cell), "connection": variant.connection, "seed": 200 + seed, "top1": top1,
+                "history": history, "labels": [str(label) for label in range(classes)], "seconds": 10.0, "loss": 1.0,
+                "parameters": 1,
+                "made_with": {"commit": "c" * 40, "cpu": "one", "torch": "2", "end": "2026-12-01T00:00"}})
+        (studies / f"{name}-{data}-small").mkdir()
+        (studies / f"{name}-{data}-small" / "results.json").write_text(json.dumps({
+            "study": {"kind": "training"}, "runs": made, "summary": []}))
+    for module in (contrasts, evidence, provenance):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    contrasts.results.cache_clear()
+    yield
+    contrasts.results.cache_clear()
+
+
+def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
+    history = provenance.recorded()
+    before = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "before"}}})
+    after = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "after"}}})
+    assert "runs name commits that do not come after the rules of part two" in before
+    assert "runs name commits that do not come after the rules of part two" not in after
+    rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith("| C")}
+    assert "**confirmed** | no (+0.79)" in rows["C1"]
+    assert "**confirmed**" in rows["C2"]
+    assert "**not confirmed**" in rows["C3"]
+    assert "| 2 |" in rows["C4"]
+    assert "not run yet" not in after
+    assert "more accurate in C1, C2" in evidence.readme()
+    assert "C2's runs: F − linear after 2 of 8 epochs" in after
+    assert "ViT: F − linear, 384 minus 128 wide, CIFAR-10" in after
+    assert "Recipe of S1, S2 and S4: " in after
+    assert "\nC1: width over depth 21.3 (64), augmentation crop and flip (" in after
+    assert set(evidence.pictures()) == {"questions", "differences", "by_epoch"}
