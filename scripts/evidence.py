@@ -1,6 +1,6 @@
 """Write the evidence page: every number of model_cards/README.md is computed from the runs, none is typed.
 
-    python scripts/evidence.py            writes its parts of both READMEs, results/*.svg and results/commits.json
+    python scripts/evidence.py            writes its parts of both READMEs, results/*.svg and results/provenance
     python scripts/evidence.py --check    exit status 1 if a page differs from the runs
 
 The text is `evidence.md.jinja`, the hypotheses are in `hypotheses.py`, the differences in `contrasts.py`.
@@ -63,6 +63,7 @@ from hypotheses import (
 from marked import replaced
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy import optimize, stats
 
 from timm_ortho.lab import design, recipe
@@ -207,8 +208,9 @@ def pictures() -> dict[str, Figure]:
         "questions": draw_forest([Row(contrast.label, "points of top-1", contrast.found, None, contrast.paper.values())
                                   for contrast in asked], 0.24),
         "differences": draw_forest(every, 0.17),
-        "by_epoch": draw_by_epoch({found.says: found.contrast for found in (PART_ONE[0], *PART_TWO[:2])
-                                   if found.is_run}),
+        "by_epoch": draw_by_epoch({
+            f"{found.name}, {NAMES[found.contrast.parts[0][0].split('-')[1]]}": found.contrast
+            for found in (PART_ONE[0], *PART_TWO[:2]) if found.is_run}),
     }
 
 
@@ -225,6 +227,7 @@ def draw_by_epoch(contrasts: Mapping[str, Contrast]) -> Figure:
         axes.axhline(0, color="#222222", linewidth=0.9)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("epoch", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel("F − linear, points of top-1", fontsize=9)
         axes.tick_params(labelsize=8)
     return figure

@@ -1,6 +1,6 @@
 """Where the confirming runs were made: commits, processors and torch versions.
 
-The history of the repository is read once, by `evidence.py`, into model_cards/results/commits.json, so that a checkout
+The history of the repository is read once, by `evidence.py`, into model_cards/results/provenance/commits.json: a checkout
 without history can check the page.
 """
 import json
@@ -12,7 +12,7 @@ from contrasts import RESULTS, Run, results_file, runs_of
 
 ROOT = Path(__file__).parents[1]
 RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # a line that came with each part
-FILE = RESULTS / "commits.json"
+FILE = RESULTS / "provenance" / "commits.json"
 
 
 def studies_of(part: str) -> list[str]:

@@ -3,9 +3,9 @@
     python scripts/readme_bench.py            writes them between the markers of both pages
     python scripts/readme_bench.py --check    writes nothing; exit status 1 if they are not what the rows say
 
-The rows are those of ``model_cards/results/bench_*.csv``, each file a ``bench.csv`` under another name, several runs in
-one file if they were of one commit. Every case that was measured is in a table, whatever the figure says, and what
-`timm-ortho bench` measures by default and no file holds is there as "not measured".
+The rows come from ``model_cards/results/bench_*.csv``. Each file is a ``bench.csv`` under another name; a file may have
+several runs of one commit. The tables contain every measured case. Default cases of `timm-ortho bench` without a row
+are "not measured".
 """
 import csv
 import sys
@@ -160,7 +160,7 @@ def commit(row: Row) -> str:
 
 
 def place(row: Row) -> str:
-    """What it was measured on, by the processor's or the GPU's own name."""
+    """The processor or the GPU by its own name."""
     cpu = row["cpu"].partition(",")[0].replace("(R)", "").removesuffix(" Processor")
     return f"CPU, {cpu}" if row["device"] == "cpu" else row["device"]
 

@@ -159,7 +159,7 @@ def only_study(monkeypatch):
     (HIGHER, "equal", 0.2, "contradicted"),
     (LOWER, "equal", 0.2, "contradicted"),
     (EQUAL, "equal", 0.2, "equivalent within 0.2"),
-    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # told apart from zero, and near it
+    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # significant, and near zero
     (WIDE, "equal", 0.2, "not confirmed"),
     (HIGHER, "different", None, "above zero"),
     (LOWER, "different", None, "below zero"),
@@ -171,7 +171,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, said):
     other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = hypotheses.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (said, "not run yet")
-    # what is not run yet is adjusted for
+    # a hypothesis that is not run counts with p = 1
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.found.p))
 
 
