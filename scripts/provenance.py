@@ -1,6 +1,6 @@
 """Where the confirming runs were made: commits, processors and torch versions.
 
-The history of the repository is read once, by `evidence.py`, into model_cards/results/provenance/commits.json: a checkout
+`evidence.py` records the history of the repository in model_cards/results/provenance/commits.json, so that a checkout
 without history can check the page.
 """
 import json
