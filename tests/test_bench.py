@@ -837,6 +837,22 @@ def test_rows_of_a_gpu(tmp_path):
     assert "driver 570.1, torch 2.9" in readme_bench.section(readme_bench.rows_of(tmp_path))
 
 
+def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
+    assert readme_bench.opening(readme_bench.rows_of(tmp_path)) == "On a CPU: not measured. On a GPU: not measured."
+    fake_csv(tmp_path, "bench_cpu.csv", [
+        model_row("training", "eager", 1.3), model_row("training", "eager", 1.1, layout="nchw", model="resnetv2_50"),
+        model_row("training", "eager", 1.074, layout="channels_last", model="resnetv2_50"),
+        model_row("training", "compiled", 0.98), model_row("inference", "eager", 3.0),
+        model_row("training", "eager", 1.0, candidate="linear"), model_row("training", "eager", 2.0, model="vit_base"),
+        dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate="ortho",
+             ratio_p50="1.2", appendix_ratio_p50="0.9")])
+    text = " ".join(readme_bench.opening(readme_bench.rows_of(tmp_path)).split())
+    assert "(Some CPU). ViT-S: +30 % in eager mode; -2 % under `torch.compile`. ResNetV2-50: +7 to +10 % in" in text
+    assert "0.90 to 0.90 times" in text
+    assert "1.20 to 1.20 times" in text
+    assert text.endswith("On a GPU: not measured.")
+
+
 def test_no_measurement_is_taken_twice(tmp_path):
     for name in ("bench_a.csv", "bench_b.csv"):
         fake_csv(tmp_path, name, [model_row("training", "eager", 1.3)])
