@@ -26,7 +26,7 @@ NOT_MEASURED = "not measured"
 
 SITUATIONS = tuple(product(MODEL_STEPS, MODES))
 FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton")
-LAUNCHED, LAUNCHES = ("linear", "appendix", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
+LAUNCHED, LAUNCHES = ("linear", "appendix", "shortest", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
 MODELS_HEADER = ("on", "model", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
@@ -39,7 +39,9 @@ COSTS = (
     ("peak memory, training", "training", "eager", "peak_ratio"),
 )
 HOW = {"eager": "in eager mode", "inductor": "with `inductor`", "compiled": "under `torch.compile`"}
-LAUNCH_HEADER = ("on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix")
+LAUNCH_HEADER = (
+    "on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix",
+    "over shortest")
 
 Row = Mapping[str, str]
 
@@ -247,7 +249,8 @@ def launch_lines(rows: Iterable[Row]) -> list[list[str]]:
     for (on, model, shape, step), mine in cases(rows, "launch", "model", "shape", "step").items():
         times = (number(pick(mine, candidate=name), "ms_p50", "{:,.1f}", 1e-3) for name in LAUNCHED)
         ours = pick(mine, candidate="ortho")
-        lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio")])
+        lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio"),
+                      interval(ours, "shortest_ratio")])
     return lines
 
 

@@ -12,9 +12,10 @@ from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # every operation that runs, to count its FLOPs
 
 __all__ = [
-    "TorchDispatchMode", "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active",
-    "feature_take_indices",     "functorch_is_active", "is_compiled_in_place", "is_compiler_error", "is_observed",
-    "is_plain", "is_recompile_limit", "is_recorded", "is_sharded", "is_transformed", "named_children", "save_config_for_hf", "submission_script",
+    "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active", "feature_take_indices",
+    "functorch_is_active", "is_batched", "is_compiled_in_place", "is_compiler_error", "is_observed", "is_plain",
+    "is_recompile_limit", "is_recorded", "is_sharded", "is_transformed", "named_children", "save_config_for_hf",
+    "submission_script", "TorchDispatchMode",
 ]
 
 # The arguments that make a model as it is now, reset_classifier() and set_input_size() included; timm 1.0.31 has it.
