@@ -36,9 +36,9 @@ def forward_mode_is_active() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_transformed(*tensors: Tensor) -> bool:
-    """Whether these tensors belong to ``torch.func``, to forward-mode differentiation or to a batched backward pass."""
-    return functorch_is_active() or forward_mode_is_active() or any(map(is_batched, tensors))
+def is_transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode differentiation transforms what runs."""
+    return functorch_is_active() or forward_mode_is_active()
 
 
 def dispatch_mode_is_active() -> bool:
@@ -51,9 +51,9 @@ def is_observed(*tensors: Tensor) -> bool:
 
     Autograd is not covered, see ``torch.is_grad_enabled()``.
     """
-    return (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed(*tensors)
+    return (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
             or dispatch_mode_is_active() or has_torch_function_variadic(*tensors)
-            or not all(map(is_plain, tensors)))
+            or any(is_batched(tensor) or not is_plain(tensor) for tensor in tensors))
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import dispatch_mode_is_active, is_observed, is_recorded, is_transformed
+from ._compat import dispatch_mode_is_active, is_batched, is_observed, is_recorded, is_transformed
 from ._views import folded
 from .backends import BACKENDS, Backend, accumulate_in, checked, choose_backend, compiled, default, use_backend
 
@@ -60,10 +60,10 @@ def _formula(
         result = torch.promote_types(x.dtype, f.dtype)
         x, f = in_dtype(x, accumulate_in(result)), in_dtype(f, accumulate_in(result))
     products = x * f
-    xf = _sum(products, dims)
+    xf = products.sum(dims, True)
     products = torch.mul(x, x, out=products) if reuse else x * x
-    n = _sum(products, dims).add(eps)  # not in place: a partial sum of DTensor's is made whole first
-    gain, f = _gain(xf, n, a, b), _times(b, f)
+    n = products.sum(dims, True).add(eps)  # not in place: a partial sum of DTensor's is made whole first
+    gain, f = _weighted(f, xf, n, a, b)
     if x.stride() != f.stride():
         y = x * gain + f  # a sum has the memory format of its first term
     elif reuse:
@@ -73,19 +73,14 @@ def _formula(
     return y if y.dtype == result else y.to(result), xf, n
 
 
-def _sum(products: Tensor, dims: List[int]) -> Tensor:
-    """Over ``dims``, which are kept as axes of size 1."""
-    return products.sum(dims[0], True) if len(dims) == 1 else products.sum(dims, True)  # an axis is read faster
-
-
-def _gain(xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tensor:
-    """``1 + k s``, in branches that TorchScript can save: a name has one type in all that follows."""
+def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
+    """``1 + k s`` and ``b f``, in branches that TorchScript can save: a name has one type in all that follows."""
     if isinstance(a, Tensor):
-        return (n + a * xf - _times(b, xf)) / n
+        return (n + a * xf - _times(b, xf)) / n, _times(b, f)
     elif isinstance(b, Tensor):
-        return (n + a * xf - b * xf) / n
+        return (n + a * xf - b * xf) / n, b * f
     else:
-        return n.add(xf, alpha=a - b) / n
+        return n.add(xf, alpha=a - b) / n, f if b == 1.0 else b * f
 
 
 def _times(weight: Weight, x: Tensor) -> Tensor:
@@ -140,10 +135,11 @@ def _gradients(
     """``dL/dx, dL/df, <x, g>, <f, g>``, None for what is not needed; ``kept`` is y if ``recover``, otherwise f."""
     for_x, for_f, for_weights = needed
     stream_dtype, acc, k = x.dtype, n.dtype, a - b
-    x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
+    if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
+        x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
     if g.stride() != x.stride():  # of a mean, say; gradients have the memory format of the stream
         g = torch.zeros_like(x) + g
-    xg = _sum(x * g, dims)
+    xg = (x * g).sum(dims, True)
     t, ks = xg / n, s
     if isinstance(k, Tensor):
         t, ks, k = k * t, k * s, 1.0
@@ -157,7 +153,7 @@ def _gradients(
         grad_x = addcmul(grad_x, t.addcmul(s, t) if recover else 2.0 * s * t, x, value=-k)
         grad_x = in_dtype(grad_x, stream_dtype)
     if for_weights:  # with learned weights it is f that was kept
-        fg = (kept * g).sum(dims, keepdim=True)
+        fg = (kept * g).sum(dims, True)
     return grad_x, grad_f, xg, fg
 
 
@@ -188,8 +184,9 @@ class _ResidualUpdate(torch.autograd.Function):
         for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
         backend, dims = ctx.backend, ctx.dims
         if torch.is_grad_enabled():  # this pass is differentiated in its turn
-            backend, n = TORCH, _sum(x.to(n.dtype).square(), dims).add(ctx.eps)
-        elif backend is not TORCH and g is not None and (is_transformed(g) or dispatch_mode_is_active()):
+            backend, n = TORCH, x.to(n.dtype).square().sum(dims, True).add(ctx.eps)
+        elif backend is not TORCH and g is not None and (
+                is_batched(g) or is_transformed() or dispatch_mode_is_active()):
             backend = TORCH
         grad_x = grad_f = grad_a = grad_b = None
         if g is not None:
@@ -250,7 +247,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
     dims = check_tensors(x, f, _listed(dim))
     result = torch.promote_types(x.dtype, f.dtype)
     x, f = x.to(accumulate_in(result)), f.to(accumulate_in(result))
-    parallel = _sum(x * f, dims) / _sum(x * x, dims).add(eps) * x
+    parallel = (x * f).sum(dims, True) / (x * x).sum(dims, True).add(eps) * x
     return parallel.to(result), (f - parallel).to(result)
 
 
@@ -333,7 +330,7 @@ def checked_update(
         x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b))
     if name == "torch" and not needs_gradient and not _is_large(x):
         return _formula(x, f, a, b, dims, eps)[0]
-    if is_recorded() or is_transformed(x, f):
+    if is_recorded() or is_transformed():
         return plain_update(x, f, a, b, dims, eps)
     computed_by = TORCH if name == "torch" else _backend(name, backend)
     if needs_gradient:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
 from .._checks import known_name
-from .._compat import is_plain, is_recorded, is_transformed
+from .._compat import is_batched, is_plain, is_recorded, is_transformed
 from ..backends import accumulate_in, choose_backend, compiled, default
 from ..functional import in_dtype
 from .kronecker import factors
@@ -201,7 +201,7 @@ class Skip(nn.Module):
             if torch.compiler.is_compiling() and not is_recorded():
                 return self.compute(x, transposed)
             # matrices made under a transform or by a tensor subclass must not be cached
-            if is_recorded() or is_transformed(x) or not is_plain(x):
+            if is_recorded() or is_transformed() or is_batched(x) or not is_plain(x):
                 return plain_skip(*plain)
             return _Mapped.apply(x, self, transposed)
 
