@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._checks import known_name
 from ._compat import is_sharded, named_children
+from .arguments import keep_in_config
 from .blocks import (
     BlockSpec,
     branch_first,
@@ -141,6 +142,7 @@ def connect(
         for name, made in connections.items():
             setattr(module, name, made)
     _spare_from_weight_decay(model)
+    keep_in_config(model)
     return model
 
 
@@ -171,6 +173,7 @@ def disconnect(model: ModelT) -> ModelT:
         for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
             setattr(block.module, name, made)
     _spare_from_weight_decay(model)
+    keep_in_config(model)
     return model
 
 

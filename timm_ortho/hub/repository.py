@@ -29,9 +29,9 @@ from torch import nn
 from .._checks import short
 from .._compat import current_arguments, save_config_for_hf
 from .._images import data_config
-from ..connections import CONNECTIONS, Connection, LinearConnection, Site, sites
+from ..arguments import connection_arguments
 from ..convert import connect
-from ..models._build import OF_CONNECTIONS, creation_arguments, is_of_connections, pop_connection_arguments
+from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments, variant_argument
 from ..runs.folders import CheckpointRun, PublishError, Run, class_names, import_modules
 from ..skips.rewrites import ChangeOfBasis
 from ..weights.errors import check_repo_id, scrubbed
@@ -148,44 +148,14 @@ def _built(run: CheckpointRun) -> nn.Module:
 
 
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
-    """The arguments of a variant that give a model the connections that this one has; {} for timm's own model."""
-    found = sites(model)
-    if not found:  # timm's own model, or a variant after disconnect
-        return {"connection": "linear"} if _is_variant(model) else {}
-    transform = _skip_arguments(found)
-    carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
-    if not carrying:
-        return {"connection": "linear", **transform}
-    arguments, *others = [_arguments_of(site.connection) for site in carrying]
-    layers, kinds = sorted({site.layer for site in carrying}), list(dict.fromkeys(site.kind for site in carrying))
-    are_others_linear = len(carrying) == sum(site.layer in layers and site.kind in kinds for site in found)
-    if not are_others_linear or any(other != arguments for other in others):
-        raise PublishError("the model's connections differ from site to site in more than being linear or not, which "
-                           "no arguments of a variant can say: connect it with one connection")
-    if arguments["connection"] not in CONNECTIONS:
-        raise PublishError(f"the model's connection, {arguments['connection']}, has no name that config.json could "
-                           "say: give it one with timm_ortho.register_connection, and connect the model by that name")
-    if layers != sorted({site.layer for site in found}):
-        arguments["connection_layers"] = layers
-    if len(kinds) < len({site.kind for site in found}):
-        arguments["connection_kinds"] = kinds
-    return {**arguments, **transform}
-
-
-def _arguments_of(connection: Connection) -> dict[str, Any]:
-    """Those that make one connection."""
-    known = {argument: name for argument, name in OF_CONNECTIONS.items() if hasattr(connection, name)}
-    return {"connection": connection.name, **{argument: getattr(connection, name) for argument, name in known.items()}}
-
-
-def _skip_arguments(found: Sequence[Site]) -> dict[str, Any]:
-    """Those that give its sites the transforms of the stream that they have; {} for the stream as it is."""
-    skips = [site.connection.skip for site in found]
-    asked = [{} if skip is None else getattr(skip, "asked", None) for skip in skips]
-    if asked[0] is None or any(one != asked[0] for one in asked):
-        raise PublishError("the model's transforms of the stream are not those of one timm_ortho.connect(skip=...), "
-                           "which no arguments of a variant can say: give all its sites one skip")
-    return asked[0]
+    """Return the arguments of a variant that give a model its connections; empty for a model of timm itself."""
+    try:
+        arguments = connection_arguments(model)
+    except ValueError as error:
+        raise PublishError(str(error)) from None
+    if not arguments and _is_variant(model):  # after disconnect
+        return {"connection": "linear"}
+    return {variant_argument(name): value for name, value in arguments.items()}
 
 
 def _is_variant(model: nn.Module) -> bool:

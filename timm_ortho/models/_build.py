@@ -28,11 +28,13 @@ from ..weights.pretrained import pretrained_cfgs
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
-# argument of a variant -> argument of connect
-_ARGUMENTS = {name if name.startswith(("connection", "skip")) else f"connection_{name}": name
-              for name in list(signature(connect).parameters)[1:]}
-# likewise, those that a connection has as attributes
-OF_CONNECTIONS = {f"connection_{name}": name for name in ("eps", "prob", "start")}
+
+def variant_argument(name: str) -> str:
+    """Return the name under which a variant takes an argument of :func:`timm_ortho.connect`."""
+    return name if name.startswith(("connection", "skip")) else f"connection_{name}"
+
+
+_ARGUMENTS = {variant_argument(name): name for name in list(signature(connect).parameters)[1:]}
 
 
 def create(
