@@ -17,13 +17,13 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import (
-    arguments,
     Connection,
     FeatureConnection,
     GlobalConnection,
     LinearConnection,
     RoutingError,
     UnsupportedModelError,
+    arguments,
     cli,
     connect,
     create_connection,
