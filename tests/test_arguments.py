@@ -12,7 +12,8 @@ from torch import nn
 import timm_ortho
 from timm_ortho import connect, connection_arguments, disconnect, sites
 
-VIT = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
+VIT = dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
 ARGUMENTS = {
     "feature": dict(connection="feature"),
     "linear": dict(connection="linear"),
@@ -131,7 +132,8 @@ def test_a_connection_without_a_name_is_told(transformers, tmp_path):
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
 def test_merged_adapters_keep_the_arguments(transformers, tmp_path):
     peft = pytest.importorskip("peft")
-    model = connect(peft.get_peft_model(vit(transformers), peft.LoraConfig(target_modules="all-linear")), "global")
+    adapters = peft.LoraConfig(target_modules=["query", "value", "q_proj", "v_proj"])
+    model = connect(peft.get_peft_model(vit(transformers), adapters), "global")
     model.merge_and_unload().save_pretrained(tmp_path)
     assert stored(tmp_path)["timm_ortho"]["connection"] == "global"
 

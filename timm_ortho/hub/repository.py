@@ -73,7 +73,7 @@ def export(
     run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
-    built = _detached(model) if run is None else _built(run)
+    built = _detached(model) if run is None else run_model(run)
     began_with = getattr(built, "began_with", {})
     if run is not None and run.options.get("pretrained") and not any(run.options.get(key) for key in _OTHER_START):
         began_with = built.pretrained_cfg
@@ -122,15 +122,30 @@ def _detached(model: nn.Module) -> nn.Module:
     return deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
 
 
-def _built(run: CheckpointRun) -> nn.Module:
-    """The run's model, made as timm's train.py makes it, with the run's weights."""
+def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> nn.Module:
+    """Make a run's model as timm's train.py does, with the run's weights.
+
+    Args:
+        run: A run of train.py or of the lab.
+        name: Another model that takes these weights, such as a variant with another connection.
+        given: Arguments of the model that override those of the run.
+
+    Raises:
+        PublishError: The weights do not fit the model, or a module of the run cannot be imported.
+    """
     options = run.options
     import_modules(options.get("device_modules"), PublishError)
     kwargs = dict(options.get("model_kwargs") or {})
+    name = name or options["model"]
+    if name != options["model"] or any(map(is_of_connections, given)):
+        kwargs, connection = {key: value for key, value in kwargs.items() if not is_of_connections(key)}, None
+    else:
+        connection = run.connection if run.connection != kwargs.get("connection") else None  # switched in mid-training
+    kwargs.update(given)
     size = options.get("input_size")
     try:
         model = timm.create_model(
-            options["model"],
+            name,
             in_chans=options.get("in_chans") or (size[0] if size else 3),
             num_classes=options.get("num_classes"),
             global_pool=options.get("gp"),
@@ -138,11 +153,11 @@ def _built(run: CheckpointRun) -> nn.Module:
             bn_eps=options.get("bn_eps"),
             **kwargs,
         )
-        if run.connection != kwargs.get("connection"):  # it was switched in mid-training
-            connect(model, **{**pop_connection_arguments(kwargs, run.connection), "connection": run.connection})
+        if connection is not None:
+            connect(model, **{**pop_connection_arguments(kwargs, connection), "connection": connection})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise PublishError(f"{run.path} is not of the model that its arguments describe, '{options['model']}': "
+        raise PublishError(f"{run.path} is not of the model that its arguments describe, '{name}': "
                            f"{short(error)}") from None
     return model.eval()
 
@@ -222,7 +237,7 @@ def _pretrained_cfg(
         architecture: str,
         license: Optional[str],
 ) -> dict[str, Any]:
-    cfg = {**model.pretrained_cfg, **_data_config(model, run)}
+    cfg = {**model.pretrained_cfg, **image_config(model, run.options if run is not None else {})}
     dropped = _OF_OTHER_WEIGHTS if run is None else _OF_OTHER_WEIGHTS + _FOR_TESTS
     cfg = {key: value for key, value in cfg.items() if key not in dropped}
     cfg.update(architecture=architecture, num_classes=model.num_classes, custom_load=False)
@@ -232,9 +247,8 @@ def _pretrained_cfg(
 _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
-def _data_config(model: nn.Module, run: Optional[Run]) -> dict[str, Any]:
-    """How images are made ready: as in the run, or as the architecture's configuration has it."""
-    options = run.options if run is not None else {}
+def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how images are prepared: by the options of a run, or else by the architecture's configuration."""
     config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
     channels, *size = config["input_size"]
     if model.pretrained_cfg.get("fixed_input_size"):
