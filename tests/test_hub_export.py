@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from trained_runs import TINY, lab_grid, timm_run
 
 import timm_ortho
-from timm_ortho import cli, connections, hub
-from timm_ortho.hub import PublishError, repository
+from timm_ortho import arguments, cli, connections, hub
+from timm_ortho.hub import PublishError
 from timm_ortho.runs import folders
 from timm_ortho.weights import checks
 
@@ -403,13 +403,24 @@ def test_a_run_with_a_connection_of_its_own_module(tmp_path, monkeypatch):
         "import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
         "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
     monkeypatch.setattr(connections, "CONNECTIONS", before := dict(connections.CONNECTIONS))
-    monkeypatch.setattr(repository, "CONNECTIONS", before)
+    monkeypatch.setattr(arguments, "CONNECTIONS", before)
     folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "published"])
     assert "option 'device_modules': No module named 'published': is its folder in PYTHONPATH?" in message(
         folder, tmp_path / "out")
     monkeypatch.syspath_prepend(str(tmp_path))
-    hub.export(folder, tmp_path / "out", "me/model")
+    card = str(hub.export(folder, tmp_path / "out", "me/model"))
     assert "mine" in before
+    assert card.count("\nimport timm_ortho  # registers the architecture\nimport published  # ") == 2
+
+
+@pytest.mark.parametrize(("module", "line"), [
+    ("mine", "import mine  # the author's own module"),
+    ("__main__", "# run the author's lines that register the connection 'clipped' here")])
+def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypatch, module, line):
+    clipped = type("Clipped", (timm_ortho.FeatureConnection,), {"__module__": module})
+    monkeypatch.setitem(connections.CONNECTIONS, "clipped", clipped)
+    card = str(hub.export(tiny(connection="clipped"), tmp_path / "out", "me/model"))
+    assert card.count(f"\nimport timm_ortho  # registers the architecture\n{line}\n") == 2
 
 
 @pytest.mark.parametrize("name", ["args.yaml", "result.json"])

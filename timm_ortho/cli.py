@@ -499,8 +499,8 @@ def _add_show(commands: Any) -> None:
         description="Prints a line for each residual addition of a model: block, kind, connection, and on one batch "
                     "the squared norms of the stream and of both parts of what is added, and their cosine.")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho); a checkpoint or a run's folder, as for "
-                                       "push; or a repository on the Hub (hf-hub:me/my-model)")
+    add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho); a checkpoint or a run's folder, as "
+                                       "for push; or a repository on the Hub (hf-hub:me/my-model)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the model")
     add("--pretrained", action="store_true", help="a variant with its weights, where it has some")
     add("--checkpoint", default="", metavar="FILE", help="a variant with the weights of a run, or of another file")

@@ -11,10 +11,11 @@ The folder is loaded again before anybody gets to see it, and has to give the sa
 """
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType
 from typing import Any, Optional, Union
 
 import timm
@@ -30,6 +31,7 @@ from .._checks import short
 from .._compat import current_arguments, save_config_for_hf
 from .._images import data_config
 from ..arguments import connection_arguments
+from ..connections import CONNECTIONS
 from ..convert import connect
 from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments, variant_argument
 from ..runs.folders import CheckpointRun, PublishError, Run, class_names, import_modules
@@ -87,6 +89,7 @@ def export(
         config=config,
         parameters=sum(parameter.numel() for parameter in built.parameters()),
         load=f"hf-hub:{repo_id}" + (f"@{revision}" if revision else ""),
+        imports=list(_imports(run, config)),
         repo_id=repo_id,
         revision=revision,
         license=license,
@@ -224,6 +227,19 @@ def _config(
     arguments = {key: value for key, value in config.get("model_args", {}).items()
                  if key != "num_classes" and not is_of_connections(key)}
     return {**config, "model_args": {**arguments, **connection}}
+
+
+def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
+    """Return lines of code that register the architecture and the connection where timm_ortho does not."""
+    own = [module for module in (run and run.options.get("device_modules")) or () if module != "timm_ortho"]
+    connection = config["model_args"].get("connection", "linear")
+    make = CONNECTIONS[connection]
+    made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # a partial has none
+    for module in own or dict.fromkeys((model_entrypoint(config["architecture"]).__module__, made_in)):
+        if module == "__main__":
+            yield f"# run the author's lines that register the connection '{connection}' here"
+        elif module.partition(".")[0] not in ("timm", "timm_ortho"):
+            yield f"import {module}  # the author's own module"
 
 
 # In a pretrained_cfg: what belongs to other weights than these.
