@@ -131,7 +131,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> n
     Args:
         run: A run of train.py or of the lab.
         name: Another model that takes these weights, such as a variant with another connection.
-        given: Arguments of the model that override those of the run.
+        given: Arguments of the model that override the run's.
 
     Raises:
         PublishError: The weights do not fit the model, or a module of the run cannot be imported.

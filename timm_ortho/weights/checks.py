@@ -118,7 +118,7 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
         arguments: What ``build_model_with_cfg`` is called with.
 
     Returns:
-        A filter that raises WeightsError unless every tensor is there, has its shape and is finite. It warns where
+        A filter that raises WeightsError if a tensor is missing, has another shape or is not finite. It warns where
         timm replaces a classifier that would fit by a new one.
     """
     source = _name(cfg.source, cfg.hf_hub_id, cfg.file)
@@ -182,7 +182,7 @@ def _other_shapes(
 
 def _warn_of_a_new_classifier(
         source: str, state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, classes: int) -> None:
-    """timm drops the classifier where model and configuration differ in classes, whatever the checkpoint has."""
+    """Warn that timm drops a classifier that fits, since it compares the model with the configuration only."""
     names = [name for name in own if name.startswith(_classifiers(cfg))]
     if names and all(name in state_dict and state_dict[name].shape == own[name].shape for name in names):
         warnings.warn(
