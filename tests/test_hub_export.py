@@ -333,6 +333,14 @@ for folder, chans, size in ((sys.argv[1], 1, 16), (sys.argv[2], 3, 64)):
         env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["FeatureConnection 10 0", "GlobalConnection 5 LABEL_0"]
+    code = ("import sys; from transformers import AutoModelForImageClassification as Auto\n"
+            "try: Auto.from_pretrained(sys.argv[1])\nexcept ImportError as error: print(error)")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "vit")], capture_output=True, text=True,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    quoted = (Path(__file__).parents[1] / "model_cards" / "hub.md").read_text(encoding="utf-8")
+    said = done.stdout.replace("vit_small_ortho", "vit_base_ortho").partition(" (")
+    assert f"ImportError: {said[0]}" in quoted
+    assert said[0].endswith("is not supported in your version of timm")
 
 
 # ---------------------------------------------------------------------------------------- what is refused
