@@ -463,7 +463,7 @@ def test_a_connection_by_name(tmp_path):
 
 def test_an_argument_of_its_own_is_in_config_json(monkeypatch):
     """One that variants take: an entry in ``OF_CONNECTIONS`` is enough for both."""
-    monkeypatch.setattr(arguments, "OF_CONNECTIONS", [*arguments.OF_CONNECTIONS, "tau"])
+    monkeypatch.setitem(arguments.OF_CONNECTIONS, "tau", "tau")
     timm_ortho.register_connection("clipped", Clipped)
     model = connect(timm.create_model("vit_test_linear"), "clipped")
     assert repository._connection_arguments(model) == {

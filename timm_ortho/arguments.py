@@ -8,7 +8,8 @@ from torch import nn
 
 from .connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 
-OF_CONNECTIONS = ["eps", "prob", "start"]  # arguments that a connection has as attributes
+# Arguments that a connection has as attributes, and the names of these; an attribute that is None is the default.
+OF_CONNECTIONS = {"eps": "eps", "prob": "prob", "start": "start"}
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:
@@ -50,8 +51,8 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
 
 
 def _arguments_of(connection: Connection) -> Dict[str, Any]:
-    own = {name: getattr(connection, name) for name in OF_CONNECTIONS if hasattr(connection, name)}
-    return {"connection": connection.name, **own}
+    own = {name: getattr(connection, attribute, None) for name, attribute in OF_CONNECTIONS.items()}
+    return {"connection": connection.name, **{name: value for name, value in own.items() if value is not None}}
 
 
 def _skip_arguments(found: Sequence[Site]) -> Dict[str, Any]:
