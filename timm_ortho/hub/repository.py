@@ -174,7 +174,8 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
 
 def _arguments_of(connection: Connection) -> dict[str, Any]:
     """Those that make one connection."""
-    known = {argument: name for argument, name in OF_CONNECTIONS.items() if hasattr(connection, name)}
+    known = {argument: name for argument, name in OF_CONNECTIONS.items()
+             if getattr(connection, name, None) is not None}
     return {"connection": connection.name, **{argument: getattr(connection, name) for argument, name in known.items()}}
 
 
