@@ -5,6 +5,7 @@ import inspect
 import pickle
 import pkgutil
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import timm
@@ -232,7 +233,7 @@ class _Sums(torch.nn.Module):
     def arguments(self, hidden_states, input_tensor):
         return self.f(hidden_states) + input_tensor
 
-    def reversed(self, mask, *, residual, branch: "Optional[torch.Tensor]" = None):
+    def reversed(self, mask, *, residual, branch: Optional[torch.Tensor] = None):
         return torch.add(branch, residual)
 
     def scattered(self, first, *others):
@@ -241,11 +242,11 @@ class _Sums(torch.nn.Module):
     def masked(self, x, attn_mask, mask=None, rel_pos_bias=None, pixel_pos=None):
         return (x @ x) + attn_mask + mask + rel_pos_bias + pixel_pos
 
-    def counted(self, x, start: int, scale: "Optional[float]" = None):
+    def counted(self, x, start: int, scale: Optional[float] = None):
         return self.f(x, start + len(x)) * (scale + start)
 
     def listed(self, x, children):
-        return self.f([x] + children)
+        return self.f([x] + children)  # noqa: RUF005 the sum is what is tested
 
     def moved(self, x):
         return x + self.pos_embed(x).to(x)
@@ -273,7 +274,8 @@ class _Sums(torch.nn.Module):
     ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True),
     ("positional", True), ("any_number", True), ("by_name", True), ("looped", True), ("comprehended", True),
     ("keyword", True), ("arguments", True), ("reversed", True), ("scattered", True), ("masked", False),
-    ("counted", False), ("listed", False), ("moved", False), ("typed", False), ("constant", False), ("collected", False), ("outputs", False), ("position", False),
+    ("counted", False), ("listed", False), ("moved", False), ("typed", False), ("constant", False),
+    ("collected", False), ("outputs", False), ("position", False),
 ])
 def test_what_looks_residual(method, residual):
     assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual

@@ -111,7 +111,8 @@ def test_fx_draws_anew_at_each_call():
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
-    ({"connection": "featur"}, f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?{IS_IT_IMPORTED}"),
+    ({"connection": "featur"},
+     f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?{IS_IT_IMPORTED}"),
     ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite, got -1.0"),
     ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite, got 0.0"),
     ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite, got inf"),

@@ -161,9 +161,15 @@ def test_floats_of_the_scores_are_added_to_them():
 ])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
 def test_a_mask_without_one_reading_is_refused(shape, x, words, dtype):
-    with pytest.raises(ValueError, match="^attention mask ") as error:
+    with pytest.raises(ValueError, match="attention mask ") as error:
         real_tokens(torch.ones(shape, dtype=dtype), x)
-    assert all(word in str(error.value) for word in [*words, str(dtype), "register the block with mask=''"]), error.value
+    words = [*words, str(dtype), "register the block with mask=''"]
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_mask_of_another_type_is_refused():
+    with pytest.raises(ValueError, match="must be a tensor or a BlockMask, got list"):
+        real_tokens([[True]], LONG)
 
 
 def test_a_layout_decides_between_two_readings():
@@ -387,6 +393,9 @@ def test_exported_with_a_mask_of_any_length():
     program = torch.export.export(block, (x, mask), dynamic_shapes=shapes).module()
     hidden, keys = torch.randn(4, 8, 32).double(), additive(SQUARE, torch.finfo(torch.float64).min, torch.float64)
     torch.testing.assert_close(program(hidden, keys), block(hidden, keys))
+    shapes["attn_mask"] = {0: tokens, 1: tokens}
+    program = torch.export.export(block, (x, torch.ones(9, 9).bool().tril()), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(hidden, torch.ones(8, 8).bool()), block(hidden))
 
 
 def test_bfloat16_autocast_is_as_close_as_linear():
@@ -414,7 +423,7 @@ def test_vit_as_naflex():
 @pytest.mark.parametrize("batch", [1, 3, 6])  # 6: as many as tokens
 @pytest.mark.parametrize("mask", [torch.ones(6, 6).bool().tril(), torch.ones(6, 6).bool().tril()[None].expand(2, 6, 6)])
 def test_timms_blocks_read_masks_as_their_attention_does(batch, mask):
-    """Of two axes [N, N] and of three [heads, N, N], whatever the batch: a sample alone gives the same."""
+    """Of two axes [N, N] and of three [heads, N, N], for every batch size: a sample alone gives the same."""
     torch.manual_seed(0)
     block = connect(Block(24, num_heads=2).double(), "global")
     x = torch.randn(batch, 6, 24).double()
@@ -426,7 +435,7 @@ def test_timms_blocks_read_masks_as_their_attention_does(batch, mask):
 
 
 class Keeping(nn.Module):
-    """A block of one's own, whose mask is [B, N] or [N, N] as its caller likes."""
+    """A user's block, whose mask can be [B, N] or [N, N]."""
 
     def __init__(self):
         super().__init__()
@@ -441,7 +450,7 @@ class Inverted(Keeping):
         return x + self.f(x)
 
 
-def test_ones_own_block_needs_a_mask_of_one_reading():
+def test_a_users_block_needs_a_mask_of_one_reading():
     register_block(Keeping, stream="x", kinds=("mlp",))
     block = connect(Keeping().double(), "global")
     for x, mask in ((torch.randn(4, 8, 6), OF_SAMPLES), (torch.randn(8, 8, 6), RAGGED[:, None, None])):
@@ -456,7 +465,7 @@ def test_ones_own_block_needs_a_mask_of_one_reading():
 
 
 def packed_attention(module, query, key, value, mask, scaling=None, **_):
-    """As flash attention: the mask is [B, N] or None, and the module says whether it is causal."""
+    """As flash attention: the mask is [B, N] or None, and `is_causal` is an attribute of the module."""
     allowed = torch.ones(query.shape[2], key.shape[2]).bool()
     allowed = allowed.tril() if module.is_causal else allowed
     if mask is not None:

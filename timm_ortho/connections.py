@@ -12,9 +12,9 @@ The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked her
 connection is a subclass of :class:`Connection`, given to :func:`timm_ortho.connect` as it is, or by the name that
 :func:`register_connection` gives it.
 
-Padding (NaFlex: token sequences of several lengths in one batch) is what the mask lets no token attend to. The global
-scope leaves it out, so that a sample gives the same result padded or not; in the others each token is on its own, and
-there is nothing to leave out.
+Padding (NaFlex: token sequences of several lengths in one batch) is what the mask lets no token attend to
+(:func:`real_tokens`). The global scope leaves it out, so that a sample gives the same result padded or not. In the
+other scopes each token is on its own, and there is nothing to leave out.
 
 A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skips`). Then x stands for P x everywhere
 above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
@@ -34,16 +34,14 @@ from .functional import Weight, checked_update, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
 KEEPS = ("output", "branch")  # what autograd keeps, the default first
-
-
 MASK_LAYOUTS = ("", "scores", "keys")  # of masks with two or three axes, see real_tokens
 
 
 def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Optional[Tensor]:
-    """Return which tokens are real and not padding: those that an attention mask lets any token attend to.
+    """Return which tokens are real and not padding.
 
-    Under a causal mask every token is real, because each may attend to itself. A token that nobody attends to looks
-    like padding; let it attend to itself.
+    A token is real if the mask lets any token attend to it. Under a causal mask every token is real, because each may
+    attend to itself. A token that nobody attends to looks like padding; let it attend to itself.
 
     | mask | reading |
     | --- | --- |
@@ -73,10 +71,12 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     if not torch.jit.is_scripting():
         if isinstance(attn_mask, CausalBias):  # a tensor without values; each token may attend to itself
             return None
+        if has_torch_function_variadic(attn_mask, x):  # FX reads the mask when the graph runs
+            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)
         if isinstance(attn_mask, BlockMask):
             attn_mask = create_mask(attn_mask.mask_mod, *attn_mask.shape, device=x.device)
-        elif has_torch_function_variadic(attn_mask, x):  # FX reads the mask when the graph runs
-            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)
+        if not isinstance(attn_mask, Tensor):
+            raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(attn_mask).__name__}")
     if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
         return None
     problem = _mask_problem(attn_mask, x, layout)
@@ -85,7 +85,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
             f"attention mask {problem}; got shape {list(attn_mask.shape)}, dtype {attn_mask.dtype}, and x of shape "
             f"{list(x.shape)}. If it says nothing about padding, register the block with mask=''")
     batch, tokens, leading = x.shape[0], x.shape[1], attn_mask.shape[0]
-    of_keys = attn_mask.dim() == 2 and leading == batch and (layout == "keys" or leading not in (1, tokens))
+    of_keys = attn_mask.dim() == 2 and (layout == "keys" or leading not in (1, tokens)) and leading == batch
     allowed = _allowed(attn_mask, of_keys)
     if of_keys:
         return allowed.unsqueeze(-1)
@@ -96,17 +96,17 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
 
 def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
     """Return why the shape of a mask has no reading, or two; an empty string if it has one."""
-    axes, batch, leading = mask.dim(), x.shape[0], mask.shape[0]
+    axes = mask.dim()
     if x.dim() != 3 or axes < 2 or axes > 4:
         return "must have two to four axes and belong to a stream [B, N, C]"
-    if layout == "" and batch > 1 and axes == 2 and leading == batch and leading == x.shape[1]:
+    batch, tokens, leading, queries = x.shape[0], x.shape[1], mask.shape[0], mask.shape[-2]
+    if layout == "" and batch > 1 and axes == 2 and leading == batch and leading == tokens:
         return "can be [B, N] or [N, N]: give it as [B, 1, 1, N] or as [1, 1, N, N]"
     if layout == "" and batch > 1 and axes == 3 and leading > 1 and leading % batch == 0:
         return "can have samples or heads as its first axis: give it as [B, 1, N, N] or as [1, heads, N, N]"
-    queries = 1 if axes == 2 and leading == batch else mask.shape[-2]
-    if queries not in (1, x.shape[1]) or (axes == 4 and leading not in (1, batch)):
-        return "must be [B, N], [N, N], [heads, N, N] or [B or 1, heads or 1, N or 1, N]"
-    return ""
+    if (queries in (1, tokens) and (axes < 4 or leading in (1, batch))) or (axes == 2 and leading == batch):
+        return ""
+    return "must be [B, N], [N, N], [heads, N, N] or [B or 1, heads or 1, N or 1, N]"
 
 
 def _allowed(mask: Tensor, of_keys: bool) -> Tensor:
@@ -356,7 +356,8 @@ def create_connection(
     known_name("mask layout", mask_layout, MASK_LAYOUTS)
     if make is HybridConnection and prob != 1.0:
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
-    given = dict(dim=dim, eps=eps, prob=prob, start=start, keep="branch" if in_place else keep, device=device, dtype=dtype)
+    kept = "branch" if in_place else keep
+    given = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, device=device, dtype=dtype)
     taken = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # those of a functools.partial are settled
     made = make(**{name: value for name, value in given.items() if name in taken})
     if not isinstance(made, Connection):
@@ -372,8 +373,8 @@ def create_connection(
     made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
     made.asked_keep = None if keep == KEEPS[0] else keep
-    if in_place or made.asked_keep:  # a subclass that takes no keep may use join
-        made.keep, made.keep_branch = "branch", True
+    if kept == "branch":  # a subclass that takes no keep may use join
+        made.keep, made.keep_branch = kept, True
     if tokens_apart and made.dims is None:
         made.dims = [dim]
     return made

@@ -39,8 +39,9 @@ def _sources(function: ast.FunctionDef) -> Set[str]:
     """Return the arguments that may be a stream or a branch output: the first one, and every other tensor."""
     given = function.args
     arguments = [*[*given.posonlyargs, *given.args][1:], *[given.vararg] * bool(given.vararg), *given.kwonlyargs]
-    return {one.arg for index, one in enumerate(arguments)
-            if index == 0 or not (re.search(_NO_STREAM, one.arg) or re.match(_NUMBER, ast.unparse(one.annotation or one)))}
+    others = [one.arg for one in arguments[1:] if not re.search(_NO_STREAM, one.arg)
+              and not (one.annotation and re.match(_NUMBER, ast.unparse(one.annotation)))]
+    return {*others, *(one.arg for one in arguments[:1])}
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
@@ -73,7 +74,8 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
 def _is_no_branch(summand: ast.AST) -> bool:
     """Return whether a summand is no branch by its form or name.
 
-    Such are outputs that are put together, ``(y,)`` or ``outputs[1:]``, and embeddings of positions, ``self.pos_embed(x)``.
+    Such are outputs that are put together, ``(y,)`` or ``outputs[1:]``, and embeddings of positions,
+    ``self.pos_embed(x)``.
     """
     while isinstance(summand, (ast.Call, ast.Subscript, ast.Attribute)):
         if isinstance(summand, ast.Subscript) and isinstance(summand.slice, ast.Slice):

@@ -44,7 +44,7 @@ def register_block(
         method: The method with the additions.
         mask: The argument of that method, if it has one, that says what is padding (see
             :func:`timm_ortho.connections.real_tokens`): an attention mask as ``scaled_dot_product_attention`` reads it.
-            Boolean masks of ``nn.MultiheadAttention`` have the opposite meaning; ``""`` keeps them from the connections.
+            Masks of ``nn.MultiheadAttention`` have the opposite meaning; ``""`` keeps them from the connections.
 
     Returns:
         The class.
