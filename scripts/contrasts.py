@@ -1,7 +1,8 @@
-"""Figures of the runs in model_cards/results/studies, and what of them scripts/evidence.py compares.
+"""Metrics of the runs in model_cards/results/studies, and the comparisons of scripts/evidence.py.
 
 A number is a contrast: a weighted sum over the settings of a study, seed by seed, with Student's interval of its mean.
-So a difference, a slope over the learning rate, a main effect and an interaction are one formula.
+A difference, a slope over the learning rate, a main effect and an interaction are one formula. Two comparisons have an
+error of another kind: `Unpaired` (Welch) and `Effect` (a factor of a half fraction).
 """
 import json
 import math
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Union
 
 import numpy as np
 from scipy import stats
@@ -35,11 +36,16 @@ def runs_of(study: str) -> Sequence[Run]:
     return results(study)["runs"]
 
 
+def setting_of(run: Run) -> tuple:
+    """Values of the study's axes and the connection."""
+    return (*run["cell"].values(), run["connection"])
+
+
 def settings_of(study: str) -> list[list[Run]]:
     """Runs that differ in nothing but the seed, together."""
     found: dict[tuple, list[Run]] = {}
     for run in runs_of(study):
-        found.setdefault((*run["cell"].values(), run["connection"]), []).append(run)
+        found.setdefault(setting_of(run), []).append(run)
     return list(found.values())
 
 
@@ -47,19 +53,72 @@ def top1(run: Run) -> float:
     return run["top1"]
 
 
+class Comparison:
+    """A difference that was found, beside the paper's.
+
+    Attributes:
+        label: The comparison, in words.
+        parts: Folders in `results/studies`, each with the weights of its settings.
+        found: The mean with its interval.
+        unit: Of `found`.
+        paper: The same difference in the paper, by data set.
+        room: The largest value that the networks' accuracy leaves possible.
+    """
+
+    label: str
+    parts: Sequence[tuple[str, Weights]]
+    found: Difference
+    unit: str = "points"
+    paper: Mapping[str, float] = {}
+    pooled: Optional[Difference] = None
+    room: float = math.inf
+
+    @property
+    def is_run(self) -> bool:
+        return all(results_file(study).is_file() for study, _ in self.parts)
+
+    @property
+    def seeds(self) -> Union[int, str]:
+        return self.found.pairs
+
+    @property
+    def of_paper(self) -> str:
+        """`+0.79 to +2.75`, empty where the paper has no such effect."""
+        return _span(list(self.paper.values())) if self.paper else ""
+
+    def ends(self, level: float = 0.95) -> tuple[float, float]:
+        """The two-sided interval of another level."""
+        raise NotImplementedError
+
+    def within(self, bound: float) -> bool:
+        """Equivalence by two one-sided tests: whether the 90 % interval lies within [-bound, bound]."""
+        return max(map(abs, self.ends(0.9))) <= bound
+
+    def compatible(self) -> str:
+        """Whether the interval contains effects of the paper's size."""
+        if not self.paper:
+            return "the paper has no number"
+        if min(self.paper.values()) > self.room:
+            return f"untestable: only {self.room:.2f} points are left up to 100 % ({self.of_paper})"
+        low, high = self.found.ends
+        inside = sum(low <= effect <= high for effect in self.paper.values())
+        answer = "no" if not inside else "yes" if inside == len(self.paper) else "in part"
+        return f"{answer} ({self.of_paper}){', and with no effect' if inside and low <= 0 <= high else ''}"
+
+    def __str__(self) -> str:
+        size = abs(self.found.mean)
+        return self.found.text(2 if self.unit == "points" or size >= 10 else 3 if size >= 0.05 else 4)
+
+
 @dataclass(frozen=True)
-class Contrast:
+class Contrast(Comparison):
     """A weighted sum of settings for each seed that all of them have.
 
     Attributes:
-        label: What is compared, in words.
-        parts: Folder in `results/studies` and the weights of its settings, others taking no part; of several parts the
-            mean.
-        read: The figure of a run.
-        unit: Of the figure.
-        paper: The same sum of the paper's table, by data set.
-        bases: The connection that others are compared with, of a sum that has settings of both signs besides, as a
-            slope has; empty where all settings of negative weight are compared with.
+        parts: As `Comparison` has them; settings without a weight take no part. Several parts are averaged.
+        read: The metric of a run.
+        bases: The baseline connection of a sum whose settings have both signs besides, as a slope has; empty where all
+            settings of negative weight are the baseline.
     """
 
     label: str
@@ -70,83 +129,174 @@ class Contrast:
     bases: str = ""
 
     @cached_property
-    def tables(self) -> list[np.ndarray]:
-        """Of each part ``[seeds, settings]``."""
-        by_seed = [self._by_seed(*part) for part in self.parts]
-        seeds = [seed for seed in by_seed[0] if all(seed in rows for rows in by_seed)]
-        return [np.array([[rows[seed][setting] for setting in weights] for seed in seeds])
-                for rows, (_, weights) in zip(by_seed, self.parts, strict=True)]
-
-    def _by_seed(self, study: str, weights: Weights) -> dict[int, dict[tuple, float]]:
-        rows: dict[int, dict[tuple, float]] = {}
-        for run in runs_of(study):
-            setting = (*run["cell"].values(), run["connection"])
-            if setting in weights:
-                rows.setdefault(run["seed"], {})[setting] = self.read(run)
-        return {seed: row for seed, row in rows.items() if len(row) == len(weights)}
+    def rows(self) -> list[dict[int, dict[tuple, float]]]:
+        """Of each part, the metric by seed and setting; limited to the seeds that all parts have."""
+        parts = [table(*part, self.read) for part in self.parts]
+        return [{seed: row for seed, row in rows.items() if all(seed in other for other in parts)} for rows in parts]
 
     @cached_property
+    def by_seed(self) -> dict[int, float]:
+        """The sum of each seed."""
+        return {seed: fmean(sum(weight * rows[seed][setting] for setting, weight in weights.items())
+                            for rows, (_, weights) in zip(self.rows, self.parts, strict=True))
+                for seed in self.rows[0]}
+
+    def mean(self, part: int, setting: tuple) -> float:
+        return fmean(row[setting] for row in self.rows[part].values())
+
+    @property
+    def runs(self) -> list[Run]:
+        """Of the settings that take part."""
+        return [run for study, weights in self.parts for run in runs_of(study) if setting_of(run) in weights]
+
+    @property
     def values(self) -> list[float]:
-        """By seed."""
-        weights = [np.array(list(weights.values())) for _, weights in self.parts]
-        return list(np.mean([table @ of for table, of in zip(self.tables, weights, strict=True)], axis=0))
+        return list(self.by_seed.values())
 
     @cached_property
     def found(self) -> Difference:
-        return paired_difference(self.values, [0.0] * len(self.values))
+        return _paired(self.values)
+
+    def without(self, *seeds: int) -> tuple[Difference, tuple[float, float]]:
+        """The mean without some seeds, and its 90 % interval."""
+        values = [value for seed, value in self.by_seed.items() if seed not in seeds]
+        return _paired(values), _ends(values, 0.9)
+
+    def ends(self, level: float = 0.95) -> tuple[float, float]:
+        return _ends(self.values, level)
 
     @property
     def pooled(self) -> Optional[Difference]:
-        """With one variance for all settings once each seed's mean is removed (randomised blocks); None for a single
-        setting, which that leaves nothing of."""
+        """With one variance for all cells of the study once each seed's mean is removed (randomised blocks).
+
+        Seeds that lack a cell take no part in the variance. None for a sum that is no difference.
+        """
         squares = freedom = leverage = 0.0
-        for table, (_, weights) in zip(self.tables, self.parts, strict=True):
-            rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+        for study, weights in self.parts:
+            if not math.isclose(sum(weights.values()), 0.0, abs_tol=1e-9):
+                return None
+            cells = np.array([list(row.values()) for row in table(study, None, self.read).values()])
+            rest = cells - cells.mean(0) - cells.mean(1, keepdims=True) + cells.mean()
             squares += (rest ** 2).sum()
-            freedom += (table.shape[0] - 1) * (table.shape[1] - 1)
-            leverage += sum(weight ** 2 for weight in weights.values()) / len(table) / len(self.parts) ** 2
-        if not freedom:
-            return None
+            freedom += (cells.shape[0] - 1) * (cells.shape[1] - 1)
+            leverage += sum(weight ** 2 for weight in weights.values()) / len(self.by_seed) / len(self.parts) ** 2
         half_width = float(stats.t.ppf(0.975, freedom)) * math.sqrt(squares / freedom * leverage)
         return Difference(self.found.mean, half_width, self.found.pairs)
 
-    def within(self, bound: float) -> bool:
-        """Equivalence by two one-sided tests: whether the 90 % interval lies within [-bound, bound]."""
-        count = len(self.values)
-        half = float(stats.t.ppf(0.95, count - 1)) * stdev(self.values) / math.sqrt(count)
-        return abs(self.found.mean) + half <= bound
-
     @property
     def room(self) -> float:
-        """The sum if whatever gains from it were at 100 %, and never below what it is compared with; infinite for sums
-        that compare nothing."""
-        bases = [[min(weight, 0.0) if self.bases in ("", setting[-1]) else 0.0 for setting, weight in weights.items()]
+        """The sum if all settings of positive weight were at 100 %; infinite for sums without a baseline."""
+        bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
-        if self.read is not top1 or not (self.bases or all(math.isclose(sum(base), -1.0) for base in bases)):
+        if self.read is not top1 or not (
+                self.bases or all(math.isclose(sum(base.values()), -1.0) for base in bases)):
             return math.inf
-        return fmean((table.mean(0) - 100) @ base for table, base in zip(self.tables, bases, strict=True))
+        return fmean(sum(weight * (self.mean(part, setting) - 100) for setting, weight in base.items())
+                     for part, base in enumerate(bases))
+
+
+@dataclass(frozen=True)
+class Unpaired(Comparison):
+    """The mean of one contrast minus that of another, with Welch's interval: their runs share no batches."""
+
+    label: str
+    one: Contrast
+    other: Contrast
 
     @property
-    def of_paper(self) -> str:
-        """`+0.79 to +2.75`, empty where the paper has no such effect."""
-        return _span(list(self.paper.values())) if self.paper else ""
+    def parts(self) -> Sequence[tuple[str, Weights]]:
+        return [*self.one.parts, *self.other.parts]
 
-    def sees(self) -> str:
-        """What the interval says of the paper's effects."""
-        if not self.paper:
-            return "the paper has no number"
-        if min(self.paper.values()) > self.room:
-            return f"no, only {self.room:.2f} points are left up to 100 % ({self.of_paper})"
-        low, high = self.found.ends
-        inside, span = [effect for effect in self.paper.values() if low <= effect <= high], self.of_paper
-        if not inside:
-            return f"yes, and excludes it ({span})"
-        if low <= 0 <= high:
-            return f"no ({span})" if len(inside) == len(self.paper) else f"in part ({span})"
-        return f"yes, and agrees ({span})"
+    @property
+    def seeds(self) -> str:
+        return f"{self.one.seeds} and {self.other.seeds}"
 
-    def __str__(self) -> str:
-        return self.found.text(3 if self.unit != "points" and abs(self.found.mean) < 10 else 2)
+    @property
+    def found(self) -> Difference:
+        return unpaired(self.one.values, self.other.values)
+
+
+@dataclass(frozen=True)
+class Effect(Comparison):
+    """A factor's effect on F - linear in the cells of `cifar_factors`: the mean at its second level minus at its first.
+
+    The variance is that of the differences once each cell's and each seed's mean is removed.
+    """
+
+    label: str
+    study: str
+    factor: str
+    read: Callable[[Run], float] = top1
+
+    @property
+    def parts(self) -> Sequence[tuple[str, Weights]]:
+        return [(self.study, {})]
+
+    @cached_property
+    def by_cell(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
+        """The levels of each cell, and its differences ``[seeds, cells]``."""
+        rows = list(table(self.study, None, self.read).values())
+        cells = list(dict.fromkeys(setting[0] for setting in rows[0]))
+        differences = [[row[cell, "feature"] - row[cell, "linear"] for cell in cells] for row in rows]
+        return [tuple(cell.split("-")) for cell in cells], np.array(differences)
+
+    @property
+    def seeds(self) -> int:
+        return len(self.by_cell[1])
+
+    @cached_property
+    def _error(self) -> tuple[float, float, int]:
+        levels, differences = self.by_cell
+        first, second = FACTORS[self.factor]
+        signs = np.array([(second in of) - (first in of) for of in levels])
+        rest = differences - differences.mean(0) - differences.mean(1, keepdims=True) + differences.mean()
+        seeds, cells = differences.shape
+        freedom = (seeds - 1) * (cells - 1)
+        mean = float(2 * (differences.mean(0) * signs).mean())
+        return mean, 2 * math.sqrt((rest ** 2).sum() / freedom / differences.size), freedom
+
+    @property
+    def found(self) -> Difference:
+        mean, error, freedom = self._error
+        low, high = self.ends()
+        return Difference(mean, (high - low) / 2, self.seeds, float(2 * stats.t.sf(abs(mean) / error, freedom)))
+
+    def ends(self, level: float = 0.95) -> tuple[float, float]:
+        mean, error, freedom = self._error
+        half = float(stats.t.ppf(0.5 + level / 2, freedom)) * error
+        return mean - half, mean + half
+
+
+FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e24"), "rate": ("r1", "r4"),
+           "recipe": ("clipped", "paper")}  # levels of cifar_factors as its cells name them
+
+
+def table(study: str, settings: Optional[Iterable[tuple]] = None,
+          read: Callable[[Run], float] = top1) -> dict[int, dict[tuple, float]]:
+    """A metric by seed and setting, of the seeds that have all settings; by default all settings of the study."""
+    wanted = list(dict.fromkeys(map(setting_of, runs_of(study)))) if settings is None else list(settings)
+    rows: dict[int, dict[tuple, float]] = {}
+    for run in runs_of(study):
+        if setting_of(run) in wanted:
+            rows.setdefault(run["seed"], {})[setting_of(run)] = read(run)
+    return {seed: {setting: row[setting] for setting in wanted} for seed, row in rows.items()
+            if len(row) == len(wanted)}
+
+
+def unpaired(one: Sequence[float], other: Sequence[float]) -> Difference:
+    """Welch's interval of the difference of two means whose runs share no batches."""
+    test = stats.ttest_ind(one, other, equal_var=False)
+    low, high = test.confidence_interval()
+    return Difference((low + high) / 2, (high - low) / 2, min(len(one), len(other)), float(test.pvalue))
+
+
+def _paired(values: Sequence[float]) -> Difference:
+    return paired_difference(values, [0.0] * len(values))
+
+
+def _ends(values: Sequence[float], level: float) -> tuple[float, float]:
+    half = float(stats.t.ppf(0.5 + level / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
 
 
 def _span(values: Sequence[float]) -> str:
@@ -159,7 +309,7 @@ def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights
 
 
 def placed(mixer: str, where: str) -> Weights:
-    """Feature in these branches of each block less linear in all, with this mixer."""
+    """Feature in these branches of each block minus linear in all, with this mixer."""
     return {(mixer, where, "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
 
 
@@ -172,7 +322,7 @@ def slope(places: Sequence[float], settings: Callable[[int], Weights]) -> Weight
 
 
 def rates_slope(rates: Sequence[float]) -> Weights:
-    """Points a decade by which feature less linear rises with the learning rate."""
+    """Points a decade by which feature minus linear rises with the learning rate."""
     return slope([math.log10(rate) for rate in rates], lambda index: difference(rates[index]))
 
 
@@ -183,12 +333,22 @@ def switch(first: float, last: float) -> Weights:
 
 
 def transforms(*skips: str) -> Weights:
-    """The mean of the transforms of the stream less the identity."""
+    """The mean of the transforms of the stream minus the identity."""
     return {(20, "identity", "linear"): -1.0, **{(20, skip, "linear"): 1.0 / len(skips) for skip in skips}}
 
 
 BRANCH4 = transforms("idempotent_cmr", "idempotent_mr", "orthogonal_tp", "orthogonal_random")
 OTHERS = transforms("idempotent_cmr", "orthogonal_tp", "orthogonal_random")
+
+
+def last(key: str) -> Callable[[Run], float]:
+    """A metric of the last epoch: `train_loss`, `eval_loss`, `eval_top1`."""
+    return lambda run: run["history"][-1][key]
+
+
+def at_epoch(epoch: int, key: str = "eval_top1") -> Callable[[Run], float]:
+    """A metric after so many epochs."""
+    return lambda run: run["history"][epoch - 1][key]
 
 
 def mlp_cosine(*layers: int) -> Callable[[Run], float]:
@@ -205,7 +365,7 @@ def late_cosine(run: Run) -> float:
 
 
 def learned_theta(run: Run) -> float:
-    """theta of the MLP sites less that of the attention sites, at the last record."""
+    """theta of the MLP sites minus theta of the attention sites, at the last record."""
     last = max(row["step"] for row in run["dynamics"])
     theta = {kind: fmean(row["theta"] for row in run["dynamics"] if row["step"] == last and row["kind"] == kind)
              for kind in ("mlp", "attention")}
@@ -215,6 +375,6 @@ def learned_theta(run: Run) -> float:
 def last_branch(study: str) -> Callable[[Run], float]:
     """|f|² of the last branch at the last record, which the report found in the whole records."""
     runs = runs_of(study)
-    found = {(*run["cell"].values(), run["connection"], run["seed"]): ends["last"]
+    found = {(*setting_of(run), run["seed"]): ends["last"]
              for run, ends in zip(runs, results(study)["recorded"]["last_branch"], strict=True)}
-    return lambda run: found[(*run["cell"].values(), run["connection"], run["seed"])]
+    return lambda run: found[(*setting_of(run), run["seed"])]

@@ -2,8 +2,9 @@
 
     python scripts/linear_floor.py RUN ...    folders of runs of timm-ortho study; writes results/floors/ridge.json
 
-Ridge regression on the pixels between 0 and 1 (scikit-learn's RidgeClassifier, alpha 1). A network below it has learned
-less than a linear map, and differences between such networks say little.
+Ridge regression on the pixels between 0 and 1 (scikit-learn's RidgeClassifier): `top1` with alpha 1, `best` with the
+best alpha of `ALPHAS` on the validation images. A network below it has learned less than a linear map, and differences
+between such networks say little.
 """
 import json
 import sys
@@ -18,6 +19,7 @@ from timm_ortho.lab.data import open_source
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.plan import read
 
+ALPHAS = (1, 10, 100, 1000, 10000)
 FILE = Path(__file__).parents[1] / "model_cards" / "results" / "floors" / "ridge.json"
 
 
@@ -26,8 +28,11 @@ def floor(run: Path) -> dict[str, Any]:
     plan = RunPlan.read(run)
     source = open_source(Namespace(**plan.stages[0].options), plan.hold_out)
     (x, y), (of_validation, labels) = arrays(source.train), arrays(source.validation)
-    top1 = 100 * float(np.mean(RidgeClassifier().fit(x, y).predict(of_validation) == labels))
-    return {"top1": round(top1, 2), "train": len(y), "validation": len(labels), "held_out": bool(plan.hold_out)}
+    predicted = {alpha: RidgeClassifier(alpha=alpha).fit(x, y).predict(of_validation) for alpha in ALPHAS}
+    top1 = {alpha: round(100 * float(np.mean(of == labels)), 2) for alpha, of in predicted.items()}
+    alpha = max(ALPHAS, key=top1.__getitem__)
+    return {"top1": top1[1], "best": top1[alpha], "alpha": alpha,
+            "train": len(y), "validation": len(labels), "held_out": bool(plan.hold_out)}
 
 
 def arrays(images: Iterable) -> tuple[np.ndarray, np.ndarray]:

@@ -1,14 +1,15 @@
-"""Make README's table of costs and the tables of model_cards/speed.md from what `timm-ortho bench` measured.
+"""Make README's table of costs, and opening and tables of model_cards/speed.md, from the rows of `timm-ortho bench`.
 
     python scripts/readme_bench.py            writes them between the markers of both pages
     python scripts/readme_bench.py --check    writes nothing; exit status 1 if they are not what the rows say
 
-The rows are those of ``model_cards/results/bench_*.csv``, each file a ``bench.csv`` under another name, several runs in
-one file if they were of one commit. Every case that was measured is in a table, whatever the figure says, and what
-`timm-ortho bench` measures by default and no file holds is there as "not measured".
+The rows come from ``model_cards/results/bench_*.csv``. Each file is a ``bench.csv`` under another name; a file may have
+several runs of one commit. The tables contain every measured case. Default cases of `timm-ortho bench` without a row
+are "not measured".
 """
 import csv
 import sys
+import textwrap
 from itertools import product
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
@@ -20,12 +21,12 @@ from timm_ortho.bench.options import DEFAULTS, MODEL_STEPS, MODES
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- speed: made by scripts/readme_bench.py -->", "<!-- end of speed -->"
-PAGES = ("README.md", "model_cards/speed.md")
+OPENING = "<!-- opening: made by scripts/readme_bench.py -->", "<!-- end of opening -->"
 NOT_MEASURED = "not measured"
 
 SITUATIONS = tuple(product(MODEL_STEPS, MODES))
 FORMULAS = ("plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton")
-LAUNCHED, LAUNCHES = ("linear", "appendix", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
+LAUNCHED, LAUNCHES = ("linear", "appendix", "shortest", "ortho"), ("x".join(map(str, TINY)), "ViT 64 wide")
 MODELS_HEADER = ("on", "model", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
@@ -37,7 +38,10 @@ COSTS = (
     ("memory kept for backward", "training", "eager", "saved_ratio"),
     ("peak memory, training", "training", "eager", "peak_ratio"),
 )
-LAUNCH_HEADER = ("on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix")
+HOW = {"eager": "in eager mode", "inductor": "with `inductor`", "compiled": "under `torch.compile`"}
+LAUNCH_HEADER = (
+    "on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix",
+    "over shortest")
 
 Row = Mapping[str, str]
 
@@ -51,8 +55,10 @@ def main(
         raise SystemExit(__doc__)
     rows = rows_of(results)
     stale = []
-    for page, made in zip((root / name for name in PAGES), (costs(rows), section(rows)), strict=True):
-        before, after = replaced(page, BEGIN, END, made)
+    speed = root / "model_cards" / "speed.md"
+    for page, marks, made in ((root / "README.md", (BEGIN, END), costs(rows)), (speed, OPENING, opening(rows)),
+                              (speed, (BEGIN, END), section(rows))):
+        before, after = replaced(page, *marks, made)
         if not arguments:
             page.write_text(after, encoding="utf-8")
         elif before != after:
@@ -96,6 +102,40 @@ def launch(rows: Iterable[Row], step: str) -> str:
     return " against ".join(f"{float(row['ms_p50']) * 1e3:,.1f} us" for row in (ours, linear))
 
 
+def opening(rows: Sequence[Row]) -> str:
+    """The ranges of the ratios in the tables, by kind of device."""
+    said = []
+    for kind, on_cpu in (("CPU", True), ("GPU", False)):
+        mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
+        steps = [f"{name}: {'; '.join(ranges)}" for name, models in SHOWN.items() if (ranges := [
+            f"{percent(found)} {how}" for mode, how in HOW.items() if (found := ratios(mine, "models", models, mode))])]
+        small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
+        if steps:
+            names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
+            said.append(f"A training step with orthogonal connections, over one with linear connections, on a {kind} "
+                        f"({', '.join(names)}). {'. '.join(steps)}.")
+        if small:
+            over = [sorted(float(row[column]) for row in small) for column in ("appendix_ratio_p50", "ratio_p50")]
+            said.append("A ViT 64 wide takes {:.2f} to {:.2f} times as long as with the formula of the paper's "
+                        "appendix, {:.2f} to {:.2f} times as long as with addition.".format(
+                            *(end for found in over for end in (found[0], found[-1]))))
+        if not steps and not small:
+            said.append(f"On a {kind}: not measured.")
+    return textwrap.fill(" ".join(said), 120, break_on_hyphens=False)
+
+
+def ratios(rows: Iterable[Row], what: str, models: Sequence[str], mode: str) -> list[float]:
+    """Of a training step with linear connections, in every layout and precision."""
+    return [float(row["ratio_p50"]) for row in rows if row["what"] == what and row["model"] in models
+            and row["candidate"] == "ortho" and (row["step"], row["mode"]) == ("training", mode) and row["ratio_p50"]]
+
+
+def percent(found: Sequence[float]) -> str:
+    """`+7 to +17 %`."""
+    low, high = (f"{100 * (end - 1):+.0f}".replace("-0", "+0") for end in (min(found), max(found)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
 def section(rows: Sequence[Row]) -> str:
     """The tables of speed.md, of models, operator and launches, and where the rows come from."""
     tables = [markdown(header, [*lines(rows), *unmeasured(rows, what, len(header))])
@@ -122,7 +162,7 @@ def commit(row: Row) -> str:
 
 
 def place(row: Row) -> str:
-    """What it was measured on, by the processor's or the GPU's own name."""
+    """The processor or the GPU by its own name."""
     cpu = row["cpu"].partition(",")[0].replace("(R)", "").removesuffix(" Processor")
     return f"CPU, {cpu}" if row["device"] == "cpu" else row["device"]
 
@@ -209,7 +249,8 @@ def launch_lines(rows: Iterable[Row]) -> list[list[str]]:
     for (on, model, shape, step), mine in cases(rows, "launch", "model", "shape", "step").items():
         times = (number(pick(mine, candidate=name), "ms_p50", "{:,.1f}", 1e-3) for name in LAUNCHED)
         ours = pick(mine, candidate="ortho")
-        lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio")])
+        lines.append([on, f"{model} {shape}".strip(), step, *times, interval(ours), interval(ours, "appendix_ratio"),
+                      interval(ours, "shortest_ratio")])
     return lines
 
 

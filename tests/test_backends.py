@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from timm_ortho import FeatureConnection, backends, functional, residual_update
 from timm_ortho.functional import choose_backend, plain_update, use_backend
@@ -105,6 +106,57 @@ def test_another_batch_size_compiles_nothing():
         torch.testing.assert_close(run("inductor", x, f, g), run("torch", x, f, g))
         sizes.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert sizes[1:] == sizes[:1] * 2
+
+
+@needs_compiler
+def test_sizes_of_one_and_strides_compile_no_more_than_a_few_times():
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for shape in [(4, 3, 8), (1, 3, 8), (5, 1, 9), (7, 6, 8), (2, 9, 5), (1, 7, 30), (6, 1, 20), (8, 3, 12), (3, 1, 7)]:
+        x, f, g = tensors(shape)
+        for change in (torch.Tensor.clone, lambda t: t.transpose(0, 1), lambda t: t.expand(3, *t.shape),
+                       lambda t: torch.stack([t, t], -1)[..., 0]):
+            arguments = change(x), change(f), change(g)
+            torch.testing.assert_close(run("inductor", *arguments), run("torch", *arguments))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4  # 36 layouts, forward and backward
+
+
+@needs_compiler
+def test_at_the_limit_of_recompilations_inductor_falls_back_with_one_warning(monkeypatch):
+    monkeypatch.setattr(functional, "INDUCTOR", functional.INDUCTOR._replace(
+        update=functional.folded(backends.compiled(functional._update))))
+    x, f, _ = tensors()
+    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for enabled in (True, False, True, False):  # which torch.compile guards on
+            with torch.set_grad_enabled(enabled):
+                torch.testing.assert_close(residual_update(x, f, backend="inductor"), residual_update(x, f))
+    told = [str(warning.message) for warning in told if "timm_ortho" in str(warning.message)]
+    assert len(told) == 1
+    assert "recompile_limit" in told[0]
+    assert "uses the backend 'torch'" in told[0]
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("inductor", marks=needs_compiler),
+                                     pytest.param("triton", marks=needs_triton)])
+def test_a_batch_of_gradients_goes_through_the_backward_pass(backend, weights):
+    x, f, _ = (t.double().requires_grad_() for t in tensors())
+    y = residual_update(x, f, parallel=weights[0], orthogonal=weights[1], backend=backend)
+    g = torch.randn(4, *y.shape, dtype=y.dtype)
+    batched = torch.autograd.grad(y, (x, f), g, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(y, (x, f), one, retain_graph=True) for one in g]
+    torch.testing.assert_close(batched, tuple(torch.stack(grads) for grads in zip(*single, strict=True)))
+    jacobian = functools.partial(torch.autograd.functional.jacobian, functools.partial(
+        residual_update, backend=backend), (x[:1, :1], f[:1, :1]))
+    torch.testing.assert_close(jacobian(vectorize=True), jacobian())
+
+
+def test_auto_takes_no_kernels_for_tensors_without_data():
+    with FakeTensorMode():
+        x = torch.empty(2, 3, device="cuda")
+        assert choose_backend(x, x) == "torch"
+    assert choose_backend(x, x) == "torch"
 
 
 @needs_compiler

@@ -559,11 +559,12 @@ def test_launches(tmp_path):
     small = "vit_small(img_size=32, patch_size=8, embed_dim=64, num_heads=4)"
     assert [(row["model"], row["shape"], row["step"], row["candidate"]) for row in rows] == [
         (model, shape, step, name) for model, shape in (("", "1x1x32"), (small, "1x3x32x32"), (small, "32x3x32x32"))
-        for step in ("training", "inference") for name in ("linear", "appendix", "ortho")]
+        for step in ("training", "inference") for name in ("linear", "appendix", "shortest", "ortho")]
     for row in rows:
         assert (row["threads"], row["repeats"], row["mode"], row["note"]) == ("1", "5", "eager", "")
         assert float(row["ratio_p50"]) > 0
         assert float(row["appendix_ratio_p50"]) > 0
+        assert float(row["shortest_ratio_p50"]) > 0
 
 
 @pytest.mark.parametrize(("what", "expected"), [("launch", [1, 0, 10, 2000]), ("models", [3, 1 << 10, 2, 50])])
@@ -587,18 +588,21 @@ def test_how_launches_are_measured(monkeypatch, what, expected):
 
 @pytest.mark.parametrize("step", ["training", "inference"])
 def test_tiny_tensors(step):
-    linear, appendix, ortho = (one.run(one.prepare()) for one in launch._tiny_candidates(torch.device("cpu"), step))
+    candidates = launch._tiny_candidates(torch.device("cpu"), step)
+    linear, appendix, shortest, ortho = (one.run(one.prepare()) for one in candidates)
     assert isinstance(ortho, tuple) == (step == "training")  # gradients
     torch.testing.assert_close(ortho, appendix)
+    torch.testing.assert_close(ortho, shortest)
     assert not torch.allclose(linear[0], ortho[0])
 
 
-def test_a_model_with_the_formula_of_the_appendix():
-    twins = models._twins(architecture()._replace(appendix=True))
-    assert list(twins) == ["linear", "appendix", "ortho"]
+def test_a_model_with_pasted_formulas():
+    twins = models._twins(architecture()._replace(pasted=True))
+    assert list(twins) == ["linear", "appendix", "shortest", "ortho"]
     images = torch.randn(2, 3, 32, 32)
-    linear, appendix, ortho = (model.forward_features(images) for model in twins.values())
+    linear, appendix, shortest, ortho = (model.forward_features(images) for model in twins.values())
     torch.testing.assert_close(appendix, ortho)
+    torch.testing.assert_close(shortest, ortho)
     assert not torch.allclose(linear, ortho)
 
 
@@ -808,9 +812,9 @@ def test_the_tables_of_speed(tmp_path):
     on = "CPU, Some CPU"
     assert model == [on, "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
                      "0.980 [0.970, 1.000]", *["not measured"] * 3, "1.004", "1.137", "not measured"]
-    assert launch == [on, "1x1x32", "inference", "3.2", "25.0", "not measured", "not measured", "not measured"]
+    assert launch == [on, "1x1x32", "inference", "3.2", "25.0", *["not measured"] * 5]
     assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
-    assert others[0][-2:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]"]
+    assert others[0][-3:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]", "not measured"]
     assert operator[:3] == ["CPU, Some CPU", "16x197x384, tokens", "float32, global"]
     cells = dict(zip(readme_bench.FORMULAS, operator[3:-1], strict=True))
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
@@ -835,6 +839,22 @@ def test_rows_of_a_gpu(tmp_path):
     assert {line[1] for line in lines_of(tmp_path, "CPU")} == {
         *bench_options.DEFAULTS["cpu"]["models"], *bench_options.DEFAULTS["cpu"]["shapes"], *readme_bench.LAUNCHES}
     assert "driver 570.1, torch 2.9" in readme_bench.section(readme_bench.rows_of(tmp_path))
+
+
+def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
+    assert readme_bench.opening(readme_bench.rows_of(tmp_path)) == "On a CPU: not measured. On a GPU: not measured."
+    fake_csv(tmp_path, "bench_cpu.csv", [
+        model_row("training", "eager", 1.3), model_row("training", "eager", 1.1, layout="nchw", model="resnetv2_50"),
+        model_row("training", "eager", 1.074, layout="channels_last", model="resnetv2_50"),
+        model_row("training", "compiled", 0.98), model_row("inference", "eager", 3.0),
+        model_row("training", "eager", 1.0, candidate="linear"), model_row("training", "eager", 2.0, model="vit_base"),
+        dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate="ortho",
+             ratio_p50="1.2", appendix_ratio_p50="0.9")])
+    text = " ".join(readme_bench.opening(readme_bench.rows_of(tmp_path)).split())
+    assert "(Some CPU). ViT-S: +30 % in eager mode; -2 % under `torch.compile`. ResNetV2-50: +7 to +10 % in" in text
+    assert "0.90 to 0.90 times" in text
+    assert "1.20 to 1.20 times" in text
+    assert text.endswith("On a GPU: not measured.")
 
 
 def test_no_measurement_is_taken_twice(tmp_path):
@@ -880,13 +900,14 @@ def test_readmes_table_of_costs(tmp_path):
 
 
 def test_the_pages_are_held_to_the_rows(tmp_path, capsys):
-    pages = [tmp_path / name for name in readme_bench.PAGES]
+    pages = [tmp_path / "README.md", tmp_path / "model_cards" / "speed.md"]
     pages[1].parent.mkdir()
+    opening = "{}\nold\n{}\n".format(*readme_bench.OPENING)
     for page in pages:
-        page.write_text(f"before\n{readme_bench.BEGIN}\nold\n{readme_bench.END}\nafter\n")
+        page.write_text(f"before\n{opening}{readme_bench.BEGIN}\nold\n{readme_bench.END}\nafter\n")
     fake_csv(tmp_path / "results", "bench_cpu.csv", [model_row("training", "eager", 1.3)])
     assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 1
-    assert capsys.readouterr().err.count("run python scripts/readme_bench.py") == 2
+    assert capsys.readouterr().err.count("run python scripts/readme_bench.py") == 3
     assert all("old" in page.read_text() for page in pages)
     assert readme_bench.main([], tmp_path, tmp_path / "results") == 0
     assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 0

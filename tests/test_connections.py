@@ -69,6 +69,15 @@ def test_probability_in_training_is_drawn_and_in_evaluation_the_mean(name):
     torch.testing.assert_close(connection.eval()(X, F), 0.3 * orthogonal + 0.7 * (X + F))
 
 
+@pytest.mark.parametrize("name", ["feature", "global"])
+def test_vmap_draws_once_or_for_each(name):
+    connection, x, f = create_connection(name, prob=0.5), torch.randn(64, 3, 8), torch.randn(64, 3, 8)
+    for randomness, allowed in (("same", (0, 64)), ("different", range(10, 55))):
+        y = torch.func.vmap(connection, randomness=randomness)(x, f)
+        linear = (y - (x + f)).abs().amax((1, 2)) < 1e-5
+        assert int(linear.sum()) in allowed
+
+
 def test_probability_0_is_linear_bit_for_bit():
     x, f = X.float(), F.float()
     assert torch.equal(create_connection("feature", prob=0.0)(x, f), x + f)

@@ -1,8 +1,14 @@
-"""scripts/contrasts.py and scripts/evidence.py: what model_cards/README.md says of the runs."""
+"""scripts/contrasts.py, hypotheses.py, provenance.py and evidence.py: what model_cards/README.md says of the runs."""
+import itertools
+import json
+import random
+import shutil
 from pathlib import Path
 
 import contrasts
 import evidence
+import hypotheses
+import provenance
 import pytest
 from scipy import stats
 
@@ -18,6 +24,7 @@ def runs(monkeypatch):
     made = {}
 
     def put(study, settings, axis="lr"):
+        """Settings that are one connection alone have no axis."""
         made[study] = [
             {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
              "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
@@ -43,7 +50,7 @@ def test_a_difference_is_the_reports(runs):
     bound = max(map(abs, interval))
     assert found.within(bound * 1.001)
     assert not found.within(bound * 0.999)
-    assert contrast({("linear",): 1.0}).pooled is None  # each seed's mean is all there is of it
+    assert contrast({("linear",): 1.0}).pooled is None  # no difference
 
 
 def test_a_slope_is_least_squares(runs):
@@ -71,6 +78,20 @@ def test_seeds_that_are_not_complete_take_no_part(runs):
     assert both.values == pytest.approx([(feature - linear) / 2 for feature, linear in zip(FEATURE[:3], LINEAR)])  # noqa: B905
 
 
+def test_pooled_is_over_all_cells_of_the_study(runs):
+    """hypotheses.md: pooled over all cells after removing each seed's mean; a third connection takes part."""
+    other = [79.0, 82.5, 80.0, 79.5]
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
+    found = contrast(contrasts.difference()).pooled
+    table = [[LINEAR[i], FEATURE[i], other[i]] for i in range(4)]
+    total = sum(map(sum, table)) / 12
+    rest = sum((table[i][j] - sum(table[i]) / 3 - sum(row[j] for row in table) / 4 + total) ** 2
+               for i, j in itertools.product(range(4), range(3)))
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, 6) * (rest / 6 * 2 / 4) ** 0.5)
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # a seed less for the variance
+    assert contrast(contrasts.difference()).pooled.pairs == 4
+
+
 def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
     settings = {("linear",): LINEAR, ("feature",): FEATURE}
     runs("one", settings)
@@ -81,14 +102,17 @@ def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
 
 
 @pytest.mark.parametrize(("paper", "said"), [
-    ({"one": 2.0, "other": 3.0}, "no, only 1.50 points are left up to 100 % (+2.00 to +3.00)"),
-    ({"one": 1.0, "other": 3.0}, "yes, and excludes it (+1.00 to +3.00)"),
+    ({"one": 2.0, "other": 3.0}, "untestable: only 1.50 points are left up to 100 % (+2.00 to +3.00)"),
+    ({"one": 1.0, "other": 3.0}, "no (+1.00 to +3.00)"),
+    ({"one": 0.1}, "yes (+0.10), and with no effect"),
+    ({"one": 0.1, "other": 1.0}, "in part (+0.10 to +1.00), and with no effect"),
+    ({}, "the paper has no number"),
 ])
-def test_what_a_ceiling_hides_is_not_excluded(runs, paper, said):
+def test_an_effect_of_the_papers_size_is_compatible_or_untestable(runs, paper, said):
     runs("study", {("linear",): [98.4, 98.5, 98.6], ("feature",): [98.5, 98.5, 98.6]})
     found = contrasts.Contrast("", [("study", contrasts.difference())], paper=paper)
     assert found.room == pytest.approx(1.5)
-    assert found.sees() == said
+    assert found.compatible() == said
 
 
 def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
@@ -105,13 +129,13 @@ def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     found = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
     assert found.room == pytest.approx(1.5)  # over one decade
-    assert found.sees() == "no, only 1.50 points are left up to 100 % (+6.00)"
+    assert found.compatible() == "untestable: only 1.50 points are left up to 100 % (+6.00)"
 
 
 def test_the_papers_effects_are_one_for_a_data_set():
-    accuracy = evidence.section("accuracy")["vit_s"]
+    accuracy = hypotheses.section("accuracy")["vit_s"]
     assert {"imagenet1k", "imagenet1k_first_version"} <= accuracy.keys()
-    found = evidence.of_paper("accuracy", evidence._less("feature", "linear"), "vit_s")
+    found = hypotheses.of_paper("accuracy", hypotheses.minus("feature", "linear"), "vit_s")
     assert len(found) == len([key for key in accuracy if isinstance(accuracy[key], dict)]) - 1
     assert max(found.values()) < 2
 
@@ -123,7 +147,7 @@ LOWER = [-value for value in HIGHER]
 @pytest.fixture
 def only_study(monkeypatch):
     """There are results of `study` and of no other."""
-    monkeypatch.setattr(evidence, "results_file", lambda study: ROOT / ("README.md" if study == "study" else "nothing"))
+    monkeypatch.setattr(contrasts, "results_file", lambda study: ROOT / {"study": "README.md"}.get(study, "nothing"))
 
 
 @pytest.mark.parametrize(("values", "claims", "equivalent", "said"), [
@@ -135,7 +159,7 @@ def only_study(monkeypatch):
     (HIGHER, "equal", 0.2, "contradicted"),
     (LOWER, "equal", 0.2, "contradicted"),
     (EQUAL, "equal", 0.2, "equivalent within 0.2"),
-    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # told apart from zero, and near it
+    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # significant, and near zero
     (WIDE, "equal", 0.2, "not confirmed"),
     (HIGHER, "different", None, "above zero"),
     (LOWER, "different", None, "below zero"),
@@ -143,11 +167,11 @@ def only_study(monkeypatch):
 ])
 def test_decisions(runs, only_study, values, claims, equivalent, said):
     runs("study", {("linear",): [0.0] * 5, ("feature",): values})
-    run = evidence.Hypothesis("H1", "", contrast(contrasts.difference()), claims, equivalent)
-    other = evidence.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
-    first, second = evidence.decided([run, other], holm)
+    run = hypotheses.Hypothesis("H1", "", contrast(contrasts.difference()), claims, equivalent)
+    other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
+    first, second = hypotheses.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (said, "not run yet")
-    # what is not run yet is adjusted for
+    # a hypothesis that is not run counts with p = 1
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.found.p))
 
 
@@ -155,35 +179,25 @@ def test_decisions(runs, only_study, values, claims, equivalent, said):
     (0.4, ""), (3.0, "below the 3 from which on it is of interest")])
 def test_what_is_confirmed_and_smaller_than_it_was_to_be_is_said(runs, only_study, of_interest, said):
     runs("study", {("linear",): [0.0] * 5, ("feature",): HIGHER})
-    run = evidence.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)
-    (row,) = evidence.decided([run], holm)
+    run = hypotheses.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)
+    (row,) = hypotheses.decided([run], holm)
     assert (row["decision"], row["remark"]) == ("confirmed", said)
 
 
-def test_of_rates_that_are_nearly_as_good_the_lowest_is_chosen(runs, monkeypatch):
-    runs("study", {
-        (1e-3, "linear"): [80.0, 81.0], (2e-3, "linear"): [80.05, 81.05], (4e-3, "linear"): [80.0, 80.2],
-        (1e-3, "feature"): [80.0, 81.0], (2e-3, "feature"): [80.2, 81.05], (4e-3, "feature"): [80.3, 81.0]})
-    monkeypatch.setattr(evidence, "results_file", lambda study: Path(__file__))
-    monkeypatch.setattr(evidence, "_json", lambda name: {"study": {"top1": 70.0}})
-    found = evidence.tuned("study")
-    assert found["chosen"] == {"linear": 1e-3, "feature": 2e-3}
-    assert found["means"]["linear"][2e-3] == 80.55
-
-
 def test_effects_of_the_paper():
-    gains = evidence.of_paper("accuracy", evidence._less("feature", "linear"), "vit_s")
-    assert gains["CIFAR-10"] == pytest.approx(0.79)
-    starts = evidence.of_paper("connection_switch_reinitialised", evidence._of_switch(1, 0))
+    assert hypotheses.GAINS["vit_s"]["CIFAR-10"] == pytest.approx(0.79)
+    assert [found.contrast.of_paper for found in hypotheses.PART_TWO] == ["+0.79", "+1.27", "", ""]
+    starts = hypotheses.of_paper("connection_switch_reinitialised", hypotheses.of_switch(1, 0))
     assert starts["CIFAR-10"] == pytest.approx((93.89 + 94.10 - 92.78 - 92.88) / 2)
 
 
 def test_what_is_outside_the_family_is_never_called_confirmed():
     """hypotheses.md: everything else is called exploratory."""
-    assert {found.claims for found in evidence.BESIDE} == {"different", "equal"}
+    assert {found.claims for found in hypotheses.BESIDE} == {"different", "equal"}
 
 
-@pytest.mark.parametrize("hypothesis", [*evidence.FAMILY, *evidence.BESIDE], ids=lambda found: found.says)
+@pytest.mark.parametrize(
+    "hypothesis", [*hypotheses.PART_TWO, *hypotheses.PART_ONE, *hypotheses.BESIDE], ids=lambda found: found.name)
 def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
     for study, weights in hypothesis.contrast.parts:
         variants = design.load(study.partition("-")[0], "small").variants({"dataset": "digits"})
@@ -191,7 +205,7 @@ def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
 
 
 @pytest.mark.parametrize(("page", "said", "changed"), [
-    ("model_cards/README.md", "411 runs", "412 runs"), ("README.md", " of 5 are", " of 6 are")])
+    ("model_cards/README.md", "411 runs", "412 runs"), ("README.md", "expect little", "expect much")])
 def test_the_pages_are_what_the_runs_say(tmp_path, page, said, changed):
     evidence.main(check=True)
     for copied in ("model_cards/README.md", "README.md"):
@@ -199,5 +213,176 @@ def test_the_pages_are_what_the_runs_say(tmp_path, page, said, changed):
         text = (ROOT / copied).read_text(encoding="utf-8")
         assert copied != page or said in text
         (tmp_path / copied).write_text(text.replace(said, changed) if copied == page else text)
-    with pytest.raises(SystemExit, match="something else than the runs"):
+    with pytest.raises(SystemExit, match="differs from the runs"):
         evidence.main(check=True, cards=tmp_path / "model_cards", root=tmp_path)
+
+
+def test_every_hypothesis_that_was_written_down_has_a_row():
+    text = (ROOT / "model_cards" / "hypotheses.md").read_text(encoding="utf-8")
+    for found in (*hypotheses.PART_ONE, *hypotheses.PART_TWO):
+        assert f"**{found.name}**" in text
+        assert found.contrast.label.startswith(found.name)
+    for found in hypotheses.BESIDE:
+        assert f"{found.name.partition(' ')[0]}" in text
+
+
+# ---------------------------------------------------------------------------------- the factors of a half fraction
+CELLS = list(design.load("cifar_factors", "small").grid["cell"])
+
+
+def sign(cell, factor):
+    return 1 if contrasts.FACTORS[factor][1] in cell.split("-") else -1
+
+
+def test_the_half_fraction_has_its_defining_relation():
+    """I = ABCDE: the product of the five signs is +1 in each of the 16 cells, and each cell has what its name says."""
+    assert len(CELLS) == 16
+    for cell in CELLS:
+        product = 1
+        for factor in contrasts.FACTORS:
+            product *= sign(cell, factor)
+        assert product == 1, cell
+    for factor, other in itertools.combinations(contrasts.FACTORS, 2):
+        assert sum(sign(cell, factor) * sign(cell, other) for cell in CELLS) == 0
+    best = {variant.options.lr for variant in design.load("cifar_factors", "small").variants({})
+            if "-r1-" in variant.cell["cell"]}
+    for variant in design.load("cifar_factors", "small").variants({}):
+        width, blocks, epochs, rate, recipe = variant.cell["cell"].split("-")
+        kwargs, options = variant.options.model_kwargs, variant.options
+        assert (f"w{kwargs['embed_dim']}", f"b{kwargs['depth']}", f"e{options.epochs}") == (width, blocks, epochs)
+        assert options.lr / int(rate[1:]) in best
+        assert (options.weight_decay, options.clip_grad) == {"paper": (1e-4, None), "clipped": (0.05, 1.0)}[recipe]
+
+
+def test_effects_of_the_half_fraction(runs):
+    """The least-squares estimates of a model with the main effects, and the variance without cells and seeds."""
+    noise = random.Random(0)
+    lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
+            for cell in CELLS}
+    runs("study", {(cell, which): [70.0 + seed + (lead[cell][seed] if which == "feature" else 0.0) for seed in (0, 1)]
+                   for cell in CELLS for which in ("linear", "feature")}, axis="cell")
+    effects = {factor: contrasts.Effect("", "study", factor) for factor in contrasts.FACTORS}
+    assert effects["rate"].found.mean == pytest.approx(1.0, abs=0.2)
+    assert effects["width"].found.mean == pytest.approx(-0.5, abs=0.2)
+    high = [value for cell in CELLS if sign(cell, "rate") > 0 for value in lead[cell]]
+    low = [value for cell in CELLS if sign(cell, "rate") < 0 for value in lead[cell]]
+    assert effects["rate"].found.mean == pytest.approx(sum(high) / 16 - sum(low) / 16)
+    total = sum(high + low) / 32
+    by_seed = [sum(lead[cell][seed] for cell in CELLS) / 16 for seed in (0, 1)]
+    rest = sum((lead[cell][seed] - sum(lead[cell]) / 2 - by_seed[seed] + total) ** 2
+               for cell in CELLS for seed in (0, 1))
+    error = (rest / 15 * (1 / 16 + 1 / 16)) ** 0.5
+    assert effects["rate"].found.half_width == pytest.approx(stats.t.ppf(0.975, 15) * error)
+    assert effects["rate"].found.p == pytest.approx(2 * stats.t.sf(effects["rate"].found.mean / error, 15))
+    assert effects["rate"].seeds == 2
+
+
+# ------------------------------------------------------------------------------------------------ provenance
+def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
+    made = {seed: {"commit": commit, "end": "2026-01-02T03:04:05", "cpu": cpu, "torch": "2"} for seed, commit, cpu in (
+        (100, "aaaaaaaa", "one"), (101, "bbbbbbbb", "one"), (102, "cccccccc", "one"))}
+    runs("confirm_x-digits-small", {("linear",): LINEAR[:3], ("feature",): FEATURE[:3]})
+    for run in contrasts.runs_of("confirm_x-digits-small"):
+        other = run["seed"] == 102 and run["connection"] == "feature"
+        run["made_with"] = {**made[run["seed"]], **({"cpu": "other"} if other else {})}
+    monkeypatch.setattr(provenance, "runs_of", contrasts.runs_of)
+    monkeypatch.setattr(provenance, "studies_of", lambda part: ["confirm_x-digits-small"])
+    monkeypatch.setattr(provenance, "results_file", lambda study: Path(__file__))
+    history = {"one": {"commits": {"aaaaaaaa": "not in the history", "bbbbbbbb": "before", "cccccccc": "after"}}}
+    assert provenance.elsewhere("one", history) == {"confirm_x-digits-small": {
+        "runs": 4, "seeds": [100, 101], "commits": ["aaaaaaa", "bbbbbbb"], "last": "2026-01-02 03:04"}}
+    assert provenance.mixed_pairs("one") == [
+        {"study": "confirm_x-digits-small", "seed": 102, "cpus": ["one", "other"], "torches": ["2"]}]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_recorded_commits_are_the_histories():
+    found = provenance.read_history()
+    if found is None:
+        pytest.skip("a checkout without its history")
+    recorded = json.loads(provenance.FILE.read_text(encoding="utf-8"))
+    assert {part: values["commits"] for part, values in found.items()} == {
+        part: values["commits"] for part, values in recorded.items()}
+
+
+def test_a_mean_without_some_seeds(runs):
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
+    found, (low, high) = contrast(contrasts.difference()).without(100)
+    assert found == paired_difference(FEATURE[1:], LINEAR[1:])
+    assert (low, high) == pytest.approx(tuple(stats.ttest_rel(FEATURE[1:], LINEAR[1:]).confidence_interval(0.9)))
+
+
+# ------------------------------------------------------------------------------------------------- the answers
+@pytest.mark.parametrize(("decisions", "said"), [
+    (["equivalent within 0.2", "not confirmed"], "no measurable accuracy gain at this scale"),
+    (["not confirmed", "confirmed"], "more accurate in C1"),
+    (["contradicted", "confirmed"], "more accurate in C1; less accurate in H1"),
+])
+def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisions, said):
+    history = [{"train_loss": 1.0, "eval_loss": 1.0, "eval_top1": 50.0}] * 4
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
+    for run in contrasts.runs_of("study"):
+        run["history"] = history if run["connection"] == "linear" else [{**row, "train_loss": 0.9} for row in history]
+    rows = [{"hypothesis": hypotheses.Hypothesis(name, "", contrast(contrasts.difference())), "decision": decision}
+            for name, decision in zip(("H1", "C1"), decisions, strict=True)]
+    assert evidence.verdict(rows).startswith(f"{said}, faster fitting, untested")
+
+
+def test_the_cost_is_the_median_of_the_pairs(runs):
+    runs("study", {("linear",): [10.0, 20.0, 30.0], ("feature",): [11.0, 30.0, 36.0]})
+    for run in contrasts.runs_of("study"):
+        run["seconds"] = run["top1"]
+    assert evidence.slower(contrast(contrasts.difference())) == pytest.approx(20)
+
+
+@pytest.fixture
+def part_two(tmp_path, monkeypatch):
+    """Made-up results of S0 to S4 beside the published ones."""
+    studies = tmp_path / "studies"
+    studies.mkdir()
+    for path in contrasts.RESULTS.iterdir():
+        if path.name != "studies":
+            (tmp_path / path.name).symlink_to(path)
+    for path in (contrasts.RESULTS / "studies").iterdir():
+        (studies / path.name).symlink_to(path)
+    noise = random.Random(0)
+    for name, data, classes in (("cifar_rates", "cifar10", 10), ("cifar_accuracy", "cifar10", 10),
+                                ("tiny_imagenet_accuracy", "tiny_imagenet", 200), ("cifar_factors", "cifar10", 10),
+                                ("cifar_width", "cifar10", 10)):
+        found, made = design.load(name, "small"), []
+        for seed, variant in itertools.product(range(found.seeds), found.variants({})):
+            top1 = 70 + noise.gauss(0, 0.3) + 2 * (variant.connection == "feature")
+            history = [{"train_loss": 1.0 - epoch / 100, "eval_loss": 1.0, "eval_top1": top1} for epoch in range(8)]
+            made.append({
+                "cell": dict(variant.cell), "connection": variant.connection, "seed": 200 + seed, "top1": top1,
+                "history": history, "labels": [str(label) for label in range(classes)], "seconds": 10.0, "loss": 1.0,
+                "parameters": 1,
+                "made_with": {"commit": "c" * 40, "cpu": "one", "torch": "2", "end": "2026-12-01T00:00"}})
+        (studies / f"{name}-{data}-small").mkdir()
+        (studies / f"{name}-{data}-small" / "results.json").write_text(json.dumps({
+            "study": {"kind": "training"}, "runs": made, "summary": []}))
+    for module in (contrasts, evidence, provenance):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    contrasts.results.cache_clear()
+    yield
+    contrasts.results.cache_clear()
+
+
+def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
+    history = provenance.recorded()
+    before = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "before"}}})
+    after = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "after"}}})
+    assert "runs name commits that do not come after the rules of part two" in before
+    assert "runs name commits that do not come after the rules of part two" not in after
+    rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith("| C")}
+    assert "**confirmed** | no (+0.79)" in rows["C1"]
+    assert "**confirmed**" in rows["C2"]
+    assert "**not confirmed**" in rows["C3"]
+    assert "| 2 |" in rows["C4"]
+    assert "not run yet" not in after
+    assert "more accurate in C1, C2" in evidence.readme()
+    assert "C2's runs: F − linear after 2 of 8 epochs" in after
+    assert "ViT: F − linear, 384 minus 128 wide, CIFAR-10" in after
+    assert "Recipe of S1, S2 and S4: " in after
+    assert "\nC1: width over depth 21.3 (64), augmentation crop and flip (" in after
+    assert set(evidence.pictures()) == {"questions", "differences", "by_epoch"}

@@ -8,6 +8,9 @@ import pytest
 import torch
 from allocations import Allocations
 from torch.autograd import gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from timm_ortho import functional
 from timm_ortho.backends import BACKENDS
@@ -232,7 +235,8 @@ def test_the_stream_keeps_its_memory_format_whatever_that_of_the_branch(stream, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layouts", ["contiguous_format", "channels_last", "channels_last contiguous_format"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype):
+def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype, monkeypatch):
+    monkeypatch.setattr(functional, "is_observed", lambda *_: False)  # the mode that counts bytes is an observer
     formats = [getattr(torch, name) for name in layouts.split()]
     x, f = (tensor.to(memory_format=layout) for tensor, layout in
             zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))
@@ -248,6 +252,119 @@ def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype):
         assert y.stride() == expected.stride()
     assert torch.equal(x, kept[0])
     assert torch.equal(f, kept[1])
+
+
+class Mutations(TorchDispatchMode):
+    """The names of operations that change one of their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.count = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        self.names += [func.name()] * func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+LARGE = (2, 64, 48, 48)  # enough elements to reuse memory where nothing observes the operations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 6, 3, 3), LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("weights", "keep"), [((0.0, 1.0), "output"), ((0.0, 1.0), "branch"), ((0.3, 0.7), "output"),
+                                               ("learned", "output")], ids=str)
+def test_a_mode_that_records_sees_no_operation_in_place(weights, keep, shape, dtype):
+    x, f = pair(shape, dtype)
+    a, b = (torch.tensor(w, requires_grad=True) for w in (0.3, 0.7)) if weights == "learned" else weights
+    arguments = dict(parallel=a, orthogonal=b, dim=1, keep=keep)
+    with Mutations() as recorded:
+        residual_update(x, f, **arguments)  # inference
+        x, f = x.requires_grad_(), f.requires_grad_()
+        y = residual_update(x, f, **arguments)
+        gradient, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert recorded.count > 20
+    assert set(recorded.names) <= {"aten::detach_"}  # autograd's own
+    observed = y.detach(), gradient.detach()
+    y = residual_update(x, f, **arguments)  # nothing observes: the same numbers
+    assert torch.equal(y, observed[0])
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], observed[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # torch's own
+@pytest.mark.parametrize("shape", [(2, 7, 16), (4, 2048, 16)], ids=["small", "large"])
+@pytest.mark.parametrize("leaf", [torch.Tensor, torch.nn.Parameter])
+def test_linearize_gives_the_derivative_at_every_call(leaf, shape):
+    x, v = pair(shape)
+    weight = leaf(pair((16, 16), seed=1)[0])
+    _, derivative = torch.func.linearize(lambda x: residual_update(x, x @ weight), x)
+    expected = torch.func.jvp(lambda x: residual_update(x, x @ weight), (x,), (v,))[1]
+    for _ in range(3):
+        torch.testing.assert_close(derivative(v), expected)
+
+
+@pytest.mark.parametrize("tokens", [7, 2048], ids=["small", "large"])
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+def test_selective_checkpointing_may_save_any_result(backend, tokens):
+    def block(x):
+        return residual_update(x.sin(), (x @ weight).tanh(), backend=backend).cos()
+
+    def save_all(context, operation, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    x, weight = pair((4, tokens, 16))[0].requires_grad_(), pair((16, 16), seed=1)[0].requires_grad_()
+    y = checkpoint(block, x, use_reentrant=False,
+                   context_fn=functools.partial(create_selective_checkpoint_contexts, save_all))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, weight)),
+                               torch.autograd.grad(block(x).sum(), (x, weight)))
+
+
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+@pytest.mark.parametrize("shape", [(2, 6, 3, 3), LARGE], ids=["small", "large"])
+def test_a_graph_of_make_fx_can_be_differentiated(shape, backend):
+    x, f = pair(shape, torch.float32)
+    graph = make_fx(functools.partial(residual_update, dim=1, backend=backend))(x, f)
+    x, f = x.requires_grad_(), f.requires_grad_()
+    g = pair(shape, torch.float32, seed=2)[0]
+    torch.testing.assert_close(torch.autograd.grad(graph(x, f), (x, f), g),
+                               torch.autograd.grad(residual_update(x, f, dim=1), (x, f), g))
+
+
+# -------------------------------------------------------------------------------------------- nested tensors
+@pytest.mark.parametrize("keep", ["output", "branch"])
+def test_jagged_tensors_are_updated_token_by_token(keep):
+    samples = [pair((length, 8)) for length in (3, 5, 2)]
+    x, f = (torch.nested.nested_tensor([sample[i] for sample in samples], layout=torch.jagged) for i in range(2))
+    x = x.requires_grad_()
+    branch = torch.nn.Linear(8, 8).double()
+    y = residual_update(x, branch(x), keep=keep)
+    assert y.shape == (x + branch(x)).shape
+    x_grad, weight_grad = torch.autograd.grad((y * y).values().sum(), (x, branch.weight))
+    total = 0
+    for one, grad, (sample, _) in zip(y.unbind(), x_grad.unbind(), samples, strict=True):
+        sample = sample.requires_grad_()
+        expected = residual_update(sample, branch(sample))
+        torch.testing.assert_close(one, expected)
+        gradients = torch.autograd.grad(expected.square().sum(), (sample, branch.weight))
+        torch.testing.assert_close(grad, gradients[0])
+        total = total + gradients[1]
+    torch.testing.assert_close(weight_grad, total)
+    f = torch.nested.nested_tensor_from_jagged(f.values(), x.offsets())
+    torch.testing.assert_close((residual_update(x, f, dim=2) + x).values(),
+                               residual_update(x.values(), f.values()) + x.values())
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, (1, 2)], ids=str)
+def test_other_projections_of_nested_tensors_are_one_error(dim):
+    x = torch.nested.nested_tensor([torch.ones(length, 8) for length in (3, 5)], layout=torch.jagged)
+    words = r"nested tensors must .*torch\.jagged.* per token .*to_padded_tensor"
+    with pytest.raises(ValueError, match=words):
+        residual_update(x, x, dim=dim)
+    with pytest.raises(ValueError, match=words):
+        residual_update(x.transpose(1, 2), x.transpose(1, 2), dim=2)  # the last axis is the ragged one
+    with pytest.raises(ValueError, match=words):
+        residual_update(x, x.values())
 
 
 class Update(torch.nn.Module):

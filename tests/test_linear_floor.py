@@ -27,3 +27,6 @@ def test_it_is_ridge_regression_on_the_images_of_the_run(tmp_path):
     y = np.array([digits[i][1] for i in range(len(digits))])
     expected = 100 * np.mean(RidgeClassifier().fit(x[train], y[train]).predict(x[held]) == y[held])
     assert found["top1"] == round(expected, 2)
+    best = {alpha: 100 * np.mean(RidgeClassifier(alpha=alpha).fit(x[train], y[train]).predict(x[held]) == y[held])
+            for alpha in linear_floor.ALPHAS}
+    assert found["best"] == round(best[found["alpha"]], 2) == round(max(best.values()), 2)

@@ -243,6 +243,21 @@ def test_func_transforms():
     torch.testing.assert_close(jacobian, module.matrix().expand(4, 12, 12))
 
 
+@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # torch's own
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+@pytest.mark.parametrize("name", ["idempotent_mr", "orthogonal_tp"])
+def test_batches_of_gradients_and_linearize(name, backend):
+    skip = create_skip(name, 6, branches=3)
+    x, v = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 6, dtype=torch.float64)
+    with backends.use_backend(backend):
+        g = torch.randn(4, *x.shape, dtype=x.dtype)
+        batched, = torch.autograd.grad(skip(x), x, g, is_grads_batched=True)
+        torch.testing.assert_close(batched, torch.stack([skip.transpose(one) for one in g]))
+        _, derivative = torch.func.linearize(lambda x: skip(x * x), x.detach())
+        for _ in range(2):
+            torch.testing.assert_close(derivative(v), skip(2 * x * v))
+
+
 def test_keeps_nothing_for_the_backward_pass():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

@@ -6,7 +6,8 @@
 | ``inductor`` | the same, by ``torch.compile`` but called from eager mode | never: it compiles for half a minute |
 | ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as they agree with ``torch`` |
 
-Under ``torch.compile`` all of them are ``torch``: the compiler fuses its operations with those around them.
+Under ``torch.compile`` and within a dispatch mode all of them are ``torch``: a compiler fuses its operations with those
+around them, and a mode records them.
 A backend has two functions, ``update`` and ``gradients``, as :class:`Backend` says.
 """
 import functools
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ._checks import known_name, short
-from ._compat import functorch_is_active, is_compiler_error
+from ._compat import dispatch_mode_is_active, functorch_is_active, is_compiler_error, is_plain, is_recompile_limit
 
 BACKENDS = ("auto", "torch", "inductor", "triton")
 BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
@@ -78,7 +79,7 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
 
     Returns:
         ``"torch"``, ``"inductor"`` or ``"triton"``; what ``"auto"`` stands for where that can run. Under
-        ``torch.compile`` it is always ``"torch"``, whose operations the compiler fuses.
+        ``torch.compile`` and within a dispatch mode it is always ``"torch"``.
 
     Raises:
         ValueError: There is no such backend.
@@ -90,13 +91,18 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     if name == "auto":
         # Not measured, but counted: of the stream's size Triton's kernels read or write 3 + 5 tensors, forward and
         # backward, PyTorch's operations 9 + 15.
-        takes_triton = x.is_cuda and not torch.compiler.is_compiling() and _why_not("triton", x, f) is None
-        return "triton" if takes_triton else "torch"
+        takes_triton = x.is_cuda and is_plain(x) and is_plain(f) and _why_not("triton", x, f) is None
+        return "triton" if takes_triton and not _is_followed() else "torch"
     source = BACKEND_VARIABLE if backend is None else "backend"
     reason = _why_not(known_name(source, name, BACKENDS), x, f)
     if reason is not None:
         raise RuntimeError(f"{source} {name!r} cannot run: {reason}; choose 'torch' or 'auto'")
-    return "torch" if torch.compiler.is_compiling() else name
+    return "torch" if _is_followed() else name
+
+
+def _is_followed() -> bool:
+    """Whether a compiler or a dispatch mode wants the operations themselves."""
+    return torch.compiler.is_compiling() or dispatch_mode_is_active()
 
 
 def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
@@ -122,7 +128,12 @@ def _cpp_compiler_is_installed() -> bool:
 
 # ------------------------------------------------------------------------------------------------- "inductor"
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by ``torch.compile``, to be called from eager mode and without gradients; sizes are dynamic."""
+    """The function by ``torch.compile``, to be called from eager mode and without gradients; sizes are dynamic.
+
+    Where torch's limit of recompilations is reached, a RuntimeWarning is given and that case runs in eager mode.
+    """
+    in_eager_mode = set()  # cases that reached the limit
+
     @functools.cache
     def of(*case: Any) -> Callable[..., Any]:
         # torch.compile limits how often a code object is compiled anew: each case has one of its own
@@ -132,21 +143,31 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         args = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
+        case = tuple(map(_static, args))
+        if case in in_eager_mode or args[0].numel() == 0:
+            return function(*args)
         try:
-            return of(*map(_static, args))(*args)
+            return of(*case)(*args)
         except Exception as error:
             if not is_compiler_error(error):
                 raise
             reason = short(error)
-            raise RuntimeError(f"backend 'inductor' cannot compile: {reason}; choose 'torch' or 'auto'") from error
+            if not is_recompile_limit(error):
+                raise RuntimeError(f"backend 'inductor' cannot compile: {reason}; choose 'torch' or 'auto'") from error
+        in_eager_mode.add(case)
+        warnings.warn(
+            "timm_ortho's backend 'inductor' reached torch._dynamo.config.recompile_limit and uses the backend 'torch' "
+            f"for tensors like these from now on (x of shape {tuple(args[0].shape)} as [outer, width, inner]): "
+            f"{reason}", RuntimeWarning, stacklevel=2)
+        return function(*args)
 
     return call
 
 
 def _static(argument: Any) -> Any:
-    """What the compiled code of an argument depends on."""
+    """The properties of an argument that the compiled code depends on; torch.compile treats sizes of 1 as constants."""
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.dim()
+        return argument.dtype, tuple(size == 1 for size in argument.shape)
     return tuple(map(_static, argument)) if isinstance(argument, list) else argument
 
 

@@ -212,8 +212,9 @@ class FeatureConnection(Connection):
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
-            # float32 whatever the stream is: bfloat16 would round the probability
-            drawn = torch.bernoulli(x.new_full([], 1.0 - self.prob, dtype=torch.float32))
+            # float32 in any model, since bfloat16 would round the probability; not made from x, so that torch.func.vmap
+            # with randomness="same" draws once
+            drawn = torch.bernoulli(torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device))
             return self.join(x, f, drawn, 1.0, attn_mask)
         return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
 

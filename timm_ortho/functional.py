@@ -27,14 +27,15 @@ The operations below are the backend ``torch``; :mod:`timm_ortho.backends` has t
 """
 from numbers import Integral
 from types import ModuleType
-from typing import List, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import forward_mode_is_active, functorch_is_active, is_recorded
+from ._compat import dispatch_mode_is_active, is_observed, is_recorded, is_transformed
+from ._views import folded
 from .backends import BACKENDS, Backend, accumulate_in, checked, choose_backend, compiled, default, use_backend
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
@@ -49,9 +50,10 @@ def _formula(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """``y, <x, f>, n``, the sums with ``dims`` kept as axes of size 1; y in the memory format that ``x + f`` has.
 
-    Written for small models, in which an operation costs its launch: 1.5 to 2 us, but 4 to 9 with a number among its
-    operands. Hence ``1 + k s`` is ``(n + k <x, f>) / n``. In large ones on a CPU new memory costs as much as
-    arithmetic: with ``reuse``, which neither autograd nor a compiler can follow, products and result share theirs.
+    In small models the launch of an operation costs more than its arithmetic, and most with a Python number among its
+    operands. Hence ``1 + k s`` is ``(n + k <x, f>) / n``. In large models on a CPU new memory costs as much as
+    arithmetic: with ``reuse`` the products and the result share one buffer. Autograd cannot follow ``reuse``, nor can
+    anything else that records operations.
     """
     result = x.dtype
     if x.dtype != torch.float32 or f.dtype != torch.float32:
@@ -83,7 +85,7 @@ def _gain(xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tensor:
     elif isinstance(b, Tensor):
         return (n + a * xf - b * xf) / n
     else:
-        return n.add(xf, alpha=a - b).div_(n)
+        return n.add(xf, alpha=a - b) / n
 
 
 def _times(weight: Weight, x: Tensor) -> Tensor:
@@ -121,13 +123,13 @@ def plain_update(
 def _update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """``y, s, n``; only y if nothing is to be kept."""
-    y, xf, n = _formula(x, f, a, b, dims, eps, reuse=_is_large(x))
-    return y, xf.div_(n) if keep else None, n
+    """``y, s, n``; s is None unless ``keep``. The caller excludes that autograd records."""
+    y, xf, n = _formula(x, f, a, b, dims, eps, reuse=_is_large(x) and not is_observed(x, f))
+    return y, xf / n if keep else None, n
 
 
 def _is_large(x: Tensor) -> bool:
-    """Whether new memory for a tensor like this costs more than the 4 us of ``out``; compiled code asks no sizes."""
+    """Whether new memory for a tensor like this costs more than the 4 us of ``out``. Compiled code tests no sizes."""
     return not torch.compiler.is_compiling() and x.numel() >= 2**17
 
 
@@ -149,8 +151,10 @@ def _gradients(
     if for_f:
         grad_f = in_dtype(_times(b, g).addcmul(t, x, value=k), branch_dtype)
     if for_x:  # k t (f - 2 s x), where f - 2 s x = y - (1 + s) x
-        grad_x = g.addcmul(ks, g, value=k).addcmul_(t, kept, value=k)
-        grad_x.addcmul_(t.addcmul(s, t), x, value=-k) if recover else grad_x.addcmul_(s * t, x, value=-2 * k)
+        reuse = _is_large(x) and not torch.is_grad_enabled() and not is_observed(x, g)
+        addcmul = torch.Tensor.addcmul_ if reuse else torch.Tensor.addcmul
+        grad_x = addcmul(g.addcmul(ks, g, value=k), t, kept, value=k)
+        grad_x = addcmul(grad_x, t.addcmul(s, t) if recover else 2.0 * s * t, x, value=-k)
         grad_x = in_dtype(grad_x, stream_dtype)
     if for_weights:  # with learned weights it is f that was kept
         fg = (kept * g).sum(dims, keepdim=True)
@@ -169,25 +173,28 @@ class _ResidualUpdate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, f, a, b, dims, eps, keep_branch, backend):
         y, s, n = backend.update(x, f, a, b, dims, eps)
-        learned, numbers = zip(*((w, None) if isinstance(w, Tensor) else (None, w) for w in (a, b)), strict=True)
         ctx.recover = not keep_branch and _are(a, b, 0.0, 1.0)
-        ctx.save_for_backward(x, y if ctx.recover else f, s, n, *learned)
+        a_tensor, ctx.a = (a, None) if isinstance(a, Tensor) else (None, a)
+        b_tensor, ctx.b = (b, None) if isinstance(b, Tensor) else (None, b)
+        ctx.save_for_backward(x, y if ctx.recover else f, s, n, a_tensor, b_tensor)
         ctx.set_materialize_grads(False)
-        ctx.numbers, ctx.dims, ctx.eps, ctx.backend, ctx.branch_dtype = numbers, dims, eps, backend, f.dtype
+        ctx.dims, ctx.eps, ctx.backend, ctx.branch_dtype = dims, eps, backend, f.dtype
         return y, s
 
     @staticmethod
     def backward(ctx, g, grad_s):
-        x, kept, s, n, *learned = ctx.saved_tensors
-        a, b = (number if w is None else w for number, w in zip(ctx.numbers, learned, strict=True))
-        backend = ctx.backend
+        x, kept, s, n, a, b = ctx.saved_tensors
+        a, b = ctx.a if a is None else a, ctx.b if b is None else b
+        for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
+        backend, dims = ctx.backend, ctx.dims
         if torch.is_grad_enabled():  # this pass is differentiated in its turn
-            backend, n = TORCH, _sum(x.to(n.dtype).square(), ctx.dims).add(ctx.eps)
-        for_x, for_f, for_a, for_b = ctx.needs_input_grad[:4]
+            backend, n = TORCH, _sum(x.to(n.dtype).square(), dims).add(ctx.eps)
+        elif backend is not TORCH and g is not None and (is_transformed(g) or dispatch_mode_is_active()):
+            backend = TORCH
         grad_x = grad_f = grad_a = grad_b = None
         if g is not None:
             grad_x, grad_f, xg, fg = backend.gradients(
-                x, kept, g, s, n, a, b, ctx.dims, ctx.recover, ctx.branch_dtype, (for_x, for_f, for_a or for_b))
+                x, kept, g, s, n, a, b, dims, ctx.recover, ctx.branch_dtype, (for_x, for_f, for_a or for_b))
             grad_a = (s * xg).sum().to(a) if for_a else None
             grad_b = (fg - s * xg).sum().to(b) if for_b else None
         if grad_s is not None:  # only in a second backward pass: n ds/dx = f - 2 s x and n ds/df = x
@@ -208,7 +215,7 @@ def _are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
 
 
 TORCH = Backend(_update, _gradients)
-INDUCTOR = Backend(compiled(_update), compiled(_gradients))
+INDUCTOR = Backend(folded(compiled(_update)), folded(compiled(_gradients)))
 
 
 def _kernels() -> ModuleType:
@@ -306,9 +313,12 @@ def checked_update(
 
     In a small model an update takes the time of its launches: nothing is asked here that could be asked before.
     """
-    if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-        proxy = f if isinstance(x, Tensor) else x  # asked by itself: a mode that is active would look into the formula
-        return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
+    if has_torch_function_variadic(x, f):
+        if not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
+            proxy = f if isinstance(x, Tensor) else x  # called directly: an active mode would look into the formula
+            return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
+        if x.is_nested or f.is_nested:
+            return _nested_update(x, f, a, b, dims, eps, mask, keep_branch, backend)
     ndim = x.dim()
     if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape or x.device != f.device
             or not x.is_floating_point() or not f.is_floating_point()):
@@ -323,13 +333,32 @@ def checked_update(
         x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b))
     if name == "torch" and not needs_gradient and not _is_large(x):
         return _formula(x, f, a, b, dims, eps)[0]
-    if is_recorded() or functorch_is_active() or forward_mode_is_active():
+    if is_recorded() or is_transformed(x, f):
         return plain_update(x, f, a, b, dims, eps)
-    by_auto = name == "triton" and (backend or default()) == "auto"
-    computed_by = CHECKED if by_auto else {"torch": TORCH, "inductor": INDUCTOR, "triton": TRITON}[name]
+    computed_by = TORCH if name == "torch" else _backend(name, backend)
     if needs_gradient:
         return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
     return computed_by.update(x, f, a, b, dims, eps, False)[0]
+
+
+def _backend(name: str, requested: Optional[str]) -> Backend:
+    """The backend of this name; ``triton`` is compared with ``torch`` where ``auto`` chose it."""
+    if name == "inductor":
+        return INDUCTOR
+    return CHECKED if (requested or default()) == "auto" else TRITON
+
+
+def _nested_update(x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:
+    """:func:`checked_update` of jagged nested tensors ``[B, *, C]``, on the packed tokens ``[sum of lengths, C]``."""
+    ragged = [axis for axis, size in enumerate(x.shape) if not isinstance(size, int)]
+    channels = x.dim() - 1
+    if not ragged or x.shape != f.shape or dims not in ([-1], [channels]) or ragged == [channels]:
+        raise ValueError(
+            "nested tensors must have the layout torch.jagged and one projection per token (dim=-1, scope 'feature'), "
+            f"got x of layout {x.layout}, f of layout {f.layout}, dim={dims}; pad them (x.to_padded_tensor) and give "
+            "a mask for other axes")
+    y = checked_update(x.values(), f.values(), a, b, [-1], *args)
+    return torch.nested.nested_tensor_from_jagged(y, x.offsets(), x.lengths(), jagged_dim=ragged[0])
 
 
 def _listed(dim: Dim) -> Optional[List[int]]:

@@ -10,25 +10,21 @@ S bytes, and what these kernels move:
 | a projection fits one program (``feature``) | 3 S | 5 S |
 | a projection is cut into pieces (``global``) | 5 S: x and f again, once their products are known | 7 S |
 
-How a tensor is seen. The axes of one projection are next to each other in memory for every connection of this package,
-so that a tensor is ``[outer, width, inner]`` whatever its shape and format, with a projection over ``width``. Tokens,
-NHWC and channels-last have ``inner = 1`` and a row for each projection. The channel axis of contiguous NCHW has
-``inner`` pixels, which a program reads side by side; no transposed copy is made. ``global`` has one long row for each
-sample. Whatever is arranged otherwise (expanded, sliced, axes that are apart) is copied first. Results have the
-stream's memory format.
+Tensors are viewed as ``[outer, width, inner]`` with a projection over ``width`` (:mod:`timm_ortho._views`). A program
+reads the ``inner`` pixels of contiguous NCHW side by side; no transposed copy is made.
 
 Sums are made in a fixed order and without atomics: the same inputs give the same bits. Nothing waits for the device,
 and everything can be captured in a CUDA graph.
 """
 import functools
-import itertools
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._views import View, arranged, put_back, view_of
 from .backends import accumulate_in
 
 Weight = Union[float, Tensor]
@@ -269,44 +265,6 @@ def _gradients_kernel(
 
 
 # ------------------------------------------------------------------------------------------ how they are launched
-class View(NamedTuple):
-    """A tensor as [outer, width, inner]: its axes from the outermost in memory to the innermost, and the sizes."""
-
-    order: Tuple[int, ...]
-    outer: int
-    width: int
-    inner: int
-
-    @property
-    def inverse(self) -> List[int]:
-        return [self.order.index(axis) for axis in range(len(self.order))]
-
-
-@functools.lru_cache(maxsize=1024)
-def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
-    """How the kernels see a tensor of this shape that is projected over ``dims``.
-
-    The order of the axes is the one they have in memory where that puts those of ``dims`` next to each other; a tensor
-    for which it does not, or which is not dense, has to be copied into the order given.
-    """
-    reduced = {d % len(shape) for d in dims}
-    order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
-    sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
-    changes = sum(left[0] != right[0] for left, right in itertools.pairwise(sizes))
-    if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes of a projection are apart
-        order = [axis for axis in range(len(shape)) if axis not in reduced] + sorted(reduced)
-        sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
-    outer, width, inner = 1, 1, 1
-    for is_reduced, size in sizes:
-        if is_reduced:
-            width *= size
-        elif width == 1 and any(flag for flag, _ in sizes):
-            outer *= size
-        else:
-            inner *= size
-    return View(tuple(order), outer, width, inner)
-
-
 @functools.lru_cache(maxsize=1024)
 def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
     """Number of programs, and the arguments that say what each of them works on."""
@@ -414,17 +372,6 @@ def _partial_sums(
 
 def _once(where: Dict[str, int]) -> bool:
     return where["pieces"] == 1 and where["width"] <= where["BLOCK_W"]
-
-
-def arranged(tensor: Tensor, view: View) -> Tensor:
-    """The tensor as the kernels want it, contiguous in the order of the view; a copy only if it is not so already."""
-    return tensor.permute(view.order).contiguous()
-
-
-def put_back(result: Tensor, target: Tensor, view: View) -> None:
-    """Fills the target, which is the same memory already unless it could not be arranged without a copy."""
-    if result.data_ptr() != target.data_ptr():
-        target.copy_(result.permute(view.inverse))
 
 
 def _projections(x: Tensor, view: View, dims: Sequence[int], acc: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from ..backends import choose_backend, use_backend
 from ..connections import LinearConnection, sites
 from ..convert import connect
 from .clock import Candidate, Group, compiled
-from .operator import appendix_update
+from .operator import PASTED
 from .options import DTYPES, MODEL_STEPS, MODES, Architecture, times
 
 
@@ -49,10 +49,10 @@ def _twins(architecture: Architecture) -> dict[str, nn.Module]:
     """The model with linear connections, then its variants or transforms of the stream; all with the same weights."""
     first = architecture.suffixes[0]
     models = {"linear": connect(_seeded(architecture, first), "linear")}
-    if architecture.appendix:
-        models["appendix"] = connect(_seeded(architecture, first), "linear")
-        for site in sites(models["appendix"]):
-            site.connection.forward = lambda x, f, attn_mask=None: appendix_update(x, f, -1)
+    for name, formula in PASTED.items() if architecture.pasted else ():
+        models[name] = connect(_seeded(architecture, first), "linear")
+        for site in sites(models[name]):
+            site.connection.forward = lambda x, f, attn_mask=None, formula=formula: formula(x, f, -1)
     for name in architecture.skips:
         models[name] = _seeded(architecture, first, connection="linear", skip=name)
     suffixes = () if architecture.skips else architecture.suffixes

@@ -34,6 +34,15 @@ def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) 
     return x + (f - s * x)
 
 
+def shortest_update(x: Tensor, f: Tensor, dim: int, eps: float = EPS) -> Tensor:
+    """The update in its shortest form, as one would paste it into a block. Autograd differentiates it."""
+    s = (x * f).sum(dim, True) / ((x * x).sum(dim, True) + eps)
+    return x + f - s * x
+
+
+PASTED = {"appendix": appendix_update, "shortest": shortest_update}
+
+
 def operator_groups(options: Namespace) -> list[Group]:
     """A group for each shape, layout, precision, scope and step of the operator."""
     groups = []

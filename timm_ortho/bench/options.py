@@ -40,7 +40,7 @@ class Architecture(NamedTuple):
     """A model: its name without suffix, the suffixes of its variants, their arguments, and the shape of a batch.
 
     With `skips` it is measured with these transforms of the stream in place of variants, all with linear connections,
-    and with `appendix` also with the formula of the paper's appendix in place of its connections.
+    and with `pasted` also with the formulas of `operator.PASTED` in place of its connections.
     """
 
     base: str
@@ -49,7 +49,7 @@ class Architecture(NamedTuple):
     batch: tuple[int, ...]
     layouts: Sequence[str]
     skips: Sequence[str] = ()
-    appendix: bool = False
+    pasted: bool = False
 
     @property
     def label(self) -> str:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
 from .._checks import known_name
-from .._compat import functorch_is_active, is_recorded
+from .._compat import is_plain, is_recorded, is_transformed
 from ..backends import accumulate_in, choose_backend, compiled, default
 from ..functional import in_dtype
 from .kronecker import factors
@@ -97,12 +97,9 @@ _compiled = compiled(_transformed)
 
 
 # --------------------------------------------------------------------------------------------- the map as a module
-_PLAIN = Tensor, nn.Parameter
-
-
 def _overrides(x: Tensor) -> bool:
     """Whether ``x`` itself, not a mode that is active, has a say in what is called: FX proxies, some subclasses."""
-    return type(x) not in _PLAIN and has_torch_function((x,))
+    return not is_plain(x) and has_torch_function((x,))
 
 
 def _without_autocast(device: str) -> ContextManager:
@@ -131,10 +128,6 @@ class _Mapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return ctx.skip.apply_to(g, not ctx.transposed), None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):
-        return ctx.skip.apply_to(tangent, ctx.transposed)
 
 
 class Skip(nn.Module):
@@ -207,8 +200,8 @@ class Skip(nn.Module):
         with _without_autocast(x.device.type):
             if torch.compiler.is_compiling() and not is_recorded():
                 return self.compute(x, transposed)
-            # what a transform of torch.func or a subclass of tensors makes of the matrices must not be cached
-            if is_recorded() or functorch_is_active() or type(x) not in _PLAIN:
+            # matrices made under a transform or by a tensor subclass must not be cached
+            if is_recorded() or is_transformed(x) or not is_plain(x):
                 return plain_skip(*plain)
             return _Mapped.apply(x, self, transposed)
 

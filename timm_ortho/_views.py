@@ -1,0 +1,91 @@
+"""View a tensor of any shape and memory format as ``[outer, width, inner]``, with a projection over ``width``.
+
+The axes of one projection are adjacent in memory for every connection of this package. Tokens, NHWC and channels-last
+have ``inner = 1`` and one row per projection; contiguous NCHW has ``inner`` pixels; the scope ``global`` has one long
+row per sample. Any other tensor (expanded, sliced, with separated axes) is copied first.
+"""
+import functools
+import itertools
+from typing import Any, Callable, List, NamedTuple, Tuple
+
+from torch import Tensor
+
+
+class View(NamedTuple):
+    """A tensor as [outer, width, inner]: its axes from the outermost in memory to the innermost, and the sizes."""
+
+    order: Tuple[int, ...]
+    outer: int
+    width: int
+    inner: int
+
+    @property
+    def inverse(self) -> List[int]:
+        return [self.order.index(axis) for axis in range(len(self.order))]
+
+
+@functools.lru_cache(maxsize=1024)
+def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
+    """How the kernels see a tensor of this shape that is projected over ``dims``.
+
+    The order of the axes is the one they have in memory where that puts those of ``dims`` next to each other; a tensor
+    for which it does not, or which is not dense, has to be copied into the order given.
+    """
+    reduced = {d % len(shape) for d in dims}
+    order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
+    sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
+    changes = sum(left[0] != right[0] for left, right in itertools.pairwise(sizes))
+    if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes of a projection are apart
+        order = [axis for axis in range(len(shape)) if axis not in reduced] + sorted(reduced)
+        sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
+    outer, width, inner = 1, 1, 1
+    for is_reduced, size in sizes:
+        if is_reduced:
+            width *= size
+        elif width == 1 and any(flag for flag, _ in sizes):
+            outer *= size
+        else:
+            inner *= size
+    return View(tuple(order), outer, width, inner)
+
+
+def arranged(tensor: Tensor, view: View) -> Tensor:
+    """The tensor as the kernels want it, contiguous in the order of the view; a copy only if it is not so already."""
+    return tensor.permute(view.order).contiguous()
+
+
+def put_back(result: Tensor, target: Tensor, view: View) -> None:
+    """Fills the target, which is the same memory already unless it could not be arranged without a copy."""
+    if result.data_ptr() != target.data_ptr():
+        target.copy_(result.permute(view.inverse))
+
+
+def folded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a backend function on the three-axis views of its tensors, which have few layouts whatever the model.
+
+    Args:
+        function: ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`.
+
+    Returns:
+        The same function for tensors of any shape. Its results have the memory format of the stream.
+    """
+    @functools.wraps(function)
+    def call(x: Tensor, *args: Any) -> Any:
+        dims = next(arg for arg in args if isinstance(arg, list))
+        view = view_of(tuple(x.shape), x.stride(), tuple(dims))
+
+        def fold(arg: Any) -> Any:
+            if not isinstance(arg, Tensor):
+                return [1] if isinstance(arg, list) else arg
+            width = view.width if arg.shape == x.shape else 1
+            return arranged(arg, view).view(view.outer, width, view.inner) if arg.dim() else arg
+
+        def unfold(result: Any) -> Any:
+            if not isinstance(result, Tensor):
+                return result
+            reduced = {d % x.dim() for d in dims} if result.shape[1] < view.width else ()
+            return result.view([1 if axis in reduced else x.shape[axis] for axis in view.order]).permute(view.inverse)
+
+        return tuple(map(unfold, function(*map(fold, (x, *args)))))
+
+    return call
