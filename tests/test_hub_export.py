@@ -69,6 +69,10 @@ def test_the_folder(tmp_path):
     ("vit_small_ortho", dict(connection_kinds="mlp", connection_layers=[1]),
      dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_layers=[1],
           connection_kinds=["mlp"])),
+    ("vit_small_ortho", dict(connection_keep="branch"),
+     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_keep="branch")),
+    ("vit_small_ortho", dict(connection_keep="output"),
+     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
     ("vit_small_linear", {}, dict(connection="linear")),
     ("vit_small_ortho", dict(connection="linear"), dict(connection="linear")),
     ("vit_small_ortho", dict(connection="hybrid", connection_start="linear"),
@@ -82,6 +86,8 @@ def test_connections_are_restored(tmp_path, name, kwargs, arguments):
     assert {k: v for k, v in written["model_args"].items() if k.startswith("connection")} == arguments
     again = loaded(tmp_path / "out")
     assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
+    keeps = [[site.connection.keep for site in timm_ortho.sites(one)] for one in (again, model)]
+    assert keeps[0] == keeps[1]
     assert torch.equal(logits(again), logits(model))
 
 

@@ -78,10 +78,11 @@ def test_train_pys_model_kwargs_are_those_of_the_readme():
     parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
     given = parser.parse_args([
         "--model-kwargs", "connection=hybrid", "connection_start=linear", "connection_layers=[0,2]",
-        "connection_kinds=mlp", "connection_eps=1e-3", "skip=scaled"]).model_kwargs
+        "connection_kinds=mlp", "connection_eps=1e-3", "connection_keep=branch", "skip=scaled"]).model_kwargs
     model = timm.create_model("vit_test_ortho", **given)
     learned = [site for site in timm_ortho.sites(model) if site.connection.name == "hybrid"]
     assert [(site.layer, site.kind) for site in learned] == [(0, "mlp"), (2, "mlp")]
+    assert {site.connection.keep for site in learned} == {"branch"}
     for site in learned:
         assert (site.connection.start, site.connection.eps, site.connection.skip.name) == ("linear", 1e-3, "scaled")
 

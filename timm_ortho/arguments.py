@@ -9,7 +9,7 @@ from torch import nn
 from .connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 
 # Arguments that a connection has as attributes, and the names of these; an attribute that is None is the default.
-OF_CONNECTIONS = {"eps": "eps", "prob": "prob", "start": "start"}
+OF_CONNECTIONS = {"eps": "eps", "prob": "prob", "start": "start", "keep": "asked_keep"}
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._checks import known_name
 from .._compat import adapt_model_from_file
-from ..connections import CONNECTIONS
+from ..connections import known_connection
 from ..convert import connect
 from ..diagnostics import record_as_asked
 from ..weights.checks import checked, located, naming_the_source, restore_source
@@ -99,7 +99,7 @@ def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[st
     taken = {"connection": connection}
     for name in [name for name in kwargs if is_of_connections(name)]:
         taken[_ARGUMENTS[known_name("argument", name, _ARGUMENTS)]] = kwargs.pop(name)
-    known_name("connection", taken["connection"], CONNECTIONS)
+    known_connection(taken["connection"])
     return taken
 
 
