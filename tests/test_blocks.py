@@ -5,6 +5,7 @@ import inspect
 import pickle
 import pkgutil
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import timm
@@ -229,6 +230,30 @@ class _Sums(torch.nn.Module):
     def keyword(self, x):
         return torch.add(x, other=self.f(x))
 
+    def arguments(self, hidden_states, input_tensor):
+        return self.f(hidden_states) + input_tensor
+
+    def reversed(self, mask, *, residual, branch: Optional[torch.Tensor] = None):
+        return torch.add(branch, residual)
+
+    def scattered(self, first, *others):
+        return others[0] + others[1]
+
+    def masked(self, x, attn_mask, mask=None, rel_pos_bias=None, pixel_pos=None):
+        return (x @ x) + attn_mask + mask + rel_pos_bias + pixel_pos
+
+    def counted(self, x, start: int, scale: Optional[float] = None):
+        return self.f(x, start + len(x)) * (scale + start)
+
+    def listed(self, x, children):
+        return self.f([x] + children)  # noqa: RUF005 the sum is what is tested
+
+    def moved(self, x):
+        return x + self.pos_embed(x).to(x)
+
+    def typed(self, x, token_type_ids, position_ids):
+        return x + self.token_type_embeddings(token_type_ids) + self.f(position_ids)
+
     def constant(self, x):
         return torch.add(x, 1.0)
 
@@ -248,7 +273,9 @@ class _Sums(torch.nn.Module):
 @pytest.mark.parametrize(("method", "residual"), [
     ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True),
     ("positional", True), ("any_number", True), ("by_name", True), ("looped", True), ("comprehended", True),
-    ("keyword", True), ("constant", False), ("collected", False), ("outputs", False), ("position", False),
+    ("keyword", True), ("arguments", True), ("reversed", True), ("scattered", True), ("masked", False),
+    ("counted", False), ("listed", False), ("moved", False), ("typed", False), ("constant", False),
+    ("collected", False), ("outputs", False), ("position", False),
 ])
 def test_what_looks_residual(method, residual):
     assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual

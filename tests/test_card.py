@@ -266,6 +266,16 @@ def test_a_transform_of_the_stream_is_described():
     assert "| `skip_rank` | `4` |\n" in text
 
 
+def test_the_first_lines_say_what_to_import():
+    """The Hub shows a snippet of its own beside the card, for `library_name: timm`."""
+    first = str(model_card(SUBJECT)).split("## Use")[0]
+    assert "`import timm_ortho`" in first
+    assert "`Unknown model (vit_small_ortho)`" in first
+    assert "is not supported in your version of timm" in first
+    plain = replace(SUBJECT, config={**CONFIG, "architecture": "resnet18", "model_args": {}})
+    assert "Unknown model" not in str(model_card(plain))  # timm itself knows it
+
+
 def test_a_revision_is_in_what_loads_it():
     text = str(model_card(Subject("m", CONFIG, 1, "hf-hub:me/m@v2", "me/m", "v2")))
     assert 'create_model("hf-hub:me/m@v2"' in text

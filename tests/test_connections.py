@@ -8,6 +8,7 @@ import torch
 from timm_ortho import CONNECTIONS, Connection, create_connection, decompose, residual_update
 
 KNOWN = ", ".join(map(repr, CONNECTIONS))
+IS_IT_IMPORTED = " (is the module that registers it imported? train.py: --device-modules timm_ortho my_module)"
 X, F = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, dim=-1)
 
 
@@ -119,7 +120,8 @@ def test_fx_draws_anew_at_each_call():
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
-    ({"connection": "featur"}, f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?"),
+    ({"connection": "featur"},
+     f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?{IS_IT_IMPORTED}"),
     ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite, got -1.0"),
     ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite, got 0.0"),
     ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite, got inf"),
@@ -128,7 +130,8 @@ def test_fx_draws_anew_at_each_call():
     ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
     ({"connection": ["global"]}, "['global'] is neither a connection's name, nor its class, nor a function that makes "
                                  "one"),
-    ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}"),
+    ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}{IS_IT_IMPORTED}"),
+    ({"connection": "global", "keep": "both"}, "unknown keep 'both', known are 'output', 'branch'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
     ({"connection": "linear", "prob": math.nan}, "prob must be in [0, 1], got nan"),
     ({"connection": "hybrid", "prob": 0.5}, "hybrid learns its weights and takes no prob, got prob=0.5 (allowed: 1.0)"),

@@ -13,7 +13,7 @@ from timm.models import resnetv2, vision_transformer as vit
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from torch import nn
 
-from timm_ortho import LinearConnection, RoutingError, UnsupportedModelError, connect, disconnect, sites
+from timm_ortho import Connection, LinearConnection, RoutingError, UnsupportedModelError, connect, disconnect, sites
 from timm_ortho.blocks import routed, specs
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
@@ -125,7 +125,7 @@ def test_there_and_back(block):
 
 
 def test_layers():
-    for layers in ([1], {1}, range(1, 2), iter([1]), np.array([1])):
+    for layers in ([1], {1}, range(1, 2), iter([1]), np.array([1]), 1, np.int64(1)):
         model = connect(build("Block"), "feature", layers=layers)
         classes = [type(site.connection).__name__ for site in sites(model)]
         assert classes == ["LinearConnection"] * 2 + ["FeatureConnection"] * 2
@@ -279,6 +279,62 @@ import sys; assert not {'triton', 'matplotlib', 'sklearn'} & {m for m in sys.mod
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+# ------------------------------------------------------------------------------- outputs that are changed in place
+def step_with_hooks(model, in_place):
+    """Output and gradients of a model whose blocks' outputs are doubled by hooks."""
+    def hook(module, inputs, y):
+        return y.mul_(2.0) if in_place else 2.0 * y
+
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name in blocks_of(model)]
+    try:
+        return step(model.train())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def blocks_of(model):
+    return list(dict.fromkeys(site.name.rpartition(".")[0] for site in sites(model)))
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "Bottleneck"])  # its ReLU keeps the output
+def test_outputs_can_be_changed_in_place_where_the_branch_is_kept(block, connection):
+    model = connect(build(block), connection, keep="branch")
+    expected = step_with_hooks(connect(build(block), connection), in_place=False)
+    for a, b in zip(step_with_hooks(model, in_place=True), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("connection", ["feature", "global"])
+def test_an_output_is_kept_unless_the_block_or_the_caller_asks_for_the_branch(connection):
+    model = connect(build("Block"), connection)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step_with_hooks(model, in_place=True)
+    keeps = {}
+    for keep in ("branch", "output"):
+        vits, resnets = (sites(connect(build(block), connection, keep=keep)) for block in ("Block", "Bottleneck"))
+        keeps[keep] = [{site.connection.keep for site in found} for found in (vits, resnets)]
+    assert keeps == {"branch": [{"branch"}, {"branch"}], "output": [{"output"}, {"branch"}]}
+    connect(model, connection, keep="branch", layers=1)
+    assert [site.connection.keep for site in sites(model)[2:]] == ["branch"] * 2
+
+
+class WithoutKeep(Connection):
+    """A user's connection that uses the update and has no argument `keep`."""
+
+    def __init__(self, dim=-1, eps=1e-6):
+        super().__init__(dim, eps)
+
+    def forward(self, x, f, attn_mask=None):
+        return self.join(x, f, 0.0, 1.0, attn_mask)
+
+
+def test_connections_of_users_keep_the_branch_as_well():
+    step_with_hooks(connect(build("Block"), WithoutKeep, keep="branch"), in_place=True)
+    step(connect(build("Bottleneck"), WithoutKeep))  # changes its sum itself
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 class Foreign(nn.Linear):
     """A residual block of one's own, which no table has."""
@@ -289,6 +345,24 @@ class Foreign(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
         return x + y
+
+
+class Output(nn.Module):
+    """The end of a block as BERT writes it: branch and stream are two arguments, in any order and manner."""
+
+    def forward(self, hidden_states, input_tensor):
+        hidden_states = self.dropout(hidden_states)
+        return self.norm(hidden_states + input_tensor)
+
+
+class OutputByName(Output):
+    def forward(self, *, f, residual=None):
+        return torch.add(f, residual)
+
+
+class OutputOfMany(Output):
+    def forward(self, mask, *streams):
+        return streams[0] + self.f(streams[1])
 
 
 class Subclass(vit.Block):
@@ -320,7 +394,10 @@ def unchanged(model, *args, **kwargs):
     ({"layers": [0, 2]}, ["layers", "[0, 1]", "2"]),
     ({"layers": [-1]}, ["layers", "[0, 1]", "-1"]),
     ({"layers": ["0"]}, ["layers", "'0'"]),
-    ({"layers": 1}, ["layers", "[0, 1]", "got 1"]),
+    ({"layers": 2}, ["layers", "[0, 1]", "got 2"]),
+    ({"layers": 1.0}, ["layers", "[0, 1]", "got 1.0"]),
+    ({"keep": "x"}, ["unknown keep 'x'", "'output', 'branch'"]),
+    ({"connection": "mine"}, ["unknown connection 'mine'", "is the module that registers it imported?"]),
     ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
     ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
     ({"connection": "hybrid", "prob": 0.5}, ["hybrid", "prob=0.5"]),
@@ -339,10 +416,12 @@ def test_bad_arguments(kwargs, words):
     (lambda: nn.Sequential(tiny_vit(), Foreign()),
      ["found: timm.models.vision_transformer.Block", "not supported: test_convert.Foreign"]),
     (lambda: nn.Sequential(tiny_vit(), Subclass(48, 2)), ["not supported: test_convert.Subclass"]),
+    (lambda: nn.Sequential(tiny_vit(), Output(), OutputByName(), OutputOfMany()),
+     ["not supported: test_convert.Output, test_convert.OutputByName, test_convert.OutputOfMany"]),
     (lambda: nn.Sequential(tiny_vit(), nn.TransformerEncoderLayer(8, 1)), ["transformer.TransformerEncoderLayer"]),
     (lambda: nn.Sequential(tiny_vit(), parametrized(timm.create_model("test_convnext"))),
      ["its ParametrizedConvNeXtBlock is sharded or parametrized"]),
-], ids=["vgg11", "foreign", "half", "subclass", "torch", "parametrized"])
+], ids=["vgg11", "foreign", "half", "subclass", "two arguments", "torch", "parametrized"])
 def test_models_that_cannot_be_converted(model, words):
     with on_meta():
         model = model()

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from trained_runs import TINY, lab_grid, timm_run
 
 import timm_ortho
-from timm_ortho import cli, connections, hub
-from timm_ortho.hub import PublishError, repository
+from timm_ortho import arguments, cli, connections, hub
+from timm_ortho.hub import PublishError
 from timm_ortho.runs import folders
 from timm_ortho.weights import checks
 
@@ -69,6 +69,10 @@ def test_the_folder(tmp_path):
     ("vit_small_ortho", dict(connection_kinds="mlp", connection_layers=[1]),
      dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_layers=[1],
           connection_kinds=["mlp"])),
+    ("vit_small_ortho", dict(connection_keep="branch"),
+     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_keep="branch")),
+    ("vit_small_ortho", dict(connection_keep="output"),
+     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
     ("vit_small_linear", {}, dict(connection="linear")),
     ("vit_small_ortho", dict(connection="linear"), dict(connection="linear")),
     ("vit_small_ortho", dict(connection="hybrid", connection_start="linear"),
@@ -82,6 +86,8 @@ def test_connections_are_restored(tmp_path, name, kwargs, arguments):
     assert {k: v for k, v in written["model_args"].items() if k.startswith("connection")} == arguments
     again = loaded(tmp_path / "out")
     assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
+    keeps = [[site.connection.keep for site in timm_ortho.sites(one)] for one in (again, model)]
+    assert keeps[0] == keeps[1]
     assert torch.equal(logits(again), logits(model))
 
 
@@ -333,6 +339,14 @@ for folder, chans, size in ((sys.argv[1], 1, 16), (sys.argv[2], 3, 64)):
         env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["FeatureConnection 10 0", "GlobalConnection 5 LABEL_0"]
+    code = ("import sys; from transformers import AutoModelForImageClassification as Auto\n"
+            "try: Auto.from_pretrained(sys.argv[1])\nexcept ImportError as error: print(error)")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "vit")], capture_output=True, text=True,
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    quoted = (Path(__file__).parents[1] / "model_cards" / "hub.md").read_text(encoding="utf-8")
+    said = done.stdout.replace("vit_small_ortho", "vit_base_ortho").partition(" (")
+    assert f"ImportError: {said[0]}" in quoted
+    assert said[0].endswith("is not supported in your version of timm")
 
 
 # ---------------------------------------------------------------------------------------- what is refused
@@ -403,13 +417,24 @@ def test_a_run_with_a_connection_of_its_own_module(tmp_path, monkeypatch):
         "import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
         "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
     monkeypatch.setattr(connections, "CONNECTIONS", before := dict(connections.CONNECTIONS))
-    monkeypatch.setattr(repository, "CONNECTIONS", before)
+    monkeypatch.setattr(arguments, "CONNECTIONS", before)
     folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "published"])
     assert "option 'device_modules': No module named 'published': is its folder in PYTHONPATH?" in message(
         folder, tmp_path / "out")
     monkeypatch.syspath_prepend(str(tmp_path))
-    hub.export(folder, tmp_path / "out", "me/model")
+    card = str(hub.export(folder, tmp_path / "out", "me/model"))
     assert "mine" in before
+    assert card.count("\nimport timm_ortho  # registers the architecture\nimport published  # ") == 2
+
+
+@pytest.mark.parametrize(("module", "line"), [
+    ("mine", "import mine  # the author's own module"),
+    ("__main__", "# run the author's lines that register the connection 'clipped' here")])
+def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypatch, module, line):
+    clipped = type("Clipped", (timm_ortho.FeatureConnection,), {"__module__": module})
+    monkeypatch.setitem(connections.CONNECTIONS, "clipped", clipped)
+    card = str(hub.export(tiny(connection="clipped"), tmp_path / "out", "me/model"))
+    assert card.count(f"\nimport timm_ortho  # registers the architecture\n{line}\n") == 2
 
 
 @pytest.mark.parametrize("name", ["args.yaml", "result.json"])

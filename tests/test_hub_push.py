@@ -84,6 +84,16 @@ def test_a_run_from_the_command_line(server, client, tmp_path):
     assert again.answer == expected.answer, again.output
 
 
+def test_a_repository_is_shown(server, client):
+    assert client.run("hub.push(tiny(), 'me/model')").error is None
+    shown = client.run("answer(cli.main(['show', 'hf-hub:me/model']))")
+    assert shown.answer == 0, shown.output
+    expected = client.run("from timm_ortho.diagnostics import show\n"
+                          "model = tiny(); print(show.as_text(show.lines(model, torch.randn(4, 3, 16, 16, "
+                          "generator=torch.Generator().manual_seed(0)))))")
+    assert shown.output.splitlines()[-3:] == expected.output.splitlines()[-3:]
+
+
 def test_a_revision_is_a_branch_and_main_stays(server, client):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     pushed = client.run("hub.push(tiny(1), 'me/model', revision='v2'); answer(logits(tiny(1), 3, 16))")

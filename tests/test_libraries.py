@@ -134,12 +134,48 @@ def test_pickled_into_a_fresh_process(name, tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "y"), output(model(images)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("build", [detection.retinanet_resnet50_fpn, segmentation.lraspp_mobilenet_v3_large])
+@pytest.mark.parametrize("build", [
+    detection.retinanet_resnet50_fpn, detection.ssdlite320_mobilenet_v3_large, detection.fasterrcnn_resnet50_fpn,
+    segmentation.lraspp_mobilenet_v3_large])
 def test_detectors_and_segmentation_networks_of_torchvision(build):
     """What they add outside their backbone is no stream."""
     with torch.device("meta"):
         model = build(weights=None, weights_backbone=None)
     assert len(sites(connect(model))) == len(sites(connect(model.backbone))) > 0
+
+
+TEXT = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=16, pad_token_id=0)
+UNSUPPORTED = {  # text models of transformers, and their residual blocks
+    "Bert": (TEXT, ["BertSelfOutput", "BertOutput"]),
+    "Electra": (dict(TEXT, embedding_size=16), ["ElectraSelfOutput", "ElectraOutput"]),
+    "Roberta": (TEXT, ["RobertaSelfOutput", "RobertaOutput"]),
+    "Deberta": (TEXT, ["DebertaSelfOutput", "DebertaOutput"]),
+    "DebertaV2": (TEXT, ["DebertaV2SelfOutput", "DebertaV2Output"]),
+    "BlipText": (TEXT, ["BlipTextSelfOutput", "BlipTextOutput"]),
+    "Blip2QFormer": (dict(TEXT, encoder_hidden_size=16), ["Blip2QFormerSelfOutput", "Blip2QFormerOutput"]),
+    "MPNet": (TEXT, ["MPNetAttention", "MPNetOutput"]),
+    "T5": (dict(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2),
+           ["T5LayerSelfAttention", "T5LayerFF", "T5LayerCrossAttention"]),
+    "GPT2": (dict(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16), ["GPT2Block"]),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_model_that_is_supported_in_part_is_refused(name):
+    """With the blocks that hold its text model's additions by name, and as it was."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    arguments, blocks = UNSUPPORTED[name]
+    vit, _ = made("transformers vit")
+    text = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**arguments))
+    model = torch.nn.ModuleList([vit, text])
+    for one in (model, text):
+        with pytest.raises(UnsupportedModelError, match=f"not supported: .*{blocks[0]}") as error:
+            connect(one)
+        found = [full.rpartition(".")[2] for full in error.value.unsupported]
+        assert set(blocks) <= set(found)
+        assert not any(word in full for full in found for word in ("Embeddings", "Norm", "Pooler"))
+    assert sites(model) == []
 
 
 def test_layers_count_blocks_as_a_person_would():

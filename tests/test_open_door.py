@@ -23,6 +23,7 @@ from timm_ortho import (
     LinearConnection,
     RoutingError,
     UnsupportedModelError,
+    arguments,
     cli,
     connect,
     create_connection,
@@ -32,7 +33,6 @@ from timm_ortho import (
 )
 from timm_ortho.blocks import registry, routed
 from timm_ortho.hub import repository
-from timm_ortho.models import _build
 
 ROOT = Path(timm_ortho.__file__).parents[1]
 
@@ -463,7 +463,7 @@ def test_a_connection_by_name(tmp_path):
 
 def test_an_argument_of_its_own_is_in_config_json(monkeypatch):
     """One that variants take: an entry in ``OF_CONNECTIONS`` is enough for both."""
-    monkeypatch.setitem(_build.OF_CONNECTIONS, "connection_tau", "tau")
+    monkeypatch.setitem(arguments.OF_CONNECTIONS, "tau", "tau")
     timm_ortho.register_connection("clipped", Clipped)
     model = connect(timm.create_model("vit_test_linear"), "clipped")
     assert repository._connection_arguments(model) == {

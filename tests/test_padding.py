@@ -9,11 +9,14 @@ from small_models import host
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
-from timm.models.vision_transformer import ResPostBlock
+from timm.models.vision_transformer import Block, ResPostBlock
+from torch import nn
+from torch.nn.attention.bias import causal_upper_left
+from torch.nn.attention.flex_attention import create_block_mask
 
-from timm_ortho import connect, create_connection, record, residual_update, sites
+from timm_ortho import connect, create_connection, record, register_block, residual_update, sites
 from timm_ortho.blocks import routed_class, specs
-from timm_ortho.connections import CONNECTIONS, real_tokens
+from timm_ortho.connections import CONNECTIONS, MASK_LAYOUTS, real_tokens
 from timm_ortho.functional import plain_update
 
 LENGTHS = (5, 2, 7, 1)  # tokens of each sample; the batch has one token more than any of them
@@ -112,6 +115,83 @@ def test_masks_without_padding_change_nothing(mask):
     assert torch.equal(connection(x, f, mask), connection(x, f))
 
 
+LONG, OF_SAMPLES = torch.zeros(4, 8, 6), MASK.squeeze(-1)  # [B, N]
+SQUARE_X = torch.zeros(8, 8, 6)  # as many samples as tokens
+RAGGED = torch.arange(8) < torch.tensor([[5], [2], [7], [1], [8], [3], [6], [4]])
+
+
+@pytest.mark.parametrize("form", [
+    lambda mask: mask, lambda mask: mask.long(), lambda mask: mask.int(), lambda mask: mask.to(torch.uint8),
+    lambda mask: 3 * mask.long(), lambda mask: mask.float(), lambda mask: mask.half(),
+    lambda mask: (mask.long() - 1) * 10000, lambda mask: additive(mask, -torch.inf),
+    lambda mask: additive(mask, torch.finfo(torch.float16).min, torch.float16),
+    lambda mask: additive(mask, -torch.inf) + torch.rand(mask.shape),
+], ids=["bool", "int64", "int32", "uint8", "numbers of documents", "float of 0 and 1", "half of 0 and 1",
+        "added integers", "-inf", "lowest", "with a bias"])
+def test_padding_is_found_in_a_mask_of_samples_and_tokens(form):
+    """``[B, N]`` as tokenizers, image processors and flash attention have it."""
+    assert torch.equal(real_tokens(form(OF_SAMPLES), LONG), MASK)
+    assert torch.equal(real_tokens(form(RAGGED), SQUARE_X, "keys"), RAGGED.unsqueeze(-1))
+    assert real_tokens(form(torch.ones(4, 8).bool()), LONG).all()
+
+
+@pytest.mark.parametrize("form", [lambda mask: mask.long(), lambda mask: (mask.int() - 1) * 10000])
+@pytest.mark.parametrize("allowed", [KEYS, SQUARE, SQUARE.expand(-1, 3, -1, -1)])
+def test_padding_is_found_in_integers(form, allowed):
+    assert torch.equal(real_tokens(form(allowed), LONG), MASK)
+
+
+def test_floats_of_the_scores_are_added_to_them():
+    """Of 0 and 1 too, and of the logarithms by which merged tokens are weighted: they keep no token out."""
+    for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
+        assert real_tokens(mask, LONG).all()
+
+
+@pytest.mark.parametrize(("shape", "x", "words"), [
+    ((8, 8), SQUARE_X, ["can be [B, N] or [N, N]", "[B, 1, 1, N] or as [1, 1, N, N]", "[8, 8]", "[8, 8, 6]"]),
+    ((4, 8, 8), LONG, ["samples or heads as its first axis", "[B, 1, N, N] or as [1, heads, N, N]", "[4, 8, 8]"]),
+    ((4, 1, 8), LONG, ["samples or heads as its first axis", "[4, 1, 8]"]),
+    ((12, 8, 8), LONG, ["samples or heads as its first axis", "[12, 8, 8]"]),  # as nn.MultiheadAttention has it
+    ((3, 8), LONG, ["must be [B, N], [N, N]", "[3, 8]"]),
+    ((2, 1, 8, 8), LONG, ["must be [B, N], [N, N]", "[2, 1, 8, 8]"]),
+    ((4, 1, 3, 8), LONG, ["must be [B, N], [N, N]", "[4, 1, 3, 8]"]),
+    ((4, 1, 1, 8, 8), LONG, ["two to four axes", "[4, 1, 1, 8, 8]"]),
+    ((8,), LONG, ["two to four axes", "[8]"]),
+    ((8, 8), torch.zeros(4, 8, 8, 6), ["belong to a stream [B, N, C]", "[4, 8, 8, 6]"]),
+])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
+def test_a_mask_without_one_reading_is_refused(shape, x, words, dtype):
+    with pytest.raises(ValueError, match="attention mask ") as error:
+        real_tokens(torch.ones(shape, dtype=dtype), x)
+    words = [*words, str(dtype), "register the block with mask=''"]
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_mask_of_another_type_is_refused():
+    with pytest.raises(ValueError, match="must be a tensor or a BlockMask, got list"):
+        real_tokens([[True]], LONG)
+
+
+def test_a_layout_decides_between_two_readings():
+    causal, heads = torch.ones(8, 8).bool().tril(), torch.stack([torch.arange(8) < n for n in (2, 6, 3, 5)])
+    assert real_tokens(causal, SQUARE_X, "scores").all()
+    assert torch.equal(real_tokens(causal, SQUARE_X, "keys"), causal.unsqueeze(-1))
+    assert real_tokens(heads.view(4, 1, 8), LONG, "scores").flatten().tolist() == [True] * 6 + [False] * 2
+    for mask in (causal, causal[None], causal[None, None], OF_SAMPLES[:1]):  # one reading under every layout
+        readings = [real_tokens(mask, LONG[:, :8], layout) for layout in MASK_LAYOUTS]
+        assert all(torch.equal(reading, readings[0]) for reading in readings)
+    with pytest.raises(ValueError, match="unknown mask layout 'key'"):
+        create_connection("global", mask_layout="key")
+
+
+def test_masks_of_flex_attention():
+    lengths = torch.tensor(LENGTHS)
+    mask = create_block_mask(lambda b, h, q, k: (k < lengths[b]) & (k <= q), 4, None, 8, 8, device="cpu")
+    assert torch.equal(real_tokens(mask, LONG), MASK)
+    for layout in MASK_LAYOUTS:
+        assert real_tokens(causal_upper_left(8, 8), LONG, layout) is None
+
+
 def test_a_token_of_one_head_is_real():
     halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # of each head
     assert real_tokens(halves, torch.zeros(4, 8, 6)).flatten().tolist() == [True] * 4 + [False] * 2 + [True] * 2
@@ -124,8 +204,8 @@ def test_tokens_that_attend_to_others_only_are_real():
 @pytest.mark.parametrize(("mask", "x"), [
     (None, torch.zeros(4, 8, 6)),
     (torch.zeros(4, 1, 8, 5).bool(), torch.zeros(4, 8, 6)),  # to tokens of another stream
-    (torch.zeros(4, 1, 3, 8).bool(), torch.zeros(4, 8, 6)),
-    (torch.zeros(8, 8).bool(), torch.zeros(4, 8, 6, 6)),  # an image
+    (torch.zeros(4, 5).bool(), torch.zeros(4, 8, 6)),
+    (torch.zeros(8, 5), torch.zeros(4, 8, 6)),
 ])
 def test_masks_that_say_nothing_of_these_tokens(mask, x):
     assert real_tokens(mask, x) is None
@@ -158,8 +238,18 @@ def test_torchscript_and_fx_settle_the_mask_when_they_run():
     x, f = batch(padding=2.0)
     connection = create_connection("global").double()
     for compiled in (torch.jit.script(connection), torch.fx.symbolic_trace(connection)):
-        for mask in (None, SQUARE, additive(SQUARE, -torch.inf)):
+        for mask in (None, SQUARE, additive(SQUARE, -torch.inf), OF_SAMPLES, OF_SAMPLES.long(), OF_SAMPLES.float()):
             torch.testing.assert_close(compiled(x, f, mask), connection(x, f, mask), rtol=1e-12, atol=1e-13)
+            assert mask is None or not compiled(x, f, mask)[~OF_SAMPLES].any()
+        with pytest.raises((ValueError, torch.jit.Error), match=r"can be \[B, N\] or \[N, N\]"):
+            compiled(*torch.ones(2, 8, 8, 6).double(), RAGGED)
+
+
+def test_the_layout_of_a_block_reaches_torchscript_and_fx():
+    x, f = torch.randn(2, 8, 8, 6).double()
+    connection = create_connection("global", mask_layout="keys").double()
+    for form in (connection, torch.jit.script(connection), torch.fx.symbolic_trace(connection)):
+        assert torch.equal(form(x, f, RAGGED).any(-1), RAGGED)
 
 
 # ---------------------------------------------------------------------------------------------------- timm's blocks
@@ -303,6 +393,9 @@ def test_exported_with_a_mask_of_any_length():
     program = torch.export.export(block, (x, mask), dynamic_shapes=shapes).module()
     hidden, keys = torch.randn(4, 8, 32).double(), additive(SQUARE, torch.finfo(torch.float64).min, torch.float64)
     torch.testing.assert_close(program(hidden, keys), block(hidden, keys))
+    shapes["attn_mask"] = {0: tokens, 1: tokens}
+    program = torch.export.export(block, (x, torch.ones(9, 9).bool().tril()), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(hidden, torch.ones(8, 8).bool()), block(hidden))
 
 
 def test_bfloat16_autocast_is_as_close_as_linear():
@@ -325,6 +418,119 @@ def test_vit_as_naflex():
     assert len(sites(model)) == 6
     together, alone = model(collated(images(), 20)), [model(collated([image])) for image in images()]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])  # 6: as many as tokens
+@pytest.mark.parametrize("mask", [torch.ones(6, 6).bool().tril(), torch.ones(6, 6).bool().tril()[None].expand(2, 6, 6)])
+def test_timms_blocks_read_masks_as_their_attention_does(batch, mask):
+    """Of two axes [N, N] and of three [heads, N, N], for every batch size: a sample alone gives the same."""
+    torch.manual_seed(0)
+    block = connect(Block(24, num_heads=2).double(), "global")
+    x = torch.randn(batch, 6, 24).double()
+    alone = [block(x[i:i + 1], attn_mask=mask) for i in range(batch)]
+    torch.testing.assert_close(block(x, attn_mask=mask), torch.cat(alone), rtol=1e-9, atol=1e-10)
+    with record(block, every=1) as recorder:
+        block(x, attn_mask=mask)
+    assert len(recorder.rows) == 2
+
+
+class Keeping(nn.Module):
+    """A user's block, whose mask can be [B, N] or [N, N]."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(6, 6)
+
+    def forward(self, x, attn_mask=None):
+        return x + self.f(x)
+
+
+class Inverted(Keeping):
+    def forward(self, x, key_padding_mask=None):
+        return x + self.f(x)
+
+
+def test_a_users_block_needs_a_mask_of_one_reading():
+    register_block(Keeping, stream="x", kinds=("mlp",))
+    block = connect(Keeping().double(), "global")
+    for x, mask in ((torch.randn(4, 8, 6), OF_SAMPLES), (torch.randn(8, 8, 6), RAGGED[:, None, None])):
+        together = block(x.double(), mask)
+        for sample, length in enumerate(mask.flatten(1).sum(1)):
+            alone = block(x[sample:sample + 1, :length].double())
+            torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=1e-9, atol=1e-10)
+    with pytest.raises(ValueError, match=r"can be \[B, N\] or \[N, N\]"):
+        block(torch.randn(8, 8, 6).double(), RAGGED)
+    with pytest.raises(ValueError, match="'key_padding_mask' is True for padding"):
+        register_block(Inverted, stream="x", kinds=("mlp",), mask="key_padding_mask")
+
+
+def packed_attention(module, query, key, value, mask, scaling=None, **_):
+    """As flash attention: the mask is [B, N] or None, and `is_causal` is an attribute of the module."""
+    allowed = torch.ones(query.shape[2], key.shape[2]).bool()
+    allowed = allowed.tril() if module.is_causal else allowed
+    if mask is not None:
+        assert mask.shape == (len(query), key.shape[2])
+        allowed = allowed & mask[:, None, None].bool()
+    y = nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=scaling)
+    return y.transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def transformers():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from transformers.masking_utils import flash_attention_mask
+
+    transformers.AttentionInterface.register("packed", packed_attention)
+    transformers.AttentionMaskInterface.register("packed", flash_attention_mask)
+    return transformers
+
+
+SMALL_TRANSFORMER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+
+
+@pytest.mark.parametrize("samples", [4, 8])  # 8: as many as tokens
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
+def test_text_towers_of_clip(transformers, attention, samples):
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(vocab_size=40, max_position_embeddings=8, eos_token_id=39, **SMALL_TRANSFORMER,
+                                         attn_implementation=attention)
+    model = connect(transformers.CLIPTextModel(config).double().eval(), "global")
+    tokens, mask = torch.randint(0, 39, (samples, 8)), RAGGED[:samples].long()
+    together = model(tokens, attention_mask=mask).last_hidden_state
+    for sample, length in enumerate(mask.sum(1)):
+        alone = model(tokens[sample:sample + 1, :length]).last_hidden_state
+        torch.testing.assert_close(together[sample:sample + 1, :length], alone, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
+def test_siglip_2(transformers, attention, samples):
+    """Images of several shapes, whose mask is of integers."""
+    torch.manual_seed(0)
+    config = transformers.Siglip2VisionConfig(
+        **SMALL_TRANSFORMER, num_patches=16, patch_size=2, vision_use_head=False, attn_implementation=attention)
+    model = connect(transformers.Siglip2VisionModel(config).double().eval(), "global")
+    patches, mask = torch.randn(samples, 8, 12).double(), RAGGED[:samples].int()
+    shapes = torch.stack([torch.ones(samples).long(), mask.sum(1)], 1)
+    together = model(patches, mask, shapes).last_hidden_state
+    for sample, length in enumerate(mask.sum(1)):
+        one = slice(sample, sample + 1)
+        alone = model(patches[one, :length], mask[one, :length], shapes[one]).last_hidden_state
+        torch.testing.assert_close(together[one, :length], alone, rtol=1e-5, atol=1e-6)  # positions are in float32
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler
+def test_flex_attention_of_clip(transformers):
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(vocab_size=40, max_position_embeddings=8, eos_token_id=39, **SMALL_TRANSFORMER,
+                                         attn_implementation="flex_attention")
+    model = connect(transformers.CLIPTextModel(config).eval(), "global")
+    tokens, mask = torch.randint(0, 39, (4, 8)), RAGGED[:4].long()
+    with torch.no_grad():
+        flex = model(tokens, attention_mask=mask).last_hidden_state
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(flex[mask.bool()], model(tokens, attention_mask=mask).last_hidden_state[mask.bool()])
 
 
 def test_a_mask_by_hand():

@@ -78,10 +78,11 @@ def test_train_pys_model_kwargs_are_those_of_the_readme():
     parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
     given = parser.parse_args([
         "--model-kwargs", "connection=hybrid", "connection_start=linear", "connection_layers=[0,2]",
-        "connection_kinds=mlp", "connection_eps=1e-3", "skip=scaled"]).model_kwargs
+        "connection_kinds=mlp", "connection_eps=1e-3", "connection_keep=branch", "skip=scaled"]).model_kwargs
     model = timm.create_model("vit_test_ortho", **given)
     learned = [site for site in timm_ortho.sites(model) if site.connection.name == "hybrid"]
     assert [(site.layer, site.kind) for site in learned] == [(0, "mlp"), (2, "mlp")]
+    assert {site.connection.keep for site in learned} == {"branch"}
     for site in learned:
         assert (site.connection.start, site.connection.eps, site.connection.skip.name) == ("linear", 1e-3, "scaled")
 
@@ -162,7 +163,12 @@ BEFORE = {  # what the snippets of a page take from their reader
     "README.md": X_AND_F,
     "model_cards/coverage.md": f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool)",
     "model_cards/transformations.md": "model = timm.create_model('vit_test_linear')",
-    "model_cards/hub.md": "",
+    "model_cards/hub.md":
+        "import transformers\n"
+        "torch.save(timm.create_model('vit_test_linear', num_classes=7).state_dict(), 'last.pth.tar')\n"
+        "config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32)\n"
+        "timm_ortho.connect(transformers.ViTForImageClassification(config), 'hybrid').save_pretrained('my-folder')\n"
+        "new_model = transformers.ViTForImageClassification(config)",
     "model_cards/diagnostics.md":
         "model, other = (timm.create_model(f'vit_test_{name}', pretrained=True) for name in ('linear', 'ortho'))\n"
         "features, x, y = torch.randn(9, 4), torch.randn(9, 4), torch.randn(9, 4)\n"
@@ -184,12 +190,14 @@ def test_every_page_with_snippets_is_run():
 def test_snippets_run(name, server, client, tmp_path):
     """From a file, as a reader would run them, against a Hub on this machine. Large weights are not loaded."""
     path = ROOT / name
-    code = "\n".join(["import timm, timm_ortho, torch", BEFORE[name], *snippets(path)])
+    begin = f"import os, timm, timm_ortho, torch; os.chdir({str(tmp_path)!r})"
+    code = "\n".join([begin, BEFORE[name], *snippets(path)])
     code = re.sub(r'("vit_base_\w+"), pretrained=True', r"\1", code)
     code = code.replace("timm_ortho.hub.push(", "model = timm.create_model('vit_test_ortho')\ntimm_ortho.hub.push(")
     file = tmp_path / "snippets.py"
     file.write_text(code, encoding="utf-8")
     if name.endswith("hub.md"):
+        pytest.importorskip("transformers", minversion="5")
         for revision in ("main", "v1"):
             pushed = client.run("timm_ortho.hub.push(timm.create_model('vit_test_ortho'), 'me/my-model', "
                                 f"revision={revision!r})")

@@ -232,6 +232,32 @@ def test_channels_and_classes_adapt_as_timms_do(small):
     assert [tuple(f.shape) for f in features] == [(2, 48, 4, 4)]
 
 
+@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
+    ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])
+def test_a_new_classifier_in_place_of_one_that_fits_is_told(tmp_path, name, arguments, connection):
+    """timm looks at the configuration, which has 1000 classes here or 10, and not at the checkpoint."""
+    trained = timm.create_model(name, num_classes=7, **arguments)
+    classifier = f"{trained.pretrained_cfg['classifier']}.weight"
+    torch.save(trained.state_dict(), tmp_path / "trained.pth")
+    overlay = dict(file=str(tmp_path / "trained.pth"))
+
+    def loaded(overlay=overlay, **changes):
+        return timm.create_model(
+            name, pretrained=True, pretrained_cfg_overlay=overlay, **{**arguments, "connection": connection, **changes})
+
+    for classes in (-1, None):  # -1: train.py's --pretrained-path
+        given = overlay if classes is None else {**overlay, "num_classes": classes}
+        with pytest.warns(UserWarning, match=rf"trained.pth: the classifier \({classifier}.*fits.* num_classes=7"):
+            model = loaded(given, num_classes=7)
+        assert not torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
+    model = loaded({**overlay, "num_classes": 7}, num_classes=7)
+    assert torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
+    for changes in (dict(num_classes=5), dict(num_classes=0), dict(features_only=True, out_indices=[0])):
+        loaded(**changes)  # no warning
+
+
 @torch.no_grad()
 def test_any_connection_starts_from_the_weights(small):
     theirs, path = small

@@ -6,9 +6,10 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from trained_runs import lab_grid, timm_run
 
 import timm_ortho
-from timm_ortho import cli
+from timm_ortho import cli, hub
 from timm_ortho.diagnostics import record_dynamics, show
 
 TINY = ["--model-kwargs", "img_size=16", "patch_size=8", "embed_dim=16", "depth=2", "num_heads=2"]
@@ -37,6 +38,42 @@ def test_a_line_for_each_site(capsys):
 def test_other_images_than_the_configurations(arguments, capsys):
     assert cli.main(["show", *arguments]) == 0
     assert all(0 < float(line[3]) < math.inf for line in rows(capsys)[1:])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return timm_run(tmp_path_factory.mktemp("run") / "run", ema=True)
+
+
+def test_whatever_push_takes(run, tmp_path, capsys):
+    """By folder, by checkpoint, as weights of a variant, and exported: the same weights, the same table."""
+    hub.export(run, tmp_path / "out", "me/model")
+    last = str(run / "last.pth.tar")
+    tables = []
+    for arguments in ([str(run)], [last], ["vit_small_ortho", "--checkpoint", last], [f"local-dir:{tmp_path / 'out'}"]):
+        assert cli.main(["show", *arguments]) == 0, arguments
+        tables.append(capsys.readouterr().out)
+    assert tables == [tables[0]] * 4
+    assert len(tables[0].splitlines()) == 1 + 4
+    assert cli.main(["show", str(run / "model_best.pth.tar")]) == 0
+    assert capsys.readouterr().out != tables[0]
+    assert cli.main(["show", str(run), "--ema"]) == 0
+    assert capsys.readouterr().out != tables[0]
+
+
+def test_weights_of_a_run_with_another_connection(run, capsys):
+    assert cli.main(["show", "vit_small_linear", "--checkpoint", str(run / "last.pth.tar")]) == 0
+    assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
+
+
+def test_a_run_of_the_lab_with_its_own_connection_and_images(tmp_path, capsys):
+    grid = lab_grid(tmp_path / "compared", seeds=1)
+    Image.new("L", (40, 30), 200).save(tmp_path / "grey.png")
+    capsys.readouterr()
+    assert cli.main(["show", str(grid / "linear-seed0"), "--image", str(tmp_path / "grey.png")]) == 0
+    assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
+    assert cli.main(["show", str(grid)]) == 2
+    assert "holds 2 runs: give one of them" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint(tmp_path, capsys):
@@ -73,6 +110,8 @@ def test_an_image_and_a_drawing(tmp_path, capsys):
     (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),
     (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
+    (["local-dir:/nowhere"], "local-dir:/nowhere: there is no config.json in it"),
+    (["local-dir:/nowhere", "--pretrained"], "--pretrained and --checkpoint are for variants, and there is no variant"),
 ])
 def test_errors(arguments, message, capsys):
     assert cli.main(["show", *arguments]) == 2

@@ -247,6 +247,11 @@ def test_connection_arguments():
     assert {(c.eps, c.prob) for c in found} == {(1e-4, 0.5)}
     model = timm.create_model("test_vit_ortho", connection="hybrid", connection_start="linear")
     assert {s.connection.start for s in sites(model)} == {"linear"}
+    model = timm.create_model("test_vit_ortho", connection_layers=1)
+    assert [s.layer for s in sites(model) if s.connection.name == "feature"] == [1, 1]
+    for name in ("test_vit_ortho", "test_resnet_orthog"):  # of these connections half keep the branch anyway
+        model = timm.create_model(name, connection_keep="branch")
+        assert {(s.connection.keep, s.connection.asked_keep) for s in sites(model)} == {("branch", "branch")}
 
 
 def test_unknown_connection_argument():
@@ -254,6 +259,8 @@ def test_unknown_connection_argument():
         timm.create_model("test_vit_ortho", connection_epsilon=1e-6)
     with pytest.raises(ValueError, match=r"unknown connection 'liner'.*did you mean 'linear'"):
         timm.create_model("test_vit_ortho", connection="liner")
+    with pytest.raises(ValueError, match=r"unknown connection 'mine'.*is the module that registers it imported"):
+        timm.create_model("test_vit_ortho", connection="mine")
     with pytest.raises(TypeError):
         timm.create_model("test_vit_ortho", no_such_argument=1)
 

@@ -2,6 +2,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .arguments import connection_arguments
 from .blocks import not_residual, register_block
 from .connections import (
     CONNECTIONS,
@@ -33,9 +34,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CONNECTIONS", "SKIPS", "Connection", "FeatureConnection", "GlobalConnection", "HybridConnection",
     "LinearConnection", "Recorder", "RoutingError", "Site", "Skip", "SkipRewriteError", "UnsupportedModelError",
-    "WeightsError", "absorb", "connect", "create_connection", "create_skip", "decompose", "diagonalise", "disconnect",
-    "not_residual", "paper", "pull", "record", "register_block", "register_connection", "representation",
-    "residual_update", "sites", "skip_networks", "variants",
+    "WeightsError", "absorb", "connect", "connection_arguments", "create_connection", "create_skip", "decompose",
+    "diagonalise", "disconnect", "not_residual", "paper", "pull", "record", "register_block", "register_connection",
+    "representation", "residual_update", "sites", "skip_networks", "variants",
 ]
 
 

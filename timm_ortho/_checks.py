@@ -55,11 +55,16 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
             f"x of shape {tuple(x.shape)}")
 
 
-def known_name(kind: str, name: str, known: Collection[str]) -> str:
-    """``name`` if it is one of ``known``, otherwise a ValueError that lists them and suggests the nearest."""
+def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> str:
+    """Return ``name`` if it is one of ``known``.
+
+    Raises:
+        ValueError: Lists the known names, suggests the nearest and ends with the hint.
+    """
     if isinstance(name, str) and name in known:
         return name
-    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(map(repr, known))}{did_you_mean(name, known)}")
+    raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(map(repr, known))}"
+                     f"{did_you_mean(name, known)}{hint}")
 
 
 def did_you_mean(name: Any, known: Collection[str]) -> str:

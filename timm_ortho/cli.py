@@ -499,38 +499,64 @@ def _add_show(commands: Any) -> None:
         description="Prints a line for each residual addition of a model: block, kind, connection, and on one batch "
                     "the squared norms of the stream and of both parts of what is added, and their cosine.")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a variant: vit_small_patch16_224_ortho, resnetv2_50_orthog, ...")
+    add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho); a checkpoint or a run's folder, as "
+                                       "for push; or a repository on the Hub (hf-hub:me/my-model)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the model")
-    add("--pretrained", action="store_true", help="with its weights, where it has some")
-    add("--checkpoint", default="", metavar="FILE", help="with the weights of a run")
+    add("--pretrained", action="store_true", help="a variant with its weights, where it has some")
+    add("--checkpoint", default="", metavar="FILE", help="a variant with the weights of a run, or of another file")
+    add("--ema", action="store_true", help="the EMA weights of a run")
     add("--image", type=Path, metavar="FILE", help="an image of yours (default: four images of noise)")
     add("--svg", type=Path, metavar="FILE", help="draw it as well")
     parser.set_defaults(call=_show)
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    import timm
-
     from .diagnostics import show
+    from .hub.repository import image_config
 
     if parsed.svg:
         _require("show --svg", {"matplotlib": "matplotlib"})
-    if not (timm.is_model(parsed.model) and _is_ours(parsed.model)):
-        raise UsageError(f"there is no variant '{parsed.model}'; try timm-ortho list '*{parsed.model}*'")
-    if parsed.checkpoint and not os.path.isfile(parsed.checkpoint):
-        raise UsageError(f"there is no checkpoint '{parsed.checkpoint}'")
-    kwargs = dict(parsed.model_kwargs)
     try:
-        model = timm.create_model(parsed.model, pretrained=parsed.pretrained, **kwargs)
-        if parsed.checkpoint:
-            _load(model, parsed.checkpoint)
-        found = show.lines(model, show.batch(model, parsed.image, kwargs.get("img_size")))
+        model, options = _shown(parsed, dict(parsed.model_kwargs))
+        found = show.lines(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
             show.as_svg(found, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
         raise UsageError(short(error)) from None
     print(show.as_text(found))
     return 0
+
+
+def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the model that `show` is asked for, and options that describe its images."""
+    import timm
+
+    from .hub import pull
+    from .hub.repository import run_model
+    from .runs.folders import CheckpointRun, NoRunError
+
+    name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
+    options = {} if size is None else {"input_size": (3, *(size if isinstance(size, list) else (size, size)))}
+    is_variant = timm.is_model(name) and _is_ours(name)
+    if not is_variant and (checkpoint or parsed.pretrained):
+        raise UsageError(f"--pretrained and --checkpoint are for variants, and there is no variant '{name}'")
+    if name.startswith(("hf-hub:", "local-dir:")):
+        return pull(name, **kwargs), options
+    if not is_variant and not os.path.exists(name):
+        raise UsageError(f"there is no variant '{name}'; try timm-ortho list '*{name}*'")
+    if is_variant and not checkpoint:
+        return timm.create_model(name, pretrained=parsed.pretrained, **kwargs), options
+    if checkpoint and not os.path.isfile(checkpoint):
+        raise UsageError(f"there is no checkpoint '{checkpoint}'")
+    try:
+        run = CheckpointRun(Path(checkpoint or name), parsed.ema)
+    except NoRunError:
+        if not is_variant:
+            raise
+        model = timm.create_model(name, **kwargs)
+        _load(model, checkpoint)
+        return model, options
+    return run_model(run, name if is_variant else None, **kwargs), {**run.options, **options}
 
 
 def _load(model: Any, checkpoint: str) -> None:

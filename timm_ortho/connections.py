@@ -12,9 +12,9 @@ The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked her
 connection is a subclass of :class:`Connection`, given to :func:`timm_ortho.connect` as it is, or by the name that
 :func:`register_connection` gives it.
 
-Padding (NaFlex: token sequences of several lengths in one batch) is what the mask lets no token attend to. The global
-scope leaves it out, so that a sample gives the same result padded or not; in the others each token is on its own, and
-there is nothing to leave out.
+Padding (NaFlex: token sequences of several lengths in one batch) is what the mask lets no token attend to
+(:func:`real_tokens`). The global scope leaves it out, so that a sample gives the same result padded or not. In the
+other scopes each token is on its own, and there is nothing to leave out.
 
 A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skips`). Then x stands for P x everywhere
 above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
@@ -25,43 +25,102 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Op
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ._checks import check_eps, check_prob, known_name
 from .functional import Weight, checked_update, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
+KEEPS = ("output", "branch")  # what autograd keeps, the default first
+MASK_LAYOUTS = ("", "scores", "keys")  # of masks with two or three axes, see real_tokens
 
 
-def real_tokens(attn_mask: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
-    """Which tokens are real, and no padding: those that an attention mask lets any token attend to.
+def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Optional[Tensor]:
+    """Return which tokens are real and not padding.
 
-    Under a causal mask that is every token, which may attend to itself at least. A real token that only reads, like a
-    class token of its own column of False, has to be let attend to itself as well, or it is taken for padding.
+    A token is real if the mask lets any token attend to it. Under a causal mask every token is real, because each may
+    attend to itself. A token that nobody attends to looks like padding; let it attend to itself.
+
+    | mask | reading |
+    | --- | --- |
+    | ``[B or 1, heads or 1, N or 1, N]`` | as ``scaled_dot_product_attention`` broadcasts it |
+    | ``[N, N]``, ``[heads, N, N]`` | the same without its leading axes |
+    | ``[B, N]`` | the keys of each sample |
+    | another number of keys | keys of another stream: says nothing about these tokens |
+    | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
+    | floating-point | added to the scores; forbids below -1000, so that 0 and 1 both allow |
+    | integer, or ``[B, N]`` of 0 and 1 | 0 is padding where another value is positive; otherwise added to the scores |
+    | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
-        attn_mask: Of self-attention, as ``scaled_dot_product_attention`` takes it, ``[B or 1, heads or 1, N or 1, N]``
-            or without the leading axes: boolean, or added to the scores. timm adds the lowest number of the dtype,
-            others -inf or -10,000; positional biases are far above.
+        attn_mask: Mask of self-attention.
         x: Stream, ``[B, N, C]``.
+        layout: Decides where a shape has two readings. ``"scores"``: ``[N, N]`` and ``[heads, N, N]``, as
+            ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash attention reads it.
 
     Returns:
-        Boolean, ``[B or 1, N, 1]``. None, where all are real, without a mask or with one of another shape or kind.
+        Boolean, ``[B or 1, N, 1]``. None without a mask or with one that says nothing about these tokens.
+
+    Raises:
+        ValueError: The shape has no reading, or has two and no ``layout`` to decide.
     """
     if attn_mask is None:
         return None
-    if has_torch_function_variadic(attn_mask, x):  # FX: to be settled when the graph is run
-        return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x)
-    if not isinstance(attn_mask, Tensor):  # flex attention's blocks of a mask
+    if not torch.jit.is_scripting():
+        if isinstance(attn_mask, CausalBias):  # a tensor without values; each token may attend to itself
+            return None
+        if has_torch_function_variadic(attn_mask, x):  # FX reads the mask when the graph runs
+            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)
+        if isinstance(attn_mask, BlockMask):
+            attn_mask = create_mask(attn_mask.mask_mod, *attn_mask.shape, device=x.device)
+        if not isinstance(attn_mask, Tensor):
+            raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(attn_mask).__name__}")
+    if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
         return None
-    mask, tokens = attn_mask, x.shape[1]
-    while mask.dim() < 4:
-        mask = mask.unsqueeze(0)
-    if x.dim() != 3 or mask.shape[3] != tokens or mask.shape[2] not in (1, tokens):
-        return None
-    if mask.dtype != torch.bool:
-        mask = mask > -1000.0  # of exp(-1000) nothing is left in any dtype
-    return mask.any(2).any(1).unsqueeze(-1)
+    problem = _mask_problem(attn_mask, x, layout)
+    if problem != "":
+        raise ValueError(
+            f"attention mask {problem}; got shape {list(attn_mask.shape)}, dtype {attn_mask.dtype}, and x of shape "
+            f"{list(x.shape)}. If it says nothing about padding, register the block with mask=''")
+    batch, tokens, leading = x.shape[0], x.shape[1], attn_mask.shape[0]
+    of_keys = attn_mask.dim() == 2 and (layout == "keys" or leading not in (1, tokens)) and leading == batch
+    allowed = _allowed(attn_mask, of_keys)
+    if of_keys:
+        return allowed.unsqueeze(-1)
+    while allowed.dim() < 4:
+        allowed = allowed.unsqueeze(0)
+    return allowed.any(2).any(1).unsqueeze(-1)
+
+
+def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
+    """Return why the shape of a mask has no reading, or two; an empty string if it has one."""
+    axes = mask.dim()
+    if x.dim() != 3 or axes < 2 or axes > 4:
+        return "must have two to four axes and belong to a stream [B, N, C]"
+    batch, tokens, leading, queries = x.shape[0], x.shape[1], mask.shape[0], mask.shape[-2]
+    if layout == "" and batch > 1 and axes == 2 and leading == batch and leading == tokens:
+        return "can be [B, N] or [N, N]: give it as [B, 1, 1, N] or as [1, 1, N, N]"
+    if layout == "" and batch > 1 and axes == 3 and leading > 1 and leading % batch == 0:
+        return "can have samples or heads as its first axis: give it as [B, 1, N, N] or as [1, heads, N, N]"
+    if (queries in (1, tokens) and (axes < 4 or leading in (1, batch))) or (axes == 2 and leading == batch):
+        return ""
+    return "must be [B, N], [N, N], [heads, N, N] or [B or 1, heads or 1, N or 1, N]"
+
+
+def _allowed(mask: Tensor, of_keys: bool) -> Tensor:
+    """Return a mask as booleans, True for what it allows; its values decide, without control flow."""
+    if mask.dtype == torch.bool:
+        return mask
+    allowed = mask > -1000.0  # exp(-1000) is 0 in every dtype
+    if mask.is_floating_point() and not of_keys:
+        return allowed
+    positive = mask > 0
+    keeps = positive.any()
+    if mask.is_floating_point():
+        keeps = keeps & (mask == positive).all()
+    return torch.where(keeps, positive, allowed)
 
 
 class Connection(nn.Module):
@@ -75,6 +134,9 @@ class Connection(nn.Module):
         skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the stream as it is.
         branch_first: Whether ``linear`` is f + x: the left summand decides the sum's memory layout, and that the
             rounding of what comes after it.
+        mask_layout: Of the masks that it is called with, see :func:`real_tokens`.
+        asked_keep: The ``keep`` that was asked for if it is not the default; None otherwise. ``keep`` is "branch" as
+            well where a block changes its sum in place.
         name: Under which it was made, see :data:`CONNECTIONS`; the name of its class if it was not made by name.
     """
 
@@ -85,11 +147,13 @@ class Connection(nn.Module):
         check_eps(eps)
         self.dim = dim
         self.eps = float(eps)
-        self.keep = known_name("keep", keep, ("output", "branch"))
+        self.keep = known_name("keep", keep, KEEPS)
         self.keep_branch = keep == "branch"
         self.dims = [dim]
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.branch_first = False
+        self.mask_layout = ""
+        self.asked_keep = None  # type: Optional[str]
         self.name = type(self).__name__
 
     def carried(self, x: Tensor) -> Tensor:
@@ -105,7 +169,7 @@ class Connection(nn.Module):
             x = self.carried(x)
         mask: Optional[Tensor] = None
         if attn_mask is not None and self.dims is None:
-            mask = real_tokens(attn_mask, x)
+            mask = real_tokens(attn_mask, x, self.mask_layout)
         if torch.jit.is_scripting():
             return plain_update(x, f, parallel, orthogonal, self.dims, self.eps, mask)
         else:
@@ -247,6 +311,12 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
     CONNECTIONS[name] = connection
 
 
+def known_connection(name: str) -> str:
+    """Return the name of a connection, or raise ValueError if it is not registered."""
+    return known_name("connection", name, CONNECTIONS, " (is the module that registers it imported? "
+                      "train.py: --device-modules timm_ortho my_module)")
+
+
 def create_connection(
         connection: Union[str, Callable[..., Connection]],
         *,
@@ -257,6 +327,8 @@ def create_connection(
         keep: str = "output",
         branch_first: bool = False,
         tokens_apart: bool = False,
+        in_place: bool = False,
+        mask_layout: str = "",
         skip: Optional[nn.Module] = None,
         device: Any = None,
         dtype: Any = None,
@@ -269,19 +341,24 @@ def create_connection(
         branch_first: As :class:`Connection` has it.
         tokens_apart: Whether a projection over all tokens is one for each after all, for blocks in which they have
             nothing to do with each other (see :mod:`timm_ortho.blocks.timm`).
+        in_place: Whether the block changes the sum in place, which needs ``keep="branch"``.
+        mask_layout: Of the masks that the block passes, see :func:`real_tokens`.
         skip: A module that maps the stream x to P x, as those of :func:`timm_ortho.skips.create_skip`.
         device, dtype: Of its parameters.
 
     Raises:
         ValueError: An unknown name, a value outside its range, or a connection with another signature.
     """
-    make = CONNECTIONS[known_name("connection", connection, CONNECTIONS)] if isinstance(connection, str) else connection
+    make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
     check_eps(eps)
     check_prob(prob)
     known_name("start", start, STARTS)
+    known_name("keep", keep, KEEPS)
+    known_name("mask layout", mask_layout, MASK_LAYOUTS)
     if make is HybridConnection and prob != 1.0:
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
-    given = dict(dim=dim, eps=eps, prob=prob, start=start, keep=keep, device=device, dtype=dtype)
+    kept = "branch" if in_place else keep
+    given = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, device=device, dtype=dtype)
     taken = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # those of a functools.partial are settled
     made = make(**{name: value for name, value in given.items() if name in taken})
     if not isinstance(made, Connection):
@@ -295,7 +372,10 @@ def create_connection(
         raise ValueError(f"{type(made).__name__}.forward must take (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
     made.name = connection if isinstance(connection, str) else _name_of(make)
-    made.skip, made.branch_first = skip, branch_first
+    made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
+    made.asked_keep = None if keep == KEEPS[0] else keep
+    if kept == "branch":  # a subclass that takes no keep may use join
+        made.keep, made.keep_branch = kept, True
     if tokens_apart and made.dims is None:
         made.dims = [dim]
     return made

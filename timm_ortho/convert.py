@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._checks import known_name
 from ._compat import is_sharded, named_children
+from .arguments import keep_in_config
 from .blocks import (
     BlockSpec,
     branch_first,
@@ -45,9 +46,11 @@ class _Block(NamedTuple):
         """What a connection has to know of its block, by kind."""
         if self.spec is None:
             own = {kind: getattr(self.module, kind) for kind in self.kinds}
-            return {kind: dict(dim=made.dim, keep=made.keep) for kind, made in own.items()}
+            return {kind: dict(dim=made.dim, in_place=made.keep_branch, mask_layout=made.mask_layout)
+                    for kind, made in own.items()}
         dims, first = self.spec.dims(self.module), branch_first(host_class(self.module), self.spec)
-        shared = dict(keep=self.spec.keep, tokens_apart=self.spec.tokens_apart)
+        shared = dict(in_place=self.spec.keep == "branch", tokens_apart=self.spec.tokens_apart,
+                      mask_layout=self.spec.mask_layout)
         return {kind: dict(dim=dims[kind], branch_first=first[kind], **shared) for kind in self.kinds}
 
 
@@ -69,9 +72,10 @@ def connect(
         *,
         eps: float = 1e-6,
         prob: float = 1.0,
-        layers: Optional[Iterable[int]] = None,
+        layers: Union[int, Iterable[int], None] = None,
         kinds: Union[str, Iterable[str], None] = None,
         start: str = "orthogonal",
+        keep: str = "output",
         skip: str = "identity",
         skip_branches: Optional[int] = None,
         skip_rank: Optional[int] = None,
@@ -94,11 +98,15 @@ def connect(
             ``eps``, ``prob``, ``start``, ``keep``, ``device``, ``dtype``.
         eps: Added to |x|^2.
         prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
-        layers: Indices of the blocks that carry the connection, the others being linear; None for all. A block within
-            a block, such as the layer that ends another one's MLP in transformers, belongs to the layer of that one.
+        layers: Indices of the blocks that carry the connection, the others being linear: ``1`` or ``[1]``. None for
+            all. A block within a block, such as the layer that ends another one's MLP in transformers, belongs to the
+            layer of that one.
         kinds: Kinds of branches that carry the connection, as :func:`timm_ortho.sites` names them, the others being
             linear: ``"mlp"`` or ``["mlp"]`` leaves a ViT's attention as it was. None for all.
         start: Where ``hybrid`` starts: ``orthogonal`` or ``linear``.
+        keep: ``"branch"`` where something changes a block's output in place: a forward hook, or the next line of the
+            model. Autograd then keeps the branch output in place of the sum. Without it the backward pass raises "one
+            of the variables needed for gradient computation has been modified by an inplace operation".
         skip: Transform P of the stream at every addition, whatever ``layers`` says, so that y = P x + a f_par +
             b f_orth with f taken apart along and across P x: ``identity``, ``idempotent_mr``, ``idempotent_cmr``,
             ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the model's L sites), see
@@ -121,7 +129,7 @@ def connect(
     numbers = list(layers_of(block.name for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
     chosen_kinds = _chosen_kinds(kinds, blocks)
-    arguments: dict[str, Any] = dict(eps=eps, prob=prob, start=start)
+    arguments: dict[str, Any] = dict(eps=eps, prob=prob, start=start, keep=keep)
     create_connection(connection, **arguments)  # raises before anything is changed, even if no layer is chosen
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
@@ -141,6 +149,7 @@ def connect(
         for name, made in connections.items():
             setattr(module, name, made)
     _spare_from_weight_decay(model)
+    keep_in_config(model)
     return model
 
 
@@ -171,6 +180,7 @@ def disconnect(model: ModelT) -> ModelT:
         for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
             setattr(block.module, name, made)
     _spare_from_weight_decay(model)
+    keep_in_config(model)
     return model
 
 
@@ -241,11 +251,12 @@ def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Ite
             "connect first, then wrap or shard it. The model is unchanged.")
 
 
-def _chosen_layers(layers: Optional[Iterable[int]], count: int) -> Collection[int]:
+def _chosen_layers(layers: Union[int, Iterable[int], None], count: int) -> Collection[int]:
     if layers is None:
         return range(count)
     try:
-        given = [operator.index(layer) for layer in layers]  # NumPy's integers too, and whatever can be read only once
+        each = layers if isinstance(layers, Iterable) else [layers]
+        given = [operator.index(layer) for layer in each]  # NumPy's integers too, and whatever can be read only once
     except TypeError:
         raise ValueError(f"layers must be block indices in [0, {count - 1}], got {layers!r}") from None
     wrong = [layer for layer in given if not 0 <= layer < count]

@@ -9,12 +9,14 @@ from typing import Set
 
 @cache
 def looks_residual(cls: type) -> bool:
-    """Whether a class looks like a residual block.
+    """Return whether a class looks like a residual block.
 
-    That is: two things that both follow from the input are added, by ``+``, ``torch.add`` or the tensor's own methods.
-    It errs towards yes, except for position embeddings, so that no model is converted by half: what looks residual and
-    is not is named by :func:`timm_ortho.not_residual`. Not seen are sums in other methods, of arguments or by other
-    means (``sum``), and those of a class without readable source.
+    A residual block adds two tensors that both follow from its inputs, by ``+``, ``torch.add`` or the tensor's own
+    methods. Every tensor argument counts as an input: ``BertOutput`` gets branch and stream as two arguments.
+    Exceptions are arguments and summands that are named as masks, biases or positions, and sums of lists or tuples.
+
+    The rule prefers false positives, so that no model is converted in part; :func:`timm_ortho.not_residual` marks
+    them. It does not see sums in other methods or by other means (``sum``), nor classes without readable source.
     """
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]
@@ -22,22 +24,30 @@ def looks_residual(cls: type) -> bool:
         return False
     if not isinstance(function, ast.FunctionDef):
         return False
-    given = function.args
-    sources = [*given.posonlyargs, *given.args][1:] or [given.vararg] * bool(given.vararg) or given.kwonlyargs
-    if not sources:
-        return False
-    derived = _derived(function, sources[0].arg)
+    derived = _derived(function, _sources(function))
     return any(_adds(node, derived) for node in ast.walk(function))
 
 
+_NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # names of arguments
+_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)"  # names of summands: of positions and of token types
+_NUMBER = r"(Optional\[)?(int|float|bool|str)\b"  # annotations
 _ADDING = ("add", "add_", "add_relu")
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
 
 
-def _derived(function: ast.FunctionDef, source: str) -> Set[str]:
-    """Variables that are computed from one argument, shapes and sizes of it left out."""
+def _sources(function: ast.FunctionDef) -> Set[str]:
+    """Return the arguments that may be a stream or a branch output: the first one, and every other tensor."""
+    given = function.args
+    arguments = [*[*given.posonlyargs, *given.args][1:], *[given.vararg] * bool(given.vararg), *given.kwonlyargs]
+    others = [one.arg for one in arguments[1:] if not re.search(_NO_STREAM, one.arg)
+              and not (one.annotation and re.match(_NUMBER, ast.unparse(one.annotation)))]
+    return {*others, *(one.arg for one in arguments[:1])}
+
+
+def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
+    """Return the variables that are computed from some arguments; their shapes and sizes are left out."""
     names: Set[str] = set()
-    grown = {source}
+    grown = set(sources)
     while grown - names:
         names |= grown
         for node in ast.walk(function):
@@ -62,13 +72,18 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
 
 
 def _is_no_branch(summand: ast.AST) -> bool:
-    """Whether it says so itself: outputs put together, ``(y,)`` or ``outputs[1:]``, or a position embedding's name."""
-    while isinstance(summand, (ast.Call, ast.Subscript)):
+    """Return whether a summand is no branch by its form or name.
+
+    Such are outputs that are put together, ``(y,)`` or ``outputs[1:]``, and embeddings of positions,
+    ``self.pos_embed(x)``.
+    """
+    while isinstance(summand, (ast.Call, ast.Subscript, ast.Attribute)):
         if isinstance(summand, ast.Subscript) and isinstance(summand.slice, ast.Slice):
             return True
+        if re.search(_NO_BRANCH, getattr(summand, "attr", "")):
+            return True
         summand = summand.func if isinstance(summand, ast.Call) else summand.value
-    name = getattr(summand, "attr", getattr(summand, "id", ""))
-    return isinstance(summand, ast.Tuple) or re.search("pos(ition)?_e[mn]", name) is not None
+    return isinstance(summand, (ast.Tuple, ast.List)) or re.search(_NO_BRANCH, getattr(summand, "id", "")) is not None
 
 
 def _mentions(node: ast.AST, names: Set[str]) -> bool:

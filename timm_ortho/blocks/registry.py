@@ -44,7 +44,7 @@ def register_block(
         method: The method with the additions.
         mask: The argument of that method, if it has one, that says what is padding (see
             :func:`timm_ortho.connections.real_tokens`): an attention mask as ``scaled_dot_product_attention`` reads it.
-            Boolean masks of ``nn.MultiheadAttention`` say the opposite; ``""`` keeps them from the connections.
+            Masks of ``nn.MultiheadAttention`` have the opposite meaning; ``""`` keeps them from the connections.
 
     Returns:
         The class.
@@ -73,8 +73,11 @@ def register_block(
     for what, values in (("stream", streams), ("dim", dims)):
         if isinstance(values, tuple) and len(values) != len(kinds):
             raise ValueError(f"there are {len(values)} for {what} and {len(kinds)} kinds: give one, or one for each")
+    if mask.endswith("key_padding_mask"):
+        raise ValueError(f"mask {mask!r} is True for padding, connections read True as real: give mask='', or pass the "
+                         "block the opposite under another name")
     name = _name(block)
-    spec = BlockSpec(name, streams, kinds, dims, keep=keep, method=method, mask=mask)
+    spec = BlockSpec(name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="")
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
     if name in _SPECS and _SPECS[name] != spec and _REGISTERED.get(name, block) is block:

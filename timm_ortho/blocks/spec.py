@@ -20,6 +20,8 @@ class BlockSpec(NamedTuple):
             pass (see :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions; ``forward`` where a release of the library has no such method.
         mask: The argument of that method, if it has one, that connections are handed as ``attn_mask``.
+        mask_layout: How that mask is read where its shape allows two readings, see
+            :func:`timm_ortho.connections.real_tokens`.
         unless: Says of a block that its sums stay what they are.
         tokens_apart: Whether the global scope is each token by itself here.
         width: Channels of the stream, of a block: one number for all additions or one for each. What its last linear
@@ -33,6 +35,7 @@ class BlockSpec(NamedTuple):
     keep: str = "output"
     method: str = "forward"
     mask: str = "attn_mask"
+    mask_layout: str = "scores"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: last_width(block)

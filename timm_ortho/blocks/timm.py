@@ -203,7 +203,7 @@ NOT_RESIDUAL: Dict[str, str] = {
         "inside a branch": """
             layers.bottleneck_attn.PosEmbedRel layers.halo_attn.PosEmbedRel layers.lambda_layer.LambdaLayer
             layers.non_local_attn.BatNonLocalAttn layers.non_local_attn.NonLocalAttn
-            models.coat.FactorAttnConvRelPosEnc models.csatv2.PosConv models.cspnext.SPPBottleneck
+            models.coat.FactorAttnConvRelPosEnc models.csatv2.PosConv
             models.efficientformer_v2.Attention2d models.efficientformer_v2.Attention2dDownsample
             models.efficientformer_v2.LocalGlobalQuery models.efficientvim.HSMSSD
             models.efficientvit_msra.CascadedGroupAttention models.focalnet.FocalModulation

@@ -38,6 +38,9 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         width=lambda block: (block.norm2.normalized_shape[0], last_width(block.mlp))),
 )
 
-NOT_RESIDUAL: Dict[str, str] = {f"torchvision.{name}": "a sum of resolutions" for name in (
-    "models.detection.retinanet.RetinaNet", "models.segmentation.lraspp.LRASPPHead",
-    "ops.feature_pyramid_network.FeaturePyramidNetwork")}
+NOT_RESIDUAL: Dict[str, str] = {
+    **{f"torchvision.{name}": "a sum of resolutions" for name in (
+        "models.detection.retinanet.RetinaNet", "models.segmentation.lraspp.LRASPPHead",
+        "ops.feature_pyramid_network.FeaturePyramidNetwork")},
+    "torchvision.models.detection.anchor_utils.DefaultBoxGenerator": "corners of boxes",
+}

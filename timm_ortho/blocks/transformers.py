@@ -16,7 +16,8 @@ def _name(short: str) -> str:
 
 
 def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
-    return [BlockSpec(_name(short), *columns, mask="attention_mask", **more) for short in names.split()]
+    return [  # their models make four axes of a mask, or leave [B, N] for flash attention
+        BlockSpec(_name(short), *columns, mask="attention_mask", mask_layout="keys", **more) for short in names.split()]
 
 
 _TOKENS, _NCHW = -1, 1  # channel axis of B N C (B H W C) and B C H W

@@ -45,7 +45,7 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
     # at least float32: the square of a float16 norm overflows at 256
     x = connection.carried(x)
     x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
-    real = real_tokens(attn_mask, x)
+    real = real_tokens(attn_mask, x, connection.mask_layout)
     if real is not None:
         x, f = without_padding(x, real), without_padding(f, real)
     dim = connection.dim

@@ -4,7 +4,7 @@
 """
 import math
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Any, List, Mapping, Optional, Tuple
 
 import torch
 from PIL import Image
@@ -79,19 +79,18 @@ def as_svg(found: Lines, path: Path, title: str = "") -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def batch(model: nn.Module, image: Optional[Path] = None, img_size: Union[int, Sequence[int], None] = None) -> Tensor:
-    """What a model is shown: an image, prepared as timm does for this model, or four of noise, the same each time.
+def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mapping[str, Any]] = None) -> Tensor:
+    """Return an image as timm prepares it for a model, or four of noise, the same at each call.
 
     Args:
-        model: Its configuration says how images are prepared.
+        model: Its configuration describes the images unless ``config`` does.
         image: A file.
-        img_size: Of a model that was made for another size than its configuration says.
+        config: A data configuration of timm.
 
     Raises:
         ValueError: The file is no image.
     """
-    config = data_config(
-        model, {"input_size": (3, *img_size)} if isinstance(img_size, Sequence) else {"img_size": img_size})
+    config = config or data_config(model, {})
     if image is None:
         return torch.randn(4, *config["input_size"], generator=torch.Generator().manual_seed(0))
     try:

@@ -62,6 +62,7 @@ class Subject:
         limits: Sentences that stand before those that follow from the run.
         dataset: timm's name of the data set, where there is no run that says it.
         tags: Beside those that every card has.
+        imports: Lines of code that follow `import timm_ortho`, for what the author registered.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Subject:
     limits: Sequence[str] = ()
     dataset: Optional[str] = None
     tags: Sequence[str] = ()
+    imports: Sequence[str] = ()
 
     @property
     def connection(self) -> Optional[str]:
@@ -102,6 +104,8 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         summary=_summary(subject, run),
         about=subject.about,
         load=subject.load,
+        imports=subject.imports,
+        registered=subject.config["architecture"] if subject.connection else None,
         mode=" in grey" if subject.config and _channels(subject.config) == 1 else "",
         repo_id=subject.repo_id,
         revision_argument=f', revision="{subject.revision}"' if subject.revision else "",

@@ -36,8 +36,9 @@ def push(
     Files that it has already are replaced, a README.md that was edited by hand too.
 
     Args:
-        model: A model; or a checkpoint or the folder of one run, of `timm-ortho compare`, `study` or timm's `train.py`.
-            The card has figures only then: they are read from the run's files.
+        model: A classifier that `timm.create_model` made, connected later or not; or a checkpoint or the folder of one
+            run, of `timm-ortho compare`, `study` or timm's `train.py`. The card has figures only of a run: they are
+            read from its files.
         repo_id: `owner/name`.
         ema: The EMA weights of the run.
         labels: Names of the classes; None for those that the run or its data set knows.

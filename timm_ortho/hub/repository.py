@@ -11,10 +11,11 @@ The folder is loaded again before anybody gets to see it, and has to give the sa
 """
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType
 from typing import Any, Optional, Union
 
 import timm
@@ -29,9 +30,10 @@ from torch import nn
 from .._checks import short
 from .._compat import current_arguments, save_config_for_hf
 from .._images import data_config
-from ..connections import CONNECTIONS, Connection, LinearConnection, Site, sites
+from ..arguments import connection_arguments
+from ..connections import CONNECTIONS
 from ..convert import connect
-from ..models._build import OF_CONNECTIONS, creation_arguments, is_of_connections, pop_connection_arguments
+from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments, variant_argument
 from ..runs.folders import CheckpointRun, PublishError, Run, class_names, import_modules
 from ..skips.rewrites import ChangeOfBasis
 from ..weights.errors import check_repo_id, scrubbed
@@ -73,7 +75,7 @@ def export(
     run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
     if run is None and ema:
         raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
-    built = _detached(model) if run is None else _built(run)
+    built = _detached(model) if run is None else run_model(run)
     began_with = getattr(built, "began_with", {})
     if run is not None and run.options.get("pretrained") and not any(run.options.get(key) for key in _OTHER_START):
         began_with = built.pretrained_cfg
@@ -87,6 +89,7 @@ def export(
         config=config,
         parameters=sum(parameter.numel() for parameter in built.parameters()),
         load=f"hf-hub:{repo_id}" + (f"@{revision}" if revision else ""),
+        imports=list(_imports(run, config)),
         repo_id=repo_id,
         revision=revision,
         license=license,
@@ -122,15 +125,30 @@ def _detached(model: nn.Module) -> nn.Module:
     return deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
 
 
-def _built(run: CheckpointRun) -> nn.Module:
-    """The run's model, made as timm's train.py makes it, with the run's weights."""
+def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> nn.Module:
+    """Make a run's model as timm's train.py does, with the run's weights.
+
+    Args:
+        run: A run of train.py or of the lab.
+        name: Another model that takes these weights, such as a variant with another connection.
+        given: Arguments of the model that override the run's.
+
+    Raises:
+        PublishError: The weights do not fit the model, or a module of the run cannot be imported.
+    """
     options = run.options
     import_modules(options.get("device_modules"), PublishError)
     kwargs = dict(options.get("model_kwargs") or {})
+    name = name or options["model"]
+    if name != options["model"] or any(map(is_of_connections, given)):
+        kwargs, connection = {key: value for key, value in kwargs.items() if not is_of_connections(key)}, None
+    else:
+        connection = run.connection if run.connection != kwargs.get("connection") else None  # switched in mid-training
+    kwargs.update(given)
     size = options.get("input_size")
     try:
         model = timm.create_model(
-            options["model"],
+            name,
             in_chans=options.get("in_chans") or (size[0] if size else 3),
             num_classes=options.get("num_classes"),
             global_pool=options.get("gp"),
@@ -138,54 +156,24 @@ def _built(run: CheckpointRun) -> nn.Module:
             bn_eps=options.get("bn_eps"),
             **kwargs,
         )
-        if run.connection != kwargs.get("connection"):  # it was switched in mid-training
-            connect(model, **{**pop_connection_arguments(kwargs, run.connection), "connection": run.connection})
+        if connection is not None:
+            connect(model, **{**pop_connection_arguments(kwargs, connection), "connection": connection})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise PublishError(f"{run.path} is not of the model that its arguments describe, '{options['model']}': "
+        raise PublishError(f"{run.path} is not of the model that its arguments describe, '{name}': "
                            f"{short(error)}") from None
     return model.eval()
 
 
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
-    """The arguments of a variant that give a model the connections that this one has; {} for timm's own model."""
-    found = sites(model)
-    if not found:  # timm's own model, or a variant after disconnect
-        return {"connection": "linear"} if _is_variant(model) else {}
-    transform = _skip_arguments(found)
-    carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
-    if not carrying:
-        return {"connection": "linear", **transform}
-    arguments, *others = [_arguments_of(site.connection) for site in carrying]
-    layers, kinds = sorted({site.layer for site in carrying}), list(dict.fromkeys(site.kind for site in carrying))
-    are_others_linear = len(carrying) == sum(site.layer in layers and site.kind in kinds for site in found)
-    if not are_others_linear or any(other != arguments for other in others):
-        raise PublishError("the model's connections differ from site to site in more than being linear or not, which "
-                           "no arguments of a variant can say: connect it with one connection")
-    if arguments["connection"] not in CONNECTIONS:
-        raise PublishError(f"the model's connection, {arguments['connection']}, has no name that config.json could "
-                           "say: give it one with timm_ortho.register_connection, and connect the model by that name")
-    if layers != sorted({site.layer for site in found}):
-        arguments["connection_layers"] = layers
-    if len(kinds) < len({site.kind for site in found}):
-        arguments["connection_kinds"] = kinds
-    return {**arguments, **transform}
-
-
-def _arguments_of(connection: Connection) -> dict[str, Any]:
-    """Those that make one connection."""
-    known = {argument: name for argument, name in OF_CONNECTIONS.items() if hasattr(connection, name)}
-    return {"connection": connection.name, **{argument: getattr(connection, name) for argument, name in known.items()}}
-
-
-def _skip_arguments(found: Sequence[Site]) -> dict[str, Any]:
-    """Those that give its sites the transforms of the stream that they have; {} for the stream as it is."""
-    skips = [site.connection.skip for site in found]
-    asked = [{} if skip is None else getattr(skip, "asked", None) for skip in skips]
-    if asked[0] is None or any(one != asked[0] for one in asked):
-        raise PublishError("the model's transforms of the stream are not those of one timm_ortho.connect(skip=...), "
-                           "which no arguments of a variant can say: give all its sites one skip")
-    return asked[0]
+    """Return the arguments of a variant that give a model its connections; empty for a model of timm itself."""
+    try:
+        arguments = connection_arguments(model)
+    except ValueError as error:
+        raise PublishError(str(error)) from None
+    if not arguments and _is_variant(model):  # after disconnect
+        return {"connection": "linear"}
+    return {variant_argument(name): value for name, value in arguments.items()}
 
 
 def _is_variant(model: nn.Module) -> bool:
@@ -241,6 +229,19 @@ def _config(
     return {**config, "model_args": {**arguments, **connection}}
 
 
+def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
+    """Return lines of code that register the architecture and the connection where timm_ortho does not."""
+    own = [module for module in (run and run.options.get("device_modules")) or () if module != "timm_ortho"]
+    connection = config["model_args"].get("connection", "linear")
+    make = CONNECTIONS[connection]
+    made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # a partial has none
+    for module in own or dict.fromkeys((model_entrypoint(config["architecture"]).__module__, made_in)):
+        if module == "__main__":
+            yield f"# run the author's lines that register the connection '{connection}' here"
+        elif module.partition(".")[0] not in ("timm", "timm_ortho"):
+            yield f"import {module}  # the author's own module"
+
+
 # In a pretrained_cfg: what belongs to other weights than these.
 _OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "label_offset")
 _FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # what an architecture recommends for its own weights
@@ -252,7 +253,7 @@ def _pretrained_cfg(
         architecture: str,
         license: Optional[str],
 ) -> dict[str, Any]:
-    cfg = {**model.pretrained_cfg, **_data_config(model, run)}
+    cfg = {**model.pretrained_cfg, **image_config(model, run.options if run is not None else {})}
     dropped = _OF_OTHER_WEIGHTS if run is None else _OF_OTHER_WEIGHTS + _FOR_TESTS
     cfg = {key: value for key, value in cfg.items() if key not in dropped}
     cfg.update(architecture=architecture, num_classes=model.num_classes, custom_load=False)
@@ -262,9 +263,8 @@ def _pretrained_cfg(
 _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
-def _data_config(model: nn.Module, run: Optional[Run]) -> dict[str, Any]:
-    """How images are made ready: as in the run, or as the architecture's configuration has it."""
-    options = run.options if run is not None else {}
+def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how images are prepared: by the options of a run, or else by the architecture's configuration."""
     config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
     channels, *size = config["input_size"]
     if model.pretrained_cfg.get("fixed_input_size"):

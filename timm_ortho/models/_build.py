@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._checks import known_name
 from .._compat import adapt_model_from_file
-from ..connections import CONNECTIONS
+from ..connections import known_connection
 from ..convert import connect
 from ..diagnostics import record_as_asked
 from ..weights.checks import checked, located, naming_the_source, restore_source
@@ -28,11 +28,13 @@ from ..weights.pretrained import pretrained_cfgs
 
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # of a variant's name: its connection
 
-# argument of a variant -> argument of connect
-_ARGUMENTS = {name if name.startswith(("connection", "skip")) else f"connection_{name}": name
-              for name in list(signature(connect).parameters)[1:]}
-# likewise, those that a connection has as attributes
-OF_CONNECTIONS = {f"connection_{name}": name for name in ("eps", "prob", "start")}
+
+def variant_argument(name: str) -> str:
+    """Return the name under which a variant takes an argument of :func:`timm_ortho.connect`."""
+    return name if name.startswith(("connection", "skip")) else f"connection_{name}"
+
+
+_ARGUMENTS = {variant_argument(name): name for name in list(signature(connect).parameters)[1:]}
 
 
 def create(
@@ -97,7 +99,7 @@ def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[st
     taken = {"connection": connection}
     for name in [name for name in kwargs if is_of_connections(name)]:
         taken[_ARGUMENTS[known_name("argument", name, _ARGUMENTS)]] = kwargs.pop(name)
-    known_name("connection", taken["connection"], CONNECTIONS)
+    known_connection(taken["connection"])
     return taken
 
 

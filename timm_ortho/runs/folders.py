@@ -33,6 +33,10 @@ class PublishError(ValueError):
     """What was given cannot be published; one line that says what is wrong and what to do."""
 
 
+class NoRunError(PublishError):
+    """A file that is no checkpoint of a training run."""
+
+
 def class_names(dataset: Any) -> Optional[list[str]]:
     """The names of a data set's classes in the order of their labels, where a torchvision or timm data set has them."""
     dataset = getattr(dataset, "dataset", dataset)
@@ -175,9 +179,9 @@ def _read_checkpoint(path: Path) -> dict:
     try:
         checkpoint = load_checkpoint(path)
     except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
-        raise PublishError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {short(error)})") from None
+        raise NoRunError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {short(error)})") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise PublishError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
+        raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
                            f"{_BY_HAND}")
     return checkpoint
 
@@ -193,7 +197,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise PublishError(f"{folder / 'args.yaml'} cannot be read ({short(error)})") from None
     if not options.get("model"):
-        raise PublishError(f"{path} has neither an args.yaml beside it nor its arguments inside, so nothing says which "
+        raise NoRunError(f"{path} has neither an args.yaml beside it nor its arguments inside, so nothing says which "
                            f"model it is: {_BY_HAND}")
     return options
 

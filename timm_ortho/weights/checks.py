@@ -4,10 +4,11 @@ timm itself reads a pickle where there are no safetensors, and where the number 
 tensors stay random. Neither happens here: nothing of a repository or of a folder with a config.json is ever unpickled,
 and what does not fit is an error, the head of a model that is adapted excepted.
 """
+import warnings
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
@@ -117,7 +118,8 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
         arguments: What ``build_model_with_cfg`` is called with.
 
     Returns:
-        A filter that raises WeightsError unless every tensor is there, has its shape and is finite.
+        A filter that raises WeightsError if a tensor is missing, has another shape or is not finite. It warns where
+        timm replaces a classifier that would fit by a new one.
     """
     source = _name(cfg.source, cfg.hf_hub_id, cfg.file)
 
@@ -139,6 +141,8 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
         ]
         if found:
             raise WeightsError(f"{source}: the weights do not fit {cfg.architecture}: {'; '.join(found)}")
+        if model.num_classes != cfg.num_classes and not arguments.get("features_only"):
+            _warn_of_a_new_classifier(source, state_dict, own, cfg, model.num_classes)
         return state_dict
 
     return filtered
@@ -162,8 +166,7 @@ def _other_names(state_dict: Dict[str, Tensor], own: Dict[str, Tensor], is_adapt
 def _other_shapes(
         state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, is_adapted: bool) -> Iterator[str]:
     """Tensors of another shape, but for the classifier where timm drops it, and the input channels that it adapts."""
-    classifiers = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
-    dropped = tuple(f"{name}." for name in classifiers) if is_adapted or cfg.label_offset else ()
+    dropped = _classifiers(cfg) if is_adapted or cfg.label_offset else ()
 
     def fits(name: str) -> bool:
         given, wanted = tuple(state_dict[name].shape), tuple(own[name].shape)
@@ -175,6 +178,23 @@ def _other_shapes(
     if names:
         found = [f"{name} ({tuple(state_dict[name].shape)}, not {tuple(own[name].shape)})" for name in names]
         yield f"of another shape are {_some(found)}"
+
+
+def _warn_of_a_new_classifier(
+        source: str, state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, classes: int) -> None:
+    """Warn that timm drops a classifier that fits, since it compares the model with the configuration only."""
+    names = [name for name in own if name.startswith(_classifiers(cfg))]
+    if names and all(name in state_dict and state_dict[name].shape == own[name].shape for name in names):
+        warnings.warn(
+            f"{source}: the classifier ({', '.join(names)}) of the checkpoint fits, and timm replaces it by a new one, "
+            f"since the configuration says {cfg.num_classes} classes and the model has {classes}. To keep it, add "
+            f"num_classes={classes} to pretrained_cfg_overlay; --pretrained-path of train.py sets -1.", stacklevel=2)
+
+
+def _classifiers(cfg: PretrainedCfg) -> Tuple[str, ...]:
+    """What the names of the classifiers' tensors begin with."""
+    names = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
+    return tuple(f"{name}." for name in names)
 
 
 def _not_finite(state_dict: Dict[str, Tensor]) -> Iterator[str]:

@@ -1,0 +1,144 @@
+"""The arguments that give a model its present connections: read from any model, and kept by transformers' configs."""
+import json
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import timm_ortho
+from timm_ortho import connect, connection_arguments, disconnect, sites
+
+VIT = dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
+ARGUMENTS = {
+    "feature": dict(connection="feature"),
+    "linear": dict(connection="linear"),
+    "part": dict(connection="global", layers=[1], kinds="mlp", prob=0.5, eps=1e-4),
+    "skip": dict(connection="feature", skip="orthogonal_random", skip_seed=3),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    found = pytest.importorskip("transformers", minversion="5")
+    found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    return found
+
+
+def images():
+    return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def vit(transformers, config=None):
+    torch.manual_seed(0)
+    return transformers.ViTForImageClassification(config or transformers.ViTConfig(**VIT)).eval()
+
+
+def stored(folder):
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_make_the_same_connections(name):
+    torch.manual_seed(0)
+    model = connect(torchvision.models.vision_transformer.VisionTransformer(16, 8, 2, 2, 16, 32), **ARGUMENTS[name])
+    torch.nn.init.normal_(model.heads.head.weight)
+    read = json.loads(json.dumps(connection_arguments(model)))
+    again = connect(torchvision.models.vision_transformer.VisionTransformer(16, 8, 2, 2, 16, 32), **read)
+    again.load_state_dict(model.state_dict())
+    assert connection_arguments(again) == read
+    assert torch.equal(again.eval()(images()), model.eval()(images()))
+
+
+def test_a_model_without_connections_has_no_arguments():
+    assert connection_arguments(nn.Linear(2, 2)) == {}
+    assert connection_arguments(disconnect(timm.create_model("vit_test_ortho"))) == {}
+
+
+def test_sites_that_differ_have_no_common_arguments():
+    model = timm.create_model("vit_test_ortho")
+    connect(model.blocks[0], "global")
+    with pytest.raises(ValueError, match="differ from site to site"):
+        connection_arguments(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_save_pretrained_wrote_connects_the_loaded_model(transformers, tmp_path, name):
+    model = connect(vit(transformers), **ARGUMENTS[name])
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert sites(loaded) == []  # should this fail, transformers has a hook by now: use it
+    connect(loaded, **loaded.config.timm_ortho)
+    assert torch.equal(loaded(images()).logits, model(images()).logits)
+    assert [(site.layer, site.kind, str(site.connection)) for site in sites(loaded)] == [
+        (site.layer, site.kind, str(site.connection)) for site in sites(model)]
+
+
+def test_the_config_follows_connect_and_disconnect(transformers, tmp_path):
+    config = transformers.ViTConfig(**VIT)
+    model, other = connect(vit(transformers, config), "global"), vit(transformers, config)
+    assert model.config.timm_ortho["connection"] == "global"
+    assert connect(model, "feature").config.timm_ortho["connection"] == "feature"
+    assert model.vit.config is model.config
+    other.save_pretrained(tmp_path)  # made from the same object, and never connected
+    assert "timm_ortho" not in stored(tmp_path)
+    disconnect(model).save_pretrained(tmp_path)
+    assert "timm_ortho" not in stored(tmp_path)
+
+
+@torch.no_grad()
+def test_learned_connections_load_into_a_class_that_connects_itself(transformers, tmp_path):
+    """The way that the page on weights shows."""
+    class Connected(transformers.ViTForImageClassification):
+        def __init__(self, config):
+            super().__init__(config)
+            connect(self, **config.timm_ortho)
+
+    model = connect(vit(transformers), "hybrid")
+    for site in sites(model):
+        site.connection.rho += 0.3
+    model.save_pretrained(tmp_path)
+    assert torch.equal(Connected.from_pretrained(tmp_path).eval()(images()).logits, model(images()).logits)
+
+
+def test_parts_of_a_composite_model_share_its_config(transformers, tmp_path):
+    tower = {key: value for key, value in VIT.items() if key not in ("image_size", "patch_size")}
+    config = transformers.CLIPConfig(vision_config=VIT, text_config=dict(tower, vocab_size=9), projection_dim=8)
+    model = connect(transformers.CLIPModel(config), "feature", layers=[0, 3])
+    assert model.config.vision_config is model.vision_model.config
+    model.save_pretrained(tmp_path)
+    assert stored(tmp_path)["timm_ortho"]["layers"] == [0, 3]
+
+
+def test_a_connection_without_a_name_is_told(transformers, tmp_path):
+    class Own(timm_ortho.FeatureConnection):
+        pass
+
+    model = connect(vit(transformers), "feature")
+    with pytest.warns(UserWarning, match=r"save_pretrained will not save .*Own.*register_connection") as caught:
+        connect(model, Own)
+    assert caught[0].filename == __file__
+    model.save_pretrained(tmp_path)
+    assert "timm_ortho" not in stored(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
+def test_merged_adapters_keep_the_arguments(transformers, tmp_path):
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(target_modules=["query", "value", "q_proj", "v_proj"])
+    model = connect(peft.get_peft_model(vit(transformers), adapters), "global")
+    model.merge_and_unload().save_pretrained(tmp_path)
+    assert stored(tmp_path)["timm_ortho"]["connection"] == "global"
+
+
+def test_transformers_is_not_imported_for_it():
+    code = ("import sys, timm, timm_ortho; timm_ortho.connect(timm.create_model('vit_test_linear')); "
+            "assert 'transformers' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True)
