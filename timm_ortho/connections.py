@@ -25,8 +25,6 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Op
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from ._checks import check_eps, check_prob, known_name
@@ -69,14 +67,12 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     if attn_mask is None:
         return None
     if not torch.jit.is_scripting():
-        if isinstance(attn_mask, CausalBias):  # a tensor without values; each token may attend to itself
-            return None
-        if has_torch_function_variadic(attn_mask, x):  # FX reads the mask when the graph runs
-            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)
-        if isinstance(attn_mask, BlockMask):
-            attn_mask = create_mask(attn_mask.mask_mod, *attn_mask.shape, device=x.device)
+        if has_torch_function_variadic(attn_mask, x):
+            if type(attn_mask).__name__ == "CausalBias":  # a tensor without values; each token may attend to itself
+                return None
+            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX: when the graph runs
         if not isinstance(attn_mask, Tensor):
-            raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(attn_mask).__name__}")
+            attn_mask = _evaluated(attn_mask, x)
     if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
         return None
     problem = _mask_problem(attn_mask, x, layout)
@@ -92,6 +88,15 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     while allowed.dim() < 4:
         allowed = allowed.unsqueeze(0)
     return allowed.any(2).any(1).unsqueeze(-1)
+
+
+def _evaluated(mask: Any, x: Tensor) -> Tensor:
+    """Return flex attention's ``BlockMask`` as a tensor."""
+    from torch.nn.attention.flex_attention import BlockMask, create_mask  # only where such a mask has been made
+
+    if not isinstance(mask, BlockMask):
+        raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(mask).__name__}")
+    return create_mask(mask.mask_mod, *mask.shape, device=x.device)
 
 
 def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:

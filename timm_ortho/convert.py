@@ -98,7 +98,7 @@ def connect(
             ``eps``, ``prob``, ``start``, ``keep``, ``device``, ``dtype``.
         eps: Added to |x|^2.
         prob: Probability pi of the orthogonal form, drawn for each site and step in training (not for ``hybrid``).
-        layers: Indices of the blocks that carry the connection, the others being linear: ``1`` or ``[1]``. None for
+        layers: Indices of the blocks that carry the connection, ``1`` or ``[1]``. All other blocks are linear. None for
             all. A block within a block, such as the layer that ends another one's MLP in transformers, belongs to the
             layer of that one.
         kinds: Kinds of branches that carry the connection, as :func:`timm_ortho.sites` names them, the others being
@@ -256,7 +256,7 @@ def _chosen_layers(layers: Union[int, Iterable[int], None], count: int) -> Colle
         return range(count)
     try:
         each = layers if isinstance(layers, Iterable) else [layers]
-        given = [operator.index(layer) for layer in each]  # NumPy's integers too, and whatever can be read only once
+        given = [operator.index(layer) for layer in each]  # NumPy's integers and iterators too
     except TypeError:
         raise ValueError(f"layers must be block indices in [0, {count - 1}], got {layers!r}") from None
     wrong = [layer for layer in given if not 0 <= layer < count]
