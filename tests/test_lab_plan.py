@@ -446,7 +446,7 @@ def test_bad_study(tmp_path, changed, message):
     (["run", "dynamics", "--dataset", "cifar10"],
      "data set 'torch/cifar10' needs --data-dir: timm looks for its files in DATA_DIR/cifar-10-batches-py"),
     (["run", "dynamics", "--dataset", "tiny_imagenet"],
-     "an image folder needs --data-dir: timm looks for class folders"),
+     "an image folder needs --data-dir: the images must be in train/CLASS/"),
     (["run", "dynamics", "--dataset", "torch/fashion_mnist", "--data-dir", "nowhere"],
      "let torchvision fetch them with --option dataset_download=true"),
     (["run", "dynamics", "--seeds", "0"], "give at least one seed"),
@@ -492,7 +492,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(device_modules=["nowhere_at_all"]), r"'device_modules': No module named 'nowhere_at_all': is its folder in"),
     (dict(dataset="torch/fashion_mnist", data_dir="x"), r"\(train\) is not there: timm looks for its files in .*Fa"),
     (dict(dataset="torch/fashion_mist", data_dir="x"), r"'torch/fashion_mist' \(train\) is not there: .* it knows t"),
-    (dict(dataset="", data_dir="x"), r"timm looks for class folders in .*train and .*val"),
+    (dict(dataset="", data_dir="x"), r"there is no folder x: the images must be in train/CLASS/ and in val/CLASS/"),
 ])
 def test_bad_options(tmp_path, monkeypatch, given, message):
     """Nothing is written, or the corrected command would find a folder of other settings."""

@@ -483,11 +483,6 @@ def test_class_folders_are_trained_on(images, tmp_path):
     assert state(folder)["args"].in_chans == 3
 
 
-def test_validation_on_training_images_is_refused(images):
-    with pytest.raises(LabError, match="training and validation images would both come from"):
-        planned_options(dataset="", data_dir=str(images / "train"))
-
-
 # --------------------------------------------------------------------------------------------------- the rest
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_channels_last(channels_last):

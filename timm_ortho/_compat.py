@@ -3,6 +3,7 @@ from typing import Any, ItemsView, Optional
 
 import timm
 import torch
+from timm.data.dataset_factory import _search_split as search_split  # the folder that timm reads for a split
 from timm.models._features import feature_take_indices  # what `indices` of a forward_intermediates means
 from timm.models._hub import save_config_for_hf  # config.json as timm writes it, without an upload
 from timm.models._prune import adapt_model_from_file  # narrower layers, before they get connections
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # every operation th
 __all__ = [
     "TorchDispatchMode", "adapt_model_from_file", "compiled_model", "current_arguments", "feature_take_indices",
     "forward_mode_is_active", "functorch_is_active", "is_compiled_in_place", "is_compiler_error", "is_recorded",
-    "is_sharded", "named_children", "save_config_for_hf", "submission_script",
+    "is_sharded", "named_children", "save_config_for_hf", "search_split", "submission_script",
 ]
 
 # The arguments that make a model as it is now, reset_classifier() and set_input_size() included; timm 1.0.31 has it.

@@ -3,7 +3,6 @@
 Every loader draws its random numbers (order, augmentation, mixup) inside `DataStream`, apart from those of the model,
 so that two runs with one seed see the same batches whatever their connections draw.
 """
-import os
 import random
 from argparse import Namespace
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..runs.folders import class_names
 from . import LabError
+from .image_folder import LAYOUT, READERS, find_splits, is_image_folder, refuse_shared_images
 
 # Where torchvision's classes, and so timm's torch/..., look below the root.
 _FOLDERS = {
@@ -30,7 +30,6 @@ _FOLDERS = {
     "qmnist": "QMNIST/raw",
     "fashion_mnist": "FashionMNIST/raw",
 }
-_READERS = ("hfds", "hfids", "tfds", "wds")  # that find their data sets without a folder
 
 
 class Digits(Dataset):
@@ -89,6 +88,7 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
+    val_split: str  # the split of the validation images: that of the options, or `test` in its place
     labels: Optional[list[str]] = None  # names of the classes, where the data set has them
 
 
@@ -101,15 +101,16 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
             choices (a learning rate, an epoch) are not made on the test images. 0 validates on the validation split.
     """
     kind = options.dataset.partition("/")[0]
-    if not options.data_dir and kind not in ("digits", *_READERS):
+    if not options.data_dir and kind not in ("digits", *READERS):
         name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
+    val_split = find_splits(options, hold_out) if is_image_folder(options) else options.val_split
     train = _open(options, options.train_split, True)
     if hold_out:
         train, validation = _split(train, hold_out)
     else:
-        validation = _open(options, options.val_split, False)
-        _refuse_same_images(options, train, validation)
+        validation = _open(options, val_split, False)
+        refuse_shared_images(train, validation)
     mode, classes = _first_image_mode(train), class_names(train)
     in_chans = _in_chans(options, mode)
     wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
@@ -117,7 +118,7 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
     num_classes = _num_classes(options, classes)
     labels = classes if classes and len(classes) == num_classes else None
     parts = [_view(train, options.train_num_samples, wanted), _view(validation, options.val_num_samples, wanted)]
-    return Source(*parts, num_classes, in_chans, labels)
+    return Source(*parts, num_classes, in_chans, val_split, labels)
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
@@ -173,17 +174,9 @@ def _where(options: Namespace) -> str:
     if kind == "torch":
         known = ", ".join(f"torch/{name}" for name in _FOLDERS)
         return f"timm looks in {root} for torchvision's files; without a download it knows {known}"
-    if kind in _READERS:
+    if kind in READERS:
         return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
-    return f"timm looks for class folders in {Path(root) / 'train'} and {Path(root) / 'val'} (or validation)"
-
-
-def _refuse_same_images(options: Namespace, train: Any, validation: Any) -> None:
-    """timm reads the whole folder for a split that has no folder of its own: validation would be on training images."""
-    roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
-    folders = options.dataset.partition("/")[0] not in ("digits", "torch", *_READERS)
-    if folders and roots[0] is not None and os.path.realpath(roots[0]) == os.path.realpath(roots[1]):
-        raise LabError(f"training and validation images would both come from {roots[0]}: {_where(options)}")
+    return f"{LAYOUT} of {root}"
 
 
 def _first_image_mode(dataset: Any) -> Optional[str]:

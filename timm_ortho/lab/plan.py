@@ -30,6 +30,7 @@ from .changes import changes
 from .data import Source, open_source
 from .design import Design, Variant
 from .folder import PLAN, RunPlan, Stage, read_yaml
+from .image_folder import is_here
 from .layout import Layout, shown
 from .recipe import base_name
 from .train import Training, build_model
@@ -293,6 +294,7 @@ def _checked(request: Request, variants: Sequence[Variant]) -> Source:
     source = open_source(variants[0].options, request.design.hold_out)
     for variant in variants:
         variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
+        variant.options.val_split = source.val_split
         _check_models(variant)
     return source
 
@@ -367,15 +369,18 @@ def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None
     defaults = vars(parser.parse_args([]))
     if request.design.hold_out:
         raise LabError("train.py holds no images out: leave --train-py away, or give the study a val_split of its own")
-    if variants[0].options.num_classes is None:  # the paper's recipes say it
-        source = open_source(variants[0].options)
-        for variant in variants:
-            variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
-    dataset = variants[0].options.dataset
-    cut = [key for key in ("train_num_samples", "val_num_samples") if getattr(variants[0].options, key) is not None]
+    first = variants[0].options
+    unknown, dataset = first.num_classes is None, first.dataset  # the paper's recipes have the number of classes
+    if unknown or is_here(first):
+        source = open_source(first)
+        for options in (variant.options for variant in variants):
+            options.val_split = source.val_split
+            if unknown:
+                options.num_classes, options.in_chans = source.num_classes, source.in_chans
+    cut = [key for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None]
     if cut and dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
         print(f"timm-ortho: train.py has no use for {' and '.join(cut)} where a data set is no stream, and takes all "
-              f"images of '{dataset or variants[0].options.data_dir}'", file=sys.stderr)
+              f"images of '{dataset or first.data_dir}'", file=sys.stderr)
     for variant in variants:
         if variant.options.dataset == "digits":
             raise LabError("train.py has no data set digits: give another --dataset, or leave --train-py away")

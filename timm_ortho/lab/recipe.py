@@ -40,6 +40,10 @@ def known_options() -> Mapping[str, Mapping[str, Any]]:
     return json.loads(files(__package__).joinpath("train_options.json").read_text(encoding="utf-8"))
 
 
+def defaults() -> dict[str, Any]:
+    return {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
+
+
 @cache
 def options_with(key: str, *values: str) -> frozenset[str]:
     """The names of the options of which the table says one of these: `options_with("lab", "used")`."""
@@ -91,8 +95,7 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
         unused = [key for key in changed if key in options_with("lab", "unused")]
         if unused:
             print(f"timm-ortho: the lab's own loop has no use for {', '.join(unused)}", file=sys.stderr)
-    defaults = {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
-    return Namespace(**{**defaults, **typed})
+    return Namespace(**{**defaults(), **typed})
 
 
 def resolve_variant(given: Mapping[str, Any], name: Optional[str], trainer: str = "lab") -> Namespace:
