@@ -1,19 +1,18 @@
 """Image folders: which folder is a split, and which layouts are refused before anything runs."""
 import os
 import shutil
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_study import compared, planned, request, written
+from tiny_study import compared, one_run, planned, read, request, written
 
 from timm_ortho.lab import LabError, plan, recipe, run, train_py
 from timm_ortho.lab.folder import RunPlan
 
-# timm's ImageDataset leaves the closing of its files to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*png:ResourceWarning")
 STAND_IN = Path(__file__).with_name("stand_in_train.py")
 WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
@@ -28,6 +27,12 @@ def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
             for index in range(count):
                 Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(folder / f"{index}.png")
     return root
+
+
+def samples(split):
+    """Files and labels, of timm's data set or torchvision's."""
+    split = getattr(split, "dataset", split)
+    return getattr(split, "reader", split).samples
 
 
 def options_of(root, **given):
@@ -55,7 +60,7 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     options = options_of(root)
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
-    assert {Path(path).parent.parent.name for path, _ in source.validation.reader.samples} == {"test"}
+    assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
     assert recipe.known_options()["val_split"]["default"] == "validation"  # the split that `test` replaces
 
 
@@ -84,7 +89,7 @@ def test_flat_folder_is_for_hold_out_only(tmp_path):
         hold_out(image_folder(tmp_path / "c", "learn", "test"))
 
 
-@pytest.mark.parametrize("split", ["train/..", "../data", ".", "train/cat", "train[50%:]"])
+@pytest.mark.parametrize("split", ["train/..", "../data", ".", "./train", "train[50%:]"])
 def test_split_that_shares_images_is_refused(tmp_path, split):
     refused("validation image", image_folder(tmp_path / "data", "train", "test"), val_split=split)
 
@@ -161,3 +166,164 @@ def test_train_py_is_refused_shared_images_where_the_data_is(tmp_path):
     with pytest.raises(LabError, match=r"planned with val_split 'validation', .* --option val_split=test"):
         train_py.train(RunPlan.read(folder), stage, folder)
     assert not (folder / "summary.csv").exists()
+
+
+# --------------------------------------------------------------------------------------------- the classes
+def tiny_imagenet(root):
+    """Tiny ImageNet's own layout."""
+    image_folder(root, "train", classes=("n01", "n02", "n03"), below="images")
+    for label in ("n01", "n02", "n03"):
+        (root / "train" / label / f"{label}_boxes.txt").write_text(f"{label}_0.png\t0\t0\t62\t62\n")
+    (root / "val" / "images").mkdir(parents=True)
+    rows = []
+    for index in range(9):
+        pixels = np.random.default_rng(100 + index).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / "val" / "images" / f"val_{index}.png")
+        rows.append(f"val_{index}.png\tn0{1 + index % 3}\t0\t0\t62\t62\n")
+    (root / "val" / "val_annotations.txt").write_text("".join(rows))
+    return root
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_tiny_imagenets_layout_is_sorted_by_the_commands_of_the_error(tmp_path, dataset):
+    root = tiny_imagenet(tmp_path / "tiny imagenet")
+    with pytest.raises(LabError, match=r"split '(train|validation)' of .*Tiny ImageNet's own layout") as error:
+        options_of(root, dataset=dataset)
+    commands = str(error.value).partition("two commands sort: ")[2].split(" and (")
+    for command in (commands[0], f"({commands[1]}"):
+        subprocess.run(["bash", "-ec", command], check=True)
+    options = options_of(root, dataset=dataset)
+    source = run.open_source(Namespace(**options))
+    assert (len(source.train), len(source.validation), source.labels) == (18, 9, ["n01", "n02", "n03"])
+    labels = {Path(path).name: label for path, label in samples(source.validation)}
+    assert labels == {f"val_{index}.png": index % 3 for index in range(9)}
+
+
+@pytest.mark.parametrize("scale", ["lab", "train.py"])
+def test_one_class_is_refused(tmp_path, scale):
+    """Also where the number of classes is given, as the paper's recipes do for train.py."""
+    def refused_by(root, message):
+        with pytest.raises(LabError, match=message):
+            options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
+
+    refused_by(image_folder(tmp_path / "a", "train", "val", classes=("all",)),
+               "split 'train' of .*: all images are of one class 'all': the images must be in train/CLASS/")
+    refused_by(image_folder(tmp_path / "b", "train", "val", classes=("",)), "all images are of one class: the images")
+    refused_by(image_folder(image_folder(tmp_path / "c", "train"), "val", classes=("cat",)),
+               "split 'validation' of .*: all images are of one class 'cat'")
+    refused_by(image_folder(tmp_path / "d", "train", "val", below="images"),
+               "class 'images' is in several folders, first 'cat/images' and 'dog/images'")
+
+
+def test_class_folder_without_images_is_refused_where_classes_are_given(tmp_path):
+    root = image_folder(tmp_path, "train", "val")
+    (tmp_path / "classes.txt").write_text("cat\nbird\n")
+    refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
+
+
+def test_splits_of_different_classes_are_refused(tmp_path):
+    """timm numbers the classes of each split on its own, so that a label would mean two classes."""
+    root = image_folder(image_folder(tmp_path, "train", classes="abcd"), "val", classes="bcd")
+    refused(r"has other classes than split 'train', .*: 1 only in 'train' \(a\)", root)
+    (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
+    assert options_of(root, class_map=str(tmp_path / "classes.txt"))["num_classes"] == 4
+    image_folder(root, "val", classes="z")
+    refused(r"1 only in 'train' \(a\) and 1 only in 'validation' \(z\)", root)
+    image_folder(root, "val", classes="a")
+    refused(r": 1 only in 'validation' \(z\)", root)
+
+
+@pytest.mark.parametrize(("place", "message"), [
+    ("train/stray.png", "'cat' is inside '.', and there are images in both"),
+    ("train/cat/.ipynb_checkpoints/0.png", r"'cat/\.ipynb_checkpoints' is inside 'cat'"),
+    ("val/cat/more/small/0.png", "split 'validation' of .*'cat/more/small' is inside 'cat'"),
+])
+def test_image_between_class_folders_is_refused(tmp_path, place, message):
+    root = image_folder(tmp_path, "train", "val")
+    (root / place).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(root / place)
+    refused(message, root)
+
+
+def test_other_number_of_classes_is_refused(tmp_path):
+    """The paper's recipes have the number of classes of their own data set."""
+    root = image_folder(tmp_path / "data", "train", "val")
+    refused("num_classes is 200, but data set '.*' has 2 classes: give --option num_classes=2", root, num_classes=200)
+    with pytest.raises(LabError, match="num_classes is 200, but"):
+        plan.plan(for_train_py(tmp_path, root, num_classes=200))
+
+
+def test_classes_in_groups_are_allowed(tmp_path):
+    """timm ignores the folders above the innermost one."""
+    root = image_folder(image_folder(tmp_path, "train/pets", "val"), "train/birds", classes=("owl",))
+    image_folder(root, "val", classes=("owl",))
+    assert options_of(root)["num_classes"] == 3
+
+
+# ---------------------------------------------------------------------------------------------- the images
+@pytest.fixture
+def broken(tmp_path):
+    """A folder with one image that is cut off in its middle."""
+    root = image_folder(tmp_path / "data", "train", "val")
+    path = root / "val" / "dog" / "2.png"
+    path.write_bytes(path.read_bytes()[:400])
+    return root, path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers):
+    """timm's ImageDataset returns the next image, which would be counted twice."""
+    root, path = broken
+    folder = one_run(tmp_path / "out", dataset="", data_dir=str(root), workers=workers, **WHOLE)
+    with pytest.raises(LabError, match=rf"^image {path} cannot be used \(.*\): remove or replace it$"):
+        run.run(folder)
+    assert read(folder / "sessions.json")[-1]["error"].startswith(f"image {path} cannot be used")
+    assert not (folder / "result.json").exists()
+
+
+def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
+    """timm 1.0.31 reads this variable; without it the script trains on the next image."""
+    seen = tmp_path / "seen"
+    script = tmp_path / "script.py"
+    script.write_text(STAND_IN.read_text().replace(
+        "    import timm\n", f"    Path({str(seen)!r}).write_text(os.environ['TIMM_DATASET_MAX_RETRIES'])\n"
+        "    import timm\n"))
+    found = planned(request(
+        written(tmp_path, grid={}, representation=False, connections=["linear"]), tmp_path / "out", train_py=script,
+        dataset="", data_dir="/nowhere", num_classes=10))
+    run.run(found.folder / "linear-seed0")
+    assert seen.read_text() == "1"
+
+
+def test_images_that_cannot_be_opened_are_refused_before_training(tmp_path, broken):
+    root, path = broken
+    path.write_bytes(b"")
+    refused(f"image {path} is empty", root)
+    path.unlink()
+    path.symlink_to("nowhere.png")
+    refused(rf"image {path} cannot be read \(No such file", root)
+    path.unlink()
+    first = root / "train" / "cat" / "0.png"
+    first.write_bytes(b"no image")
+    refused(rf"image {first} cannot be used \(UnidentifiedImageError", root)
+
+
+def test_16_bit_images_are_refused(tmp_path):
+    """Pillow's conversion to 8 bits makes nearly all pixels white."""
+    root = image_folder(tmp_path, "train", "val")
+    pixels = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
+    Image.fromarray(pixels).save(root / "train" / "cat" / "0.png")
+    refused("Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits", root)
+
+
+@pytest.mark.parametrize(("given", "mode"), [({}, "RGB"), ({"in_chans": 1}, "L")])
+def test_grey_and_colour_images_mix(tmp_path, given, mode):
+    """All have the channels of the model, whichever image comes first."""
+    root = image_folder(tmp_path, "train", "val")
+    for label in ("cat", "dog"):
+        path = root / "train" / label / "0.png"
+        Image.open(path).convert("L").save(path)
+    options = Namespace(**options_of(root, **given))
+    source = run.open_source(options)
+    assert {image.mode for part in (source.train, source.validation) for image, _ in part} == {mode}
+    assert source.in_chans == options.in_chans == len(mode)

@@ -34,9 +34,6 @@ from timm_ortho.lab import LabError, data, features, plan, recipe, run, study as
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
 from timm_ortho.runs.folders import CheckpointRun, read_history
 
-# timm's ImageDataset leaves the closing of its files to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*png:ResourceWarning")
-
 KWARGS = SMALL["model_kwargs"]
 WHOLE = dict(train_num_samples=None, val_num_samples=None)
 

@@ -1,13 +1,17 @@
 """Image folders: which folders are the splits, and which layouts give wrong results.
 
-timm takes each image's class from its folder. Where a split has no folder of its own, timm reads the whole data set.
+timm takes an image's class from the innermost folder. Where a split has no folder, timm reads the whole data set.
 """
 import filecmp
 import os
+import shlex
 from argparse import Namespace
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
+
+import numpy as np
 
 from .._compat import search_split
+from ..runs.folders import class_names
 from . import LabError
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # the two names that timm has for torchvision's ImageFolder
@@ -52,6 +56,73 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
     return options.val_split if hold_out else validation
 
 
+def check_classes(options: Namespace, split: str, dataset: Any, train: Any = None) -> None:
+    """Raise a LabError if the labels of an opened split are not those of its class folders.
+
+    Args:
+        options: timm's options.
+        split: The split's name, for the message.
+        dataset: The split.
+        train: The training split, whose class names the labels of another split must have.
+    """
+    where = f"split '{split}' of {options.data_dir or options.dataset}"
+    advice = _advice(options) if is_image_folder(options) else "give another data set or split"
+    reader = getattr(dataset, "reader", None)
+    if reader is not None and not options.class_map:
+        root, folders = str(getattr(reader, "root", "")), sorted({os.path.dirname(path) for path in _paths(dataset)})
+        fault = _fault_of_layout([os.path.relpath(folder, root) for folder in folders])
+        if fault:
+            raise LabError(f"{where}: {fault}, and timm takes an image's class from its folder: {advice}")
+    names, labels = class_names(dataset), _labels(dataset)
+    if len(names or "12") < 2 or (labels is not None and len(np.unique(labels)) < 2):
+        one = f" '{names[labels[0] if labels is not None else 0]}'" if names and names[0] else ""
+        raise LabError(f"{where}: all images are of one class{one}: {advice}")
+    others = class_names(train) if train is not None else None
+    if names and others and names != others:
+        only = [f"{len(these)} only in '{which}' ({', '.join(these[:3])}{', ...' if len(these) > 3 else ''})"
+                for which, these in ((options.train_split, [name for name in others if name not in names]),
+                                     (split, [name for name in names if name not in others])) if these]
+        raise LabError(f"{where} has other classes than split '{options.train_split}', so labels would mean different "
+                       f"classes: {' and '.join(only) or 'in another order'}: {advice}; --option class_map=FILE.txt "
+                       "gives classes, one a line, that not every split has")
+
+
+def _fault_of_layout(folders: Sequence[str]) -> Optional[str]:
+    """Say which folders of images, relative to their split's, cannot be the folders of classes."""
+    known, first = set(folders), {}
+    for folder in folders:
+        if folder != "." and len(folders) > 1:
+            above = folder
+            while above:
+                above = os.path.dirname(above)
+                if (above or ".") in known:
+                    return f"'{folder}' is inside '{above or '.'}', and there are images in both"
+        other = first.setdefault(os.path.basename(folder), folder)
+        if other != folder:
+            return f"class '{os.path.basename(folder)}' is in several folders, first '{other}' and '{folder}'"
+    return None
+
+
+def _labels(dataset: Any) -> Optional[np.ndarray]:
+    """Return the label of every image, None for a data set that does not list them."""
+    dataset = getattr(dataset, "reader", dataset)
+    targets = getattr(dataset, "targets", None)
+    if targets is None and hasattr(dataset, "samples"):
+        targets = [sample[1] for sample in dataset.samples]
+    return None if targets is None else np.asarray(targets)
+
+
+def _advice(options: Namespace) -> str:
+    """Return the layout that is expected, and for Tiny ImageNet's own the commands that sort it."""
+    root = options.data_dir
+    if not os.path.isfile(os.path.join(root, "val", "val_annotations.txt")):
+        return LAYOUT
+    train, val = (shlex.quote(os.path.join(root, split)) for split in ("train", "val"))
+    return (f"{LAYOUT}. This is Tiny ImageNet's own layout, which two commands sort: (cd {train} && for d in */images; "
+            f"do mv $d/* $d/.. && rmdir $d; done) and (cd {val} && while read f c _; do mkdir -p $c && mv images/$f "
+            "$c; done < val_annotations.txt && rmdir images)")
+
+
 def refuse_shared_images(train: Any, validation: Any) -> None:
     """Raise a LabError if two opened splits have images in common, through links, nested folders or copies."""
     for key in ("train", "split"):  # of torchvision's data sets, and of timm's readers
@@ -87,7 +158,9 @@ def _identity(path: str) -> Any:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise LabError(f"image {path} cannot be read: {error.strerror}") from None
+        raise LabError(f"image {path} cannot be read ({error.strerror}): remove or replace it") from None
+    if not status.st_size:
+        raise LabError(f"image {path} is empty: remove or replace it")
     # some file systems have no inode numbers
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 

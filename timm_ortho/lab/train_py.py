@@ -38,7 +38,9 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     if before == stage.last_epoch:
         return
     _check_data(Namespace(**{**recipe.defaults(), **stage.options}))
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = {
+        **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "TIMM_DATASET_MAX_RETRIES": "1"}  # else timm trains on another image in place of one that cannot be read
     if plan.record is not None:
         environment.update(
             TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
