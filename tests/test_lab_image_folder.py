@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tiny_study import compared, one_run, planned, read, request, written
 
-from timm_ortho.lab import LabError, plan, recipe, run, train_py
+from timm_ortho.lab import LabError, plan, recipe, run, study as commands, train_py
 from timm_ortho.lab.folder import RunPlan
 
 STAND_IN = Path(__file__).with_name("stand_in_train.py")
@@ -136,6 +136,58 @@ def test_one_split_of_a_torchvision_data_set_twice_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(MNIST, "__getitem__", lambda self, index: (Image.fromarray(self.data[0]), self.targets[index]))
     options_of(tmp_path, dataset="torch/mnist")
     refused("training and validation images would both be of", tmp_path, dataset="torch/mnist", **given)
+
+
+# --------------------------------------------------------------------------------- what a report says of them
+def data_of(root, **given):
+    """Of `timm-ortho compare`, with one run."""
+    given = {"device": "cpu", "dataset": "", "data_dir": str(root), "batch_size": 4, **given}
+    return plan.plan(commands.Request(commands.comparison(["linear"], None), given, seeds=1)).study["data"]
+
+
+def test_description_of_the_data(tmp_path):
+    root = image_folder(image_folder(tmp_path, "train", count=8), "val", count=3)
+    assert data_of(root) == {
+        "image_size": [32, 32], "size_from": "recipe small_images", "first_image": [16, 16], "channels": 3,
+        "classes": 2, "train": 16, "validation": 6, "validation_split": "val"}
+    data = data_of(root, in_chans=1, train_num_samples=10)
+    assert (data["channels"], data["train"], data["validation"]) == (1, 10, 6)
+    image_folder(root, "test", count=2)
+    assert data_of(root, val_split="test")["validation_split"] == "test"
+
+
+@pytest.mark.parametrize(("given", "size", "origin"), [
+    ({"img_size": 48}, [48, 48], "--img-size"),
+    ({"input_size": [3, 16, 32]}, [16, 32], "--img-size"),
+    ({"model": "vit_test"}, [8, 8], "the model's default"),
+    ({"model": "vit_test", "model_kwargs": {"img_size": 24}}, [24, 24], "--model-kwargs img_size"),
+])
+def test_origin_of_the_image_size(tmp_path, given, size, origin):
+    data = data_of(image_folder(tmp_path, "train", "val"), **given)
+    assert (data["image_size"], data["size_from"]) == (size, origin)
+
+
+def test_description_of_a_studys_data(tmp_path):
+    root = image_folder(tmp_path / "data", "train", "test")
+
+    def described(*given, **changes):
+        path = written(tmp_path, **{"grid": {}, "representation": False, **changes})
+        return plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE, **dict(given))).study["data"]
+
+    assert (described()["size_from"], described()["validation_split"]) == ("study tiny", "test")
+    assert described(("img_size", 24))["size_from"] == "--option img_size"
+    held = described(hold_out=4)
+    assert (held["train"], held["validation"], held["validation_split"]) == (8, 4, "hold-out")
+    models = {"model": {"vit_test": {"model": "vit_test", "img_size": 8}, "vit_small": {"img_size": 16}}}
+    several = described(grid=models)
+    assert (several["image_size"], several["size_from"]) == (None, "each model's default")
+
+
+def test_description_of_train_pys_data(tmp_path):
+    """It takes all images; where the data is elsewhere, they are unknown."""
+    found = plan.plan(for_train_py(tmp_path, image_folder(tmp_path / "data", "train", "test"), train_num_samples=4))
+    assert (found.study["data"]["train"], found.study["data"]["validation_split"]) == (12, "test")
+    assert "data" not in plan.plan(for_train_py(tmp_path, "/nowhere")).study
 
 
 # ------------------------------------------------------------------------------------------ timm's train.py

@@ -113,6 +113,8 @@ class Source:
     num_classes: int
     in_chans: int
     val_split: str  # the split of the validation images: that of the options, or `test` in its place
+    validation_name: str  # the folder of these images, `hold-out`, or another name of the split
+    first_size: Optional[tuple[int, int]]  # height and width of the first training image; None for a stream
     labels: Optional[list[str]] = None  # names of the classes, where the data set has them
 
 
@@ -137,13 +139,22 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
         validation = _open(options, val_split, False)
         check_classes(options, val_split, validation, train)
         refuse_shared_images(train, validation)
-    mode, classes = _first_image_mode(train), class_names(train)
+    first, classes = _first_image(train), class_names(train)
+    mode, size = getattr(first, "mode", None), getattr(first, "size", None)
     in_chans = _in_chans(options, mode)
     wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
     wanted = None if mode in (None, wanted) else wanted
     num_classes = _num_classes(options, classes)
     parts = [_view(train, options.train_num_samples, wanted), _view(validation, options.val_num_samples, wanted)]
-    return Source(*parts, num_classes, in_chans, val_split, classes)
+    name = "hold-out" if hold_out else _validation_name(options, val_split, validation)
+    return Source(*parts, num_classes, in_chans, val_split, name, size and size[::-1], classes)
+
+
+def _validation_name(options: Namespace, val_split: str, validation: Any) -> str:
+    if is_image_folder(options):
+        return Path(getattr(validation, "reader", validation).root).name
+    kind, _, name = options.dataset.partition("/")
+    return "test" if kind == "digits" or name in _FOLDERS else val_split
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
@@ -206,13 +217,13 @@ def _where(options: Namespace) -> str:
     return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
 
 
-def _first_image_mode(dataset: Any) -> Optional[str]:
-    """The mode of the images as the data set gives them; None where they cannot be looked at without starting it."""
+def _first_image(dataset: Any) -> Any:
+    """Return the first training image; None of a stream, which would have to be started."""
     if isinstance(dataset, IterableDataset):
         return None
     if len(dataset) == 0:
         raise LabError("the training set has no images")
-    return getattr(_View(dataset)[0][0], "mode", None)
+    return _View(dataset)[0][0]
 
 
 def _in_chans(options: Namespace, mode: Optional[str]) -> int:

@@ -178,13 +178,15 @@ def plan(request: Request) -> StudyPlan:
     seeds = list(range(first, first + wanted)) if isinstance(wanted, int) else list(dict.fromkeys(wanted))
     if not seeds:
         raise LabError("there is nothing to run: give at least one seed")
-    source = _checked(request, variants) if trainer == "lab" else _checked_for_train_py(request, variants)
+    source, sizes = (_checked if trainer == "lab" else _checked_for_train_py)(request, variants)
     places, runs = places_of(request, variants, seeds)
-    if source is not None:
+    if trainer == "lab":
         _check_runs(runs, places, seeds[0], source)
     settings = _settings(request, given, variants[0])
     folder = _folder(request, settings, given, variants[0])
     study = _described(request, given, seeds, variants)
+    if source is not None:
+        study["data"] = _data_of(source, sizes)
     Layout.of(study)  # a layout that cannot be is known before anything runs
     if "options" in settings:
         study["options"] = {**settings["options"], "device": given["device"]}
@@ -289,25 +291,61 @@ def _folder(request: Request, settings: Mapping, given: Mapping, first: Optional
 
 
 # -------------------------------------------------------------------------------- checks before the first step
-def _checked(request: Request, variants: Sequence[Variant]) -> Source:
+_Size = tuple[list[int], str]  # height and width of the images that a model gets, and the origin of this size
+
+
+def _checked(request: Request, variants: Sequence[Variant]) -> tuple[Source, list[_Size]]:
     """Opens the data set, builds every model once, and completes the options."""
     source = open_source(variants[0].options, request.design.hold_out)
     for variant in variants:
         variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
         variant.options.val_split = source.val_split
-        _check_models(variant)
-    return source
+    return source, [_check_models(request, variant) for variant in variants]
 
 
-def _check_models(variant: Variant) -> None:
+def _check_models(request: Request, variant: Variant) -> _Size:
+    origin = _origin_of_size(request, variant)
     for connection in dict.fromkeys((variant.connection, variant.final_connection)):
-        _check_model(variant.options, connection)
+        size = _check_model(variant.options, connection)
+    return size, origin
 
 
-def _check_model(options: Namespace, connection: str) -> None:
+def _origin_of_size(request: Request, variant: Variant) -> str:
+    """Name the origin of the image size, before `_check_model` completes the options."""
+    def sets(options: Mapping[str, Any]) -> bool:
+        return any(options.get(key) is not None for key in ("img_size", "input_size"))
+
+    design = request.design
+    cells = (changes.get("options", {}) for values in design.grid.values() for changes in values.values())
+    if sets(request.given):
+        return "--img-size" if design.name == "compare" else "--option img_size"
+    if sets(design.options) or any(map(sets, cells)):
+        return f"study {design.name}"
+    if sets(vars(variant.options)):
+        return f"recipe {variant.recipe}"
+    return "--model-kwargs img_size" if sets(variant.options.model_kwargs) else "the model's default"
+
+
+def _data_of(source: Source, sizes: Sequence[_Size]) -> dict:
+    """Describe the data for a report; `image_size` is None where the models differ."""
+    (size, origin), *others = sizes
+    alike = all(other == size for other, _ in others)
+    return {
+        "image_size": size if alike else None,
+        "size_from": origin if alike else "each model's default",
+        "first_image": source.first_size and list(source.first_size),
+        "channels": source.in_chans,
+        "classes": source.num_classes,
+        "train": len(source.train),
+        "validation": len(source.validation),
+        "validation_split": source.validation_name,
+    }
+
+
+def _check_model(options: Namespace, connection: str) -> list[int]:
     """Builds the model and runs it on two blank images, so that wrong arguments are known at once.
 
-    Gives a model that must know the size of its images that size, in `options.model_kwargs`.
+    Gives a model that must know the size of its images that size, in `options.model_kwargs`, and returns it.
     """
     channels = options.in_chans or 3
 
@@ -329,6 +367,7 @@ def _check_model(options: Namespace, connection: str) -> None:
             model = build()
         with torch.no_grad():
             model.eval()(torch.zeros(2, channels, height, width))
+    return [height, width]
 
 
 @contextmanager
@@ -361,7 +400,7 @@ def _check_runs(runs: Mapping[str, RunPlan], places: Sequence[dict], seed: int, 
             Training(runs[name], stage, Path(), source, options)
 
 
-def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None:
+def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[_Size]]:
     """That the script is there and knows the options; data and GPUs may be elsewhere."""
     if request.train_py is None:
         raise LabError("scale paper trains with timm's train.py: give it with --train-py, or its folder as TIMM_DIR")
@@ -369,22 +408,24 @@ def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None
     defaults = vars(parser.parse_args([]))
     if request.design.hold_out:
         raise LabError("train.py holds no images out: leave --train-py away, or give the study a val_split of its own")
-    first = variants[0].options
-    unknown, dataset = first.num_classes is None, first.dataset  # the paper's recipes have the number of classes
+    first, source, sizes = variants[0].options, None, []
+    dataset, cut = first.dataset, {}
+    if dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
+        cut = {key: None for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None}
+    if cut:
+        print(f"timm-ortho: train.py has no use for {' and '.join(cut)} where a data set is no stream, and takes all "
+              f"images of '{dataset or first.data_dir}'", file=sys.stderr)
+    unknown = first.num_classes is None  # the paper's recipes have it
     if unknown or is_here(first):
-        source = open_source(first)
+        source = open_source(Namespace(**{**vars(first), **cut}))
         for options in (variant.options for variant in variants):
             options.val_split = source.val_split
             if unknown:
                 options.num_classes, options.in_chans = source.num_classes, source.in_chans
-    cut = [key for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None]
-    if cut and dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
-        print(f"timm-ortho: train.py has no use for {' and '.join(cut)} where a data set is no stream, and takes all "
-              f"images of '{dataset or first.data_dir}'", file=sys.stderr)
     for variant in variants:
         if variant.options.dataset == "digits":
             raise LabError("train.py has no data set digits: give another --dataset, or leave --train-py away")
-        _check_models(variant)
+        sizes.append(_check_models(request, variant))
         for key, option in recipe.known_options().items():
             if getattr(variant.options, key) != option["default"]:
                 if key not in defaults:
@@ -393,6 +434,7 @@ def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None
                 setattr(variant.options, key, defaults[key])  # which another release may have changed
             else:
                 delattr(variant.options, key)
+    return source, sizes
 
 
 # -------------------------------------------------------------------------------------------------- in words

@@ -18,7 +18,7 @@ from argparse import Namespace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any, Mapping
 
 import timm
 
@@ -98,15 +98,15 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
     return Namespace(**{**defaults(), **typed})
 
 
-def resolve_variant(given: Mapping[str, Any], name: Optional[str], trainer: str = "lab") -> Namespace:
+def resolve_variant(given: Mapping[str, Any], name: str, trainer: str = "lab") -> Namespace:
     """timm's options for what was given, with a recipe and timm's own defaults below; the model is a variant.
 
     Args:
         given: timm's options by name; they override the recipe's.
-        name: File or name of a shipped recipe; None chooses by data set.
+        name: File or name of a shipped recipe.
         trainer: `lab` or `train.py`.
     """
-    values = load(name or ("digits" if given.get("dataset", "digits") == "digits" else "small_images"))
+    values = load(name)
     own = base_name(str(values.get("model", "vit_small")))
     base = base_name(str(given.get("model", own)))
     if base != own:
