@@ -1,5 +1,6 @@
 """Image folders: which folder is a split, and which layouts are refused before anything runs."""
 import os
+import re
 import shutil
 import subprocess
 from argparse import Namespace
@@ -13,6 +14,7 @@ from tiny_study import compared, one_run, planned, read, request, written
 from timm_ortho.lab import LabError, plan, recipe, run, study as commands, train_py
 from timm_ortho.lab.folder import RunPlan
 
+PAGE = Path(__file__).parents[1] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).with_name("stand_in_train.py")
 WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
@@ -241,9 +243,10 @@ def test_tiny_imagenets_layout_is_sorted_by_the_commands_of_the_error(tmp_path, 
     root = tiny_imagenet(tmp_path / "tiny imagenet")
     with pytest.raises(LabError, match=r"split '(train|validation)' of .*Tiny ImageNet's own layout") as error:
         options_of(root, dataset=dataset)
-    commands = str(error.value).partition("two commands sort: ")[2].split(" and (")
-    for command in (commands[0], f"({commands[1]}"):
+    commands = str(error.value).partition("two commands sort: ")[2].replace(") and (", ")\n(").splitlines()
+    for command in commands:
         subprocess.run(["bash", "-ec", command], check=True)
+        assert re.sub(r"'[^']*/(train|val)'", r"DIR/\1", command) in PAGE.read_text()
     options = options_of(root, dataset=dataset)
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.labels) == (18, 9, ["n01", "n02", "n03"])
