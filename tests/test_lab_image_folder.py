@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from tiny_study import compared, one_run, planned, read, request, written
 
+from timm_ortho import cli
 from timm_ortho.lab import LabError, plan, recipe, run, study as commands, train_py
 from timm_ortho.lab.folder import RunPlan
 
@@ -220,6 +221,25 @@ def test_train_py_is_refused_shared_images_where_the_data_is(tmp_path):
     with pytest.raises(LabError, match=r"planned with val_split 'validation', .* --option val_split=test"):
         train_py.train(RunPlan.read(folder), stage, folder)
     assert not (folder / "summary.csv").exists()
+
+
+# -------------------------------------------------------------------------------------------- the data set
+def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
+    """Also in a study, where digits were trained on in its place."""
+    root = image_folder(tmp_path / "data", "train", "test")
+    found = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
+    assert (found.study["dataset"], found.study["data"]["classes"]) == ("data", 2)
+    with pytest.raises(LabError, match="data set digits takes no --data-dir"):
+        plan.plan(request("dynamics", dataset="digits", data_dir=str(root)))
+    assert cli.main(["compare", "--recipe", "digits", "--data-dir", str(root)]) == 2
+    assert "data set digits takes no --data-dir" in capsys.readouterr().err
+
+
+def test_folder_keeps_its_runs_when_it_moves(tmp_path):
+    roots = [image_folder(tmp_path / name / "data", "train", "test") for name in ("here", "there")]
+    found = [plan.plan(compared(dataset="", data_dir=str(root), **WHOLE)) for root in roots]
+    assert found[0].folder == found[1].folder
+    assert found[0].settings == found[1].settings
 
 
 # --------------------------------------------------------------------------------------------- the classes

@@ -200,9 +200,9 @@ def test_first_lines_name_runs_and_images(tmp_path, monkeypatch, capsys):
     given = compared(tmp_path / "out", seeds=[3, 5], train_num_samples=100)
     assert study.run(given) == 0
     assert capsys.readouterr().err.splitlines()[-2:] == [
-        f"4 runs in {tmp_path / 'out'}: vit_small with linear, feature, seeds 3, 5, 2 epochs each",
+        f"runs: 4 in {tmp_path / 'out'}; model: vit_small; connections: linear, feature; seeds: 3, 5; epochs: 2",
         "digits: 100 training and 32 validation images (test), 10 classes; images of 8 x 8 (first image) resized to "
-        "16 x 16 (--img-size), 1 channel"]
+        "16 x 16 (--img-size), channels: 1"]
 
 
 class Terminal(io.StringIO):

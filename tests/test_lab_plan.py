@@ -272,13 +272,13 @@ def test_what_a_machine_decides_leaves_the_folder_the_same(tmp_path):
 
     first = folder()
     assert str(first).startswith("output/study/dynamics-digits-smoke-")
-    assert folder(data_dir=str(tmp_path), workers=2, pin_mem=True) == first
+    assert folder(workers=2, pin_mem=True) == first
     assert len({first, folder(epochs=3), folder(seed=1)}) == 3
     assert str(plan.plan(compared()).folder).startswith("output/compare/digits-vit_small-")
     assert plan.plan(compared()).folder != plan.plan(compared(lr=0.5)).folder
     out = tmp_path / "out"
     planned(compared(out))
-    planned(compared(out, workers=2, data_dir="elsewhere"))
+    planned(compared(out, workers=2))
     assert read_yaml(out / "linear-seed0" / "args.yaml")["workers"] == 2  # as whoever goes on with it has it
     with pytest.raises(LabError, match="PyTorch sees no device 'cuda:99' here: use --device cpu"):
         plan.plan(compared(out, device="cuda:99"))

@@ -436,7 +436,7 @@ def test_grey_images_have_the_size_of_any_model(model):
 @pytest.mark.parametrize("given", [{}, {"dataset": ""}], ids=["digits", "folder"])
 def test_fewer_images_are_taken_evenly(images, given):
     """In a folder the classes follow one another: the first images would all be of one."""
-    given = {"data_dir": str(images), "batch_size": 8, **given}
+    given = {"batch_size": 8, **given, **({"data_dir": str(images)} if given else {})}
     whole = data.open_source(planned_options(**given, **WHOLE))
     part = data.open_source(planned_options(**given, train_num_samples=8, val_num_samples=1000))
     assert (len(part.train), len(part.validation)) == (8, len(whole.validation))

@@ -157,7 +157,7 @@ def plan(request: Request) -> StudyPlan:
     design = request.design
     given = dict(request.given)
     if design.name != "compare":  # whose recipe says which data set
-        given.setdefault("dataset", design.options.get("dataset", "digits"))
+        given.setdefault("dataset", design.options.get("dataset", "" if given.get("data_dir") else "digits"))
     if design.kind != "training":
         if request.only or request.seeds is not None or request.gpus:
             raise LabError(f"study '{design.name}' trains nothing: it takes no --only, --seeds and --gpus")
@@ -174,6 +174,9 @@ def plan(request: Request) -> StudyPlan:
     variants = _only(variants, request.only)
     if not variants:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
+    if given.get("data_dir") and variants[0].options.dataset == "digits":
+        raise LabError(f"data set digits takes no --data-dir ({given['data_dir']}): give --dataset too, '' for an image "
+                       "folder")
     wanted, first = design.seeds if request.seeds is None else request.seeds, variants[0].options.seed
     seeds = list(range(first, first + wanted)) if isinstance(wanted, int) else list(dict.fromkeys(wanted))
     if not seeds:

@@ -132,8 +132,9 @@ def run(
 def _opening(planned: StudyPlan) -> list[str]:
     """Return the lines that name the runs and their images, before the first run."""
     study, epochs = planned.study, sorted({run_plan.epochs for run_plan in planned.runs.values()})
-    lines = [f"{len(planned.runs)} runs in {planned.folder}: {study['model']} with {', '.join(study['connections'])}, "
-             f"seeds {', '.join(map(str, study['seeds']))}, {' or '.join(map(str, epochs))} epochs each"]
+    lines = [f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; connections: "
+             f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
+             f"{' or '.join(map(str, epochs))}"]
     data = study.get("data")
     if data:
         size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
@@ -141,7 +142,7 @@ def _opening(planned: StudyPlan) -> list[str]:
         lines.append(
             f"{study['dataset']}: {data['train']} training and {data['validation']} validation images "
             f"({data['validation_split']}), {data['classes']} classes; {resized} {size or 'several sizes'} "
-            f"({data['size_from']}), {data['channels']} channel{'s' if data['channels'] > 1 else ''}")
+            f"({data['size_from']}), channels: {data['channels']}")
     return lines
 
 
