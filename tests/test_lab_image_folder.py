@@ -21,7 +21,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
 
 def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
-    """Class folders with images of noise, no two of which are equal."""
+    """Class folders with different images of noise."""
     rng = np.random.default_rng(0)
     for split in splits:
         for label in classes:
@@ -124,6 +124,12 @@ def test_copy_of_the_training_images_is_refused(tmp_path):
     shutil.rmtree(root / "val")
     shutil.copytree(root / "train", root / "val")
     refused("the validation images are copies of the training images", root)
+
+
+def test_tar_file_is_no_two_splits(tmp_path):
+    image_folder(tmp_path, "data")
+    path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
+    refused("training and validation images would both come from .*data.tar", path)
 
 
 @pytest.mark.parametrize("given", [dict(train_split="test"), dict(val_split="train")])
@@ -309,7 +315,7 @@ def test_splits_of_different_classes_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "message"), [
-    ("train/stray.png", "'cat' is inside '.', and there are images in both"),
+    ("train/stray.png", "'cat' is inside '.', and both contain images"),
     ("train/cat/.ipynb_checkpoints/0.png", r"'cat/\.ipynb_checkpoints' is inside 'cat'"),
     ("val/cat/more/small/0.png", "split 'validation' of .*'cat/more/small' is inside 'cat'"),
 ])

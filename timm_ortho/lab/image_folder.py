@@ -6,7 +6,7 @@ import filecmp
 import os
 import shlex
 from argparse import Namespace
-from typing import Any, Optional, Sequence
+from typing import Any, Collection, Optional
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
     """Return the name of the split to validate on: `val_split`, or `test` if its default has no folder.
 
     Raises:
-        LabError: A split has no folder. With `hold_out` a folder without any split is allowed, all of it for training.
+        LabError: A split has no folder. With `hold_out`, a folder without any split is allowed: all images train.
     """
     root = options.data_dir
     if not os.path.exists(root):
@@ -57,7 +57,7 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 
 
 def check_classes(options: Namespace, split: str, dataset: Any, train: Any = None) -> None:
-    """Raise a LabError if the labels of an opened split are not those of its class folders.
+    """Raise a LabError if an opened split's labels would not be its classes.
 
     Args:
         options: timm's options.
@@ -67,16 +67,14 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
     """
     where = f"split '{split}' of {options.data_dir or options.dataset}"
     advice = _advice(options) if is_image_folder(options) else "give another data set or split"
-    reader = getattr(dataset, "reader", None)
-    if reader is not None and not options.class_map:
-        root, folders = str(getattr(reader, "root", "")), sorted({os.path.dirname(path) for path in _paths(dataset)})
-        fault = _fault_of_layout([os.path.relpath(folder, root) for folder in folders])
+    if hasattr(dataset, "reader") and not options.class_map:
+        fault = _fault_of_layout(dict.fromkeys(sorted(map(os.path.dirname, _names(dataset)))))
         if fault:
             raise LabError(f"{where}: {fault}, and timm takes an image's class from its folder: {advice}")
     names, labels = class_names(dataset), _labels(dataset)
-    if len(names or "12") < 2 or (labels is not None and len(np.unique(labels)) < 2):
-        one = f" '{names[labels[0] if labels is not None else 0]}'" if names and names[0] else ""
-        raise LabError(f"{where}: all images are of one class{one}: {advice}")
+    if (names and len(names) == 1) or (labels is not None and len(np.unique(labels)) == 1):
+        name = names[0 if labels is None else labels[0]] if names else ""
+        raise LabError(f"{where}: all images are of one class{name and f' {name!r}'}: {advice}")
     others = class_names(train) if train is not None else None
     if names and others and names != others:
         only = [f"{len(these)} only in '{which}' ({', '.join(these[:3])}{', ...' if len(these) > 3 else ''})"
@@ -87,16 +85,15 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
                        "gives classes, one a line, that not every split has")
 
 
-def _fault_of_layout(folders: Sequence[str]) -> Optional[str]:
-    """Say which folders of images, relative to their split's, cannot be the folders of classes."""
-    known, first = set(folders), {}
+def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
+    """Name two folders of images that cannot both be class folders. Paths start at the split's folder."""
+    first: dict[str, str] = {}
     for folder in folders:
-        if folder != "." and len(folders) > 1:
-            above = folder
-            while above:
-                above = os.path.dirname(above)
-                if (above or ".") in known:
-                    return f"'{folder}' is inside '{above or '.'}', and there are images in both"
+        above = folder
+        while above:
+            above = os.path.dirname(above)
+            if above in folders:
+                return f"'{folder}' is inside '{above or '.'}', and both contain images"
         other = first.setdefault(os.path.basename(folder), folder)
         if other != folder:
             return f"class '{os.path.basename(folder)}' is in several folders, first '{other}' and '{folder}'"
@@ -142,7 +139,7 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
         also = "is also a validation image" if len(shared) == 1 else "are also validation images"
         raise LabError(f"{len(shared)} of {len(paths[0])} training images {also}, first {shared[0]}: {LAYOUT}, "
                        "with no image in both")
-    if _are_copies(*paths, *roots):
+    if _are_copies(train, validation):
         raise LabError(f"the validation images are copies of the training images ({roots[1]} and {roots[0]}): "
                        f"{LAYOUT}, with no image in both")
 
@@ -153,8 +150,14 @@ def _paths(dataset: Any) -> list[str]:
     return [sample[0] for sample in samples if isinstance(sample[0], str)]
 
 
+def _names(dataset: Any) -> list[str]:
+    """Return the images' paths below the folder of their split."""
+    root = str(getattr(getattr(dataset, "reader", dataset), "root", ""))
+    return [path.removeprefix(root).lstrip(os.sep) for path in _paths(dataset)]
+
+
 def _identity(path: str) -> Any:
-    """Identify a file whatever the links that lead to it."""
+    """Identify a file, also through links."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -165,12 +168,11 @@ def _identity(path: str) -> Any:
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 
 
-def _are_copies(train: Sequence[str], validation: Sequence[str], train_root: str, validation_root: str) -> bool:
+def _are_copies(train: Any, validation: Any) -> bool:
     """Whether most validation images have a training image of the same name, with the same bytes."""
-    names = {os.path.relpath(path, train_root) for path in train}
-    both = [name for name in (os.path.relpath(path, validation_root) for path in validation) if name in names]
-    if 2 * len(both) < len(validation):
+    train_files, files = (dict(zip(_names(part), _paths(part), strict=True)) for part in (train, validation))
+    both = [name for name in files if name in train_files]
+    if 2 * len(both) < len(files):
         return False
-    return all(filecmp.cmp(os.path.join(train_root, name), os.path.join(validation_root, name), shallow=False)
-               for name in both[::max(1, len(both) // _COMPARED)])
-
+    sample = both[::max(1, len(both) // _COMPARED)]
+    return all(filecmp.cmp(train_files[name], files[name], shallow=False) for name in sample)

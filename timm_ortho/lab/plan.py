@@ -175,8 +175,8 @@ def plan(request: Request) -> StudyPlan:
     if not variants:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
     if given.get("data_dir") and variants[0].options.dataset == "digits":
-        raise LabError(f"data set digits takes no --data-dir ({given['data_dir']}): give --dataset too, '' for an image "
-                       "folder")
+        raise LabError(f"data set digits takes no --data-dir ({given['data_dir']}): give --dataset too, '' for an "
+                       "image folder")
     wanted, first = design.seeds if request.seeds is None else request.seeds, variants[0].options.seed
     seeds = list(range(first, first + wanted)) if isinstance(wanted, int) else list(dict.fromkeys(wanted))
     if not seeds:
