@@ -135,7 +135,7 @@ def test_own_help(capsys):
     (["--model", "vit_smal"], "no orthogonal variant of 'vit_smal'"),
     (["--connections", "lineer"], "unknown connection 'lineer'"),
     (["--seeds", "two"], "--seeds takes whole numbers from 0 on, not 'two'"),
-    (["--dataset", "torch/cifar10", "--data-dir", "/nowhere"], "data set 'torch/cifar10' (train) is not there"),
+    (["--dataset", "torch/cifar10", "--data-dir", "/nowhere"], "data set 'torch/cifar10' (split 'train')"),
 ])
 def test_compare_errors(capsys, arguments, message):
     assert message in fails(capsys, "compare", *arguments)

@@ -1,5 +1,6 @@
 """Processes of runs on this machine: several at a time, killed, failing, interrupted; and what is collected."""
 import errno
+import io
 import json
 import os
 import signal
@@ -192,6 +193,62 @@ def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
             run.run(folder)
 
 
+# ------------------------------------------------------------------------------------------------ progress
+def test_first_lines_name_runs_and_images(tmp_path, monkeypatch, capsys):
+    """Before the first run, and in the description that a report reads."""
+    monkeypatch.setattr(launch, "local", lambda *_: {})
+    given = compared(tmp_path / "out", seeds=[3, 5], train_num_samples=100)
+    assert study.run(given) == 0
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        f"runs: 4 in {tmp_path / 'out'}; model: vit_small; connections: linear, feature; seeds: 3, 5; epochs: 2",
+        "digits: 100 training and 32 validation images (test), 10 classes; images of 8 x 8 (first image) resized to "
+        "16 x 16 (--img-size), channels: 1"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
+    """As a bar on a terminal and as lines elsewhere; also of a run that was continued, or whose loss is no number."""
+    found = planned(compared(tmp_path / "out", epochs=4))
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
+
+    def epoch(name, number, loss, top1):
+        path = found.folder / name / "summary.csv"
+        head = "" if path.exists() else "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n"
+        with path.open("a") as file:
+            file.write(f"{head}{number},{loss},1.0,{top1},99.0,0.001\n")
+
+    epoch("linear-seed0", 0, 2.5, 10.0)
+    lines = launch._Progress(found.folder, found.runs)  # at second 0
+    lines.update(found.runs)
+    assert capsys.readouterr().err == ""  # nothing new
+    epoch("linear-seed0", 1, 1.23456, 67.891)
+    lines.update(found.runs)  # at second 5: one of the seven epochs that were left
+    lines.update(found.runs)
+    epoch("feature-seed0", 0, "nan", 10.0)
+    lines.update(found.runs)  # within the 20 seconds between two lines
+    epoch("feature-seed0", 1, "nan", 10.0)
+    for _ in range(3):
+        next(clock)
+    lines.update(found.runs)  # at second 30
+    assert capsys.readouterr().err.splitlines() == [
+        "linear-seed0: epoch 2/4, loss 1.235, top-1 67.89 %; 2/8 epochs, 00:30 left",
+        "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 00:40 left"]
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    bar = launch._Progress(found.folder, found.runs)
+    epoch("feature-seed0", 2, 0.5, 90.0)
+    bar.update(found.runs)
+    shown = sys.stderr.getvalue().rpartition("\r")[2]
+    assert "| 5/8 epochs, " in shown
+    assert shown.rstrip().endswith(" left; feature-seed0: epoch 3/4, loss 0.500, top-1 90.00 %")
+    bar.bar.close()
+
+
 # ----------------------------------------------------------------------------------------------- processes
 def test_a_killed_process_is_continued_three_times_at_most(tmp_path, monkeypatch, capsys):
     """One that dies once in its second epoch, and one that dies again and again; the third run is not touched."""
@@ -294,7 +351,7 @@ def wait_for(condition, seconds=120):
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_the_command(sent, tmp_path):
     """Ctrl-C reports what is finished; a kill of the launcher ends its runs, too."""
     output, path = tmp_path / "out", written(tmp_path)
@@ -304,15 +361,16 @@ def test_nothing_outlives_the_command(sent, tmp_path):
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
         at_work = pids(output)
         assert len(at_work) == 2
-        if sent == signal.SIGINT:
+        if sent != signal.SIGKILL:
             (output / next(iter(one.runs)) / RESULT).unlink()
+        if sent == signal.SIGINT:
             os.killpg(process.pid, sent)  # as the terminal does
         else:
-            process.kill()
+            process.send_signal(sent)
         _, said = process.communicate(timeout=60)
     wait_for(lambda: not any(map(alive, at_work)), 30)
-    if sent == signal.SIGINT:
-        assert process.returncode == 130
+    if sent != signal.SIGKILL:
+        assert process.returncode == 128 + sent
         assert said.splitlines()[-1] == "interrupted; the same command again continues where this one stopped"
         assert len(read(output / "results.json")["unfinished"]) == 4
         assert "Traceback" not in said + "".join(path.read_text() for path in output.glob(f"*/{LOG}"))
@@ -320,15 +378,14 @@ def test_nothing_outlives_the_command(sent, tmp_path):
             "waiting", "stopped", "stopped", "waiting"]
 
 
-def test_ctrl_c_reports_what_is_finished(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_report_what_is_finished(tmp_path, monkeypatch, capsys, sent):
     given = compared(tmp_path / "out")
     run.run(planned(given).folder / "linear-seed0")
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "local", interrupted)
-    assert study.run(given) == 130
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(launch, "local", lambda *_: signal.raise_signal(sent))
+    assert study.run(given) == 128 + sent
+    assert signal.getsignal(signal.SIGTERM) == before
     said = capsys.readouterr()
     assert "not finished: feature-seed0" in said.out
     assert said.err.endswith("interrupted; the same command again continues where this one stopped\n")

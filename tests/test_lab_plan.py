@@ -273,13 +273,13 @@ def test_what_a_machine_decides_leaves_the_folder_the_same(tmp_path):
 
     first = folder()
     assert str(first).startswith("output/study/dynamics-digits-smoke-")
-    assert folder(data_dir=str(tmp_path), workers=2, pin_mem=True) == first
+    assert folder(workers=2, pin_mem=True) == first
     assert len({first, folder(epochs=3), folder(seed=1)}) == 3
     assert str(plan.plan(compared()).folder).startswith("output/compare/digits-vit_small-")
     assert plan.plan(compared()).folder != plan.plan(compared(lr=0.5)).folder
     out = tmp_path / "out"
     planned(compared(out))
-    planned(compared(out, workers=2, data_dir="elsewhere"))
+    planned(compared(out, workers=2))
     assert read_yaml(out / "linear-seed0" / "args.yaml")["workers"] == 2  # as whoever goes on with it has it
     with pytest.raises(LabError, match="PyTorch sees no device 'cuda:99' here: use --device cpu"):
         plan.plan(compared(out, device="cuda:99"))
@@ -447,7 +447,7 @@ def test_bad_study(tmp_path, changed, message):
     (["run", "dynamics", "--dataset", "cifar10"],
      "data set 'torch/cifar10' needs --data-dir: timm looks for its files in DATA_DIR/cifar-10-batches-py"),
     (["run", "dynamics", "--dataset", "tiny_imagenet"],
-     "an image folder needs --data-dir: timm looks for class folders"),
+     "an image folder needs --data-dir: the images must be in train/CLASS/"),
     (["run", "dynamics", "--dataset", "torch/fashion_mnist", "--data-dir", "nowhere"],
      "let torchvision fetch them with --option dataset_download=true"),
     (["run", "dynamics", "--seeds", "0"], "give at least one seed"),
@@ -483,7 +483,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(batch_size=128), r"batch_size 128 is larger than the training set of 64 images"),
     (dict(batch_size=7, mixup=0.2), r"mixup and cutmix need an even batch_size, not 7"),
     (dict(epochs=0), r"epochs must be at least 1, got 0"),
-    (dict(num_classes=1), r"num_classes=1 is too few for data set 'digits', which has 10 classes"),
+    (dict(num_classes=1), r"num_classes is 1, but data set 'digits' has 10 classes"),
     (dict(opt="adamm"), r"timm cannot make a run of these options: .*adamm"),
     (dict(sched="plateau"), r"no schedule that follows the figures: train with --train-py"),
     (dict(sched="cosin"), r"cosin"),
@@ -491,9 +491,9 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(device="abacus"), r"there is no device 'abacus'"),
     (dict(amp=True, amp_dtype="int8"), r"amp_dtype is 'int8'"),
     (dict(device_modules=["nowhere_at_all"]), r"'device_modules': No module named 'nowhere_at_all': is its folder in"),
-    (dict(dataset="torch/fashion_mnist", data_dir="x"), r"\(train\) is not there: timm looks for its files in .*Fa"),
-    (dict(dataset="torch/fashion_mist", data_dir="x"), r"'torch/fashion_mist' \(train\) is not there: .* it knows t"),
-    (dict(dataset="", data_dir="x"), r"timm looks for class folders in .*train and .*val"),
+    (dict(dataset="torch/fashion_mnist", data_dir="x"), r"\(split 'train'\) cannot be read: .* its files in .*Fa"),
+    (dict(dataset="torch/fashion_mist", data_dir="x"), r"'torch/fashion_mist' .* cannot be read: .* it knows t"),
+    (dict(dataset="", data_dir="x"), r"there is no folder x: the images must be in train/CLASS/ and in val/CLASS/"),
 ])
 def test_bad_options(tmp_path, monkeypatch, given, message):
     """Nothing is written, or the corrected command would find a folder of other settings."""

@@ -283,7 +283,7 @@ def test_errors(tmp_path):
     refused("timm's train.py has no option 'mixpu'; the nearest is 'mixup'", mixpu=1)
     refused("train.py has no option stop_epoch: it is of another release of timm", stop_epoch=1)
     refused("train.py holds no images out: leave --train-py away, or give", changes={"hold_out": 8})
-    refused("train.py has no data set digits: give another --dataset, or leave", dataset="digits")
+    refused("train.py has no data set digits: give another --dataset, or leave", dataset="digits", data_dir=None)
     refused("vit_small_ortho with connection 'linear': .*depht", model_kwargs={"depht": 3})
 
 

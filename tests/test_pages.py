@@ -17,9 +17,9 @@ from timm_ortho.models import _build
 
 ROOT = Path(__file__).parents[1]
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("model_cards/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
 PAGES.remove(ROOT / "model_cards" / "template.md")
-BY_HAND = [path for path in PAGES if path.parent == ROOT or path.name in make_cards.BY_HAND]
+BY_HAND = [path for path in PAGES if path.parent in (ROOT, ROOT / "docs") or path.name in make_cards.BY_HAND]
 IMPORTS = "import runpy, timm, torch; import timm_ortho"
 
 

@@ -230,7 +230,6 @@ def test_the_lab_takes_them(name):
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.filterwarnings("ignore:unclosed file.*png:ResourceWarning")  # timm leaves closing to the collector
 def test_compare_trains_by_one(tmp_path, monkeypatch):
     """RandAugment, colour jitter as a list, MixUp, CutMix, erasing, per-update warm-up: all of it through the lab."""
     in_this_process(monkeypatch)
@@ -242,7 +241,7 @@ def test_compare_trains_by_one(tmp_path, monkeypatch):
     assert cli.main([
         "compare", "--recipe", "vit_s_tiny_imagenet", "--data-dir", str(tmp_path / "images"), "--output",
         str(tmp_path / "out"), "--connections", "feature", "--seeds", "1", "--epochs", "1", "-b", "8", "-j", "0",
-        "--device", "cpu", "--model-kwargs", "depth=1", "embed_dim=12", "num_heads=2"]) == 0
+        "--device", "cpu", "-o", "num_classes=2", "--model-kwargs", "depth=1", "embed_dim=12", "num_heads=2"]) == 0
     [summary] = (tmp_path / "out").rglob("summary.csv")
     [row] = csv.DictReader(summary.read_text().splitlines())
     assert math.isfinite(float(row["train_loss"]))

@@ -3,6 +3,7 @@ from typing import Any, ItemsView, Optional
 
 import timm
 import torch
+from timm.data.dataset_factory import _search_split as search_split  # the folder that timm reads for a split
 from timm.models._features import feature_take_indices  # what `indices` of a forward_intermediates means
 from timm.models._hub import save_config_for_hf  # config.json as timm writes it, without an upload
 from timm.models._prune import adapt_model_from_file  # narrower layers, before they get connections
@@ -15,7 +16,7 @@ __all__ = [
     "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active", "feature_take_indices",
     "functorch_is_active", "is_batched", "is_compiled_in_place", "is_compiler_error", "is_observed", "is_plain",
     "is_recompile_limit", "is_recorded", "is_sharded", "is_transformed", "named_children", "save_config_for_hf",
-    "submission_script", "TorchDispatchMode",
+    "search_split", "submission_script", "TorchDispatchMode",
 ]
 
 # The arguments that make a model as it is now, reset_classifier() and set_input_size() included; timm 1.0.31 has it.

@@ -68,12 +68,12 @@ def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare", help="train one architecture with different connections on the same data, and report",
         description="Trains the same architecture with different connections on the same data, pairing runs by seed. "
-                    "Ctrl-C leaves a report of what is finished; the same command again continues.")
+                    "Ctrl-C and SIGTERM leave a report of what is finished; the same command again continues.")
     add = parser.add_argument
     add("--model", metavar="NAME", help="architecture, without suffix: vit_small, resnetv2_50, ...")
     add("--dataset", metavar="NAME", help="digits, or timm's name: torch/cifar10, torch/fashion_mnist, ... "
-                                          "(an image folder: '' with --data-dir)")
-    add("--data-dir", metavar="DIR", help="folder of the data set")
+                                          "(default: digits, with --data-dir an image folder, '')")
+    add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--recipe", metavar="FILE", help="timm training YAML, or the name of a shipped one")
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
         help="default: linear feature global")
@@ -127,8 +127,8 @@ def _add_study(commands: Any) -> None:
     plan.set_defaults(act=_study_plan)
     run = actions.add_parser(
         "run", help="train what a study needs, and report",
-        description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C leaves a report of what is "
-                    "finished; the same command again continues.")
+        description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C and SIGTERM leave a report "
+                    "of what is finished; the same command again continues.")
     run.set_defaults(act=_study_run)
     for action in (plan, run):
         _add_study_arguments(action)
@@ -151,9 +151,9 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", help="a study of the list, or a file")
     add("--dataset", metavar="NAME",
-        help="digits (default), cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, or timm's name: "
-             "torch/fashion_mnist, ... (an image folder: '' with --data-dir)")
-    add("--data-dir", metavar="DIR", help="folder of the data set")
+        help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, or timm's name: torch/fashion_mnist, ... "
+             "(default: the study's, else digits, with --data-dir an image folder, '')")
+    add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the seeds "
                                                 "themselves: 0 4 7")

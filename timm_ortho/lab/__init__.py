@@ -7,6 +7,7 @@ folders that they leave.
 | `plan` | makes a study, a scale, a data set and seeds into folders, one for each run |
 | `launch` | starts a process for each folder, here or on Slurm |
 | `run` | is that process: the lab's own loop (`train`, `data`), or timm's `train.py` (`train_py`) |
+| `image_folder` | finds the splits of an image folder, and refuses layouts that give wrong results |
 | `folder` | says what is in a run's folder |
 | `collect`, `report` | read folders, and make tables, figures and a page of them |
 | `study` | strings these together: `timm-ortho study`, `timm-ortho compare` |

@@ -3,7 +3,6 @@
 Every loader draws its random numbers (order, augmentation, mixup) inside `DataStream`, apart from those of the model,
 so that two runs with one seed see the same batches whatever their connections draw.
 """
-import os
 import random
 from argparse import Namespace
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ from timm.utils import random_seed
 from torch.utils.data import Dataset, IterableDataset
 
 from ..runs.folders import class_names
-from . import LabError
+from . import LabError, one_line
+from .image_folder import LAYOUT, READERS, check_classes, find_splits, is_image_folder, refuse_shared_images
 
 # Where torchvision's classes, and so timm's torch/..., look below the root.
 _FOLDERS = {
@@ -30,7 +30,6 @@ _FOLDERS = {
     "qmnist": "QMNIST/raw",
     "fashion_mnist": "FashionMNIST/raw",
 }
-_READERS = ("hfds", "hfids", "tfds", "wds")  # that find their data sets without a folder
 
 
 class Digits(Dataset):
@@ -60,10 +59,20 @@ class Digits(Dataset):
         return self.transform(image) if self.transform else image, self.targets[index]
 
 
-class _View(Dataset):
-    """Those images of a data set that `index` names, in another mode, for data sets that offer neither themselves.
+class ImageError(LabError):
+    """An image cannot be read.
 
-    Without an index all take part; `mode` is what timm's own data sets call `input_img_mode`.
+    From a worker process torch raises it again with the text of the traceback, whose last line is the message.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.strip().splitlines()[-1].removeprefix(f"{__name__}.ImageError: "))
+
+
+class _View(Dataset):
+    """The images of a data set at the positions `index`, by default all, converted to `mode` if there is one.
+
+    An image that cannot be read is an ImageError. timm's own `ImageDataset` returns the next image in its place.
     """
 
     def __init__(self, dataset: Any, index: Optional[np.ndarray] = None, mode: Optional[str] = None) -> None:
@@ -76,9 +85,23 @@ class _View(Dataset):
         return len(self.index)
 
     def __getitem__(self, index: int):
-        image, target = self.dataset[int(self.index[index])]
+        image, target = self._read(int(self.index[index]))
         image = image.convert(self.mode) if self.mode else image
         return self.transform(image) if self.transform else image, target
+
+    def _read(self, index: int):
+        dataset = self.dataset
+        if not hasattr(dataset, "reader"):  # not timm's
+            return dataset[index]
+        try:
+            file, target = dataset.reader[index]
+            with file, Image.open(file) as image:
+                if image.mode != dataset.input_img_mode and image.mode.startswith(("I", "F")):
+                    raise ValueError("Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits")
+                return image.convert(dataset.input_img_mode), target
+        except Exception as error:  # noqa: BLE001 Pillow raises many kinds for damaged files
+            name = dataset.filename(index, absolute=True)
+            raise ImageError(f"image {name} cannot be used ({one_line(error)}): remove or replace it") from None
 
 
 @dataclass
@@ -89,6 +112,9 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
+    val_split: str  # the split of the validation images: that of the options, or `test` in its place
+    validation_name: str  # the folder of these images, `hold-out`, or another name of the split
+    first_size: Optional[tuple[int, int]]  # height and width of the first training image; None for a stream
     labels: Optional[list[str]] = None  # names of the classes, where the data set has them
 
 
@@ -101,30 +127,42 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
             choices (a learning rate, an epoch) are not made on the test images. 0 validates on the validation split.
     """
     kind = options.dataset.partition("/")[0]
-    if not options.data_dir and kind not in ("digits", *_READERS):
+    if not options.data_dir and kind not in ("digits", *READERS):
         name = f"data set '{options.dataset}'" if options.dataset else "an image folder"
         raise LabError(f"{name} needs --data-dir: {_where(options)}")
+    val_split = find_splits(options, hold_out) if is_image_folder(options) else options.val_split
     train = _open(options, options.train_split, True)
+    check_classes(options, options.train_split, train)
     if hold_out:
         train, validation = _split(train, hold_out)
     else:
-        validation = _open(options, options.val_split, False)
-        _refuse_same_images(options, train, validation)
-    mode, classes = _first_image_mode(train), class_names(train)
+        validation = _open(options, val_split, False)
+        check_classes(options, val_split, validation, train)
+        refuse_shared_images(train, validation)
+    first, classes = _first_image(train), class_names(train)
+    mode, size = getattr(first, "mode", None), getattr(first, "size", None)
     in_chans = _in_chans(options, mode)
     wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
     wanted = None if mode in (None, wanted) else wanted
     num_classes = _num_classes(options, classes)
-    labels = classes if classes and len(classes) == num_classes else None
     parts = [_view(train, options.train_num_samples, wanted), _view(validation, options.val_num_samples, wanted)]
-    return Source(*parts, num_classes, in_chans, labels)
+    name = "hold-out" if hold_out else _validation_name(options, val_split, validation)
+    return Source(*parts, num_classes, in_chans, val_split, name, size and size[::-1], classes)
+
+
+def _validation_name(options: Namespace, val_split: str, validation: Any) -> str:
+    if is_image_folder(options):
+        return Path(getattr(validation, "reader", validation).root).name
+    kind, _, name = options.dataset.partition("/")
+    return "test" if kind == "digits" or name in _FOLDERS else val_split
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
     # a data set that is a stream counts for itself: timm hands it the number
     part = num_samples is not None and not isinstance(dataset, IterableDataset) and num_samples < len(dataset)
     index = _evenly_spaced(num_samples, len(dataset)) if part else None
-    return _View(dataset, index, mode) if part or mode else dataset
+    strict = hasattr(dataset, "reader") and not isinstance(dataset, IterableDataset)
+    return _View(dataset, index, mode) if part or mode or strict else dataset
 
 
 def _evenly_spaced(count: int, size: int) -> np.ndarray:
@@ -156,7 +194,8 @@ def _open(options: Namespace, split: str, training: bool) -> Any:
         )
     except (RuntimeError, OSError, AssertionError, ImportError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise LabError(f"data set '{options.dataset}' ({split}) is not there: {_where(options)} ({reason})") from None
+        name = f"data set '{options.dataset}'" if options.dataset else "the image folder"
+        raise LabError(f"{name} (split '{split}') cannot be read: {_where(options)} ({reason})") from None
 
 
 def _named(options: Namespace, names: str) -> dict[str, Any]:
@@ -167,32 +206,24 @@ def _named(options: Namespace, names: str) -> dict[str, Any]:
 def _where(options: Namespace) -> str:
     kind, _, name = options.dataset.partition("/")
     root = options.data_dir or "DATA_DIR"
+    if is_image_folder(options):
+        return f"{LAYOUT} of {root}"
     if kind == "torch" and name in _FOLDERS:
         return (f"timm looks for its files in {Path(root) / _FOLDERS[name]}; put them there, give the folder above "
                 "with --data-dir, or let torchvision fetch them with --option dataset_download=true")
     if kind == "torch":
         known = ", ".join(f"torch/{name}" for name in _FOLDERS)
         return f"timm looks in {root} for torchvision's files; without a download it knows {known}"
-    if kind in _READERS:
-        return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
-    return f"timm looks for class folders in {Path(root) / 'train'} and {Path(root) / 'val'} (or validation)"
+    return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
 
 
-def _refuse_same_images(options: Namespace, train: Any, validation: Any) -> None:
-    """timm reads the whole folder for a split that has no folder of its own: validation would be on training images."""
-    roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
-    folders = options.dataset.partition("/")[0] not in ("digits", "torch", *_READERS)
-    if folders and roots[0] is not None and os.path.realpath(roots[0]) == os.path.realpath(roots[1]):
-        raise LabError(f"training and validation images would both come from {roots[0]}: {_where(options)}")
-
-
-def _first_image_mode(dataset: Any) -> Optional[str]:
-    """The mode of the images as the data set gives them; None where they cannot be looked at without starting it."""
+def _first_image(dataset: Any) -> Any:
+    """Return the first training image; None of a stream, which would have to be started."""
     if isinstance(dataset, IterableDataset):
         return None
     if len(dataset) == 0:
         raise LabError("the training set has no images")
-    return getattr(dataset[0][0], "mode", None)
+    return _View(dataset)[0][0]
 
 
 def _in_chans(options: Namespace, mode: Optional[str]) -> int:
@@ -205,9 +236,10 @@ def _in_chans(options: Namespace, mode: Optional[str]) -> int:
 
 def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
     if options.num_classes is not None:
-        if classes and options.num_classes < len(classes):
-            raise LabError(f"num_classes={options.num_classes} is too few for data set '{options.dataset}', which has "
-                           f"{len(classes)} classes")
+        if classes and options.num_classes != len(classes):
+            name, count = options.dataset or options.data_dir, len(classes)
+            raise LabError(f"num_classes is {options.num_classes}, but data set '{name}' has {count} classes: give "
+                           f"--option num_classes={count}, or other data")
         return options.num_classes
     if classes:
         return len(classes)

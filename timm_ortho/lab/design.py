@@ -63,6 +63,7 @@ class Variant:
     cell: Mapping[str, Any]  # axis -> value
     connection: str  # at the start
     options: Namespace  # timm's; the connection is in `model_kwargs`, the seed open
+    recipe: str  # its name or file
     switch_to: str = ""  # the connection that takes over in mid-training
     # With it optimizer and schedule begin anew, for as many epochs as before (paper, Table 3). Otherwise all go on, and
     # the switch comes at half of the epochs (Table 10).
@@ -146,13 +147,15 @@ class Design:
         dataset, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
         if "dataset" in values:  # else the recipe's
             values["dataset"] = timm_name(dataset)
-        if base == "paper":
+        if base is None:
+            base = "digits" if dataset == "digits" else "small_images"
+        elif base == "paper":
             base = _paper_recipe(model, dataset)
         options = recipe.resolve_variant(values, base, trainer)
         switch = _switch(connection, changes.get("switch"))
         options.model_kwargs = _effective(options.model_kwargs, {connection, switch.get("switch_to", connection)})
         options.model_kwargs["connection"] = connection
-        return Variant(cell, connection, options, **switch)
+        return Variant(cell, connection, options, base, **switch)
 
     def _refuse_varied(self, given: Mapping[str, Any]) -> None:
         flat = {**given, **given.get("model_kwargs", {})}

@@ -3,6 +3,7 @@
 A run is its folder. Launchers start `run` for it and read what is in it; they share nothing else with it, so a run that
 dies takes nothing with it, and whoever gives the same command again continues where the folders are.
 """
+import math
 import os
 import shutil
 import signal
@@ -11,10 +12,11 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from tqdm import tqdm
@@ -25,19 +27,25 @@ from .folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, re
 from .train_py import die_with_parent
 
 _NO_ROOM = 2**16  # bytes; with less a run cannot even say so in its folder
+_SECONDS_BETWEEN_LINES = 20  # of progress, where there is no terminal
 ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
 _SECONDS_TO_PREEMPT = 300  # from SIGTERM to the signal to requeue, or to SIGKILL at the end of the cluster's grace time
 
 
 class _Progress:
-    """One bar for all runs: the epochs that are finished."""
+    """The epochs that are finished: one bar for all runs, or lines where the output is no terminal."""
 
     def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
-        total = sum(run.epochs for run in runs.values())
-        # disable=None: no bar where the output is not a terminal
-        self.bar = tqdm(total=total, unit="epoch", leave=False, disable=None)
         self.finished = set(runs) - set(waiting(root, runs))
+        self.sizes: dict[str, int] = {}  # of the files of each run's epochs, which are read when they have grown
+        self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
+        self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
+        self.began, self.said = time.monotonic(), -math.inf
+        # disable=None: no bar where the output is not a terminal
+        self.bar = tqdm(
+            total=self.total, initial=self.before, leave=False, disable=None, dynamic_ncols=True,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
         if self.finished:
             self.say(f"{len(self.finished)} of {len(runs)} runs finished before")
 
@@ -51,16 +59,54 @@ class _Progress:
         self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
-    def update(self) -> None:
+    def update(self, names: Iterable[str]) -> None:
+        """Show the last epoch of these runs that was finished since the last call."""
+        for name in names:
+            run = self.runs[name]
+            files = [self.root / name / stage.folder / "summary.csv" for stage in run.stages]
+            size = sum(file.stat().st_size for file in files if file.exists())
+            if size == self.sizes.get(name):
+                continue
+            self.sizes[name], rows = size, history(self.root / name, run)
+            if epochs_done(rows) > self.epochs[name]:
+                self.epochs[name], loss = epochs_done(rows), rows[-1].get("train_loss")
+                self._show(f"{name}: epoch {epochs_done(rows)}/{run.epochs}, "
+                           f"loss {'nan' if loss is None else format(loss, '.3f')}, "
+                           f"{top1_text(rows[-1].get('eval_top1'))}")
+        self.bar.refresh()  # for the time that has passed
+
+    def _show(self, text: str) -> None:
+        done, now = sum(self.epochs.values()), time.monotonic()
         if not self.bar.disable:
-            self.bar.n = sum(epochs_done(history(self.root / name, run)) for name, run in self.runs.items())
-            self.bar.refresh()
+            self.bar.n = done
+            self.bar.set_description_str(f"; {text}", refresh=False)
+        elif now - self.said >= _SECONDS_BETWEEN_LINES:
+            self.said = now
+            left = (now - self.began) / max(1, done - self.before) * (self.total - done)
+            self.say(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
 
     def ended(self, name: str) -> None:
         self.finished.add(name)
+        self.epochs[name] = self.runs[name].epochs
         result = read_json(self.root / name / RESULT)
         seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
         self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which stops a command as Ctrl-C does."""
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    def terminated(*_: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
@@ -87,7 +133,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 process.start()
                 at_work[process] = (name, slot)
             time.sleep(0.1)
-            progress.update()
+            progress.update(name for name, _ in at_work.values())
             for process in [process for process in at_work if not process.is_alive()]:
                 name, slot = at_work.pop(process)
                 slots.append(slot)
@@ -237,7 +283,7 @@ class Slurm:
             elif set(waiting(root, runs)) <= set(progress.failed):
                 break
             time.sleep(self.poll)
-            progress.update()
+            progress.update(set(runs) - progress.finished)
             for name in runs:
                 if name not in progress.finished and (root / name / RESULT).is_file():
                     progress.ended(name)

@@ -30,6 +30,7 @@ from .changes import changes
 from .data import Source, open_source
 from .design import Design, Variant
 from .folder import PLAN, RunPlan, Stage, read_yaml
+from .image_folder import is_here
 from .layout import Layout, shown
 from .recipe import base_name
 from .train import Training, build_model
@@ -156,7 +157,7 @@ def plan(request: Request) -> StudyPlan:
     design = request.design
     given = dict(request.given)
     if design.name != "compare":  # whose recipe says which data set
-        given.setdefault("dataset", design.options.get("dataset", "digits"))
+        given.setdefault("dataset", design.options.get("dataset", "" if given.get("data_dir") else "digits"))
     if design.kind != "training":
         if request.only or request.seeds is not None or request.gpus:
             raise LabError(f"study '{design.name}' trains nothing: it takes no --only, --seeds and --gpus")
@@ -173,17 +174,22 @@ def plan(request: Request) -> StudyPlan:
     variants = _only(variants, request.only)
     if not variants:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
+    if given.get("data_dir") and variants[0].options.dataset == "digits":
+        raise LabError(f"data set digits takes no --data-dir ({given['data_dir']}): give --dataset too, '' for an "
+                       "image folder")
     wanted, first = design.seeds if request.seeds is None else request.seeds, variants[0].options.seed
     seeds = list(range(first, first + wanted)) if isinstance(wanted, int) else list(dict.fromkeys(wanted))
     if not seeds:
         raise LabError("there is nothing to run: give at least one seed")
-    source = _checked(request, variants) if trainer == "lab" else _checked_for_train_py(request, variants)
+    source, sizes = (_checked if trainer == "lab" else _checked_for_train_py)(request, variants)
     places, runs = places_of(request, variants, seeds)
-    if source is not None:
+    if trainer == "lab":
         _check_runs(runs, places, seeds[0], source)
     settings = _settings(request, given, variants[0])
     folder = _folder(request, settings, given, variants[0])
     study = _described(request, given, seeds, variants)
+    if source is not None:
+        study["data"] = _data_of(source, sizes)
     Layout.of(study)  # a layout that cannot be is known before anything runs
     if "options" in settings:
         study["options"] = {**settings["options"], "device": given["device"]}
@@ -288,24 +294,61 @@ def _folder(request: Request, settings: Mapping, given: Mapping, first: Optional
 
 
 # -------------------------------------------------------------------------------- checks before the first step
-def _checked(request: Request, variants: Sequence[Variant]) -> Source:
+_Size = tuple[list[int], str]  # height and width of the images that a model gets, and the origin of this size
+
+
+def _checked(request: Request, variants: Sequence[Variant]) -> tuple[Source, list[_Size]]:
     """Opens the data set, builds every model once, and completes the options."""
     source = open_source(variants[0].options, request.design.hold_out)
     for variant in variants:
         variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
-        _check_models(variant)
-    return source
+        variant.options.val_split = source.val_split
+    return source, [_check_models(request, variant) for variant in variants]
 
 
-def _check_models(variant: Variant) -> None:
+def _check_models(request: Request, variant: Variant) -> _Size:
+    origin = _origin_of_size(request, variant)
     for connection in dict.fromkeys((variant.connection, variant.final_connection)):
-        _check_model(variant.options, connection)
+        size = _check_model(variant.options, connection)
+    return size, origin
 
 
-def _check_model(options: Namespace, connection: str) -> None:
+def _origin_of_size(request: Request, variant: Variant) -> str:
+    """Name the origin of the image size, before `_check_model` completes the options."""
+    def sets(options: Mapping[str, Any]) -> bool:
+        return any(options.get(key) is not None for key in ("img_size", "input_size"))
+
+    design = request.design
+    cells = (changes.get("options", {}) for values in design.grid.values() for changes in values.values())
+    if sets(request.given):
+        return "--img-size" if design.name == "compare" else "--option img_size"
+    if sets(design.options) or any(map(sets, cells)):
+        return f"study {design.name}"
+    if sets(vars(variant.options)):
+        return f"recipe {variant.recipe}"
+    return "--model-kwargs img_size" if sets(variant.options.model_kwargs) else "the model's default"
+
+
+def _data_of(source: Source, sizes: Sequence[_Size]) -> dict:
+    """Describe the data for a report; `image_size` is None where the models differ."""
+    (size, origin), *others = sizes
+    alike = all(other == size for other, _ in others)
+    return {
+        "image_size": size if alike else None,
+        "size_from": origin if alike else "each model's default",
+        "first_image": source.first_size and list(source.first_size),
+        "channels": source.in_chans,
+        "classes": source.num_classes,
+        "train": len(source.train),
+        "validation": len(source.validation),
+        "validation_split": source.validation_name,
+    }
+
+
+def _check_model(options: Namespace, connection: str) -> list[int]:
     """Builds the model and runs it on two blank images, so that wrong arguments are known at once.
 
-    Gives a model that must know the size of its images that size, in `options.model_kwargs`.
+    Gives a model that must know the size of its images that size, in `options.model_kwargs`, and returns it.
     """
     channels = options.in_chans or 3
 
@@ -327,6 +370,7 @@ def _check_model(options: Namespace, connection: str) -> None:
             model = build()
         with torch.no_grad():
             model.eval()(torch.zeros(2, channels, height, width))
+    return [height, width]
 
 
 @contextmanager
@@ -359,7 +403,7 @@ def _check_runs(runs: Mapping[str, RunPlan], places: Sequence[dict], seed: int, 
             Training(runs[name], stage, Path(), source, options)
 
 
-def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None:
+def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[_Size]]:
     """That the script is there and knows the options; data and GPUs may be elsewhere."""
     if request.train_py is None:
         raise LabError("scale paper trains with timm's train.py: give it with --train-py, or its folder as TIMM_DIR")
@@ -367,19 +411,24 @@ def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None
     defaults = vars(parser.parse_args([]))
     if request.design.hold_out:
         raise LabError("train.py holds no images out: leave --train-py away, or give the study a val_split of its own")
-    if variants[0].options.num_classes is None:  # the paper's recipes say it
-        source = open_source(variants[0].options)
-        for variant in variants:
-            variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
-    dataset = variants[0].options.dataset
-    cut = [key for key in ("train_num_samples", "val_num_samples") if getattr(variants[0].options, key) is not None]
-    if cut and dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
+    first, source, sizes = variants[0].options, None, []
+    dataset, cut = first.dataset, {}
+    if dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
+        cut = {key: None for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None}
+    if cut:
         print(f"timm-ortho: train.py has no use for {' and '.join(cut)} where a data set is no stream, and takes all "
-              f"images of '{dataset or variants[0].options.data_dir}'", file=sys.stderr)
+              f"images of '{dataset or first.data_dir}'", file=sys.stderr)
+    unknown = first.num_classes is None  # the paper's recipes have it
+    if unknown or is_here(first):
+        source = open_source(Namespace(**{**vars(first), **cut}))
+        for options in (variant.options for variant in variants):
+            options.val_split = source.val_split
+            if unknown:
+                options.num_classes, options.in_chans = source.num_classes, source.in_chans
     for variant in variants:
         if variant.options.dataset == "digits":
             raise LabError("train.py has no data set digits: give another --dataset, or leave --train-py away")
-        _check_models(variant)
+        sizes.append(_check_models(request, variant))
         for key, option in recipe.known_options().items():
             if getattr(variant.options, key) != option["default"]:
                 if key not in defaults:
@@ -388,6 +437,7 @@ def _checked_for_train_py(request: Request, variants: Sequence[Variant]) -> None
                 setattr(variant.options, key, defaults[key])  # which another release may have changed
             else:
                 delattr(variant.options, key)
+    return source, sizes
 
 
 # -------------------------------------------------------------------------------------------------- in words

@@ -18,7 +18,7 @@ from argparse import Namespace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any, Mapping
 
 import timm
 
@@ -38,6 +38,10 @@ DEFAULTS = {
 def known_options() -> Mapping[str, Mapping[str, Any]]:
     """The options of timm's `train.py`: name -> what is said of it, see above."""
     return json.loads(files(__package__).joinpath("train_options.json").read_text(encoding="utf-8"))
+
+
+def defaults() -> dict[str, Any]:
+    return {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
 
 
 @cache
@@ -91,19 +95,18 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
         unused = [key for key in changed if key in options_with("lab", "unused")]
         if unused:
             print(f"timm-ortho: the lab's own loop has no use for {', '.join(unused)}", file=sys.stderr)
-    defaults = {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
-    return Namespace(**{**defaults, **typed})
+    return Namespace(**{**defaults(), **typed})
 
 
-def resolve_variant(given: Mapping[str, Any], name: Optional[str], trainer: str = "lab") -> Namespace:
+def resolve_variant(given: Mapping[str, Any], name: str, trainer: str = "lab") -> Namespace:
     """timm's options for what was given, with a recipe and timm's own defaults below; the model is a variant.
 
     Args:
         given: timm's options by name; they override the recipe's.
-        name: File or name of a shipped recipe; None chooses by data set.
+        name: File or name of a shipped recipe.
         trainer: `lab` or `train.py`.
     """
-    values = load(name or ("digits" if given.get("dataset", "digits") == "digits" else "small_images"))
+    values = load(name)
     own = base_name(str(values.get("model", "vit_small")))
     base = base_name(str(given.get("model", own)))
     if base != own:

@@ -96,7 +96,8 @@ def run(
         opened: Show the report in the browser at the end.
 
     Returns:
-        The exit status: 0, or 130 if Ctrl-C stopped it; a run that could not be finished is a LabError.
+        The exit status: 0, or 130 and 143 if Ctrl-C or SIGTERM stopped it; a run that could not be finished is a
+        LabError.
     """
     if (threads is not None and threads < 1) or parallel < 1:
         raise LabError(f"--threads and --parallel must be at least 1, got {threads} and {parallel}")
@@ -110,21 +111,40 @@ def run(
         return 0
     if threads is None and request.design.name == "compare":
         threads = _threads_for(next(iter(planned.runs.values())))
+    print("\n".join(_opening(planned)), file=sys.stderr)
     try:
-        if slurm is not None:
-            failed = slurm.train(planned.folder, planned.runs)
-        else:
-            failed = launch.local(planned.folder, planned.runs, parallel, threads or 1)
-    except KeyboardInterrupt:
+        with launch.sigterm_as_ctrl_c():
+            if slurm is not None:
+                failed = slurm.train(planned.folder, planned.runs)
+            else:
+                failed = launch.local(planned.folder, planned.runs, parallel, threads or 1)
+    except KeyboardInterrupt as stop:
         print(report_on([planned.folder], opened=opened))
         print("interrupted; the same command again continues where this one stopped", file=sys.stderr)
-        return 130
+        return 143 if isinstance(stop, launch.Terminated) else 130
     print(report_on([planned.folder], opened=opened))
     if failed:
         name, reason = next(iter(failed.items()))
         raise LabError(f"{len(failed)} of {len(planned.runs)} runs failed, first {name}: {reason}; the same command "
                        "again tries them anew")
     return 0
+
+
+def _opening(planned: StudyPlan) -> list[str]:
+    """Return the lines that name the runs and their images, before the first run."""
+    study, epochs = planned.study, sorted({run_plan.epochs for run_plan in planned.runs.values()})
+    lines = [f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; connections: "
+             f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
+             f"{' or '.join(map(str, epochs))}"]
+    data = study.get("data")
+    if data:
+        size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
+        resized = f"images of {first} (first image) resized to" if first and first != size else "images of"
+        lines.append(
+            f"{study['dataset']}: {data['train']} training and {data['validation']} validation images "
+            f"({data['validation_split']}), {data['classes']} classes; {resized} {size or 'several sizes'} "
+            f"({data['size_from']}), channels: {data['channels']}")
+    return lines
 
 
 def _threads_for(run_plan: RunPlan) -> int:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from typing import Sequence
@@ -15,8 +16,10 @@ from typing import Sequence
 import torch
 
 from ..runs.folders import load_checkpoint
-from . import LabError, one_line
+from . import LabError, one_line, recipe
+from .data import open_source
 from .folder import RunPlan, Stage
+from .image_folder import is_here
 
 _SECONDS_TO_STOP = 30
 
@@ -34,7 +37,10 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
                        "to train it anew")
     if before == stage.last_epoch:
         return
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    _check_data(Namespace(**{**recipe.defaults(), **stage.options}))
+    environment = {
+        **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "TIMM_DATASET_MAX_RETRIES": "1"}  # else timm trains on another image in place of one that cannot be read
     if plan.record is not None:
         environment.update(
             TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
@@ -51,6 +57,15 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
         kind = Died if process.returncode < 0 or done > before else LabError
         raise kind(f"{plan.trainer} ended with exit status {process.returncode} after {done} of {stage.last_epoch} "
                    "epochs")
+
+
+def _check_data(options: Namespace) -> None:
+    """Check an image folder that may not have been on the machine that planned the run."""
+    if is_here(options):
+        split = open_source(options).val_split
+        if split != options.val_split:
+            raise LabError(f"the run was planned with val_split '{options.val_split}', and {options.data_dir} has only "
+                           f"'{split}': give --option val_split={split}")
 
 
 def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:

@@ -1,0 +1,178 @@
+"""Image folders: which folders are the splits, and which layouts give wrong results.
+
+timm takes an image's class from the innermost folder. Where a split has no folder, timm reads the whole data set.
+"""
+import filecmp
+import os
+import shlex
+from argparse import Namespace
+from typing import Any, Collection, Optional
+
+import numpy as np
+
+from .._compat import search_split
+from ..runs.folders import class_names
+from . import LabError
+
+_TORCHVISION = ("torch/image_folder", "torch/folder")  # the two names that timm has for torchvision's ImageFolder
+READERS = ("hfds", "hfids", "tfds", "wds")  # that find their data sets without a folder
+LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
+_COMPARED = 100  # pairs of files that are read to recognise a copy
+
+
+def is_image_folder(options: Namespace) -> bool:
+    dataset = options.dataset.lower()
+    return dataset in _TORCHVISION or dataset.partition("/")[0] not in ("digits", "torch", *READERS)
+
+
+def is_here(options: Namespace) -> bool:
+    """Whether the data set is an image folder that this machine has."""
+    return is_image_folder(options) and os.path.isdir(options.data_dir or "")
+
+
+def find_splits(options: Namespace, hold_out: int = 0) -> str:
+    """Return the name of the split to validate on: `val_split`, or `test` if its default has no folder.
+
+    Raises:
+        LabError: A split has no folder. With `hold_out`, a folder without any split is allowed: all images train.
+    """
+    root = options.data_dir
+    if not os.path.exists(root):
+        raise LabError(f"there is no folder {root}: {LAYOUT} of --data-dir")
+    if os.path.isfile(root):  # a tar file
+        return options.val_split
+
+    def has(split: str) -> bool:
+        return os.path.realpath(search_split(root, split)) != os.path.realpath(root)
+
+    names = [options.val_split, *(["test"] if options.val_split == "validation" else [])]
+    validation = next(filter(has, names), None)
+    for what, key, missing in (
+            ("training", "train_split", not has(options.train_split) and not (hold_out and validation is None)),
+            ("validation", "val_split", validation is None and not hold_out)):
+        if missing:
+            raise LabError(f"{root} has no folder for the {what} images ({key} '{getattr(options, key)}'): "
+                           f"{LAYOUT}; --option {key}=NAME names another folder")
+    return options.val_split if hold_out else validation
+
+
+def check_classes(options: Namespace, split: str, dataset: Any, train: Any = None) -> None:
+    """Raise a LabError if an opened split's labels would not be its classes.
+
+    Args:
+        options: timm's options.
+        split: The split's name, for the message.
+        dataset: The split.
+        train: The training split, whose class names the labels of another split must have.
+    """
+    where = f"split '{split}' of {options.data_dir or options.dataset}"
+    advice = _advice(options) if is_image_folder(options) else "give another data set or split"
+    if hasattr(dataset, "reader") and not options.class_map:
+        fault = _fault_of_layout(dict.fromkeys(sorted(map(os.path.dirname, _names(dataset)))))
+        if fault:
+            raise LabError(f"{where}: {fault}, and timm takes an image's class from its folder: {advice}")
+    names, labels = class_names(dataset), _labels(dataset)
+    if (names and len(names) == 1) or (labels is not None and len(np.unique(labels)) == 1):
+        name = names[0 if labels is None else labels[0]] if names else ""
+        raise LabError(f"{where}: all images are of one class{name and f' {name!r}'}: {advice}")
+    others = class_names(train) if train is not None else None
+    if names and others and names != others:
+        only = [f"{len(these)} only in '{which}' ({', '.join(these[:3])}{', ...' if len(these) > 3 else ''})"
+                for which, these in ((options.train_split, [name for name in others if name not in names]),
+                                     (split, [name for name in names if name not in others])) if these]
+        raise LabError(f"{where} has other classes than split '{options.train_split}', so labels would mean different "
+                       f"classes: {' and '.join(only) or 'in another order'}: {advice}; --option class_map=FILE.txt "
+                       "gives classes, one a line, that not every split has")
+
+
+def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
+    """Name two folders of images that cannot both be class folders. Paths start at the split's folder."""
+    first: dict[str, str] = {}
+    for folder in folders:
+        above = folder
+        while above:
+            above = os.path.dirname(above)
+            if above in folders:
+                return f"'{folder}' is inside '{above or '.'}', and both contain images"
+        other = first.setdefault(os.path.basename(folder), folder)
+        if other != folder:
+            return f"class '{os.path.basename(folder)}' is in several folders, first '{other}' and '{folder}'"
+    return None
+
+
+def _labels(dataset: Any) -> Optional[np.ndarray]:
+    """Return the label of every image, None for a data set that does not list them."""
+    dataset = getattr(dataset, "reader", dataset)
+    targets = getattr(dataset, "targets", None)
+    if targets is None and hasattr(dataset, "samples"):
+        targets = [sample[1] for sample in dataset.samples]
+    return None if targets is None else np.asarray(targets)
+
+
+def _advice(options: Namespace) -> str:
+    """Return the layout that is expected, and for Tiny ImageNet's own the commands that sort it."""
+    root = options.data_dir
+    if not os.path.isfile(os.path.join(root, "val", "val_annotations.txt")):
+        return LAYOUT
+    train, val = (shlex.quote(os.path.join(root, split)) for split in ("train", "val"))
+    return (f"{LAYOUT}. This is Tiny ImageNet's own layout, which two commands sort: (cd {train} && for d in */images; "
+            f"do mv $d/* $d/.. && rmdir $d; done) and (cd {val} && while read f c _; do mkdir -p $c && mv images/$f "
+            "$c; done < val_annotations.txt && rmdir images)")
+
+
+def refuse_shared_images(train: Any, validation: Any) -> None:
+    """Raise a LabError if two opened splits have images in common, through links, nested folders or copies."""
+    for key in ("train", "split"):  # of torchvision's data sets, and of timm's readers
+        mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
+        if mine is not None and mine == other:
+            raise LabError(f"training and validation images would both be of {key}={mine!r}: give another --option "
+                           "train_split=NAME or val_split=NAME")
+    roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
+    paths = [_paths(part) for part in (train, validation)]
+    if not all(paths):
+        if os.path.isfile(str(roots[0])) and os.path.realpath(roots[0]) == os.path.realpath(roots[1]):
+            raise LabError(f"training and validation images would both come from {roots[0]}: {LAYOUT}")
+        return
+    held = {_identity(path) for path in paths[1]}
+    shared = [path for path in paths[0] if _identity(path) in held]
+    if shared:
+        also = "is also a validation image" if len(shared) == 1 else "are also validation images"
+        raise LabError(f"{len(shared)} of {len(paths[0])} training images {also}, first {shared[0]}: {LAYOUT}, "
+                       "with no image in both")
+    if _are_copies(train, validation):
+        raise LabError(f"the validation images are copies of the training images ({roots[1]} and {roots[0]}): "
+                       f"{LAYOUT}, with no image in both")
+
+
+def _paths(dataset: Any) -> list[str]:
+    """Return the images' files; [] for a data set that is no folder of files."""
+    samples = getattr(getattr(dataset, "reader", dataset), "samples", ())
+    return [sample[0] for sample in samples if isinstance(sample[0], str)]
+
+
+def _names(dataset: Any) -> list[str]:
+    """Return the images' paths below the folder of their split."""
+    root = str(getattr(getattr(dataset, "reader", dataset), "root", ""))
+    return [path.removeprefix(root).lstrip(os.sep) for path in _paths(dataset)]
+
+
+def _identity(path: str) -> Any:
+    """Identify a file, also through links."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise LabError(f"image {path} cannot be read ({error.strerror}): remove or replace it") from None
+    if not status.st_size:
+        raise LabError(f"image {path} is empty: remove or replace it")
+    # some file systems have no inode numbers
+    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+
+
+def _are_copies(train: Any, validation: Any) -> bool:
+    """Whether most validation images have a training image of the same name, with the same bytes."""
+    train_files, files = (dict(zip(_names(part), _paths(part), strict=True)) for part in (train, validation))
+    both = [name for name in files if name in train_files]
+    if 2 * len(both) < len(files):
+        return False
+    sample = both[::max(1, len(both) // _COMPARED)]
+    return all(filecmp.cmp(train_files[name], files[name], shallow=False) for name in sample)
