@@ -416,6 +416,6 @@ def test_the_text_of_a_command_is_not_the_source_of_other_code(monkeypatch):
     monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, text.splitlines(keepends=True), "<string>"))
     namespace = {"__name__": __name__, "nn": nn}
     exec("class Block(nn.Module):\n    def forward(self, x):\n        return x * 3.0\n", namespace)
-    with pytest.raises(RoutingError, match="the source of forward cannot be read: could not get source code; put a class"):
+    with pytest.raises(RoutingError, match="source of forward cannot be read: could not get source code; put a class"):
         Route(namespace["Block"], sums(("x", "one")))
     assert not looks_residual(namespace["Block"])
