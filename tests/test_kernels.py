@@ -479,7 +479,7 @@ def test_compiled_code_matches_eager_mode(backend, compiler, case):
     torch.testing.assert_close(y, update(x, f, *list(inputs.values())[2:]))
 
 
-@pytest.mark.parametrize("asked_for", ["auto", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("asked_for", ["auto", "inductor", pytest.param("triton", marks=needs_triton)])
 def test_compiled_code_has_the_operations_whatever_was_asked_for(calls, asked_for):
     torch._dynamo.reset()
     graphs = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.routing import Route, RoutingError, Sum
 
 SCALE = 2.0  # a global that the blocks below use
@@ -407,3 +408,14 @@ def test_what_comes_after_a_return_is_the_other_side():
     found = Route(Early, sums(("x", "one"), ("x", "two")))
     assert found.reached(Early()) == [False, False]
     assert found.reached(Early(nn.Identity()).eval()) == [True, True]  # in training it is reached
+
+
+def test_the_text_of_a_command_is_not_the_source_of_other_code(monkeypatch):
+    """Python 3.13 registers the text of `python -c` as the file "<string>", the one that code from `exec` names."""
+    text = "class Block:\n    def forward(self, x):\n        return x + 2.0 * x\n"
+    monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, text.splitlines(keepends=True), "<string>"))
+    namespace = {"__name__": __name__, "nn": nn}
+    exec("class Block(nn.Module):\n    def forward(self, x):\n        return x * 3.0\n", namespace)
+    with pytest.raises(RoutingError, match="source of forward cannot be read: could not get source code; put a class"):
+        Route(namespace["Block"], sums(("x", "one")))
+    assert not looks_residual(namespace["Block"])

@@ -41,6 +41,14 @@ def results(folder):
     return json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 
+def expected_results(folder):
+    """The results with a tolerance for the summary: `statistics.stdev` of Python 3.10 differs in the last digit."""
+    values = results(folder)
+    values["summary"] = json.loads(
+        json.dumps(values["summary"]), parse_float=lambda number: pytest.approx(float(number), rel=1e-12))
+    return values
+
+
 def again(file, folder):
     """The report anew, from nothing but its results.json."""
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -632,7 +640,7 @@ def test_flops_and_gamma_beside_their_tables(tmp_path):
 def test_committed_reports_are_what_this_writes(path, tmp_path):
     again(path, tmp_path)
     assert (tmp_path / "report.md").read_text() == (path.parent / "report.md").read_text()
-    assert results(tmp_path) == results(path.parent)
+    assert results(tmp_path) == expected_results(path.parent)
 
 
 @pytest.mark.parametrize("name", ["digits", "fashion_mnist", "vit_test_digits"])

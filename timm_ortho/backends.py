@@ -114,7 +114,8 @@ def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
         return f"there are no kernels for tensors on '{device}'"
     if device == "cpu" and name == "triton" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         return "the tensors are on the CPU, which takes TRITON_INTERPRET=1 in the environment from the start"
-    if device == "cpu" and name == "inductor" and not _cpp_compiler_is_installed():
+    # torch.compile cannot trace the search for a compiler.
+    if device == "cpu" and name == "inductor" and not (torch.compiler.is_compiling() or _cpp_compiler_is_installed()):
         return "there is no C++ compiler: install one (apt install g++), or name yours as CXX in the environment"
     if not {x.dtype, f.dtype} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         return f"there are no kernels for {x.dtype} and {f.dtype}"

@@ -60,6 +60,18 @@ _DOCUMENTING = {"auto_docstring"}  # decorators that need the class around a met
 _CHANGING = {"training", "grad_checkpointing"}  # attributes that say nothing about the next call
 
 
+def syntax_tree(function: FunctionType) -> ast.Module:
+    """Return the syntax tree of a function's source.
+
+    Raises:
+        OSError: The source cannot be found, or the function is from ``exec``. Python 3.13 registers the text of
+            ``python -c`` as the file ``<string>``, to which all code from ``exec`` seems to belong.
+    """
+    if function.__code__.co_filename == "<string>":
+        raise OSError("could not get source code")
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
 class Route:
     """What is found in one method of a block class: where its additions are, and under which conditions.
 
@@ -90,7 +102,7 @@ class Route:
             raise RoutingError(f"{where}: in evaluation {method} hands all its work to one fused operation, additions "
                                "included; write the block without that fast path and register it")
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(self.method)))
+            tree = syntax_tree(self.method)
         except (OSError, TypeError, SyntaxError) as error:
             hint = "; put a class that was typed at Python's prompt in a file" if isinstance(error, OSError) else ""
             raise RoutingError(f"{where}: the source of {method} cannot be read: {error}{hint}") from None

@@ -2,9 +2,10 @@
 import ast
 import inspect
 import re
-import textwrap
 from functools import cache
 from typing import Set
+
+from ..routing import syntax_tree
 
 
 @cache
@@ -19,7 +20,7 @@ def looks_residual(cls: type) -> bool:
     them. It does not see sums in other methods or by other means (``sum``), nor classes without readable source.
     """
     try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))).body[0]
+        function = syntax_tree(inspect.unwrap(cls.forward)).body[0]
     except (OSError, TypeError, SyntaxError, AttributeError):  # built in, generated, or without a forward
         return False
     if not isinstance(function, ast.FunctionDef):
