@@ -9,13 +9,13 @@ import math
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, variance
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Union
 
 import numpy as np
 from scipy import stats
 
-from timm_ortho.lab.statistics import Difference, paired_difference
+from timm_ortho.lab.statistics import Difference, paired_difference, student_interval
 
 RESULTS = Path(__file__).parents[1] / "model_cards" / "results"
 
@@ -87,7 +87,7 @@ class Comparison:
         return _span(list(self.paper.values())) if self.paper else ""
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
-        """The two-sided interval of another level."""
+        """The two-sided interval of another level; (-inf, inf) without variance."""
         raise NotImplementedError
 
     def within(self, bound: float) -> bool:
@@ -160,10 +160,10 @@ class Contrast(Comparison):
     def without(self, *seeds: int) -> tuple[Difference, tuple[float, float]]:
         """The mean without some seeds, and its 90 % interval."""
         values = [value for seed, value in self.by_seed.items() if seed not in seeds]
-        return _paired(values), _ends(values, 0.9)
+        return _paired(values), _paired(values, 0.9).ends
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
-        return _ends(self.values, level)
+        return _paired(self.values, level).ends
 
     @property
     def pooled(self) -> Optional[Difference]:
@@ -171,17 +171,18 @@ class Contrast(Comparison):
 
         Seeds that lack a cell take no part in the variance. None for a sum that is no difference.
         """
-        squares = freedom = leverage = 0.0
+        squares = freedom = leverage = scale = 0.0
         for study, weights in self.parts:
             if not math.isclose(sum(weights.values()), 0.0, abs_tol=1e-9):
                 return None
             cells = np.array([list(row.values()) for row in table(study, None, self.read).values()])
             rest = cells - cells.mean(0) - cells.mean(1, keepdims=True) + cells.mean()
             squares += (rest ** 2).sum()
+            scale = max(scale, float(abs(cells).max()))
             freedom += (cells.shape[0] - 1) * (cells.shape[1] - 1)
             leverage += sum(weight ** 2 for weight in weights.values()) / len(self.by_seed) / len(self.parts) ** 2
-        half_width = float(stats.t.ppf(0.975, freedom)) * math.sqrt(squares / freedom * leverage)
-        return Difference(self.found.mean, half_width, self.found.pairs)
+        error = math.sqrt(squares / freedom * leverage)
+        return student_interval(self.found.mean, error, freedom, self.found.pairs, scale)
 
     @property
     def room(self) -> float:
@@ -244,8 +245,7 @@ class Effect(Comparison):
     def seeds(self) -> int:
         return len(self.by_cell[1])
 
-    @cached_property
-    def _error(self) -> tuple[float, float, int]:
+    def _interval(self, level: float = 0.95) -> Difference:
         levels, differences = self.by_cell
         first, second = FACTORS[self.factor]
         signs = np.array([(second in of) - (first in of) for of in levels])
@@ -253,18 +253,15 @@ class Effect(Comparison):
         seeds, cells = differences.shape
         freedom = (seeds - 1) * (cells - 1)
         mean = float(2 * (differences.mean(0) * signs).mean())
-        return mean, 2 * math.sqrt((rest ** 2).sum() / freedom / differences.size), freedom
+        error = 2 * math.sqrt((rest ** 2).sum() / freedom / differences.size)
+        return student_interval(mean, error, freedom, self.seeds, float(abs(differences).max()), level)
 
-    @property
+    @cached_property
     def found(self) -> Difference:
-        mean, error, freedom = self._error
-        low, high = self.ends()
-        return Difference(mean, (high - low) / 2, self.seeds, float(2 * stats.t.sf(abs(mean) / error, freedom)))
+        return self._interval()
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
-        mean, error, freedom = self._error
-        half = float(stats.t.ppf(0.5 + level / 2, freedom)) * error
-        return mean - half, mean + half
+        return self._interval(level).ends
 
 
 FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e24"), "rate": ("r1", "r4"),
@@ -285,18 +282,14 @@ def table(study: str, settings: Optional[Iterable[tuple]] = None,
 
 def unpaired(one: Sequence[float], other: Sequence[float]) -> Difference:
     """Welch's interval of the difference of two means whose runs share no batches."""
-    test = stats.ttest_ind(one, other, equal_var=False)
-    low, high = test.confidence_interval()
-    return Difference((low + high) / 2, (high - low) / 2, min(len(one), len(other)), float(test.pvalue))
+    error = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
+    freedom = float(stats.ttest_ind(one, other, equal_var=False).df) if error else 1.0
+    scale = max(map(abs, (*one, *other)))
+    return student_interval(fmean(one) - fmean(other), error, freedom, min(len(one), len(other)), scale)
 
 
-def _paired(values: Sequence[float]) -> Difference:
-    return paired_difference(values, [0.0] * len(values))
-
-
-def _ends(values: Sequence[float], level: float) -> tuple[float, float]:
-    half = float(stats.t.ppf(0.5 + level / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return fmean(values) - half, fmean(values) + half
+def _paired(values: Sequence[float], level: float = 0.95) -> Difference:
+    return paired_difference(values, [0.0] * len(values), level)
 
 
 def _span(values: Sequence[float]) -> str:

@@ -104,11 +104,11 @@ class Hypothesis:
     def is_run(self) -> bool:
         return self.contrast.is_run
 
-    def decision(self, p: float) -> str:
-        """By a p value that is adjusted already."""
+    def decision(self, p: Optional[float]) -> str:
+        """By an adjusted p value; None where the differences have no variance."""
         if not self.is_run:
             return "not run yet"
-        mean, significant = self.contrast.found.mean, p < 0.05
+        mean, significant = self.contrast.found.mean, p is not None and p < 0.05
         if self.claims == "different" and significant:
             return "above zero" if mean > 0 else "below zero"
         if self.claims == "above" and significant:

@@ -70,6 +70,21 @@ def test_main_effects(runs):
     assert contrast(contrasts.switch(0, 1)).values == [2.0]
 
 
+def test_equal_differences_decide_nothing(runs, only_study):
+    """The variance of a few equal differences is unknown, not zero."""
+    runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
+    equal = contrast({("feature",): 1.0, ("linear",): -1.0})
+    assert str(equal) == "+1.00"
+    assert equal.ends(0.9) == (-float("inf"), float("inf"))
+    assert not equal.within(5.0)
+    assert equal.pooled.half_width is None
+    assert contrasts.unpaired([1.0, 1.0], [2.0, 2.0]).p is None
+    for claims, equivalent in (("above", None), ("different", None), ("equal", 5.0)):
+        hypothesis = hypotheses.Hypothesis("H", "says", equal, claims, equivalent)
+        for adjust in (holm, list):
+            assert hypotheses.decided([hypothesis], adjust)[0]["decision"] == "not confirmed"
+
+
 def test_seeds_that_are_not_complete_take_no_part(runs):
     runs("one", {("linear",): LINEAR, ("feature",): FEATURE[:3]})
     runs("two", {("linear",): LINEAR, ("feature",): LINEAR})

@@ -15,7 +15,7 @@ ROUNDING = 1e-6  # of the largest value: float32 accuracies that count the same 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference with its two-sided 95 % confidence interval."""
+    """A mean difference with its two-sided confidence interval, of 95 % unless another level was requested."""
 
     mean: float
     half_width: Optional[float]  # None for a single pair and for differences that are all equal
@@ -44,8 +44,10 @@ class Difference:
         return self.text() if self.half_width is not None else f"{self.text()} ({self.why_no_interval}, no interval)"
 
 
-def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """Student's paired t: d = values - baseline, mean(d) ± t(0.975, n - 1) s(d) / sqrt(n), p = P(|T| > |t|).
+def paired_difference(values: Sequence[float], baseline: Sequence[float], level: float = 0.95) -> Difference:
+    """Student's paired t: d = values - baseline, mean(d) ± t(q, n - 1) s(d) / sqrt(n), p = P(|T| > |t|).
+
+    q = (1 + level) / 2 is the quantile of a two-sided interval.
 
     Student, "The probable error of a mean", Biometrika 6 (1908). Accuracies count images, so a few differences can all
     be equal by chance. Their variance is then unknown, not zero: there is no interval and no p.
@@ -55,11 +57,12 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     if count < 2:
         return Difference(mean, None, count)
     scale = max(map(abs, (*values, *baseline)))
-    return student_interval(mean, stdev(differences) / math.sqrt(count), count - 1, count, scale)
+    return student_interval(mean, stdev(differences) / math.sqrt(count), count - 1, count, scale, level)
 
 
-def student_interval(mean: float, error: float, freedom: float, pairs: int, scale: float) -> Difference:
-    """mean ± t(0.975, freedom) error and p = P(|T| > |mean| / error).
+def student_interval(
+        mean: float, error: float, freedom: float, pairs: int, scale: float, level: float = 0.95) -> Difference:
+    """mean ± t((1 + level) / 2, freedom) error and p = P(|T| > |mean| / error).
 
     Args:
         mean: The estimate.
@@ -67,11 +70,12 @@ def student_interval(mean: float, error: float, freedom: float, pairs: int, scal
         freedom: Degrees of freedom of the error.
         pairs: How many pairs of runs are compared.
         scale: The largest magnitude among the values that the estimate was computed from.
+        level: Confidence of the two-sided interval.
     """
     if error <= ROUNDING * scale:
         return Difference(mean, None, pairs)
     p = float(2 * stats.t.sf(abs(mean) / error, freedom))
-    return Difference(mean, float(stats.t.ppf(0.975, freedom)) * error, pairs, p)
+    return Difference(mean, float(stats.t.ppf((1 + level) / 2, freedom)) * error, pairs, p)
 
 
 def reach(pairs: int) -> float:
