@@ -4,13 +4,13 @@ from typing import Any, ItemsView, Optional
 import timm
 import torch
 from timm.data.dataset_factory import _search_split as search_split  # the folder that timm reads for a split
-from timm.models._features import feature_take_indices  # what `indices` of a forward_intermediates means
+from timm.models._features import feature_take_indices  # resolves the argument `indices` of forward_intermediates
 from timm.models._hub import save_config_for_hf  # config.json as timm writes it, without an upload
 from timm.models._prune import adapt_model_from_file  # narrower layers, before they get connections
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
-from torch.utils._python_dispatch import TorchDispatchMode  # every operation that runs, to count its FLOPs
+from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
 __all__ = [
     "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active", "feature_take_indices",
@@ -19,16 +19,16 @@ __all__ = [
     "search_split", "submission_script", "TorchDispatchMode",
 ]
 
-# The arguments that make a model as it is now, reset_classifier() and set_input_size() included; timm 1.0.31 has it.
+# Returns the arguments that rebuild a model, also after reset_classifier() and set_input_size(). Needs timm 1.0.31.
 current_arguments = getattr(timm.models, "get_model_args", lambda model: {})
 
-# Whether a transform of torch.func is active, which no public function tells.
+# Whether a transform of torch.func is active. torch has no public function for it.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
 # Whether a tensor is a batch of gradients of ``torch.autograd.grad(is_grads_batched=True)``, which predates torch.func.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
-# Public from torch 2.7 on. Before, and to 2.7's own compiler, exporting cannot be told from compiling.
+# Public from torch 2.7 on. Before 2.7, and in code that 2.7 compiles, export and compilation look the same.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
@@ -38,7 +38,7 @@ def forward_mode_is_active() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` or forward-mode differentiation transforms what runs."""
+    """Whether ``torch.func`` or forward-mode differentiation is active."""
     return functorch_is_active() or forward_mode_is_active()
 
 
@@ -58,37 +58,37 @@ def is_observed(*tensors: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is of no subclass, which may replace every operation."""
+    """Whether a tensor is a plain Tensor or Parameter. Subclasses can override every operation."""
     return type(tensor) in (Tensor, nn.Parameter)
 
 
 def is_recorded() -> bool:
-    """Whether what is called ends up in a file: by ``torch.export`` or ``torch.jit.trace``."""
+    """Whether ``torch.export`` or ``torch.jit.trace`` is recording."""
     return torch.jit.is_tracing() or _is_exporting()
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Whether it says that something could not be compiled; the classes themselves move between releases."""
+    """Whether an error comes from a compiler. Matched by module, since the classes move between releases."""
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton."))
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Whether a compiler error says that ``torch.compile`` reached its limit of recompilations; torch renamed it."""
+    """Whether an error is ``torch.compile``'s limit of recompilations. Its class has two names across releases."""
     return type(error).__name__ in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP manages a module's parameters; the public class is only that of the module that it was called on."""
+    """Whether FSDP manages a module's parameters. The public FSDPModule marks only the root of each call."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
 def compiled_model(module: nn.Module) -> Optional[nn.Module]:
-    """The model that ``torch.compile(model)`` wrapped, None of any other module."""
+    """Return the model that ``torch.compile(model)`` wrapped; None for other modules."""
     return module._modules.get("_orig_mod")
 
 
 def named_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
-    """As the method of this name, but one that has two names is there twice."""
+    """Return a module's children by name, like the method of this name but without removing duplicates."""
     return module._modules.items()
 
 
@@ -98,5 +98,5 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def submission_script(executor: Any) -> str:
-    """What a Slurm executor of submitit would hand to sbatch."""
+    """Return the sbatch script of a submitit executor for Slurm."""
     return executor._make_submission_file_text(executor._submitit_command_str, "plan")

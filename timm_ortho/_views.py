@@ -26,10 +26,10 @@ class View(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
-    """How the kernels see a tensor of this shape that is projected over ``dims``.
+    """Return the three-axis view of a tensor of this shape and these strides with a projection over ``dims``.
 
-    The order of the axes is the one they have in memory where that puts those of ``dims`` next to each other; a tensor
-    for which it does not, or which is not dense, has to be copied into the order given.
+    The axes keep their order in memory if that makes the axes ``dims`` adjacent. Otherwise, or if the tensor is not
+    dense, :func:`arranged` copies it into the order of the view.
     """
     reduced = {d % len(shape) for d in dims}
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
@@ -50,18 +50,18 @@ def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, .
 
 
 def arranged(tensor: Tensor, view: View) -> Tensor:
-    """The tensor as the kernels want it, contiguous in the order of the view; a copy only if it is not so already."""
+    """Permute a tensor to the order of the view; copy it only if it is not contiguous then."""
     return tensor.permute(view.order).contiguous()
 
 
 def put_back(result: Tensor, target: Tensor, view: View) -> None:
-    """Fills the target, which is the same memory already unless it could not be arranged without a copy."""
+    """Copy the result to the target, unless :func:`arranged` made no copy and both share their memory."""
     if result.data_ptr() != target.data_ptr():
         target.copy_(result.permute(view.inverse))
 
 
 def folded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a backend function on the three-axis views of its tensors, which have few layouts whatever the model.
+    """Wrap a backend function so that it receives three-axis views, which limits the layouts that are compiled.
 
     Args:
         function: ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`.

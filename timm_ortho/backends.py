@@ -1,14 +1,13 @@
-"""Who computes the update: the choice between backends, the compiled one, and the check of the one that has no proof.
+"""Choose a backend for the update, compile one, and verify the Triton kernels at run time.
 
-| backend | what it is | ``auto`` takes it |
+| backend | implementation | chosen by ``auto`` |
 | --- | --- | --- |
 | ``torch`` | the operations of :mod:`timm_ortho.functional` | on the CPU |
 | ``inductor`` | the same, by ``torch.compile`` but called from eager mode | never: it compiles for half a minute |
 | ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as they agree with ``torch`` |
 
 Under ``torch.compile`` and within a dispatch mode all of them are ``torch``: a compiler fuses its operations with those
-around them, and a mode records them.
-A backend has two functions, ``update`` and ``gradients``, as :class:`Backend` says.
+around them, and a mode records them. A backend is a pair of functions, see :class:`Backend`.
 """
 import functools
 import importlib.util
@@ -30,7 +29,7 @@ BACKENDS = ("auto", "torch", "inductor", "triton")
 BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
-_default = os.environ.get(BACKEND_VARIABLE) or "auto"  # read once; an unknown name is refused where it is used
+_default = os.environ.get(BACKEND_VARIABLE) or "auto"  # read once; an unknown name raises in choose_backend
 
 
 def accumulate_in(dtype: torch.dtype) -> torch.dtype:
@@ -39,7 +38,7 @@ def accumulate_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Backend(NamedTuple):
-    """``update(x, f, a, b, dims, eps, keep) -> y, s, n``, and ``gradients``, whose arguments are at each of them."""
+    """``update(x, f, a, b, dims, eps, keep) -> y, s, n``, and ``gradients``, see :func:`timm_ortho.kernels.gradients`."""
 
     update: Callable[..., Any]
     gradients: Callable[..., Any]
@@ -74,12 +73,12 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     Args:
         x: Stream.
         f: Branch output.
-        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``. None stands for what the environment variable
-            TIMM_ORTHO_BACKEND said when this package was imported, and for ``"auto"`` where it was not set.
+        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``. None uses the environment variable
+            TIMM_ORTHO_BACKEND, read when this package was imported, or ``"auto"`` if it was not set.
 
     Returns:
-        ``"torch"``, ``"inductor"`` or ``"triton"``; what ``"auto"`` stands for where that can run. Under
-        ``torch.compile`` and within a dispatch mode it is always ``"torch"``.
+        ``"torch"``, ``"inductor"`` or ``"triton"``. ``"auto"`` is resolved. Under ``torch.compile`` and within a
+        dispatch mode the result is always ``"torch"``.
 
     Raises:
         ValueError: There is no such backend.
@@ -129,9 +128,9 @@ def _cpp_compiler_is_installed() -> bool:
 
 # ------------------------------------------------------------------------------------------------- "inductor"
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by ``torch.compile``, to be called from eager mode and without gradients; sizes are dynamic.
+    """Compile a backend function with dynamic sizes, to be called from eager mode and without gradients.
 
-    Where torch's limit of recompilations is reached, a RuntimeWarning is given and that case runs in eager mode.
+    At torch's limit of recompilations a RuntimeWarning is given, and the case that reached it runs in eager mode.
     """
     in_eager_mode = set()  # cases that reached the limit
 
@@ -158,8 +157,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         in_eager_mode.add(case)
         warnings.warn(
             "timm_ortho's backend 'inductor' reached torch._dynamo.config.recompile_limit and uses the backend 'torch' "
-            f"for tensors like these from now on (x of shape {tuple(args[0].shape)} as [outer, width, inner]): "
-            f"{reason}", RuntimeWarning, stacklevel=2)
+            f"for tensors like these from now on (x of shape {tuple(args[0].shape)}): {reason}", RuntimeWarning,
+            stacklevel=2)
         return function(*args)
 
     return call
@@ -180,7 +179,7 @@ _agrees: Dict[Tuple[Any, ...], bool] = {}  # of each case in this process, wheth
 def checked(direction: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, compared with the torch backend at the first call of each case: direction, scope, layout and dtypes.
 
-    Beyond tolerance, or if the kernel cannot be launched, a RuntimeWarning says so and the reference runs from then on.
+    If they differ beyond tolerance or the launch fails, a RuntimeWarning is given and the reference runs from then on.
     Nothing is compared while a CUDA graph is captured, and nothing is decided by results that are not finite.
     """
     def call(x: Tensor, other: Tensor, *args: Any) -> Any:
@@ -196,7 +195,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
             results = kernel(x, other, *args)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 whatever Triton's compiler raises; it is told
+        except Exception as error:  # noqa: BLE001 Triton's compiler may raise anything; the warning quotes it
             problem = f"could not be launched ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
         else:
             problem = _difference(results, reference, (x, other, *args), 0 in [d % x.dim() for d in dims])
@@ -215,7 +214,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
 
 
 def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ...], whole: bool) -> Optional[str]:
-    """What is wrong with the results, "" if nothing is, None if they do not tell.
+    """Return the fault of the results, "" if there is none, None if infinities or NaN prevent a decision.
 
     Samples from the first to the last are computed again by the reference, or the ``whole`` batch.
     """
@@ -226,7 +225,7 @@ def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ..
     def sample(tensor: Any) -> Any:
         return tensor[index] if isinstance(tensor, Tensor) and tensor.dim() == x.dim() else tensor
 
-    figures = []  # of each result: how far it is from what was expected, over what is allowed, and how large that is
+    figures = []  # for each result: largest error over the allowed relative error, and the largest expected value
     for result, expected in zip(results, reference(*map(sample, args)), strict=True):
         if result is not None and result.numel():
             result, allowed = sample(result), 2 * torch.finfo(result.dtype).eps

@@ -1,6 +1,6 @@
 """The orthogonal residual update: the one formula of this package, forward and backward.
 
-A residual block hands on ``y = x + f``. Split the branch output ``f`` along the stream ``x``, with every sum and
+A residual block returns ``y = x + f``. Split the branch output ``f`` along the stream ``x``, with every sum and
 inner product taken over the axes ``dim``::
 
     n = <x, x> + eps          s = <x, f> / n          f_par = s x          f_orth = f - s x
@@ -17,13 +17,13 @@ Algorithm 1 (``dim`` the channel axis) and Algorithm 2 (``dim`` every axis but t
 
 Numerics: float16 and bfloat16 inputs are multiplied, summed and divided in float32, float64 stays float64, and the
 result is cast once to the dtype that ``x + f`` has. ``eps`` is added in that accumulation dtype; it is in units of
-|x|^2, makes x = 0 give y = b f, and leaves <x, f_orth> = <x, f> eps / n instead of zero.
+|x|^2. For x = 0 the result is y = b f. The residual inner product is <x, f_orth> = <x, f> eps / n instead of zero.
 
 Where this differs from the authors' code, and why:
   * they cast ``s`` to the dtype of ``x`` and square ``x`` in it, which overflows in float16 for |x| > 256;
   * their global scope for convolutions silently becomes the feature scope; here it is Algorithm 2.
 
-The operations below are the backend ``torch``; :mod:`timm_ortho.backends` has the others and the choice.
+The operations below are the backend ``torch``; :mod:`timm_ortho.backends` contains the selection and other backends.
 """
 from numbers import Integral
 from types import ModuleType
@@ -48,12 +48,11 @@ Weight = Union[float, Tensor]
 def _formula(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, reuse: bool = False,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """``y, <x, f>, n``, the sums with ``dims`` kept as axes of size 1; y in the memory format that ``x + f`` has.
+    """Return ``y, <x, f>, n``. Both sums keep ``dims`` as axes of size 1; y has the memory format of ``x + f``.
 
-    In small models the launch of an operation costs more than its arithmetic, and most with a Python number among its
-    operands. Hence ``1 + k s`` is ``(n + k <x, f>) / n``. In large models on a CPU new memory costs as much as
-    arithmetic: with ``reuse`` the products and the result share one buffer. Autograd cannot follow ``reuse``, nor can
-    anything else that records operations.
+    In small models launches dominate, and a Python number among the operands makes a launch slower. Hence ``1 + k s``
+    is computed as ``(n + k <x, f>) / n``. In large models on a CPU allocations cost as much as arithmetic: with
+    ``reuse`` the products and the result share one buffer. Autograd cannot follow ``reuse``, nor can other recorders.
     """
     result = x.dtype
     if x.dtype != torch.float32 or f.dtype != torch.float32:
@@ -62,7 +61,7 @@ def _formula(
     products = x * f
     xf = products.sum(dims, True)
     products = torch.mul(x, x, out=products) if reuse else x * x
-    n = products.sum(dims, True).add(eps)  # not in place: a partial sum of DTensor's is made whole first
+    n = products.sum(dims, True).add(eps)  # not in place: DTensor reduces partial sums first
     gain, f = _weighted(f, xf, n, a, b)
     if x.stride() != f.stride():
         y = x * gain + f  # a sum has the memory format of its first term
@@ -74,7 +73,7 @@ def _formula(
 
 
 def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
-    """``1 + k s`` and ``b f``, in branches that TorchScript can save: a name has one type in all that follows."""
+    """Return ``1 + k s`` and ``b f``. TorchScript needs one type for each name, hence the branches."""
     if isinstance(a, Tensor):
         return (n + a * xf - _times(b, xf)) / n, _times(b, f)
     elif isinstance(b, Tensor):
@@ -84,19 +83,19 @@ def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[T
 
 
 def _times(weight: Weight, x: Tensor) -> Tensor:
-    if isinstance(weight, Tensor):  # not redundant: TorchScript has no product with a float-or-tensor
+    if isinstance(weight, Tensor):  # TorchScript has no product of a tensor and a Union
         return weight * x
     else:
         return x if weight == 1.0 else weight * x
 
 
 def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast, none where there is nothing to cast: torch 2.6 exports no activation in place behind one."""
+    """Cast if needed. torch 2.6 cannot export an in-place activation after a cast that changes nothing."""
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def without_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` with zeros where ``mask`` is False: what stood there, NaN too, is in no sum and in no gradient any more."""
+    """Return ``x`` with zeros where ``mask`` is False. Padding, NaN included, then affects no sum and no gradient."""
     return x.masked_fill(mask.logical_not(), 0.0)
 
 
@@ -104,10 +103,10 @@ def plain_update(
         x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, dims: Optional[List[int]], eps: float,
         mask: Optional[Tensor] = None,
 ) -> Tensor:
-    """The update without its closed-form gradients: the reference, and what tracers and transforms are given.
+    """Compute the update without closed-form gradients: the reference, also used by tracers and transforms.
 
-    Its results equal those of :func:`residual_update` in eager mode bit for bit: a deep network with random weights
-    makes any difference in rounding visible.
+    Results equal :func:`residual_update`'s in eager mode bit for bit, since a deep network with random weights
+    amplifies any difference in rounding.
     """
     if mask is not None:
         x, f = without_padding(x, mask), without_padding(f, mask)
@@ -118,13 +117,13 @@ def plain_update(
 def _update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """``y, s, n``; s is None unless ``keep``. The caller excludes that autograd records."""
+    """Return ``y, s, n``; s is None unless ``keep``. Call only where autograd does not record."""
     y, xf, n = _formula(x, f, a, b, dims, eps, reuse=_is_large(x) and not is_observed(x, f))
     return y, xf / n if keep else None, n
 
 
 def _is_large(x: Tensor) -> bool:
-    """Whether new memory for a tensor like this costs more than the 4 us of ``out``. Compiled code tests no sizes."""
+    """Return whether an allocation costs more than the 4 us of ``out=``. Compiled code does not test sizes."""
     return not torch.compiler.is_compiling() and x.numel() >= 2**17
 
 
@@ -132,12 +131,12 @@ def _gradients(
         x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: List[int],
         recover: bool, branch_dtype: torch.dtype, needed: Tuple[bool, bool, bool],
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Tensor, Optional[Tensor]]:
-    """``dL/dx, dL/df, <x, g>, <f, g>``, None for what is not needed; ``kept`` is y if ``recover``, otherwise f."""
+    """Return ``dL/dx, dL/df, <x, g>, <f, g>``, None if not needed. ``kept`` is y if ``recover``, otherwise f."""
     for_x, for_f, for_weights = needed
     stream_dtype, acc, k = x.dtype, n.dtype, a - b
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
-    if g.stride() != x.stride():  # of a mean, say; gradients have the memory format of the stream
+    if g.stride() != x.stride():  # e.g. the expanded gradient of a mean; gradients have the format of the stream
         g = torch.zeros_like(x) + g
     xg = (x * g).sum(dims, True)
     t, ks = xg / n, s
@@ -158,12 +157,12 @@ def _gradients(
 
 
 class _ResidualUpdate(torch.autograd.Function):
-    """The update with its gradients in closed form; not for ``torch.func``, whose functions cost 70 us a call.
+    """The update with closed-form gradients. ``torch.func`` uses :func:`plain_update`, which is 70 us a call cheaper.
 
-    For a = 0 and b = 1 the branch output is not kept: f = y - (1 - s) x, and x and y are kept anyway by the
-    normalisations on either side, so the backward pass costs two numbers a projection in memory.
+    For a = 0 and b = 1 the branch output is not kept: f = y - (1 - s) x, and the normalisations on either side keep x
+    and y anyway. The backward pass then costs two numbers per projection in memory.
 
-    ``s`` is an output so that a second backward pass, in which it is a function of x and f like y, can use it.
+    ``s`` is an output as well, so that a double backward pass can differentiate it.
     """
 
     @staticmethod
@@ -183,7 +182,7 @@ class _ResidualUpdate(torch.autograd.Function):
         a, b = ctx.a if a is None else a, ctx.b if b is None else b
         for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
         backend, dims = ctx.backend, ctx.dims
-        if torch.is_grad_enabled():  # this pass is differentiated in its turn
+        if torch.is_grad_enabled():  # double backward
             backend, n = TORCH, x.to(n.dtype).square().sum(dims, True).add(ctx.eps)
         elif backend is not TORCH and g is not None and (
                 is_batched(g) or is_transformed() or dispatch_mode_is_active()):
@@ -194,7 +193,7 @@ class _ResidualUpdate(torch.autograd.Function):
                 x, kept, g, s, n, a, b, dims, ctx.recover, ctx.branch_dtype, (for_x, for_f, for_a or for_b))
             grad_a = (s * xg).sum().to(a) if for_a else None
             grad_b = (fg - s * xg).sum().to(b) if for_b else None
-        if grad_s is not None:  # only in a second backward pass: n ds/dx = f - 2 s x and n ds/df = x
+        if grad_s is not None:  # only in a double backward pass: n ds/dx = f - 2 s x and n ds/df = x
             of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if ctx.recover else 2 * s, x, value=-1) * (grad_s / n)
             of_f = x * (grad_s / n)
             grad_x = of_x if grad_x is None else grad_x + of_x
@@ -207,7 +206,7 @@ def _is_learned(weight: Weight) -> bool:
 
 
 def _are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
-    """Whether the weights are numbers, and these: to compare a tensor would wait for its device."""
+    """Return whether both weights are numbers and equal these. Comparing a tensor would synchronise its device."""
     return not isinstance(a, Tensor) and a == a_value and not isinstance(b, Tensor) and b == b_value
 
 
@@ -216,7 +215,7 @@ INDUCTOR = Backend(folded(compiled(_update)), folded(compiled(_gradients)))
 
 
 def _kernels() -> ModuleType:
-    """:mod:`timm_ortho.kernels`, on first use: Triton takes a while to import, and need not be there."""
+    """Import :mod:`timm_ortho.kernels` on first use: Triton is optional and slow to import."""
     from . import kernels
 
     return kernels
@@ -226,7 +225,7 @@ TRITON = Backend(lambda *args: _kernels().update(*args), lambda *args: _kernels(
 CHECKED = Backend(checked("forward", TRITON.update, _update), checked("backward", TRITON.gradients, _gradients))
 
 
-# -------------------------------------------------------------------------------------- what others call
+# ----------------------------------------------------------------------------------- the public functions
 def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[Tensor, Tensor]:
     """Split the branch output into its parts along and across the stream (paper, Eq. 2 and 3).
 
@@ -263,28 +262,28 @@ def residual_update(
         keep: str = "output",
         backend: Optional[str] = None,
 ) -> Tensor:
-    """Add to the stream the weighted parts of the branch output along and across it, ``x + a f_par + b f_orth``.
+    """Add the weighted parallel and orthogonal parts of the branch output to the stream, ``x + a f_par + b f_orth``.
 
-    An autograd function with closed-form gradients, differentiable any number of times, which ``torch.compile`` fuses.
-    Under ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation it is
-    :func:`plain_update`. TorchScript compiles no keyword-only arguments: call :func:`plain_update` in code that is to
-    be scripted.
+    The gradients are in closed form, differentiable any number of times, and ``torch.compile`` fuses them. Under
+    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation the function is
+    :func:`plain_update`. Where operations can be recorded, none is in place. TorchScript does not compile keyword-only
+    arguments: call :func:`plain_update` in scripted code. Jagged nested tensors ``[B, *, C]`` are projected per token.
 
     Args:
         x: Stream, of any shape.
         f: Branch output, of the same shape.
         parallel: ``a``, a float or a 0-d tensor that may require gradients. 0 drops the part along the stream.
-        orthogonal: ``b``, likewise. ``a = b = 1.0`` is ``x + f``, bit for bit.
+        orthogonal: ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is ``x + f``, bit for bit.
         dim: Axis or axes of one projection: the channel axis gives one for each token or pixel (Algorithm 1). None
             stands for every axis but the first: one for each sample (Algorithm 2).
         eps: Added to |x|^2, in the accumulation dtype (float32, or float64 for float64 inputs).
-        mask: What is real, a boolean tensor that broadcasts to the shape of x: ``[B, N, 1]`` for the tokens of a padded
-            batch. The rest may hold anything; it is left out of every sum, and its results and gradients are zero. None
-            if all is real.
+        mask: True for real positions, a boolean tensor that broadcasts to the shape of x: ``[B, N, 1]`` for the tokens
+            of a padded batch. Padding may contain any value. It is left out of every sum, and its results and gradients
+            are zero. None if there is no padding.
         keep: What autograd keeps beside ``x`` when ``a`` is 0 and ``b`` is 1: ``"output"`` (the result, which must
             then not be changed in place) or ``"branch"`` (``f``). Other weights always keep ``f``.
-        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``, see :func:`choose_backend`. None stands for
-            what TIMM_ORTHO_BACKEND said in the environment, and for ``"auto"`` where it was not set.
+        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``, see :func:`choose_backend`. None uses the
+            environment variable TIMM_ORTHO_BACKEND, or ``"auto"`` if it is not set.
 
     Returns:
         The new stream, of the shape of ``x`` and in the dtype of ``x + f``.
@@ -306,13 +305,13 @@ def checked_update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], eps: float,
         mask: Optional[Tensor] = None, keep_branch: bool = False, backend: Optional[str] = None,
 ) -> Tensor:
-    """:func:`residual_update` of arguments that are known to be good, as a connection's are; the tensors are checked.
+    """Compute :func:`residual_update` of weights, dims and eps that are already validated; only tensors are checked.
 
-    In a small model an update takes the time of its launches: nothing is asked here that could be asked before.
+    The time of a small model is that of its launches: checks that a connection can make once are not repeated here.
     """
     if has_torch_function_variadic(x, f):
         if not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-            proxy = f if isinstance(x, Tensor) else x  # called directly: an active mode would look into the formula
+            proxy = f if isinstance(x, Tensor) else x  # called directly, or an active mode would see the operations
             return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
         if x.is_nested or f.is_nested:
             return _nested_update(x, f, a, b, dims, eps, mask, keep_branch, backend)
@@ -339,14 +338,14 @@ def checked_update(
 
 
 def _backend(name: str, requested: Optional[str]) -> Backend:
-    """The backend of this name; ``triton`` is compared with ``torch`` where ``auto`` chose it."""
+    """Return the backend of this name; ``triton`` is verified against ``torch`` if ``auto`` chose it."""
     if name == "inductor":
         return INDUCTOR
     return CHECKED if (requested or default()) == "auto" else TRITON
 
 
 def _nested_update(x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:
-    """:func:`checked_update` of jagged nested tensors ``[B, *, C]``, on the packed tokens ``[sum of lengths, C]``."""
+    """Compute :func:`checked_update` of jagged nested tensors on their packed tokens, ``[sum of lengths, C]``."""
     ragged = [axis for axis, size in enumerate(x.shape) if not isinstance(size, int)]
     channels = x.dim() - 1
     if not ragged or x.shape != f.shape or dims not in ([-1], [channels]) or ragged == [channels]:
