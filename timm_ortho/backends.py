@@ -38,7 +38,7 @@ def accumulate_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Backend(NamedTuple):
-    """``update(x, f, a, b, dims, eps, keep) -> y, s, n``, and ``gradients``, see :func:`timm_ortho.kernels.gradients`."""
+    """``update(x, f, a, b, dims, eps, keep) -> y, s, n``, and ``gradients`` as in :mod:`timm_ortho.kernels`."""
 
     update: Callable[..., Any]
     gradients: Callable[..., Any]
