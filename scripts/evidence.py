@@ -162,7 +162,7 @@ def answers() -> dict[str, str]:
             f"(H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST; without the highest rate by {digits[1]} and "
             f"{fashion[1]}. {lead(sweeps)} At rates up to linear's best, F − linear is {sweeps[0].up_to_best()} on "
             f"digits and {sweeps[1].up_to_best()} on Fashion-MNIST.",
-        "Training time": f"H1's small ViT trained {slower(h1['hypothesis'].contrast):.0f} % slower with F on two CPU "
+        "Training time": f"H1's small ViT took {slower(h1['hypothesis'].contrast):.0f} % longer with F on two CPU "
                          "cores.",
     }
 
@@ -171,9 +171,10 @@ def lead(sweeps: Sequence[Sweep]) -> str:
     """Return the sentences on the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
     ahead, behind = ([" and ".join(f"{rate / of.best:.2g}" for rate in of.significant(sign)) or "none" for of in sweeps]
                      for sign in (1, -1))
-    where = "{} on digits, {} on Fashion-MNIST".format
-    return ("After Holm's adjustment within each study, F is more accurate only at these multiples of linear's best "
-            f"rate: {where(*ahead)}. It is less accurate at: {where(*behind) if {*behind} > {'none'} else 'none'}.")
+    where = "{} (digits) and {} (Fashion-MNIST) times".format
+    worse = f"{where(*behind)} it" if {*behind} > {"none"} else "no rate"
+    return (f"After Holm's adjustment within each study, F is more accurate only at {where(*ahead)} linear's best rate, "
+            f"and less accurate at {worse}.")
 
 
 def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:
