@@ -155,15 +155,14 @@ def answers() -> dict[str, str]:
     return {
         "ViTs": f"{verdict([h1, *two])}. F − linear: "
                 + (on_paper_data or "CIFAR-10 and Tiny ImageNet not run yet (C1, C2)")
-                + f"; Fashion-MNIST {h1['hypothesis'].contrast} (H1, {h1['decision']}).",
+                + f"; Fashion-MNIST {h1['hypothesis'].contrast} (H1, {h1['decision']}). H1's small ViT trained "
+                  f"{slower(h1['hypothesis'].contrast):.0f} % longer with F on two CPU cores.",
         "ResNets": f"expect little. F − linear is {RESNET} on Fashion-MNIST; the paper has {RESNET.of_paper}.",
         "Learning rates":
             f"F loses less where the rate is far too high. F − linear grows by {digits[0]} points a decade on digits "
             f"(H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST; without the highest rate by {digits[1]} and "
             f"{fashion[1]}. {lead(sweeps)} At rates up to linear's best, F − linear is {sweeps[0].up_to_best()} on "
             f"digits and {sweeps[1].up_to_best()} on Fashion-MNIST.",
-        "Training time": f"H1's small ViT took {slower(h1['hypothesis'].contrast):.0f} % longer with F on two CPU "
-                         "cores.",
     }
 
 
