@@ -172,8 +172,8 @@ def lead(sweeps: Sequence[Sweep]) -> str:
                      for sign in (1, -1))
     where = "{} (digits) and {} (Fashion-MNIST) times".format
     worse = f"{where(*behind)} it" if {*behind} > {"none"} else "no rate"
-    return (f"After Holm's adjustment within each study, F is more accurate only at {where(*ahead)} linear's best rate, "
-            f"and less accurate at {worse}.")
+    return ("After Holm's adjustment within each study, F is more accurate only at "
+            f"{where(*ahead)} linear's best rate, and less accurate at {worse}.")
 
 
 def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:

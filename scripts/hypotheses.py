@@ -20,7 +20,6 @@ from contrasts import (
     placed,
     rates_slope,
     results,
-    results_file,
     slope,
     span,
     switch,
@@ -148,7 +147,8 @@ PART_ONE = (
                 equivalent=0.2, of_interest=0.3, paper=GAINS["vit_s"]),
     _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
                 rates_slope(RATES), bases="linear", paper=of_paper("learning_rate_sweep", of_rates)),
-    _hypothesis("H3", "PoolFormer's accuracy drop with F comes from its pool(x) - x mixer", f"confirm_poolformer-{FASHION}",
+    _hypothesis("H3", "PoolFormer's accuracy drop with F comes from its pool(x) - x mixer",
+                f"confirm_poolformer-{FASHION}",
                 {**placed("pool(x)", "both"),
                  **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}, of_interest=3.0),
     Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
@@ -307,7 +307,8 @@ class Sweep:
     @classmethod
     def of(cls, study: str, data: str, rates: Sequence[float]) -> "Sweep":
         found = of_rate(study, data, rates)
-        p = {entry["cell"]["lr"]: entry["difference"].get("p_holm") for entry in results(f"{study}-{data}-small")["summary"]
+        p = {entry["cell"]["lr"]: entry["difference"]["p_holm"]
+             for entry in results(f"{study}-{data}-small")["summary"]
              if entry["measure"] == "top1" and entry["difference"]}
         return cls(found, p, max(rates, key=lambda rate: found[rate].mean(0, (rate, "linear"))))
 
