@@ -322,7 +322,7 @@ class Sweep:
         return [rate for rate, found in self.found.items() if min(sign * end for end in found.found.ends) > 0]
 
     def up_to_best(self) -> str:
-        """Return the range of the differences at rates up to linear's best, with those that are significant."""
+        """Return the range of the differences at rates up to linear's best, and the rates with a significant one."""
         low = {rate: found.found.mean for rate, found in self.found.items() if rate <= self.best}
         significant = [rate for rate in (*self.significant(1), *self.significant(-1)) if rate in low]
         return span(list(low.values())) + "".join(f", significant at {rate:g}" for rate in significant)
