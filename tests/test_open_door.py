@@ -487,7 +487,7 @@ def test_a_connection_of_a_module_is_compared_by_name(tmp_path, monkeypatch, cap
         assert cli.main([*command, "device_modules=mine"]) == 0
     finally:
         timm_ortho.CONNECTIONS.pop("half", None)
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"linear", "half"}
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"Linear", "half"}
     options = yaml.safe_load((tmp_path / "out" / "half-seed0" / "args.yaml").read_text())
     assert options["device_modules"] == ["timm_ortho", "mine"]
     assert cli.main([*command, "device_modules=nowhere"]) == 2
