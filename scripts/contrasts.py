@@ -84,7 +84,7 @@ class Comparison:
     @property
     def of_paper(self) -> str:
         """`+0.79 to +2.75`, empty where the paper has no such effect."""
-        return _span(list(self.paper.values())) if self.paper else ""
+        return span(list(self.paper.values())) if self.paper else ""
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
         """The two-sided interval of another level; (-inf, inf) without variance."""
@@ -99,11 +99,11 @@ class Comparison:
         if not self.paper:
             return "the paper has no number"
         if min(self.paper.values()) > self.room:
-            return f"untestable: only {self.room:.2f} points are left up to 100 % ({self.of_paper})"
+            return f"untestable: 100 % accuracy would give {self.room:+.2f} ({self.of_paper})"
         low, high = self.found.ends
         inside = sum(low <= effect <= high for effect in self.paper.values())
         answer = "no" if not inside else "yes" if inside == len(self.paper) else "in part"
-        return f"{answer} ({self.of_paper}){', and with no effect' if inside and low <= 0 <= high else ''}"
+        return f"{answer} ({self.of_paper}){', and zero' if inside and low <= 0 <= high else ''}"
 
     def __str__(self) -> str:
         size = abs(self.found.mean)
@@ -292,7 +292,7 @@ def _paired(values: Sequence[float], level: float = 0.95) -> Difference:
     return paired_difference(values, [0.0] * len(values), level)
 
 
-def _span(values: Sequence[float]) -> str:
+def span(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:+.2f}" if len(values) == 1 else f"{low:+.2f} to {high:+.2f}"
 

@@ -19,8 +19,9 @@ from contrasts import (
     late_cosine,
     placed,
     rates_slope,
-    results_file,
+    results,
     slope,
+    span,
     switch,
 )
 
@@ -98,7 +99,7 @@ class Hypothesis:
     contrast: Comparison
     claims: str = "above"  # of the comparison: above zero, "equal" to it, or "different" from it on either side
     equivalent: Optional[float] = None  # the bound within which the two are called equivalent
-    of_interest: float = 0.0  # from here on, as hypotheses.md has it
+    of_interest: float = 0.0  # the smallest difference of interest, from hypotheses.md
 
     @property
     def is_run(self) -> bool:
@@ -120,7 +121,7 @@ class Hypothesis:
     def remark(self, decision: str) -> str:
         """A qualification of the decision, or nothing."""
         small = decision == "confirmed" and self.contrast.found.mean < self.of_interest
-        return f"below the {self.of_interest:g} from which on it is of interest" if small else ""
+        return f"below the {self.of_interest:g}-point threshold of interest" if small else ""
 
 
 def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str = "above",
@@ -146,7 +147,8 @@ PART_ONE = (
                 equivalent=0.2, of_interest=0.3, paper=GAINS["vit_s"]),
     _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
                 rates_slope(RATES), bases="linear", paper=of_paper("learning_rate_sweep", of_rates)),
-    _hypothesis("H3", "PoolFormer's loss with F is its mixer's doing", f"confirm_poolformer-{FASHION}",
+    _hypothesis("H3", "PoolFormer's accuracy drop with F comes from its pool(x) - x mixer",
+                f"confirm_poolformer-{FASHION}",
                 {**placed("pool(x)", "both"),
                  **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}, of_interest=3.0),
     Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
@@ -288,10 +290,39 @@ def of_rate(study: str, data: str, rates: Sequence[float]) -> dict[float, Contra
     return {rate: Contrast(f"F − linear at {rate:g}", [(f"{study}-{data}-small", difference(rate))]) for rate in rates}
 
 
-def safer_from(study: str, data: str, rates: Sequence[float]) -> list[float]:
-    """The rates, as multiples of linear's best, at which the interval of F − linear lies above zero."""
-    if not results_file(f"{study}-{data}-small").is_file():
-        return []
-    found = of_rate(study, data, rates)
-    best = max(rates, key=lambda rate: found[rate].mean(0, (rate, "linear")))
-    return [rate / best for rate in rates if found[rate].found.ends[0] > 0]
+@dataclass(frozen=True)
+class Sweep:
+    """F − linear at each learning rate of a published study.
+
+    Attributes:
+        found: The difference by rate.
+        p: The p of each difference, which the study's report adjusts by Holm's method over all of its differences.
+        best: Linear's best rate.
+    """
+
+    found: Mapping[float, Contrast]
+    p: Mapping[float, Optional[float]]
+    best: float
+
+    @classmethod
+    def of(cls, study: str, data: str, rates: Sequence[float]) -> "Sweep":
+        found = of_rate(study, data, rates)
+        p = {entry["cell"]["lr"]: entry["difference"]["p_holm"]
+             for entry in results(f"{study}-{data}-small")["summary"]
+             if entry["measure"] == "top1" and entry["difference"]}
+        return cls(found, p, max(rates, key=lambda rate: found[rate].mean(0, (rate, "linear"))))
+
+    def significant(self, sign: int) -> list[float]:
+        """Return the rates with a positive or negative difference and an adjusted p below 0.05."""
+        return [rate for rate, found in self.found.items()
+                if self.p[rate] is not None and self.p[rate] < 0.05 and sign * found.found.mean > 0]
+
+    def excluding_zero(self, sign: int) -> list[float]:
+        """Return the rates whose unadjusted 95 % interval is above zero, or below it."""
+        return [rate for rate, found in self.found.items() if min(sign * end for end in found.found.ends) > 0]
+
+    def up_to_best(self) -> str:
+        """Return the range of the differences at rates up to linear's best, and the rates with a significant one."""
+        low = {rate: found.found.mean for rate, found in self.found.items() if rate <= self.best}
+        significant = [rate for rate in (*self.significant(1), *self.significant(-1)) if rate in low]
+        return span(list(low.values())) + "".join(f", significant at {rate:g}" for rate in significant)

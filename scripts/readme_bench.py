@@ -35,8 +35,8 @@ COSTS = (
     ("training step, eager", "training", "eager", "ratio"),
     ("training step, torch.compile", "training", "compiled", "ratio"),
     ("inference, eager", "inference", "eager", "ratio"),
-    ("memory kept for backward", "training", "eager", "saved_ratio"),
-    ("peak memory, training", "training", "eager", "peak_ratio"),
+    ("memory kept for backward (eager)", "training", "eager", "saved_ratio"),
+    ("peak memory, training (eager)", "training", "eager", "peak_ratio"),
 )
 HOW = {"eager": "in eager mode", "inductor": "with `inductor`", "compiled": "under `torch.compile`"}
 LAUNCH_HEADER = (

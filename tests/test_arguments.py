@@ -64,7 +64,7 @@ def test_a_model_without_connections_has_no_arguments():
 def test_sites_that_differ_have_no_common_arguments():
     model = timm.create_model("vit_test_ortho")
     connect(model.blocks[0], "global")
-    with pytest.raises(ValueError, match="differ from site to site"):
+    with pytest.raises(ValueError, match="sites have different connections; use one non-linear connection"):
         connection_arguments(model)
 
 

@@ -893,8 +893,8 @@ def test_readmes_table_of_costs(tmp_path):
         "launch, 1x1x32, training": ["25.4 us against 3.2 us", "not measured"],
         "ViT-S: training step, eager": [
             "1.300 [1.290, 1.320]", "1.010 [1.000, 1.030] (float32); 1.020 [1.010, 1.040] (bfloat16)"],
-        "ViT-S: memory kept for backward": ["1.004", "1.004 (float32); 1.004 (bfloat16)"],
-        "ViT-S: peak memory, training": ["not measured", "1.002 (float32); 1.002 (bfloat16)"],
+        "ViT-S: memory kept for backward (eager)": ["1.004", "1.004 (float32); 1.004 (bfloat16)"],
+        "ViT-S: peak memory, training (eager)": ["not measured", "1.002 (float32); 1.002 (bfloat16)"],
         "ResNetV2-50: training step, torch.compile": ["1.100 [1.090, 1.120]", "not measured"],
     }
 

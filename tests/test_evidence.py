@@ -117,10 +117,10 @@ def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
 
 
 @pytest.mark.parametrize(("paper", "said"), [
-    ({"one": 2.0, "other": 3.0}, "untestable: only 1.50 points are left up to 100 % (+2.00 to +3.00)"),
+    ({"one": 2.0, "other": 3.0}, "untestable: 100 % accuracy would give +1.50 (+2.00 to +3.00)"),
     ({"one": 1.0, "other": 3.0}, "no (+1.00 to +3.00)"),
-    ({"one": 0.1}, "yes (+0.10), and with no effect"),
-    ({"one": 0.1, "other": 1.0}, "in part (+0.10 to +1.00), and with no effect"),
+    ({"one": 0.1}, "yes (+0.10), and zero"),
+    ({"one": 0.1, "other": 1.0}, "in part (+0.10 to +1.00), and zero"),
     ({}, "the paper has no number"),
 ])
 def test_an_effect_of_the_papers_size_is_compatible_or_untestable(runs, paper, said):
@@ -144,7 +144,7 @@ def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     found = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
     assert found.room == pytest.approx(1.5)  # over one decade
-    assert found.compatible() == "untestable: only 1.50 points are left up to 100 % (+6.00)"
+    assert found.compatible() == "untestable: 100 % accuracy would give +1.50 (+6.00)"
 
 
 def test_the_papers_effects_are_one_for_a_data_set():
@@ -191,7 +191,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, said):
 
 
 @pytest.mark.parametrize(("of_interest", "said"), [
-    (0.4, ""), (3.0, "below the 3 from which on it is of interest")])
+    (0.4, ""), (3.0, "below the 3-point threshold of interest")])
 def test_what_is_confirmed_and_smaller_than_it_was_to_be_is_said(runs, only_study, of_interest, said):
     runs("study", {("linear",): [0.0] * 5, ("feature",): HIGHER})
     run = hypotheses.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)
@@ -344,6 +344,47 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
     assert evidence.verdict(rows).startswith(f"{said}, faster fitting, untested")
 
 
+def sweep(runs, monkeypatch, leads):
+    """Made-up results of a learning-rate study: linear is best at 1e-3, and F − linear is `leads` there."""
+    levels = {5e-4: 80.0, 1e-3: 82.0, 4e-3: 75.0}
+    made = {rate: [levels[rate] + value for value in lead] for rate, lead in leads.items()}
+    runs("study-digits-small", {setting: values for rate in leads for setting, values in (
+        ((rate, "linear"), [levels[rate]] * 5), ((rate, "feature"), made[rate]))})
+    adjusted = holm([paired_difference(lead, [0.0] * 5).p for lead in [*leads.values()] * 2])  # top-1 and top-5
+    summary = [{"measure": "top1", "cell": {"lr": rate}, "difference": {"p_holm": p}}
+               for rate, p in zip(leads, adjusted, strict=False)]
+    monkeypatch.setattr(hypotheses, "results", lambda study: {"summary": [
+        *summary, {"measure": "top1", "cell": {"lr": 5e-4}, "difference": None},
+        {"measure": "top5", "cell": {"lr": 4e-3}, "difference": {"p_holm": 0.0}}]})
+    return hypotheses.Sweep.of("study", "digits", tuple(leads))
+
+
+def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
+    """Holm's method over all differences of the study, as its report does; unadjusted intervals are named as such."""
+    weak = [0.05, 0.3, 0.1, 0.25, 0.2]
+    found = sweep(runs, monkeypatch, {5e-4: [-value for value in weak], 1e-3: WIDE, 4e-3: [3.0, 3.1, 2.9, 3.05, 3.2]})
+    assert found.best == 1e-3
+    assert (found.excluding_zero(1), found.excluding_zero(-1)) == ([4e-3], [5e-4])
+    assert (found.significant(1), found.significant(-1)) == ([4e-3], [])
+    assert ": " not in found.up_to_best()
+    assert "significant" not in found.up_to_best()
+    other = sweep(runs, monkeypatch, {5e-4: [-3.0, -3.1, -2.9, -3.05, -3.2], 1e-3: WIDE, 4e-3: weak})
+    assert (other.significant(1), other.significant(-1)) == ([], [5e-4])
+    assert other.up_to_best().endswith(", significant at 0.0005")
+    assert "more accurate only at 4 (digits) and none (Fashion-MNIST)" in evidence.lead([found, other])
+    assert "less accurate at none (digits) and 0.5 (Fashion-MNIST)" in evidence.lead([found, other])
+    assert evidence.lead([found, found]).endswith("and less accurate at no rate.")
+
+
+def test_the_published_sweeps_are_significant_where_their_reports_say_so():
+    found = [hypotheses.Sweep.of(study, data, rates) for _, study, data, rates in hypotheses.RATE_STUDIES]
+    for of, (_, study, data, _) in zip(found, hypotheses.RATE_STUDIES, strict=True):
+        reported = [entry["difference"] for entry in contrasts.results(f"{study}-{data}-small")["summary"]
+                    if entry["measure"] == "top1" and entry["difference"] and entry["difference"]["p_holm"] < 0.05]
+        assert [of.found[rate].found.mean for rate in (*of.significant(-1), *of.significant(1))] == pytest.approx(
+            [difference["mean"] for difference in reported], abs=1e-5)
+
+
 def test_the_cost_is_the_median_of_the_pairs(runs):
     runs("study", {("linear",): [10.0, 20.0, 30.0], ("feature",): [11.0, 30.0, 36.0]})
     for run in contrasts.runs_of("study"):
@@ -400,5 +441,6 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
     assert "C2's runs: F − linear after 2 of 8 epochs" in after
     assert "ViT: F − linear, 384 minus 128 wide, CIFAR-10" in after
     assert "Recipe of S1, S2 and S4: " in after
-    assert "\nC1: width over depth 21.3 (64), augmentation crop and flip (" in after
+    assert "\n| setting | C1 | C2 | H1 | paper |\n" in after
+    assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 |\n" in after
     assert set(evidence.pictures()) == {"questions", "differences", "by_epoch"}

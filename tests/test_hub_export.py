@@ -366,11 +366,11 @@ def test_what_config_json_cannot_say_is_refused(tmp_path):
     assert "config.json does not make this model again" in message(grown, tmp_path / "out")
     mixed = tiny()
     timm_ortho.connect(mixed.blocks[0], "global")
-    assert "connections differ from site to site" in message(mixed, tmp_path / "out")
+    assert "the sites have different connections; use one non-linear" in message(mixed, tmp_path / "out")
     assert "is not a classifier that timm.create_model made" in message(torch.nn.Linear(2, 2), tmp_path / "out")
     transformed = tiny(skip="orthogonal_tp")
     timm_ortho.sites(transformed)[1].connection.skip = None
-    assert "give all its sites one skip" in message(transformed, tmp_path / "out")
+    assert "the sites have different skips; use one skip" in message(transformed, tmp_path / "out")
     rewritten = timm_ortho.absorb(tiny(skip="orthogonal_tp"))
     assert "rewritten by timm_ortho.absorb or diagonalise" in message(rewritten, tmp_path / "out")
     unknown = tiny()

@@ -1,5 +1,6 @@
-"""Connections: how a branch output joins the stream. Each is an ``nn.Module`` with ``forward(x, f) -> y``, which blocks
-that take an attention mask call with that mask as well, ``forward(x, f, attn_mask=mask)``.
+"""Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
+
+Blocks with an attention mask pass it as well: ``forward(x, f, attn_mask=mask)``.
 
 | name | y | parameters |
 | --- | --- | --- |
@@ -8,16 +9,16 @@ that take an attention mask call with that mask as well, ``forward(x, f, attn_ma
 | ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
 | ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
 
-The formula itself is in :mod:`timm_ortho.functional`. Arguments are checked here, when a connection is made. Another
-connection is a subclass of :class:`Connection`, given to :func:`timm_ortho.connect` as it is, or by the name that
-:func:`register_connection` gives it.
+:mod:`timm_ortho.functional` implements the formula. Arguments are checked when a connection is made. Custom connections
+are subclasses of :class:`Connection`. Pass the class to :func:`timm_ortho.connect`, or a name that was registered with
+:func:`register_connection`.
 
-Padding (NaFlex: token sequences of several lengths in one batch) is what the mask lets no token attend to
-(:func:`real_tokens`). The global scope leaves it out, so that a sample gives the same result padded or not. In the
-other scopes each token is on its own, and there is nothing to leave out.
+Padding (NaFlex: token sequences of several lengths in one batch) consists of the tokens that the mask lets no token
+attend to (:func:`real_tokens`). The global scope excludes it, so that a sample has the same result with and without
+padding. The other connections treat each token separately and ignore the mask.
 
-A connection may have a transform of the stream, ``skip`` (:mod:`timm_ortho.skips`). Then x stands for P x everywhere
-above: y = P x + a f_par + b f_orth, and f is taken apart along and across P x, the stream that the block hands on.
+A connection may have a transform P of the stream, ``skip`` (:mod:`timm_ortho.skips`). It replaces x by P x in the
+table: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to P x.
 """
 import inspect
 import math
@@ -46,23 +47,23 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | ``[B or 1, heads or 1, N or 1, N]`` | as ``scaled_dot_product_attention`` broadcasts it |
     | ``[N, N]``, ``[heads, N, N]`` | the same without its leading axes |
     | ``[B, N]`` | the keys of each sample |
-    | another number of keys | keys of another stream: says nothing about these tokens |
+    | another number of keys | keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
-    | floating-point | added to the scores; forbids below -1000, so that 0 and 1 both allow |
-    | integer, or ``[B, N]`` of 0 and 1 | 0 is padding where another value is positive; otherwise added to the scores |
+    | floating-point | added to the scores; values up to -1000 forbid attention, 0 and 1 allow it |
+    | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 is padding; otherwise added to the scores |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
         attn_mask: Mask of self-attention.
         x: Stream, ``[B, N, C]``.
-        layout: Decides where a shape has two readings. ``"scores"``: ``[N, N]`` and ``[heads, N, N]``, as
+        layout: Selects the reading of an ambiguous shape. ``"scores"``: ``[N, N]`` and ``[heads, N, N]``, as
             ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash attention reads it.
 
     Returns:
-        Boolean, ``[B or 1, N, 1]``. None without a mask or with one that says nothing about these tokens.
+        Boolean, ``[B or 1, N, 1]``. None without a mask, or for a mask over the keys of another stream.
 
     Raises:
-        ValueError: The shape has no reading, or has two and no ``layout`` to decide.
+        ValueError: The shape is unsupported, or ambiguous without a ``layout``.
     """
     if attn_mask is None:
         return None
@@ -100,7 +101,7 @@ def _evaluated(mask: Any, x: Tensor) -> Tensor:
 
 
 def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
-    """Return why the shape of a mask has no reading, or two; an empty string if it has one."""
+    """Return why the shape of a mask is unsupported or ambiguous; an empty string if it is neither."""
     axes = mask.dim()
     if x.dim() != 3 or axes < 2 or axes > 4:
         return "must have two to four axes and belong to a stream [B, N, C]"
@@ -115,7 +116,7 @@ def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
 
 
 def _allowed(mask: Tensor, of_keys: bool) -> Tensor:
-    """Return a mask as booleans, True for what it allows; its values decide, without control flow."""
+    """Return a mask as booleans, True where attention is allowed, without data-dependent control flow."""
     if mask.dtype == torch.bool:
         return mask
     allowed = mask > -1000.0  # exp(-1000) is 0 in every dtype
@@ -129,7 +130,7 @@ def _allowed(mask: Tensor, of_keys: bool) -> Tensor:
 
 
 class Connection(nn.Module):
-    """What all connections share.
+    """Base class of connections.
 
     Attributes:
         dim: Channel axis of the stream.
@@ -137,12 +138,12 @@ class Connection(nn.Module):
         dims: Axes of one projection, None for every axis but the batch.
         keep: What autograd keeps for the backward pass, see :func:`timm_ortho.functional.residual_update`.
         skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the stream as it is.
-        branch_first: Whether ``linear`` is f + x: the left summand decides the sum's memory layout, and that the
-            rounding of what comes after it.
-        mask_layout: Of the masks that it is called with, see :func:`real_tokens`.
-        asked_keep: The ``keep`` that was asked for if it is not the default; None otherwise. ``keep`` is "branch" as
-            well where a block changes its sum in place.
-        name: Under which it was made, see :data:`CONNECTIONS`; the name of its class if it was not made by name.
+        branch_first: Whether ``linear`` computes f + x. The left summand decides the memory layout of the sum, and the
+            layout affects the rounding of later operations.
+        mask_layout: Layout of the attention masks, see :func:`real_tokens`.
+        asked_keep: The requested ``keep`` if it is not the default, else None. ``keep`` itself is also "branch" if a
+            block changes its sum in place.
+        name: Registered name, see :data:`CONNECTIONS`; the class name for an unregistered connection.
     """
 
     dims: Optional[List[int]]
@@ -162,14 +163,14 @@ class Connection(nn.Module):
         self.name = type(self).__name__
 
     def carried(self, x: Tensor) -> Tensor:
-        """``P x``, the stream that the branch output is compared with and added to."""
+        """Return ``P x``, the stream to which the branch output is added."""
         if self.skip is None:
             return x
         return self.skip(x)
 
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
-        """The update with weights a and b, in the form that eager mode or TorchScript wants."""
+        """Return the update with weights a and b, for eager mode or for TorchScript."""
         if self.skip is not None:
             x = self.carried(x)
         mask: Optional[Tensor] = None
@@ -185,9 +186,9 @@ class Connection(nn.Module):
 
 
 class LinearConnection(Connection):
-    """The residual connection as it always was: y = x + f.
+    """The plain residual connection: y = x + f.
 
-    None of its arguments plays a part; diagnostics read ``dim`` and ``eps``.
+    Its arguments have no effect on y; diagnostics read ``dim`` and ``eps``.
     """
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
@@ -205,8 +206,8 @@ class FeatureConnection(Connection):
     Args:
         dim: Channel axis.
         eps: Added to |x|^2.
-        prob: Probability pi of the orthogonal form. In training each call draws between it and the linear form; in
-            evaluation the parallel part gets its mean weight, 1 - pi.
+        prob: Probability pi of the orthogonal form. In training, each call draws the orthogonal or the linear form. In
+            evaluation, the parallel part has its mean weight, 1 - pi.
         keep: See :func:`timm_ortho.functional.residual_update`.
     """
 
@@ -230,7 +231,7 @@ class FeatureConnection(Connection):
 class GlobalConnection(FeatureConnection):
     """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch.
 
-    Arguments as Orthogonal-F's. Padding takes no part in it, and comes out as zero.
+    The arguments are those of :class:`FeatureConnection`. Padding is excluded, and its output is zero.
     """
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
@@ -241,8 +242,8 @@ class GlobalConnection(FeatureConnection):
 class HybridConnection(Connection):
     """Learned weights for both parts: y = x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel.
 
-    rho >= 0 and theta in [-pi/2, pi/2]; values outside are clamped where they are used, with the gradient passed on
-    as if they had not been, so that an optimizer can bring them back.
+    rho >= 0 and theta in [-pi/2, pi/2]. The forward pass clamps values outside; the backward pass ignores the clamp, so
+    that an optimizer can move them back.
 
     Args:
         dim: Channel axis.
@@ -265,7 +266,7 @@ class HybridConnection(Connection):
             nn.init.constant_(parameter, value)
 
     def in_use(self) -> List[Tensor]:
-        """``[rho, theta]`` within their bounds, 0-d tensors."""
+        """Return ``[rho, theta]``, clamped, as 0-d tensors."""
         rho, theta = self.rho[0], self.theta[0]
         rho = rho + (rho.clamp(min=0.0) - rho).detach()
         half_turn = math.pi / 2
@@ -273,7 +274,7 @@ class HybridConnection(Connection):
         return [rho, theta]
 
     def weights(self) -> List[Tensor]:
-        """``[a, b]`` of the update, 0-d tensors."""
+        """Return the weights ``[a, b]`` of the update as 0-d tensors."""
         rho, theta = self.in_use()
         return [rho * theta.sin(), rho * theta.cos()]
 
@@ -295,22 +296,22 @@ CONNECTIONS: Dict[str, Callable[..., Connection]] = {
 
 
 def register_connection(name: str, connection: Callable[..., Connection]) -> None:
-    """Make a connection known by name: to :func:`timm_ortho.connect`, and as ``connection`` to every variant.
+    """Register a connection by name, for :func:`timm_ortho.connect` and the argument ``connection`` of every variant.
 
     Args:
         name: A Python identifier, so that it can be an argument on a command line and a value in config.json.
-        connection: A subclass of :class:`Connection`, or a function that returns one. It is called with those of
-            :func:`create_connection`'s arguments that it takes, of which ``dim`` and ``eps`` are two.
+        connection: A subclass of :class:`Connection`, or a function that returns an instance. It must accept ``dim``
+            and ``eps``, and may accept ``prob``, ``start``, ``keep``, ``device`` and ``dtype``.
 
     Raises:
-        ValueError: The name is taken or no identifier, or the connection has another signature.
+        ValueError: The name is taken or not an identifier, or the connection has another signature.
     """
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"the name of a connection must be an identifier, got {name!r}")
     _parameters(connection)
     known = CONNECTIONS.get(name, connection)
     written = [(one.__module__, getattr(one, "__qualname__", one)) for one in (known, connection)]
-    if written[0] != written[1]:  # a notebook's cell that runs again defines the same one
+    if written[0] != written[1]:  # running a notebook cell again redefines the same class
         raise ValueError(f"there is a connection {name!r} already, {_name_of(known)}: choose another name")
     create_connection(connection)
     CONNECTIONS[name] = connection
@@ -338,18 +339,17 @@ def create_connection(
         device: Any = None,
         dtype: Any = None,
 ) -> Connection:
-    """Make a connection. Arguments that it has no use for are checked and otherwise ignored.
+    """Make a connection. All arguments are checked; those outside the connection's signature are ignored.
 
     Args:
-        connection: Its name, its class, or a function that makes one.
-        dim, eps, prob, start, keep: As :class:`FeatureConnection` and :class:`HybridConnection` have them.
-        branch_first: As :class:`Connection` has it.
-        tokens_apart: Whether a projection over all tokens is one for each after all, for blocks in which they have
-            nothing to do with each other (see :mod:`timm_ortho.blocks.timm`).
+        connection: Name, class, or a function that returns an instance.
+        dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
+        branch_first: See :class:`Connection`.
+        tokens_apart: Project each token separately even in the global scope, for blocks whose tokens are independent.
         in_place: Whether the block changes the sum in place, which needs ``keep="branch"``.
-        mask_layout: Of the masks that the block passes, see :func:`real_tokens`.
-        skip: A module that maps the stream x to P x, as those of :func:`timm_ortho.skips.create_skip`.
-        device, dtype: Of its parameters.
+        mask_layout: Layout of the block's attention masks, see :func:`real_tokens`.
+        skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
+        device, dtype: Device and dtype of the parameters.
 
     Raises:
         ValueError: An unknown name, a value outside its range, or a connection with another signature.
@@ -364,7 +364,7 @@ def create_connection(
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
     kept = "branch" if in_place else keep
     given = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, device=device, dtype=dtype)
-    taken = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # those of a functools.partial are settled
+    taken = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # a partial has bound its keywords
     made = make(**{name: value for name, value in given.items() if name in taken})
     if not isinstance(made, Connection):
         raise ValueError(f"{_name_of(make)} must make a timm_ortho.Connection, got {type(made).__name__}")
@@ -379,7 +379,7 @@ def create_connection(
     made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
     made.asked_keep = None if keep == KEEPS[0] else keep
-    if kept == "branch":  # a subclass that takes no keep may use join
+    if kept == "branch":  # join reads them, also in a subclass without the argument
         made.keep, made.keep_branch = kept, True
     if tokens_apart and made.dims is None:
         made.dims = [dim]
@@ -391,7 +391,7 @@ def _name_of(make: Any) -> str:
 
 
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
-    """The arguments that a connection is made with, by name."""
+    """Return the constructor's parameters by name, after checking them."""
     if isinstance(make, nn.Module) or not callable(make):
         given = f"a {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
         raise ValueError(f"{given} is neither a connection's name, nor its class, nor a function that makes one")
@@ -414,9 +414,9 @@ class Site(NamedTuple):
 
     Attributes:
         layer: Index of its block, counted through the model from 0.
-        kind: What the branch is, see :class:`timm_ortho.blocks.BlockSpec`: ``attention``, ``mlp``, ``conv``, ...; the
-            attribute's name for a connection that an author wrote into a block.
-        name: Where the connection is in the model: ``blocks.0.connection_attention``.
+        kind: Kind of the branch, see :class:`timm_ortho.blocks.BlockSpec`: ``attention``, ``mlp``, ``conv``, ...; the
+            attribute's name if the block's own code contains the connection.
+        name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
         connection: The module with ``forward(x, f)``.
     """
 
@@ -427,7 +427,7 @@ class Site(NamedTuple):
 
 
 def sites(model: nn.Module) -> List[Site]:
-    """The residual additions of a model with connections, block by block; empty for a model without any."""
+    """Return the sites of a model, block by block; empty for a model without connections."""
     found = [
         (block, attribute, connection) for block, module in model.named_modules()
         for attribute, connection in module.named_children() if isinstance(connection, Connection)
@@ -439,9 +439,9 @@ def sites(model: nn.Module) -> List[Site]:
 
 
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:
-    """The layer of each block, by the names of the blocks in the order in which a model has them.
+    """Yield the layer of each block, from the block names in model order.
 
-    A block inside another one, such as the position encoding of ``davit``'s blocks, belongs to the layer of that one.
+    A block inside another block, such as the position encoding of ``davit``'s blocks, belongs to the outer layer.
     """
     outer: Optional[str] = None
     layer = -1

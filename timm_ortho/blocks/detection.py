@@ -1,4 +1,4 @@
-"""Whether a class that no table has looks like a residual block, by the source of its ``forward``."""
+"""Detect unregistered residual blocks from the source of their ``forward``."""
 import ast
 import inspect
 import re
@@ -12,12 +12,12 @@ from ..routing import syntax_tree
 def looks_residual(cls: type) -> bool:
     """Return whether a class looks like a residual block.
 
-    A residual block adds two tensors that both follow from its inputs, by ``+``, ``torch.add`` or the tensor's own
-    methods. Every tensor argument counts as an input: ``BertOutput`` gets branch and stream as two arguments.
-    Exceptions are arguments and summands that are named as masks, biases or positions, and sums of lists or tuples.
+    A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or a tensor
+    method. Every tensor argument is an input: ``BertOutput`` gets branch and stream as two arguments. Arguments and
+    summands that are named as masks, biases or positions do not count, and neither do sums of lists or tuples.
 
-    The rule prefers false positives, so that no model is converted in part; :func:`timm_ortho.not_residual` marks
-    them. It does not see sums in other methods or by other means (``sum``), nor classes without readable source.
+    The rule prefers false positives, so that no model is converted in part; mark them with
+    :func:`timm_ortho.not_residual`. It misses sums in other methods, sums by ``sum``, and classes without source.
     """
     try:
         function = syntax_tree(inspect.unwrap(cls.forward)).body[0]
@@ -46,7 +46,7 @@ def _sources(function: ast.FunctionDef) -> Set[str]:
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
-    """Return the variables that are computed from some arguments; their shapes and sizes are left out."""
+    """Return the variables that are computed from these arguments; shapes and sizes do not count."""
     names: Set[str] = set()
     grown = set(sources)
     while grown - names:
@@ -66,17 +66,16 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
         summands = [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
         others = [keyword.value for keyword in node.keywords]
-        summands = [node.func.value, *node.args[:2], *others]  # of torch.add the first mentions nothing
+        summands = [node.func.value, *node.args[:2], *others]  # torch.add: the first is ``torch``, without variables
     else:
         return False
     return sum(_mentions(one, derived) for one in summands) >= 2 and not any(map(_is_no_branch, summands))
 
 
 def _is_no_branch(summand: ast.AST) -> bool:
-    """Return whether a summand is no branch by its form or name.
+    """Return whether the form or name of a summand excludes a branch.
 
-    Such are outputs that are put together, ``(y,)`` or ``outputs[1:]``, and embeddings of positions,
-    ``self.pos_embed(x)``.
+    Examples are concatenated outputs, ``(y,)`` or ``outputs[1:]``, and position embeddings, ``self.pos_embed(x)``.
     """
     while isinstance(summand, (ast.Call, ast.Subscript, ast.Attribute)):
         if isinstance(summand, ast.Subscript) and isinstance(summand.slice, ast.Slice):

@@ -1,6 +1,6 @@
-"""Image folders: which folders are the splits, and which layouts give wrong results.
+"""Find the split folders of an image data set, and reject layouts that give wrong results.
 
-timm takes an image's class from the innermost folder. Where a split has no folder, timm reads the whole data set.
+timm takes an image's class from the innermost folder. If a split has no folder, timm reads the whole data set.
 """
 import filecmp
 import os
@@ -15,9 +15,9 @@ from ..runs.folders import class_names
 from . import LabError
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # the two names that timm has for torchvision's ImageFolder
-READERS = ("hfds", "hfids", "tfds", "wds")  # that find their data sets without a folder
+READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of data sets that need no folder
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
-_COMPARED = 100  # pairs of files that are read to recognise a copy
+_COMPARED = 100  # file pairs that are compared to detect a copied folder
 
 
 def is_image_folder(options: Namespace) -> bool:
@@ -26,7 +26,7 @@ def is_image_folder(options: Namespace) -> bool:
 
 
 def is_here(options: Namespace) -> bool:
-    """Whether the data set is an image folder that this machine has."""
+    """Return whether the data set is an image folder that exists on this machine."""
     return is_image_folder(options) and os.path.isdir(options.data_dir or "")
 
 
@@ -34,7 +34,7 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
     """Return the name of the split to validate on: `val_split`, or `test` if its default has no folder.
 
     Raises:
-        LabError: A split has no folder. With `hold_out`, a folder without any split is allowed: all images train.
+        LabError: A split has no folder. With `hold_out`, a folder without splits is allowed, and all images train.
     """
     root = options.data_dir
     if not os.path.exists(root):
@@ -57,13 +57,13 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 
 
 def check_classes(options: Namespace, split: str, dataset: Any, train: Any = None) -> None:
-    """Raise a LabError if an opened split's labels would not be its classes.
+    """Raise a LabError if a split's labels do not match its classes.
 
     Args:
         options: timm's options.
-        split: The split's name, for the message.
-        dataset: The split.
-        train: The training split, whose class names the labels of another split must have.
+        split: Name of the split in the message.
+        dataset: The opened split.
+        train: The opened training split, which must have the same classes.
     """
     where = f"split '{split}' of {options.data_dir or options.dataset}"
     advice = _advice(options) if is_image_folder(options) else "give another data set or split"
@@ -101,7 +101,7 @@ def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
 
 
 def _labels(dataset: Any) -> Optional[np.ndarray]:
-    """Return the label of every image, None for a data set that does not list them."""
+    """Return the labels of all images, or None if the data set does not list them."""
     dataset = getattr(dataset, "reader", dataset)
     targets = getattr(dataset, "targets", None)
     if targets is None and hasattr(dataset, "samples"):
@@ -110,7 +110,7 @@ def _labels(dataset: Any) -> Optional[np.ndarray]:
 
 
 def _advice(options: Namespace) -> str:
-    """Return the layout that is expected, and for Tiny ImageNet's own the commands that sort it."""
+    """Return the expected layout, with the commands that sort the original Tiny ImageNet."""
     root = options.data_dir
     if not os.path.isfile(os.path.join(root, "val", "val_annotations.txt")):
         return LAYOUT
@@ -121,8 +121,8 @@ def _advice(options: Namespace) -> str:
 
 
 def refuse_shared_images(train: Any, validation: Any) -> None:
-    """Raise a LabError if two opened splits have images in common, through links, nested folders or copies."""
-    for key in ("train", "split"):  # of torchvision's data sets, and of timm's readers
+    """Raise a LabError if two opened splits share images, through links, nested folders or copies."""
+    for key in ("train", "split"):  # attributes of torchvision's data sets and of timm's readers
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:
             raise LabError(f"training and validation images would both be of {key}={mine!r}: give another --option "
@@ -145,19 +145,19 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
 
 
 def _paths(dataset: Any) -> list[str]:
-    """Return the images' files; [] for a data set that is no folder of files."""
+    """Return the image files; [] for a data set without files."""
     samples = getattr(getattr(dataset, "reader", dataset), "samples", ())
     return [sample[0] for sample in samples if isinstance(sample[0], str)]
 
 
 def _names(dataset: Any) -> list[str]:
-    """Return the images' paths below the folder of their split."""
+    """Return the image paths relative to the folder of their split."""
     root = str(getattr(getattr(dataset, "reader", dataset), "root", ""))
     return [path.removeprefix(root).lstrip(os.sep) for path in _paths(dataset)]
 
 
 def _identity(path: str) -> Any:
-    """Identify a file, also through links."""
+    """Return a key that is equal for all links to a file."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -169,7 +169,7 @@ def _identity(path: str) -> Any:
 
 
 def _are_copies(train: Any, validation: Any) -> bool:
-    """Whether most validation images have a training image of the same name, with the same bytes."""
+    """Return whether most validation images have a training image of the same name and content."""
     train_files, files = (dict(zip(_names(part), _paths(part), strict=True)) for part in (train, validation))
     both = [name for name in files if name in train_files]
     if 2 * len(both) < len(files):
