@@ -97,7 +97,8 @@ def _evaluated(mask: Any, x: Tensor) -> Tensor:
 
     if not isinstance(mask, BlockMask):
         raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(mask).__name__}")
-    return create_mask(mask.mask_mod, *mask.shape, device=x.device)
+    batch, heads, queries, keys = mask.shape
+    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=x.device)
 
 
 def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:

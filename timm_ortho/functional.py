@@ -344,7 +344,7 @@ def _backend(name: str, requested: Optional[str]) -> Backend:
     return CHECKED if (requested or default()) == "auto" else TRITON
 
 
-def _nested_update(x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:
+def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:
     """Compute :func:`checked_update` of jagged nested tensors on their packed tokens, ``[sum of lengths, C]``."""
     ragged = [axis for axis, size in enumerate(x.shape) if not isinstance(size, int)]
     channels = x.dim() - 1
