@@ -117,8 +117,31 @@ def test_sizes_of_one_and_strides_compile_no_more_than_a_few_times():
         for change in (torch.Tensor.clone, lambda t: t.transpose(0, 1), lambda t: t.expand(3, *t.shape),
                        lambda t: torch.stack([t, t], -1)[..., 0]):
             arguments = change(x), change(f), change(g)
-            torch.testing.assert_close(run("inductor", *arguments), run("torch", *arguments))
+            mine, expected = run("inductor", *arguments), run("torch", *arguments)
+            torch.testing.assert_close(mine, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4  # 36 layouts, forward and backward
+
+
+@needs_compiler
+def test_inductor_keeps_the_memory_format_of_axes_that_are_apart():
+    x, f, g = tensors((5, 3, 2, 4))
+    for mine, expected in zip(run("inductor", x, f, g, dim=(1, 3)), run("torch", x, f, g, dim=(1, 3)), strict=True):
+        torch.testing.assert_close(mine, expected)
+        assert mine.stride() == expected.stride() == x.stride()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("shape", "dim"), [((2, 0, 3), None), ((2, 3, 0), -1), ((0, 3, 4), -1), ((2, 0, 3), 1)])
+def test_inductor_takes_tensors_without_elements(shape, dim):
+    x, f, g = tensors(shape)
+    torch.testing.assert_close(run("inductor", x, f, g, dim=dim), run("torch", x, f, g, dim=dim))
+
+
+@needs_triton
+def test_triton_refuses_the_pair_of_dtypes_that_its_interpreter_stores_wrongly():
+    x, f, _ = tensors()
+    with pytest.raises(RuntimeError, match=r"'triton' cannot run: .*float64.* bfloat16"):
+        residual_update(x.double(), f.bfloat16(), backend="triton")
 
 
 @needs_compiler

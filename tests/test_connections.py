@@ -122,11 +122,12 @@ def test_fx_draws_anew_at_each_call():
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"connection": "featur"},
      f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?{IS_IT_IMPORTED}"),
-    ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite, got -1.0"),
-    ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite, got 0.0"),
-    ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite, got inf"),
-    ({"connection": "feature", "eps": "1e-6"}, "eps must be positive and finite, got '1e-6'"),
-    ({"connection": "feature", "eps": None}, "eps must be positive and finite, got None"),
+    ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite in float32, got -1.0"),
+    ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite in float32, got 0.0"),
+    ({"connection": "linear", "eps": 1e-50}, "eps must be positive and finite in float32, got 1e-50"),
+    ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite in float32, got inf"),
+    ({"connection": "feature", "eps": "1e-6"}, "eps must be positive and finite in float32, got '1e-6'"),
+    ({"connection": "feature", "eps": None}, "eps must be positive and finite in float32, got None"),
     ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
     ({"connection": ["global"]}, "['global'] is neither a connection's name, nor its class, nor a function that makes "
                                  "one"),

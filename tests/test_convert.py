@@ -347,6 +347,13 @@ class Foreign(nn.Linear):
         return x + y
 
 
+class SubclassOfBase(vit.Block):
+    """All its additions are in the forward of its base class."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
 class Output(nn.Module):
     """The end of a block as BERT writes it: branch and stream are two arguments, in any order and manner."""
 
@@ -416,12 +423,13 @@ def test_bad_arguments(kwargs, words):
     (lambda: nn.Sequential(tiny_vit(), Foreign()),
      ["found: timm.models.vision_transformer.Block", "not supported: test_convert.Foreign"]),
     (lambda: nn.Sequential(tiny_vit(), Subclass(48, 2)), ["not supported: test_convert.Subclass"]),
+    (lambda: nn.Sequential(tiny_vit(), SubclassOfBase(48, 2)), ["not supported: test_convert.SubclassOfBase"]),
     (lambda: nn.Sequential(tiny_vit(), Output(), OutputByName(), OutputOfMany()),
      ["not supported: test_convert.Output, test_convert.OutputByName, test_convert.OutputOfMany"]),
     (lambda: nn.Sequential(tiny_vit(), nn.TransformerEncoderLayer(8, 1)), ["transformer.TransformerEncoderLayer"]),
     (lambda: nn.Sequential(tiny_vit(), parametrized(timm.create_model("test_convnext"))),
      ["its ParametrizedConvNeXtBlock is sharded or parametrized"]),
-], ids=["vgg11", "foreign", "half", "subclass", "two arguments", "torch", "parametrized"])
+], ids=["vgg11", "foreign", "half", "subclass", "forward of the base", "two arguments", "torch", "parametrized"])
 def test_models_that_cannot_be_converted(model, words):
     with on_meta():
         model = model()

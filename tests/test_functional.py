@@ -358,13 +358,16 @@ def test_jagged_tensors_are_updated_token_by_token(keep):
 @pytest.mark.parametrize("dim", [None, 0, 1, (1, 2)], ids=str)
 def test_other_projections_of_nested_tensors_are_one_error(dim):
     x = torch.nested.nested_tensor([torch.ones(length, 8) for length in (3, 5)], layout=torch.jagged)
-    words = r"nested tensors must .*torch\.jagged.* per token .*to_padded_tensor"
+    words = r"nested tensors must .*torch\.jagged.*same offsets.* per token .*to_padded_tensor"
     with pytest.raises(ValueError, match=words):
         residual_update(x, x, dim=dim)
     with pytest.raises(ValueError, match=words):
         residual_update(x.transpose(1, 2), x.transpose(1, 2), dim=2)  # the last axis is the ragged one
     with pytest.raises(ValueError, match=words):
         residual_update(x, x.values())
+    other = torch.nested.nested_tensor([torch.ones(length, 8) for length in (5, 3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=words):
+        residual_update(x, other)
 
 
 class Update(torch.nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def check_eps(eps: float) -> None:
-    """Raise ValueError unless ``eps`` is a positive, finite number."""
-    if not (isinstance(eps, Real) and 0.0 < eps < math.inf):  # comparisons: a compiler can follow these with any eps
-        raise ValueError(f"eps must be positive and finite, got {eps!r}")
+    """Raise ValueError unless ``eps`` is finite and at least the smallest normal float32, 2**-126."""
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # comparisons: a compiler can follow any eps
+        raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
 
 
 def check_prob(prob: float) -> None:

@@ -8,6 +8,7 @@ import functools
 import itertools
 from typing import Any, Callable, List, NamedTuple, Tuple
 
+import torch
 from torch import Tensor
 
 
@@ -64,13 +65,16 @@ def folded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a backend function so that it receives three-axis views, which limits the layouts that are compiled.
 
     Args:
-        function: ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`.
+        function: ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`, compiled. Tensors without
+            elements go to the function that it wraps.
 
     Returns:
         The same function for tensors of any shape. Its results have the memory format of the stream.
     """
     @functools.wraps(function)
     def call(x: Tensor, *args: Any) -> Any:
+        if not x.numel():
+            return function.__wrapped__(x, *args)
         dims = next(arg for arg in args if isinstance(arg, list))
         view = view_of(tuple(x.shape), x.stride(), tuple(dims))
 
@@ -84,7 +88,10 @@ def folded(function: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(result, Tensor):
                 return result
             reduced = {d % x.dim() for d in dims} if result.shape[1] < view.width else ()
-            return result.view([1 if axis in reduced else x.shape[axis] for axis in view.order]).permute(view.inverse)
+            result = result.view([1 if axis in reduced else x.shape[axis] for axis in view.order]).permute(view.inverse)
+            if reduced or result.stride() == x.stride():
+                return result
+            return torch.empty_like(x, dtype=result.dtype).copy_(result)  # x was copied into another order
 
         return tuple(map(unfold, function(*map(fold, (x, *args)))))
 

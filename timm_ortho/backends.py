@@ -118,6 +118,8 @@ def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
         return "there is no C++ compiler: install one (apt install g++), or name yours as CXX in the environment"
     if not {x.dtype, f.dtype} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         return f"there are no kernels for {x.dtype} and {f.dtype}"
+    if name == "triton" and {x.dtype, f.dtype} == {torch.float64, torch.bfloat16}:
+        return "Triton's interpreter stores float64 results as bfloat16 wrongly"
     return "it knows nothing of torch.func's transforms" if functorch_is_active() else None
 
 
@@ -144,7 +146,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         args = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
         case = tuple(map(_static, args))
-        if case in in_eager_mode or args[0].numel() == 0:
+        if case in in_eager_mode:
             return function(*args)
         try:
             return of(*case)(*args)

@@ -267,7 +267,8 @@ def residual_update(
     The gradients are in closed form, differentiable any number of times, and ``torch.compile`` fuses them. Under
     ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation the function is
     :func:`plain_update`. Where operations can be recorded, none is in place. TorchScript does not compile keyword-only
-    arguments: call :func:`plain_update` in scripted code. Jagged nested tensors ``[B, *, C]`` are projected per token.
+    arguments: call :func:`plain_update` in scripted code. In eager mode x and f may be jagged nested tensors
+    ``[B, *, C]``, which are projected per token.
 
     Args:
         x: Stream, of any shape.
@@ -309,12 +310,11 @@ def checked_update(
 
     The time of a small model is that of its launches: checks that a connection can make once are not repeated here.
     """
-    if has_torch_function_variadic(x, f):
-        if not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-            proxy = f if isinstance(x, Tensor) else x  # called directly, or an active mode would see the operations
-            return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
-        if x.is_nested or f.is_nested:
-            return _nested_update(x, f, a, b, dims, eps, mask, keep_branch, backend)
+    if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
+        proxy = f if isinstance(x, Tensor) else x  # called directly, or an active mode would see the operations
+        return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
+    if x.is_nested or f.is_nested:
+        return _nested_update(x, f, a, b, dims, eps, mask, keep_branch, backend)
     ndim = x.dim()
     if (dims is None or len(dims) != 1 or not -ndim <= dims[0] < ndim or x.shape != f.shape or x.device != f.device
             or not x.is_floating_point() or not f.is_floating_point()):
@@ -350,9 +350,9 @@ def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[
     channels = x.dim() - 1
     if not ragged or x.shape != f.shape or dims not in ([-1], [channels]) or ragged == [channels]:
         raise ValueError(
-            "nested tensors must have the layout torch.jagged and one projection per token (dim=-1, scope 'feature'), "
-            f"got x of layout {x.layout}, f of layout {f.layout}, dim={dims}; pad them (x.to_padded_tensor) and give "
-            "a mask for other axes")
+            "nested tensors must have the layout torch.jagged, the same offsets, and one projection per token (dim=-1, "
+            f"scope 'feature'), got x of layout {x.layout} and shape {tuple(x.shape)}, f of layout {f.layout} and "
+            f"shape {tuple(f.shape)}, dim={dims}; for other axes pad them (x.to_padded_tensor) and give a mask")
     y = checked_update(x.values(), f.values(), a, b, [-1], *args)
     return torch.nested.nested_tensor_from_jagged(y, x.offsets(), x.lengths(), jagged_dim=ragged[0])
 

@@ -3,7 +3,7 @@ import ast
 import inspect
 import re
 from functools import cache
-from typing import Set
+from typing import Optional, Set
 
 from ..routing import syntax_tree
 
@@ -19,14 +19,28 @@ def looks_residual(cls: type) -> bool:
     The rule prefers false positives, so that no model is converted in part; mark them with
     :func:`timm_ortho.not_residual`. It misses sums in other methods, sums by ``sum``, and classes without source.
     """
-    try:
-        function = syntax_tree(inspect.unwrap(cls.forward)).body[0]
-    except (OSError, TypeError, SyntaxError, AttributeError):  # built in, generated, or without a forward
-        return False
-    if not isinstance(function, ast.FunctionDef):
+    function = _forward_of(cls)
+    if function is None:
         return False
     derived = _derived(function, _sources(function))
     return any(_adds(node, derived) for node in ast.walk(function))
+
+
+@cache
+def calls_forward_of_base(cls: type) -> bool:
+    """Return whether the ``forward`` of a class calls ``super().forward``, whose additions are then its own."""
+    function = _forward_of(cls)
+    return function is not None and any(
+        isinstance(node, ast.Attribute) and node.attr == "forward" and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", "") == "super" for node in ast.walk(function))
+
+
+def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
+    try:
+        function = syntax_tree(inspect.unwrap(cls.forward)).body[0]
+    except (OSError, TypeError, SyntaxError, AttributeError):  # built in, generated, or without a forward
+        return None
+    return function if isinstance(function, ast.FunctionDef) else None
 
 
 _NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # names of arguments

@@ -7,7 +7,7 @@ from torch import nn
 
 from .._checks import known_name
 from . import timm, torchvision, transformers
-from .detection import looks_residual
+from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, routed_class, routed_name, written_class
 from .spec import BlockSpec
 
@@ -119,8 +119,15 @@ def spec_of(module: nn.Module) -> Optional[BlockSpec]:
 
 def is_residual(module: nn.Module) -> bool:
     """Whether a module of no known class looks like a residual block."""
-    cls = written_class(module)
-    return _name(cls) not in _NOT_RESIDUAL and looks_residual(cls)
+    return _looks_residual(written_class(module))
+
+
+def _looks_residual(cls: type) -> bool:
+    if _name(cls) in _NOT_RESIDUAL:
+        return False
+    inherits = calls_forward_of_base(cls) and any(
+        _name(base) in _SPECS or _looks_residual(base) for base in cls.__bases__)
+    return inherits or looks_residual(cls)
 
 
 def specs(library: str) -> Tuple[BlockSpec, ...]:
