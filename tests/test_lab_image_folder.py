@@ -376,6 +376,35 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
     assert seen.read_text() == "1"
 
 
+def test_other_images_under_the_same_output_are_refused(tmp_path):
+    """Results of the images before would be reported as results of the images now."""
+    root = image_folder(tmp_path / "data", "train", "val")
+
+    def plan_again():
+        found = plan.plan(compared(str(tmp_path / "out"), ["linear"], dataset="", data_dir=str(root), **WHOLE))
+        found.write()
+
+    plan_again()
+    plan_again()
+    root.rename(tmp_path / "moved")
+    root = tmp_path / "moved"
+    plan_again()  # the same images elsewhere
+    (root / "val" / "cat" / "0.png").rename(root / "val" / "cat" / "other.png")
+    with pytest.raises(LabError, match=r"has runs on other images \(fingerprint is"):
+        plan_again()
+    image = (root / "train" / "cat" / "0.png").read_bytes()
+    (root / "train" / "cat" / "more.png").write_bytes(image)
+    with pytest.raises(LabError, match=r"has runs on other images \(train is 12 there and 13 here"):
+        plan_again()
+
+
+@pytest.mark.parametrize(("name", "dataset"), [("cifar10", "cifar10 (2 classes)"), ("mine", "mine")])
+def test_the_papers_numbers_are_not_put_beside_a_folder_of_another_data_set(tmp_path, name, dataset):
+    root = image_folder(tmp_path / name, "train", "val")
+    found = plan.plan(compared("unused", ["linear"], dataset="", data_dir=str(root), **WHOLE))
+    assert found.study["dataset"] == dataset
+
+
 def test_images_that_cannot_be_opened_are_refused_before_training(tmp_path, broken):
     root, path = broken
     path.write_bytes(b"")

@@ -1,6 +1,7 @@
 """Anyone's residual blocks and connections: registered, connected, disconnected, or refused in one line."""
 import copy
 import json
+import multiprocessing
 import pickle
 import re
 import runpy
@@ -478,7 +479,9 @@ def test_a_connection_without_a_name_is_not_published(tmp_path):
 
 def test_a_connection_of_a_module_is_compared_by_name(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(
-        "import timm_ortho\nclass Half(timm_ortho.FeatureConnection):\n    def forward(self, x, f, attn_mask=None):\n"
+        "import multiprocessing, pathlib, timm_ortho\n"
+        "pathlib.Path(__file__).with_suffix('.txt').write_text(multiprocessing.get_context().get_start_method())\n"
+        "class Half(timm_ortho.FeatureConnection):\n    def forward(self, x, f, attn_mask=None):\n"
         "        return super().forward(x, 0.5 * f)\ntimm_ortho.register_connection('half', Half)\n")
     monkeypatch.syspath_prepend(tmp_path)
     command = ["compare", "--epochs", "1", "--seeds", "1", "--connections", "linear", "half", "--output",
@@ -490,6 +493,8 @@ def test_a_connection_of_a_module_is_compared_by_name(tmp_path, monkeypatch, cap
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"Linear", "half"}
     options = yaml.safe_load((tmp_path / "out" / "half-seed0" / "args.yaml").read_text())
     assert options["device_modules"] == ["timm_ortho", "mine"]
+    # a run's loaders start their workers as they would in a process of their own, not from a second fork server
+    assert (tmp_path / "mine.txt").read_text() == multiprocessing.get_context().get_start_method()
     assert cli.main([*command, "device_modules=nowhere"]) == 2
     assert "option 'device_modules': No module named 'nowhere'" in capsys.readouterr().err
 

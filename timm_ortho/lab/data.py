@@ -19,7 +19,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ..runs.folders import class_names
 from . import LabError, one_line
-from .image_folder import LAYOUT, READERS, check_classes, find_splits, is_image_folder, refuse_shared_images
+from .image_folder import (
+    LAYOUT,
+    READERS,
+    check_classes,
+    find_splits,
+    fingerprint,
+    is_image_folder,
+    refuse_shared_images,
+)
 
 # Where torchvision's classes, and so timm's torch/..., look below the root.
 _FOLDERS = {
@@ -116,6 +124,7 @@ class Source:
     validation_name: str  # the folder of these images, `hold-out`, or another name of the split
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None for a stream
     labels: Optional[list[str]] = None  # names of the classes, where the data set has them
+    fingerprint: Optional[str] = None  # of the files of an image folder
 
 
 def open_source(options: Namespace, hold_out: int = 0) -> Source:
@@ -134,11 +143,13 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
     train = _open(options, options.train_split, True)
     check_classes(options, options.train_split, train)
     if hold_out:
+        digest = fingerprint(train)
         train, validation = _split(train, hold_out)
     else:
         validation = _open(options, val_split, False)
         check_classes(options, val_split, validation, train)
         refuse_shared_images(train, validation)
+        digest = fingerprint(train, validation)
     first, classes = _first_image(train), class_names(train)
     mode, size = getattr(first, "mode", None), getattr(first, "size", None)
     in_chans = _in_chans(options, mode)
@@ -147,7 +158,8 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
     num_classes = _num_classes(options, classes)
     parts = [_view(train, options.train_num_samples, wanted), _view(validation, options.val_num_samples, wanted)]
     name = "hold-out" if hold_out else _validation_name(options, val_split, validation)
-    return Source(*parts, num_classes, in_chans, val_split, name, size and size[::-1], classes)
+    return Source(*parts, num_classes, in_chans, val_split, name, size and size[::-1], classes,
+                  digest)
 
 
 def _validation_name(options: Namespace, val_split: str, validation: Any) -> str:

@@ -3,6 +3,7 @@
 timm takes an image's class from the innermost folder. If a split has no folder, timm reads the whole data set.
 """
 import filecmp
+import hashlib
 import os
 import shlex
 from argparse import Namespace
@@ -142,6 +143,13 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
     if _are_copies(train, validation):
         raise LabError(f"the validation images are copies of the training images ({roots[1]} and {roots[0]}): "
                        f"{LAYOUT}, with no image in both")
+
+
+def fingerprint(*datasets: Any) -> Optional[str]:
+    """Return a digest of the images' names and sizes, so that a changed folder is noticed; None without files."""
+    files = [(name, os.path.getsize(path)) for part in datasets
+             for name, path in zip(_names(part), _paths(part), strict=True)]
+    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:16] if files else None
 
 
 def _paths(dataset: Any) -> list[str]:

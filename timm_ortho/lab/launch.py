@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, set_start_method
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
@@ -178,6 +178,9 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     """In the run's process."""
+    # The platform's default: a child of the fork server would start its loaders' workers from another server, which
+    # imports torch anew for every worker of every epoch.
+    set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal's processes: the launcher decides
     os.environ.clear()

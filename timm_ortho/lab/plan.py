@@ -32,12 +32,14 @@ from .design import Design, Variant
 from .folder import PLAN, RunPlan, Stage, read_yaml
 from .image_folder import is_here
 from .layout import Layout, shown
+from .paper import figures
 from .recipe import base_name
 from .train import Training, build_model
 
 STUDY = "study.yaml"
 # What does not change a result: a job that lands on another machine has to find its folder.
 _MACHINE = recipe.options_with("about", "machine")
+_OF_IMAGES = ("classes", "train", "validation", "validation_split", "fingerprint")  # of a study's `data`
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ class StudyPlan:
             return {}
         before = read(self.folder)
         _refuse_other(before["settings"], self.settings, f"{self.folder} belongs to other settings", advice)
+        there, here = (study.get("data") or {} for study in (before["study"], self.study))
+        if there and here:
+            there, here = ({key: data.get(key) for key in _OF_IMAGES} for data in (there, here))
+            _refuse_other(there, here, f"{self.folder} has runs on other images", advice)
         return before
 
 
@@ -190,6 +196,7 @@ def plan(request: Request) -> StudyPlan:
     study = _described(request, given, seeds, variants)
     if source is not None:
         study["data"] = _data_of(source, sizes)
+        study["dataset"] = _not_the_papers(study["dataset"], source.num_classes)
     Layout.of(study)  # a layout that cannot be is known before anything runs
     if "options" in settings:
         study["options"] = {**settings["options"], "device": given["device"]}
@@ -342,7 +349,14 @@ def _data_of(source: Source, sizes: Sequence[_Size]) -> dict:
         "train": len(source.train),
         "validation": len(source.validation),
         "validation_split": source.validation_name,
+        "fingerprint": source.fingerprint,
     }
+
+
+def _not_the_papers(dataset: str, classes: int) -> str:
+    """Return a data set's name that has no numbers in the paper if only the name of an image folder is the paper's."""
+    expected = figures()["datasets"].get(dataset, {}).get("classes", classes)
+    return dataset if classes == expected else f"{dataset} ({classes} classes)"
 
 
 def _check_model(options: Namespace, connection: str) -> list[int]:
