@@ -383,8 +383,12 @@ def test_ctrl_c_and_sigterm_report_what_is_finished(tmp_path, monkeypatch, capsy
     given = compared(tmp_path / "out")
     run.run(planned(given).folder / "linear-seed0")
     before = signal.getsignal(signal.SIGTERM)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
     monkeypatch.setattr(launch, "local", lambda *_: signal.raise_signal(sent))
-    assert study.run(given) == 128 + sent
+    try:
+        assert study.run(given) == 128 + sent
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert signal.getsignal(signal.SIGTERM) == before
     said = capsys.readouterr()
     assert "not finished: feature-seed0" in said.out
