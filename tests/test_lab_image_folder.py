@@ -312,7 +312,7 @@ def test_class_folder_without_images_is_refused_where_classes_are_given(tmp_path
 @pytest.mark.parametrize(("text", "message"), [
     ("cat\ndog\n\n", "line 3 of class_map .*classes.txt is blank"),
     ("cat\n \ndog\n", "line 2 of class_map .*classes.txt is blank"),
-    ("cat\ndog\ncat\n", "line 3 of class_map .*classes.txt repeats class 'cat'"),
+    ("cat\ndog\ncat\n", "line 1 of class_map .*classes.txt and line 3 have the same class 'cat'"),
 ])
 def test_class_map_has_one_class_on_each_line(tmp_path, text, message):
     """timm takes the line numbers as labels, so a class would have no name, or a label would be out of range."""
@@ -474,7 +474,7 @@ def test_hidden_images_are_refused(tmp_path, dataset):
 
 @pytest.mark.parametrize(("key", "value"), [("in_chans", 4), ("in_chans", 2), ("input_size", [4, 32, 32])])
 def test_channels_are_one_or_three(tmp_path, key, value):
-    refused(f"option {key} asks for images of [24] channels, but they can have 1",
+    refused(f"option {key} sets [24] channels, but images have 1",
             image_folder(tmp_path, "train", "val"), **{key: value})
 
 

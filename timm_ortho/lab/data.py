@@ -259,7 +259,7 @@ def _in_chans(options: Namespace, mode: Optional[str]) -> int:
     if channels is None:
         return 1 if (options.input_img_mode or mode) == "L" else 3
     if channels not in (1, 3):
-        raise LabError(f"option {key} asks for images of {channels} channels, but they can have 1 (grey) or 3 (RGB)")
+        raise LabError(f"option {key} sets {channels} channels, but images have 1 (grey) or 3 (RGB)")
     return channels
 
 

@@ -89,7 +89,8 @@ def check_files(options: Namespace, split: str) -> None:
                            "class: remove it")
         for image in images:
             if image.startswith("."):
-                raise LabError(f"file {os.path.join(folder, image)} is hidden, and would be read as an image: remove it")
+                raise LabError(f"file {os.path.join(folder, image)} is hidden, and would be read as an image: "
+                               "remove it")
         skipped += [os.path.join(folder, image) for image in images if skips and _suffix(image) not in read]
     if skipped:
         counts = ", ".join(f"{suffix}: {count}" for suffix, count in Counter(map(_suffix, skipped)).most_common())
@@ -102,10 +103,10 @@ def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def _class_map(path: Any, root: str) -> Collection[str]:
+def _class_map(path: Any, root: str) -> dict[str, int]:
     """Return the classes of a class map; a blank or repeated line in a text file is a LabError."""
     if not path:
-        return ()
+        return {}
     try:
         classes = load_class_map(path, root)
     except (AssertionError, OSError, ValueError, pickle.UnpicklingError) as error:
@@ -113,11 +114,10 @@ def _class_map(path: Any, root: str) -> Collection[str]:
     if _suffix(path) == ".txt":
         file = path if os.path.exists(path) else os.path.join(root, path)  # as timm looks for it
         with open(file, encoding="utf-8") as lines:
-            names = [line.strip() for line in lines]
-        for number, name in enumerate(names, 1):
-            if not name or name in names[:number - 1]:
-                what = f"repeats class '{name}'" if name else "is blank"
-                raise LabError(f"line {number} of class_map {file} {what}: give one name on each line")
+            for index, name in enumerate(line.strip() for line in lines):
+                if not name or classes[name] != index:  # a name has the index of its last line
+                    what = f"and line {classes[name] + 1} have the same class '{name}'" if name else "is blank"
+                    raise LabError(f"line {index + 1} of class_map {file} {what}: give each class one line")
     return classes
 
 
