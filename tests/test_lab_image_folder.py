@@ -22,7 +22,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
 def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
     """Class folders with different images of noise."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(list("/".join(splits).encode()))  # other images in other splits
     for split in splits:
         for label in classes:
             folder = root / split / label / below
@@ -123,7 +123,14 @@ def test_copy_of_the_training_images_is_refused(tmp_path):
     options_of(root)
     shutil.rmtree(root / "val")
     shutil.copytree(root / "train", root / "val")
-    refused("the validation images are copies of the training images", root)
+    refused("12 of 12 validation images that were compared are copies of the training images", root)
+
+
+def test_half_a_copy_is_refused(tmp_path):
+    """Images of other names do not hide the copies."""
+    root = image_folder(image_folder(tmp_path, "train", count=4), "val", count=20)
+    shutil.copytree(root / "train" / "cat", root / "val" / "cat", dirs_exist_ok=True)
+    refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
 
 
 def test_tar_file_is_no_two_splits(tmp_path):
@@ -156,7 +163,9 @@ def data_of(root, **given):
 
 def test_description_of_the_data(tmp_path):
     root = image_folder(image_folder(tmp_path, "train", count=8), "val", count=3)
-    assert data_of(root) == {
+    described = data_of(root)
+    assert len(described.pop("fingerprint")) == 16
+    assert described == {
         "image_size": [32, 32], "size_from": "recipe small_images", "first_image": [16, 16], "channels": 3,
         "classes": 2, "train": 16, "validation": 6, "validation_split": "val"}
     data = data_of(root, in_chans=1, train_num_samples=10)
@@ -302,6 +311,27 @@ def test_class_folder_without_images_is_refused_where_classes_are_given(tmp_path
     refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
 
 
+@pytest.mark.parametrize(("text", "message"), [
+    ("cat\ndog\n\n", "line 3 of class_map .*classes.txt is blank"),
+    ("cat\n \ndog\n", "line 2 of class_map .*classes.txt is blank"),
+    ("cat\ndog\ncat\n", "line 1 of class_map .*classes.txt and line 3 have the same class 'cat'"),
+])
+def test_class_map_has_one_class_on_each_line(tmp_path, text, message):
+    """timm takes the line numbers as labels, so a class would have no name, or a label would be out of range."""
+    root = image_folder(tmp_path, "train", "val")
+    for path in (tmp_path / "classes.txt", root / "train" / "in_split.txt"):
+        path.write_text(text)
+    refused(message, root, class_map=str(tmp_path / "classes.txt"))
+    refused(message.replace("classes", "train/in_split"), root, class_map="in_split.txt")
+
+
+def test_torchvision_has_no_class_map(tmp_path):
+    """timm does not pass it on."""
+    (tmp_path / "classes.txt").write_text("dog\ncat\n")
+    refused("class_map has no effect on data set torch/image_folder", image_folder(tmp_path, "train", "val"),
+            dataset="torch/image_folder", class_map=str(tmp_path / "classes.txt"))
+
+
 def test_splits_of_different_classes_are_refused(tmp_path):
     """timm numbers the classes of each split on its own, so that a label would mean two classes."""
     root = image_folder(image_folder(tmp_path, "train", classes="abcd"), "val", classes="bcd")
@@ -316,7 +346,7 @@ def test_splits_of_different_classes_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("place", "message"), [
     ("train/stray.png", "'cat' is inside '.', and both contain images"),
-    ("train/cat/.ipynb_checkpoints/0.png", r"'cat/\.ipynb_checkpoints' is inside 'cat'"),
+    ("train/cat/.ipynb_checkpoints/0.png", r"folder .*/train/cat/\.ipynb_checkpoints is hidden"),
     ("val/cat/more/small/0.png", "split 'validation' of .*'cat/more/small' is inside 'cat'"),
 ])
 def test_image_between_class_folders_is_refused(tmp_path, place, message):
@@ -351,11 +381,12 @@ def broken(tmp_path):
     return root, path
 
 
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers):
+def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, dataset):
     """timm's ImageDataset returns the next image, which would be counted twice."""
     root, path = broken
-    folder = one_run(tmp_path / "out", dataset="", data_dir=str(root), workers=workers, **WHOLE)
+    folder = one_run(tmp_path / "out", dataset=dataset, data_dir=str(root), workers=workers, **WHOLE)
     with pytest.raises(LabError, match=rf"^image {path} cannot be used \(.*\): remove or replace it$"):
         run.run(folder)
     assert read(folder / "sessions.json")[-1]["error"].startswith(f"image {path} cannot be used")
@@ -418,12 +449,64 @@ def test_images_that_cannot_be_opened_are_refused_before_training(tmp_path, brok
     refused(rf"image {first} cannot be used \(UnidentifiedImageError", root)
 
 
-def test_16_bit_images_are_refused(tmp_path):
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_16_bit_images_are_refused(tmp_path, dataset):
     """Pillow's conversion to 8 bits makes nearly all pixels white."""
     root = image_folder(tmp_path, "train", "val")
+    path = root / "train" / "cat" / "0.png"
     pixels = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
-    Image.fromarray(pixels).save(root / "train" / "cat" / "0.png")
-    refused("Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits", root)
+    Image.fromarray(pixels).save(path)
+    refused(f"image {path} cannot be used .*Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits", root,
+            dataset=dataset)
+
+
+def saved_as(path, suffix):
+    Image.open(path).save(path.with_suffix(suffix))
+    path.unlink()
+
+
+def test_images_that_timms_reader_skips_are_refused(tmp_path):
+    """A class without other images would be missing. Files that are no photographs are allowed."""
+    root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
+    for name in ("a.txt", "b.csv", "c.json", "d.pdf", "e.mpg", "f.h5", "Thumbs.db", ".DS_Store"):
+        (root / "train" / "cat" / name).write_text("")
+    assert options_of(root)["num_classes"] == 3
+    saved_as(root / "val" / "dog" / "5.png", ".TIFF")
+    refused(r"1 image of '.*/val' has a format that timm's reader skips \(.tiff: 1\)", root)
+    for path in (root / "train" / "emu").iterdir():
+        saved_as(path, ".webp")
+    saved_as(root / "train" / "dog" / "1.png", ".bmp")
+    refused(r"7 images of '.*/train' have formats that timm's reader skips \(.webp: 6, .bmp: 1\), first "
+            ".*/train/dog/1.bmp: convert them to PNG or JPEG", root)
+    (tmp_path / "classes.txt").write_text("cat\n")
+    refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
+
+
+def test_formats_of_torchvision_are_its_own(tmp_path):
+    root = image_folder(tmp_path, "train", "val")
+    saved_as(root / "train" / "dog" / "1.png", ".webp")
+    source = run.open_source(Namespace(**options_of(root, dataset="torch/image_folder")))
+    assert len(source.train) == 12
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_hidden_images_are_refused(tmp_path, dataset):
+    root = image_folder(tmp_path / ".cache", "train", "val")
+    options_of(root, dataset=dataset)
+    (root / "val" / "dog" / "._1.jpg").write_bytes(b"macOS")
+    refused(r"file .*/\.cache/val/dog/\._1\.jpg is hidden, and would be read as an image: remove it", root,
+            dataset=dataset)
+    for split in ("train", "val"):
+        folder = root / split / ".ipynb_checkpoints"
+        shutil.copytree(root / split / "cat", folder)
+    refused(r"folder .*/train/\.ipynb_checkpoints is hidden, and would be read as images of a class: remove it", root,
+            dataset=dataset)
+
+
+@pytest.mark.parametrize(("key", "value"), [("in_chans", 4), ("in_chans", 2), ("input_size", [4, 32, 32])])
+def test_channels_are_one_or_three(tmp_path, key, value):
+    refused(f"option {key} sets [24] channels, but images have 1",
+            image_folder(tmp_path, "train", "val"), **{key: value})
 
 
 @pytest.mark.parametrize(("given", "mode"), [({}, "RGB"), ({"in_chans": 1}, "L")])

@@ -104,6 +104,14 @@ def test_an_image_and_a_drawing(tmp_path, capsys):
     assert "vit_small_orthog" in drawn
 
 
+def test_a_grey_image_of_16_bits(tmp_path, capsys):
+    """Pillow's conversion to 8 bits makes nearly all pixels white."""
+    path = tmp_path / "g16.png"
+    Image.new("I;16", (40, 30), 3000).save(path)
+    assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2
+    assert f"image {path} cannot be used: Pillow cuts its 16 or 32 bits off at 255" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; try timm-ortho list"),
     (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "/nowhere.png is not an image: No such file"),

@@ -1,6 +1,7 @@
 """How images are made ready for a model: as timm does it, for the channels that the model takes."""
 from typing import Any, Dict, Mapping, Optional
 
+from PIL import Image
 from timm.data import resolve_data_config
 from torch import nn
 
@@ -20,6 +21,19 @@ def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional
         if len(config[key]) != channels:  # as timm's loaders do it
             config[key] = (sum(config[key]) / len(config[key]),) * channels
     return config
+
+
+def opened(file: Any, mode: str) -> Image.Image:
+    """Return the image of a file, converted to a mode of Pillow.
+
+    Raises:
+        OSError: The file is no image.
+        ValueError: The image is grey with 16 or 32 bits, which Pillow's conversion to 8 bits makes white.
+    """
+    with Image.open(file) as image:
+        if image.mode != mode and image.mode.startswith(("I", "F")):
+            raise ValueError("Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits")
+        return image.convert(mode)
 
 
 def _channels(model: nn.Module) -> int:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, List, Mapping, Optional, Tuple
 
 import torch
-from PIL import Image
 from timm.data import create_transform
 from torch import Tensor, nn
 
 from .._checks import aligned
-from .._images import data_config
+from .._images import data_config, opened
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
@@ -88,14 +87,15 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
         config: A data configuration of timm.
 
     Raises:
-        ValueError: The file is no image.
+        ValueError: The file is no image, or it is grey with 16 or 32 bits.
     """
     config = config or data_config(model, {})
     if image is None:
         return torch.randn(4, *config["input_size"], generator=torch.Generator().manual_seed(0))
     try:
-        with Image.open(image) as opened:
-            picture = opened.convert("L" if config["input_size"][0] == 1 else "RGB")
+        picture = opened(image, "L" if config["input_size"][0] == 1 else "RGB")
     except OSError as error:
         raise ValueError(f"{image} is not an image: {error.strerror or 'its format is not known'}") from None
+    except ValueError as error:
+        raise ValueError(f"image {image} cannot be used: {error}") from None
     return create_transform(**config, is_training=False)(picture)[None]

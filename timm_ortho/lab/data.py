@@ -17,15 +17,19 @@ from timm.data import FastCollateMixup, create_dataset, create_loader
 from timm.utils import random_seed
 from torch.utils.data import Dataset, IterableDataset
 
+from .._images import opened
 from ..runs.folders import class_names
 from . import LabError, one_line
 from .image_folder import (
     LAYOUT,
     READERS,
     check_classes,
+    check_files,
     find_splits,
     fingerprint,
+    is_here,
     is_image_folder,
+    is_torchvision_folder,
     refuse_shared_images,
 )
 
@@ -101,15 +105,25 @@ class _View(Dataset):
         dataset = self.dataset
         if not hasattr(dataset, "reader"):  # not timm's
             return dataset[index]
-        try:
+        with _naming(dataset.filename(index, absolute=True)):
             file, target = dataset.reader[index]
-            with file, Image.open(file) as image:
-                if image.mode != dataset.input_img_mode and image.mode.startswith(("I", "F")):
-                    raise ValueError("Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits")
-                return image.convert(dataset.input_img_mode), target
-        except Exception as error:  # noqa: BLE001 Pillow raises many kinds for damaged files
-            name = dataset.filename(index, absolute=True)
-            raise ImageError(f"image {name} cannot be used ({one_line(error)}): remove or replace it") from None
+            with file:
+                return opened(file, dataset.input_img_mode), target
+
+
+@contextmanager
+def _naming(file: str) -> Iterator[None]:
+    """Turn any error into an ImageError that names the file: Pillow raises many kinds for damaged files."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        raise ImageError(f"image {file} cannot be used ({one_line(error)}): remove or replace it") from None
+
+
+def _load(file: str) -> Image.Image:
+    """Replace torchvision's loader, whose errors do not name the file."""
+    with _naming(file):
+        return opened(file, "RGB")
 
 
 @dataclass
@@ -195,8 +209,10 @@ def _split(dataset: Any, hold_out: int) -> tuple[_View, _View]:
 def _open(options: Namespace, split: str, training: bool) -> Any:
     if options.dataset == "digits":
         return Digits(training)
+    if is_here(options):
+        check_files(options, split)
     try:
-        return create_dataset(
+        dataset = create_dataset(
             options.dataset, root=options.data_dir, split=split, is_training=training,
             download=options.dataset_download, repeats=options.epoch_repeats,
             num_samples=options.train_num_samples if training else options.val_num_samples,
@@ -208,6 +224,9 @@ def _open(options: Namespace, split: str, training: bool) -> Any:
         reason = " ".join(str(error).split()) or type(error).__name__
         name = f"data set '{options.dataset}'" if options.dataset else "the image folder"
         raise LabError(f"{name} (split '{split}') cannot be read: {_where(options)} ({reason})") from None
+    if is_torchvision_folder(options):
+        dataset.loader = _load
+    return dataset
 
 
 def _named(options: Namespace, names: str) -> dict[str, Any]:
@@ -239,11 +258,14 @@ def _first_image(dataset: Any) -> Any:
 
 
 def _in_chans(options: Namespace, mode: Optional[str]) -> int:
+    key, channels = "in_chans", options.in_chans
     if options.input_size is not None:
-        return options.input_size[0]
-    if options.in_chans is not None:
-        return options.in_chans
-    return 1 if (options.input_img_mode or mode) == "L" else 3
+        key, channels = "input_size", options.input_size[0]
+    if channels is None:
+        return 1 if (options.input_img_mode or mode) == "L" else 3
+    if channels not in (1, 3):
+        raise LabError(f"option {key} sets {channels} channels, but images have 1 (grey) or 3 (RGB)")
+    return channels
 
 
 def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:

@@ -5,15 +5,20 @@ timm takes an image's class from the innermost folder. If a split has no folder,
 import filecmp
 import hashlib
 import os
+import pickle
 import shlex
 from argparse import Namespace
+from collections import Counter
 from typing import Any, Collection, Optional
 
 import numpy as np
+from PIL import Image
+from timm.data.readers.class_map import load_class_map
+from timm.data.readers.img_extensions import get_img_extensions
 
 from .._compat import search_split
 from ..runs.folders import class_names
-from . import LabError
+from . import LabError, one_line
 
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # the two names that timm has for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of data sets that need no folder
@@ -21,9 +26,13 @@ LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CL
 _COMPARED = 100  # file pairs that are compared to detect a copied folder
 
 
+def is_torchvision_folder(options: Namespace) -> bool:
+    return options.dataset.lower() in _TORCHVISION
+
+
 def is_image_folder(options: Namespace) -> bool:
     dataset = options.dataset.lower()
-    return dataset in _TORCHVISION or dataset.partition("/")[0] not in ("digits", "torch", *READERS)
+    return is_torchvision_folder(options) or dataset.partition("/")[0] not in ("digits", "torch", *READERS)
 
 
 def is_here(options: Namespace) -> bool:
@@ -57,6 +66,62 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
     return options.val_split if hold_out else validation
 
 
+def check_files(options: Namespace, split: str) -> None:
+    """Raise a LabError if a split's folder has hidden images, or images that timm's reader skips.
+
+    Folders whose name is not in a class map are not read.
+    """
+    if options.class_map and is_torchvision_folder(options):
+        raise LabError(f"class_map has no effect on data set {options.dataset}: leave --dataset away, or class_map")
+    root = search_split(options.data_dir, split)
+    classes = _class_map(options.class_map, root)
+    image_types = {suffix for suffix, kind in Image.registered_extensions().items()
+                   if Image.MIME.get(kind, "").startswith("image/")}  # no .pdf, .mpg, .h5
+    skips = not is_torchvision_folder(options) and not options.input_key  # input_key gives the reader other types
+    read, skipped = get_img_extensions(as_set=True), list[str]()
+    for folder, _, files in os.walk(root, followlinks=True):
+        if classes and os.path.basename(folder) not in classes:
+            continue
+        images = [file for file in files if _suffix(file) in image_types]
+        parts = os.path.relpath(folder, root).split(os.sep)
+        depth = next((depth for depth, part in enumerate(parts, 1) if part.startswith(".") and part != "."), None)
+        if images and depth:
+            raise LabError(f"folder {os.path.join(root, *parts[:depth])} is hidden, and would be read as images of a "
+                           "class: remove it")
+        for image in images:
+            if image.startswith("."):
+                raise LabError(f"file {os.path.join(folder, image)} is hidden, and would be read as an image: "
+                               "remove it")
+        skipped += [os.path.join(folder, image) for image in images if skips and _suffix(image) not in read]
+    if skipped:
+        counts = ", ".join(f"{suffix}: {count}" for suffix, count in Counter(map(_suffix, skipped)).most_common())
+        which = f"image of '{root}' has a format" if len(skipped) == 1 else f"images of '{root}' have formats"
+        raise LabError(f"{len(skipped)} {which} that timm's reader skips ({counts}), first {min(skipped)}: convert "
+                       f"{'it' if len(skipped) == 1 else 'them'} to PNG or JPEG")
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
+
+
+def _class_map(path: Any, root: str) -> dict[str, int]:
+    """Return the classes of a class map; a blank or repeated line in a text file is a LabError."""
+    if not path:
+        return {}
+    try:
+        classes = load_class_map(path, root)
+    except (AssertionError, OSError, ValueError, pickle.UnpicklingError) as error:
+        raise LabError(f"class_map {path} cannot be read: {one_line(error)}") from None
+    if _suffix(path) == ".txt":
+        file = path if os.path.exists(path) else os.path.join(root, path)  # as timm looks for it
+        with open(file, encoding="utf-8") as lines:
+            for index, name in enumerate(line.strip() for line in lines):
+                if not name or classes[name] != index:  # a name has the index of its last line
+                    what = f"and line {classes[name] + 1} have the same class '{name}'" if name else "is blank"
+                    raise LabError(f"line {index + 1} of class_map {file} {what}: give each class one line")
+    return classes
+
+
 def check_classes(options: Namespace, split: str, dataset: Any, train: Any = None) -> None:
     """Raise a LabError if a split's labels do not match its classes.
 
@@ -78,12 +143,13 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
         raise LabError(f"{where}: all images are of one class{name and f' {name!r}'}: {advice}")
     others = class_names(train) if train is not None else None
     if names and others and names != others:
+        more = "" if is_torchvision_folder(options) else (
+            "; --option class_map=FILE.txt gives classes, one a line, that not every split has")
         only = [f"{len(these)} only in '{which}' ({', '.join(these[:3])}{', ...' if len(these) > 3 else ''})"
                 for which, these in ((options.train_split, [name for name in others if name not in names]),
                                      (split, [name for name in names if name not in others])) if these]
         raise LabError(f"{where} has other classes than split '{options.train_split}', so labels would mean different "
-                       f"classes: {' and '.join(only) or 'in another order'}: {advice}; --option class_map=FILE.txt "
-                       "gives classes, one a line, that not every split has")
+                       f"classes: {' and '.join(only) or 'in another order'}: {advice}{more}")
 
 
 def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
@@ -140,9 +206,10 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
         also = "is also a validation image" if len(shared) == 1 else "are also validation images"
         raise LabError(f"{len(shared)} of {len(paths[0])} training images {also}, first {shared[0]}: {LAYOUT}, "
                        "with no image in both")
-    if _are_copies(train, validation):
-        raise LabError(f"the validation images are copies of the training images ({roots[1]} and {roots[0]}): "
-                       f"{LAYOUT}, with no image in both")
+    copies, compared = _copies(train, validation)
+    if copies and 2 * len(copies) >= compared:
+        raise LabError(f"{len(copies)} of {compared} validation images that were compared are copies of the training "
+                       f"images of the same name, first {copies[0]}: {LAYOUT}, with no image in both")
 
 
 def fingerprint(*datasets: Any) -> Optional[str]:
@@ -176,11 +243,13 @@ def _identity(path: str) -> Any:
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 
 
-def _are_copies(train: Any, validation: Any) -> bool:
-    """Return whether most validation images have a training image of the same name and content."""
+def _copies(train: Any, validation: Any) -> tuple[list[str], int]:
+    """Compare validation images with the training images of the same name, or a sample of them.
+
+    Returns:
+        The validation images that are equal byte for byte, and the number of images compared.
+    """
     train_files, files = (dict(zip(_names(part), _paths(part), strict=True)) for part in (train, validation))
     both = [name for name in files if name in train_files]
-    if 2 * len(both) < len(files):
-        return False
     sample = both[::max(1, len(both) // _COMPARED)]
-    return all(filecmp.cmp(train_files[name], files[name], shallow=False) for name in sample)
+    return [files[name] for name in sample if filecmp.cmp(train_files[name], files[name], shallow=False)], len(sample)
