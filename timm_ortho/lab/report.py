@@ -311,8 +311,8 @@ def _untested(entries: Sequence[tables.Entry]) -> str:
     """Name the differences, or count them if they are many."""
     if len(entries) > _NAMED:
         return _count(entries, "difference")
-    values = [f" {entry.compared()}" if entry.difference else "" for entry in entries]
-    return "; ".join(f"{_label(entry)}{value} in {entry.title}" for entry, value in zip(entries, values, strict=True))
+    values = [f"{entry.compared()} in " if entry.difference else "" for entry in entries]
+    return "; ".join(f"{_label(entry)} ({value}{entry.title})" for entry, value in zip(entries, values, strict=True))
 
 
 def _adjustment(parts: Sequence[Part]) -> str:
@@ -361,7 +361,8 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
     untested = sum(entry.difference is not None and entry.p is None for entry in compared)
     without = f"{untested} of them {'has no p and counts' if untested == 1 else 'have no p and count'} as p = 1. "
     yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. "
-           f"{without if untested else ''}Detected: adjusted p of at most 0.05. “Not detected” is no evidence that two settings are equal.")
+           f"{without if untested else ''}Detected: adjusted p of at most 0.05. “Not detected” is no evidence that two "
+           "settings are equal.")
     if any(entry.effects for entry in compared):
         yield ("The paper's differences are those of its own data sets, in points; the last column says which of them "
                "the paired interval contains.")
