@@ -205,7 +205,7 @@ def study_card(study: RecordedStudy, report: str) -> ModelCard:
         comparison=[studied(row) for row in study.rows],
         comparison_head=["setting", "figure", "mean ± std", "difference to the baseline", "seeds"],
         comparison_note=f"Settings are paired by seed: the same start, the same batches. {PAIRS}",
-        made_with=made_with({"made_with": {**about["versions"], "command": f"`{about['command']}`"}}),
+        made_with=made_with({"made_with": {**about["versions"], "command": about["command"]}}),
         limits=[*scale, *of_training],
         citation="\n\n".join(CITATIONS[key] for key in cited),
     )

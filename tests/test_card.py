@@ -241,6 +241,34 @@ def test_places_on_a_machine_are_nobodys_business(tmp_path):
     assert "trained on image folder 'cifar'" in text
 
 
+def test_a_limited_number_of_images_is_stated(copied):
+    folder = copied / "feature-seed0"
+    options = yaml.safe_load((folder / "args.yaml").read_text())
+    options |= {"dataset": "", "data_dir": "/data/cifar10", "train_num_samples": 64, "val_num_samples": 32}
+    (folder / "args.yaml").write_text(yaml.safe_dump(options))
+    card = model_card(SUBJECT, CheckpointRun(folder))
+    assert "trained on 64 images of image folder 'cifar10'" in str(card)
+    assert "| on 32 images of image folder 'cifar10', split" in section(card, "Results")
+    found = {(result.dataset_type, result.dataset_name) for result in ModelCard(str(card)).data.eval_results}
+    assert found == {("image folder 'cifar10'", "32 images of image folder 'cifar10'")}
+
+
+def test_made_with_has_no_empty_values_and_no_host(tmp_path):
+    """Each continued session has a host and a command of its own."""
+    session = {
+        "torch": "2", "host": "node7", "pid": 4711, "cpu": "EPYC", "gpu": "", "driver": "", "job": None,
+        "command": "'/home/me/my venv/bin/timm-ortho' compare --data-dir '/data/of me/cifar10' --output=/home/me/out/ "
+                   "--option class_map=/home/me/a.txt -b 16 --model-kwargs depth=2 out/here", "continued": []}
+    command = ("`timm-ortho compare --data-dir cifar10 --output=out --option class_map=a.txt -b 16 --model-kwargs "
+               "depth=2 out/here`")
+    made = cards.made_with({"made_with": session, "device": "cpu"})
+    assert made == f"torch 2, cpu EPYC, command {command}, device cpu"
+    again = cards.made_with({"made_with": {**session, "job": "12", "continued": [session, session]}})
+    assert again == f"torch 2, cpu EPYC, job 12, command {command}, continued 2 times"
+    module = cards.made_with({"made_with": {"command": "/home/me/timm_ortho/__main__.py study run x"}})
+    assert module == "command `timm-ortho study run x`"
+
+
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_a_connection_is_described_in_its_own_words(name):
     text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": name}})))

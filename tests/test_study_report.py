@@ -282,12 +282,41 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
     assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
     assert row["reading"] == "no interval: 2 equal differences"
     assert "-1.00 (2 equal differences, no interval)" in text
-    assert "No difference between the connections was detected; with 2 seeds" in text
-    assert "1 comparison has no interval: 2 equal differences." in text
+    assert "Of 2 differences between the connections, 1 could be tested and was not detected; with 2 seeds" in text
+    assert "Orthogonal-F (-1.00 in top-1 %) could not be tested: 2 equal differences." in text
+    assert "adjusted for 2 comparisons. 1 of them has no p and counts as p = 1." in texts(tmp_path)[0]
+    assert "p and the reading use the paired differences alone" in texts(tmp_path)[0]
     assert f"an interval then reaches {scipy.stats.t.ppf(0.975, 1) / math.sqrt(2):.1f} standard deviations" in text
     study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0]})
     text = report.write(study, runs, [], tmp_path)
     assert "No difference could be tested (2 equal differences)" in text
+
+
+def test_detected_differences_are_counted_among_all(tmp_path):
+    """The only tested difference is detected, and others have equal differences or no finite value."""
+    study, runs = accuracy(
+        {"linear": [90.0, 91.0, 92.0], "feature": [80.0, 81.01, 82.0], "global": [89.0, 90.0, 91.0],
+         "hybrid": [math.nan] * 3}, name="mine", paper="", table="", report={"measures": ["top1"]})
+    report.write(study, runs, [], tmp_path)
+    lead = results(tmp_path)["lead"]
+    assert lead.startswith("1 of 3 differences between the connections was detected: Orthogonal-F -10.00 [")
+    assert "Orthogonal-G (-1.00 in top-1 %) could not be tested: 3 equal differences." in lead
+    assert " (top-1 %) could not be tested: no pair of finite runs." in lead
+    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # without the diverged runs
+
+
+def test_many_untested_differences_are_counted(tmp_path):
+    runs = [run_of(connection, seed, {"index": index}, epochs=1, top1=50.0 + (connection == "feature") * gain)
+            for index in range(5) for connection in ("linear", "feature")
+            for seed, gain in enumerate((1.0, 1.2, 0.7) if index == 0 else (1.0, 1.0, 1.0))]
+    study = study_of("mine", paper="", table="", axes={"index": list(range(5))}, report={"measures": ["top1"]})
+    report.write(study, runs, [], tmp_path)
+    assert "4 differences could not be tested: 3 equal differences." in results(tmp_path)["lead"]
+
+
+def test_each_study_is_adjusted_by_itself(tmp_path):
+    report.write_many([(*accuracy(BOTH), []), (*accuracy(BOTH), [])], tmp_path)
+    assert "adjusted for the comparisons of each study (2, 2)." in texts(tmp_path)[0]
 
 
 def test_the_page_opens_with_the_answer_and_ends_with_the_method(tmp_path):
@@ -343,7 +372,12 @@ def test_the_images_are_told_of(tmp_path):
     text = report.write({**study, "data": data}, runs, [], tmp_path)
     for told in (*texts(tmp_path), text):
         assert ("Images of 32 x 48 pixels (from recipe small_images; the first image of the data set has 375 x 500 "
-                "pixels), 3 channels, 10 classes: 9,469 training images and 3,925 test images (val).") in told
+                "pixels), 3 channels, 10 classes: 9,469 training images and 3,925 validation images (val).") in told
+        assert not re.search(r"\btest (images|loss|top-1)", told.partition("The paper:")[0])
+    for split in ("test", "hold-out"):
+        report.write({**study, "validation": split, "data": {**data, "validation_split": split}}, runs, [], tmp_path)
+        assert f"3,925 {split} images ({split})." in texts(tmp_path)[0]
+    report.write({**study, "data": data}, runs, [], tmp_path)
     assert results(tmp_path)["study"]["data"] == data
     report.write({**study, "data": {**data, "first_image": [32, 48], "channels": 1, "classes": 1}}, runs, [], tmp_path)
     assert "32 x 48 pixels (from recipe small_images), 1 channel, 1 class: 9,469" in texts(tmp_path)[0]

@@ -5,6 +5,7 @@ Every figure on a card comes from a `runs.Run`, and those are read from files; n
 import json
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
@@ -42,6 +43,8 @@ _OF_WEIGHTS = {"eval_top1": "top-1 of these weights, %", "eval_top5": "top-5 of 
 
 # Options whose value is a place on somebody's machine: the last part of the path says enough.
 _PLACES = frozenset("data data_dir class_map initial_checkpoint output pretrained_path resume".split())
+
+_PRIVATE = frozenset("host pid".split())  # of `made_with`
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         repo_id=subject.repo_id,
         revision_argument=f', revision="{subject.revision}"' if subject.revision else "",
         facts=list(_facts(subject)),
-        dataset=_dataset(subject, run)[0],
+        dataset=_images(subject, run, "val_num_samples"),
         split=run.options.get("val_split") or "validation" if run else "",
         figures=list(_figures(run)) if run else [],
         result_notes=_result_notes(run),
@@ -162,7 +165,8 @@ _CURVES = (  # of the left and of the right panel: column, label, look
 def metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
     """What a card says to the Hub."""
     dataset = _dataset(subject, run)
-    results = list(_eval_results(run, dataset)) if run else []
+    title = _images(subject, run, "val_num_samples")
+    results = list(_eval_results(run, title, dataset[1] or dataset[0])) if run else []
     return ModelCardData(
         library_name="timm",
         license=subject.license,
@@ -176,12 +180,12 @@ def metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
     )
 
 
-def _eval_results(run: Run, dataset: tuple[str, Optional[str]]) -> Iterator[EvalResult]:
+def _eval_results(run: Run, title: str, dataset: str) -> Iterator[EvalResult]:
     def result(name: str, value: float, args: Optional[dict] = None) -> EvalResult:
         return EvalResult(
             task_type="image-classification",
-            dataset_type=dataset[1] or dataset[0],
-            dataset_name=dataset[0],
+            dataset_type=dataset,
+            dataset_name=title,
             dataset_split=run.options.get("val_split") or "validation",
             metric_type="accuracy",
             metric_name=name,
@@ -212,12 +216,19 @@ def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
     return DATASETS.get(name, (name.rpartition("/")[2] or name, None))
 
 
+def _images(subject: Subject, run: Optional[Run], key: str) -> str:
+    """Return the title of the data set, and the number of its images if the option `key` limits it."""
+    title = _dataset(subject, run)[0]
+    applies = run and (run.result.get("trainer", "train.py") != "train.py")  # timm's script ignores the option
+    return f"{run.options[key]:,} images of {title}" if applies and run.options.get(key) else title
+
+
 # -------------------------------------------------------------------------------------------- the tables
 def _summary(subject: Subject, run: Optional[Run]) -> str:
     connection = subject.connection or (run.connection if run else None)
     what = f"`{subject.config['architecture']}`" if subject.config else "Results of `timm-ortho compare`"
     kind = f" with {connection} residual connections" if connection else ""
-    trained = f", trained on {_dataset(subject, run)[0]}" if run or subject.dataset else ""
+    trained = f", trained on {_images(subject, run, 'train_num_samples')}" if run or subject.dataset else ""
     made = "Made" if run else "Loads"
     return f"{what}{kind}{trained}. {made} with [timm]({_TIMM}) and timm-ortho."
 
@@ -317,14 +328,24 @@ def _yaml(options: Mapping[str, Any]) -> str:
 
 
 def made_with(result: Mapping[str, Any]) -> str:
-    """Versions, commit and device, as a run's `result.json` has them."""
-    made = dict(result.get("made_with") or {})
-    commit = made.pop("commit", None)
-    parts = [f"{name} {version}" for name, version in made.items()]
-    for key, value in (("commit", commit), ("device", result.get("device"))):
-        if value:
-            parts.append(f"{key} {value}")
-    return ", ".join(parts)
+    """Versions, machine, command, commit and device of a run's `result.json`, without what identifies the host."""
+    made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in _PRIVATE}
+    commit, sessions = made.pop("commit", None), made.pop("continued", None)
+    if made.get("command"):
+        made["command"] = f"`{_without_folders(made['command'])}`"
+    if sessions:  # each has a host, a process and a command of its own
+        made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
+    said = {**made, "commit": commit, "device": result.get("device")}
+    return ", ".join(f"{key} {value}" for key, value in said.items() if value)
+
+
+def _without_folders(command: str) -> str:
+    """Return the command with the last part of each absolute path, also of one behind `=`."""
+    program, *words = shlex.split(command)
+    split = [word.rpartition("=") for word in words]
+    words = ["".join([*before, Path(value).name if Path(value).is_absolute() else value]) for *before, value in split]
+    name = "timm-ortho" if Path(program).name == "__main__.py" else Path(program).name
+    return shlex.join([name, *words])
 
 
 # ---------------------------------------------------------------------------------------------- the texts

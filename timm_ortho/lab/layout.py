@@ -140,7 +140,9 @@ class Layout:
 
     @property
     def images(self) -> str:  # that accuracy is measured on
-        return self.study.get("validation") or "test"
+        images = self.study.get("validation") or "test"
+        split = (self.study.get("data") or {}).get("validation_split") or images
+        return images if images == split or images != "test" else "validation"
 
     @property
     def names(self) -> list[str]:  # titles of what names a row

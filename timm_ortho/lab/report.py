@@ -44,7 +44,6 @@ For the other kinds `runs` are the rows of plain columns that `cost` makes: `ove
 which have none. `unfinished` is empty, `dataset` and `model` are None.
 """
 import json
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -54,7 +53,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 from .._checks import finite
 from . import cost_report, page, paper, tables, write_text
 from .figures import Drawing, Scene, branch, drawings, forest, last_branch
-from .layout import MEASURES, Layout, Run
+from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
 from .statistics import reach
 from .transition import transition_points
@@ -276,7 +275,8 @@ def _lead(parts: Sequence[Part]) -> str:
     if not compared:
         return "There is no pair of runs to compare yet."
     tested = [entry for entry in compared if entry.holm is not None]
-    untested = Counter(entry.reading.removeprefix("no interval: ") for entry in compared if entry.holm is None)
+    untested = grouped([entry for entry in compared if entry.holm is None],
+                       lambda entry: entry.reading.removeprefix("no interval: "))
     if not tested:
         return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval takes two seeds or more "
                 "of both sides, and differences that vary.")
@@ -285,24 +285,42 @@ def _lead(parts: Sequence[Part]) -> str:
         "to the baseline")
     found = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.p or 0.0)
     unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested) - len(found)
-    sentences = [f"No difference {where} was detected; {_sensitivity(tested)}."]
+    none = f"No difference {where} was detected" if not untested else (
+        f"Of {_count(compared, 'difference')} {where}, {len(tested)} could be tested and "
+        f"{'was not' if len(tested) == 1 else 'none was'} detected")
+    sentences = [f"{none}; {_sensitivity(tested)}."]
     if found:
         named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in found[:_NAMED])
         among = "among them " if len(found) > _NAMED else ""
         verb = "was" if len(found) == 1 else "were"
-        detected = f"The difference {where}" if len(tested) == 1 else (
-            f"{len(found)} of {len(tested)} differences {where}")
+        detected = f"The difference {where}" if len(compared) == 1 else (
+            f"{len(found)} of {len(compared)} differences {where}")
         sentences = [f"{detected} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
     if unadjusted:
         sentences.append(f"{_count(unadjusted, 'more confidence interval' if found else 'confidence interval')} "
                          f"{'excludes' if unadjusted == 1 else 'exclude'} zero, but not after adjustment for "
-                         f"{_count(compared, 'comparison')}.")
-    sentences += [f"{_count(count, 'comparison')} {'has' if count == 1 else 'have'} no interval: {why}."
-                  for why, count in untested.items()]
+                         f"{_adjustment(parts)}.")
+    sentences += [f"{_untested(entries)} could not be tested: {why}." for why, entries in untested.items()]
     if any(entry.difference and entry.difference.pairs == _FEW for entry in tested):
         sentences.append(f"Two seeds are few: an interval then reaches {reach(_FEW):.1f} standard deviations of the "
                          "differences to either side.")
     return " ".join(sentences)
+
+
+def _untested(entries: Sequence[tables.Entry]) -> str:
+    """Name the differences, or count them if they are many."""
+    if len(entries) > _NAMED:
+        return _count(entries, "difference")
+    values = [f"{entry.compared()} in " if entry.difference else "" for entry in entries]
+    return "; ".join(f"{_label(entry)} ({value}{entry.title})" for entry, value in zip(entries, values, strict=True))
+
+
+def _adjustment(parts: Sequence[Part]) -> str:
+    """Return the number of comparisons that Holm's method adjusts for, in each study separately."""
+    counts = [sum(entry.difference is not None for entry in part.entries) for part in parts if _compared([part])]
+    if len(counts) == 1:
+        return _count(counts[0], "comparison")
+    return f"the comparisons of each study ({', '.join(map(str, counts))})"
 
 
 def _sensitivity(tested: Sequence[tables.Entry]) -> str:
@@ -338,9 +356,13 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
     if reaches:
         yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
     yield ("Pooled variance: an additive model of settings and seeds in each cell of the study, with one error "
-           "variance for all cells.")
-    yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_count(compared, 'comparison')}. "
-           "Detected: adjusted p of at most 0.05. “Not detected” is no evidence that two settings are equal.")
+           "variance for all cells. It assumes that all settings scatter alike, so p and the reading use the paired "
+           "differences alone.")
+    untested = sum(entry.difference is not None and entry.p is None for entry in compared)
+    without = f"{untested} of them {'has no p and counts' if untested == 1 else 'have no p and count'} as p = 1. "
+    yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. "
+           f"{without if untested else ''}Detected: adjusted p of at most 0.05. “Not detected” is no evidence that two "
+           "settings are equal.")
     if any(entry.effects for entry in compared):
         yield ("The paper's differences are those of its own data sets, in points; the last column says which of them "
                "the paired interval contains.")
