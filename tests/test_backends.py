@@ -149,7 +149,9 @@ def test_at_the_limit_of_recompilations_inductor_falls_back_with_one_warning(mon
     monkeypatch.setattr(functional, "INDUCTOR", functional.INDUCTOR._replace(
         update=functional.folded(backends.compiled(functional._update))))
     x, f, _ = tensors()
-    with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings(record=True) as told:
+    config = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.7
+    with config.patch({limit: 1}), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for enabled in (True, False, True, False):  # which torch.compile guards on
             with torch.set_grad_enabled(enabled):

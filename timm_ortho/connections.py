@@ -219,9 +219,12 @@ class FeatureConnection(Connection):
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
-            # float32 in any model, since bfloat16 would round the probability; not made from x, so that torch.func.vmap
-            # with randomness="same" draws once
-            drawn = torch.bernoulli(torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device))
+            # float32 in any model, since bfloat16 would round the probability
+            if isinstance(x, Tensor):  # not made from x, so that torch.func.vmap with randomness="same" draws once
+                probability = torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device)
+            else:  # FX, whose proxies torch 2.6 does not take as a device
+                probability = x.new_full([], 1.0 - self.prob, dtype=torch.float32)
+            drawn = torch.bernoulli(probability)
             return self.join(x, f, drawn, 1.0, attn_mask)
         return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
 
