@@ -74,7 +74,7 @@ def is_compiler_error(error: Exception) -> bool:
 
 def is_recompile_limit(error: Exception) -> bool:
     """Whether an error is ``torch.compile``'s limit of recompilations. Its class has two names across releases."""
-    return type(error).__name__ in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+    return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
 
 
 def is_sharded(module: nn.Module) -> bool:
