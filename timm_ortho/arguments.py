@@ -8,7 +8,7 @@ from torch import nn
 
 from .connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 
-# Argument of ``connect`` -> attribute of the connection. None stands for the default.
+# Argument of ``connect`` -> attribute of the connection. None is the default.
 OF_CONNECTIONS = {"eps": "eps", "prob": "prob", "start": "start", "keep": "asked_keep"}
 
 

@@ -157,7 +157,7 @@ def _gradients(
 
 
 class _ResidualUpdate(torch.autograd.Function):
-    """The update with closed-form gradients. ``torch.func`` uses :func:`plain_update`, which is 70 us a call cheaper.
+    """The update with closed-form gradients. Support for ``torch.func`` would cost 70 us a call.
 
     For a = 0 and b = 1 the branch output is not kept: f = y - (1 - s) x, and the normalisations on either side keep x
     and y anyway. The backward pass then costs two numbers per projection in memory.

@@ -11,7 +11,7 @@
 | `peak_memory` | bytes on a GPU: what the candidate holds, and the most that a call allocates beside it |
 | `saved_bytes` | what autograd keeps for the backward pass, each storage once, parameters left out |
 
-Of the first four p20, p50 and p80 over the repetitions, of the others the median or what was taken once. A value that
+The first four have p20, p50 and p80 over the repetitions, further figures the median or a single value. A value that
 could not be measured is None, one that does not apply is ""; a CSV holds an empty cell for both.
 """
 import csv

@@ -27,7 +27,7 @@ from .folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, re
 from .train_py import die_with_parent
 
 _NO_ROOM = 2**16  # bytes; with less a run cannot even say so in its folder
-_SECONDS_BETWEEN_LINES = 20  # of progress, where there is no terminal
+_SECONDS_BETWEEN_LINES = 20  # of progress without a terminal
 ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
 _SECONDS_TO_PREEMPT = 300  # from SIGTERM to the signal to requeue, or to SIGKILL at the end of the cluster's grace time
 
