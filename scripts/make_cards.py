@@ -10,7 +10,7 @@
 | `study_NAME.md` | a study | `results/studies/NAME/results.json`, which scripts/study_results.py wrote |
 
 `timm_ortho.hub.card` writes all of them, from `model_cards/template.md`. Figures of other people's weights are their
-cards' and their paper's, `AUTHORS` and `timm_ortho/lab/paper.json`, and said to be so.
+cards' and their paper's, `AUTHORS` and `timm_ortho/lab/paper/paper.json`, and said to be so.
 """
 import sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from recorded import RecordedStudy
 
-from timm_ortho.lab import design
+from timm_ortho.lab.planning import design
 from timm_ortho.runs.folders import PublishError
 
 ROOT = Path(__file__).parents[1]

@@ -13,8 +13,10 @@ from PIL import Image
 from tiny_study import compared, one_run, planned, read, request, written
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, data, plan, recipe, run, study as commands, train_py
+from timm_ortho.lab import LabError, commands, data
 from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.planning import plan, recipe
+from timm_ortho.lab.running import run, timm_script as train_py
 
 PAGE = Path(__file__).parents[1] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).with_name("stand_in_train.py")
@@ -549,7 +551,7 @@ def test_small_images_are_read_once(tmp_path, monkeypatch):
     source, batches = epochs_of(options, after_first=lambda: shutil.rmtree(root / "train"))
     assert len(source.train.cache) == 12
     for epoch in range(2):
-        for (images, targets), (expected_images, expected_targets) in zip(batches[epoch], expected[epoch]):
+        for (images, targets), (expected_images, expected_targets) in zip(batches[epoch], expected[epoch], strict=True):
             assert torch.equal(images, expected_images)
             assert torch.equal(targets, expected_targets)
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import WeightsError, cli, sites
-from timm_ortho.lab import recipe
 from timm_ortho.lab.data import Digits
+from timm_ortho.lab.planning import recipe
 from timm_ortho.models._build import on_meta, register
 from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.weights import pretrained

@@ -21,7 +21,8 @@ from tiny_study import in_this_process
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import paper, recipe
+from timm_ortho.lab import paper
+from timm_ortho.lab.planning import recipe
 from timm_ortho.models._build import SUFFIXES, on_meta
 
 ROOT = Path(__file__).parent.parent

@@ -27,7 +27,7 @@ from test_pretrained import SMALL, SMALL_ARGUMENTS, described, put_into_cache
 
 import timm_ortho
 from timm_ortho.lab.paper import experiments
-from timm_ortho.lab.recipe import shipped
+from timm_ortho.lab.planning.recipe import shipped
 
 TIMM_DIR = os.environ.get("TIMM_DIR")
 pytestmark = [

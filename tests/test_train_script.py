@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from timm_ortho.lab import LabError, recipe
+from timm_ortho.lab import LabError
+from timm_ortho.lab.planning import recipe
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 STAND_IN = Path(__file__).with_name("stand_in_train.py")

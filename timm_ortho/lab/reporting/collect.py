@@ -3,14 +3,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
-from .._checks import aligned
-from ..models._build import SUFFIXES
-from ..runs.folders import read_history
-from . import LabError
-from .features import add_cka
-from .folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
-from .plan import STUDY, read
-from .recipe import base_name
+from ..._checks import aligned
+from ...models._build import SUFFIXES
+from ...runs.folders import read_history
+from .. import LabError
+from ..folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
+from ..planning.plan import STUDY, read
+from ..planning.recipe import base_name
+from ..running.features import add_cka
 
 Part = tuple[dict, list[dict], list[str]]  # study, runs and unfinished, as `report` takes them
 
