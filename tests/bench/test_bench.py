@@ -33,7 +33,7 @@ from timm_ortho.functional import plain_update
 from timm_ortho.runs import provenance
 from timm_ortho.runs.provenance import commit_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton", "copy"]
 # as torch.compile traces and differentiates, without the minute that its code generator takes
 TRACED = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")

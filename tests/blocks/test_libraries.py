@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 import torchvision
-from library_models import MODELS
-from small_models import host
+from helpers.library_models import MODELS
+from helpers.small_models import host
 from torchvision.models import detection, segmentation
 
 from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites

@@ -1,8 +1,8 @@
 """Models of several modules of timm train and can be exported; `scripts/check_modules.py` does it with all of them."""
 import pytest
 import torch
-from module_checks import compiles, exports, model_of, runs_as_onnx, trains
-from small_models import of_modules
+from helpers.module_checks import compiles, exports, model_of, runs_as_onnx, trains
+from helpers.small_models import of_modules
 
 import timm_ortho
 from timm_ortho.functional import plain_update

@@ -10,7 +10,7 @@ from typing import Optional
 import pytest
 import timm
 import torch
-from small_models import BLOCKS_OF_OTHERS, LARGER, MADE, SMALL, build, class_of, host, of_modules, step
+from helpers.small_models import BLOCKS_OF_OTHERS, LARGER, MADE, SMALL, build, class_of, host, of_modules, step
 from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
 
 from timm_ortho import UnsupportedModelError, connect, sites
@@ -341,7 +341,7 @@ def test_every_covered_architecture_is_registered():
 
 @pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page's table is of another timm")
 def test_the_page_has_the_table_of_coverage():
-    page = (Path(__file__).parents[1] / "model_cards" / "coverage.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "model_cards" / "coverage.md").read_text(encoding="utf-8")
     assert coverage.table() in page
 
 

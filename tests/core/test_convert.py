@@ -46,7 +46,7 @@ if hasattr(vit, "DiffParallelScalingBlock"):  # timm 1.0.23 and later
 
 
 def test_every_line_of_the_papers_families_has_a_model_here():
-    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # the others: test_blocks.py
+    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # the others: ../blocks/test_timm.py
     names = [spec.name.rpartition(".") for spec in specs("timm")]
     missing = {block for module, _, block in names if module in modules} - set(BLOCKS)
     assert missing <= ({"DiffParallelScalingBlock"} if not hasattr(vit, "DiffParallelScalingBlock") else set())

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from allocations import Allocations
+from helpers.allocations import Allocations
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from allocations import Allocations
+from helpers.allocations import Allocations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradgradcheck
@@ -623,7 +623,7 @@ def compiled_kernels(tmp_path_factory):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     result = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compiled_kernels.py"), "80", "90"],
+        [sys.executable, Path(__file__).parents[1] / "helpers" / "compiled_kernels.py", "80", "90"],
         env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import timm
 import torch
-from small_models import host
+from helpers.small_models import host
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import Patchify
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg

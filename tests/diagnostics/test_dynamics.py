@@ -4,7 +4,7 @@ import math
 import pytest
 import timm
 import torch
-from test_record import OneSite
+from helpers.one_site import OneSite
 from torch import nn
 
 import timm_ortho  # registers

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import timm
 import torch
+from helpers.one_site import OneSite
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -59,18 +60,6 @@ def same_bits(model, other):
 
 
 # ------------------------------------------------------------------------------------------- what rows say
-class OneSite(nn.Module):
-    """A block whose stream is the input and whose branch output is given."""
-
-    def __init__(self, branch, connection="feature", dim=-1):
-        super().__init__()
-        self.branch = branch
-        self.connection_mlp = timm_ortho.create_connection(connection, dim=dim)
-
-    def forward(self, x):
-        return self.connection_mlp(x, self.branch)
-
-
 def test_known_angle():
     # x = (3, 0), f = (4, 3): five long, 36.87 degrees from x
     model = OneSite(torch.tensor([[4.0, 3.0]]))

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import timm
 import torch
+from helpers.trained_runs import lab_grid, timm_run
 from PIL import Image
-from trained_runs import lab_grid, timm_run
 
 import timm_ortho
 from timm_ortho import cli, hub

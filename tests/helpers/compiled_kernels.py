@@ -1,6 +1,6 @@
 """Compiles the kernels for GPUs that need not be there and prints what ptxas made of them, a JSON object a line.
 
-    python tests/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
+    python tests/helpers/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
 
 Triton itself reads the signatures off the arguments of a launch: here the launches are those of `launch_of` in
 :mod:`timm_ortho.kernels`, with what Triton would find out about their arguments.

@@ -61,7 +61,7 @@ class HubClient:
             "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
             "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
             **({"HF_TOKEN": token} if token else {}),
             **environment,
         }

@@ -1,12 +1,12 @@
 """What a small model of every covered module of timm has to do: train, and pass through PyTorch's exporters.
 
 Each check takes the name of a model in `small_models.py` and a connection, None for timm's own additions, and raises
-where something is wrong. `test_modules.py` has a spread of them, `scripts/check_modules.py` runs all.
+where something is wrong. `blocks/test_modules.py` has a spread of them, `scripts/check_modules.py` runs all.
 """
 from functools import cache
 
 import torch
-from small_models import build
+from helpers.small_models import build
 from timm.layers import set_exportable
 from torch.nn import functional
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import timm
 import torch
 import yaml
+from helpers.tiny_study import compared, trained
 from timm.utils import CheckpointSaver, ModelEmaV3, update_summary
-from tiny_study import compared, trained
 
 from timm_ortho.lab import study
 

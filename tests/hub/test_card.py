@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from helpers.trained_runs import lab_grid, timm_run
 from huggingface_hub import ModelCard
 from recorded import RecordedRun, read_comparison
-from trained_runs import lab_grid, timm_run
 
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub import card as cards

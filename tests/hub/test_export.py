@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import timm
 import torch
+from helpers.trained_runs import TINY, lab_grid, timm_run
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from trained_runs import TINY, lab_grid, timm_run
 
 import timm_ortho
 from timm_ortho import arguments, cli, connections, hub
@@ -343,7 +343,7 @@ for folder, chans, size in ((sys.argv[1], 1, 16), (sys.argv[2], 3, 64)):
             "try: Auto.from_pretrained(sys.argv[1])\nexcept ImportError as error: print(error)")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "vit")], capture_output=True, text=True,
                           env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    quoted = (Path(__file__).parents[1] / "model_cards" / "hub.md").read_text(encoding="utf-8")
+    quoted = (Path(__file__).parents[2] / "model_cards" / "hub.md").read_text(encoding="utf-8")
     said = done.stdout.replace("vit_small_ortho", "vit_base_ortho").partition(" (")
     assert f"ImportError: {said[0]}" in quoted
     assert said[0].endswith("is not supported in your version of timm")

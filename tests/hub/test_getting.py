@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from hub_client import SOON, HubClient
-from hub_server import HubServer
+from helpers.hub_client import SOON, HubClient
+from helpers.hub_server import HubServer
 from safetensors.torch import load, save
 
 from timm_ortho.connections import sites

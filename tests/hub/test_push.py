@@ -5,9 +5,9 @@ import json
 import re
 
 import pytest
-from hub_client import SOON, HubClient
-from hub_server import HubServer
-from trained_runs import lab_grid
+from helpers.hub_client import SOON, HubClient
+from helpers.hub_server import HubServer
+from helpers.trained_runs import lab_grid
 
 from timm_ortho import hub
 

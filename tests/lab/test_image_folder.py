@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.tiny_study import compared, one_run, planned, read, request, written
 from PIL import Image
-from tiny_study import compared, one_run, planned, read, request, written
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, plan, recipe, run, study as commands, train_py
 from timm_ortho.lab.folder import RunPlan
 
-PAGE = Path(__file__).parents[1] / "docs" / "your_own_data.md"
-STAND_IN = Path(__file__).with_name("stand_in_train.py")
+PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
+STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from tiny_study import (
+from helpers.tiny_study import (
     BATCHES,
     STUDY,
     Stop,

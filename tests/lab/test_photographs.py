@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_study import read
+from helpers.tiny_study import read
 
 from timm_ortho import cli
 from timm_ortho.runs.folders import read_history

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import yaml
-from tiny_study import STUDY, compared, planned, read, request, written
+from helpers.tiny_study import STUDY, compared, planned, read, request, written
 
 import timm_ortho
 from timm_ortho import cli
@@ -19,7 +19,7 @@ from timm_ortho.lab.layout import shown
 
 NAMES = sorted(design.shipped())
 TRAINED = [name for name in NAMES if design.load(name, "smoke").kind == "training"]
-STAND_IN = Path(__file__).with_name("stand_in_train.py")
+STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 
 
 # ------------------------------------------------------------------------------------ the shipped studies

@@ -13,18 +13,18 @@ import pytest
 import timm
 import torch
 import yaml
+from helpers.tiny_study import in_this_process
 from PIL import Image
 from timm.data import create_dataset, create_transform
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
-from tiny_study import in_this_process
 
 import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import paper, recipe
 from timm_ortho.models._build import SUFFIXES, on_meta
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FIGURES = paper.figures()
 CONNECTION = {suffix.lstrip("_"): connection for suffix, connection in SUFFIXES.items()}
 NAMES = [
@@ -65,7 +65,7 @@ def test_the_recipes_are_all_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_are_timms(name):
-    known = (Path(__file__).parent / "timm_train_options.txt").read_text().split()
+    known = (Path(__file__).parents[1] / "helpers" / "timm_train_options.txt").read_text().split()
     assert len(known) == 176
     assert set(values(name)) <= set(known)
     assert values(name)["device_modules"] == ["timm_ortho"]

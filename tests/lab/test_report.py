@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import scipy.stats
-from made_up_runs import GRIDS, OVERHEAD, ROWS, accuracy, recorded, run_of, runs_of, study_of, train_py_run
+from helpers.made_up_runs import GRIDS, OVERHEAD, ROWS, accuracy, recorded, run_of, runs_of, study_of, train_py_run
 from matplotlib.figure import Figure
 from recorded import read_comparison
 
@@ -19,7 +19,7 @@ from timm_ortho.lab.page import Table
 from timm_ortho.lab.study import comparison
 from timm_ortho.lab.transition import transition_points
 
-RESULTS = Path(__file__).parents[1] / "model_cards" / "results"
+RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
 EVERY = [*GRIDS, *ROWS]
 SAVEFIG = Figure.savefig
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 
 import pytest
-from made_up_runs import runs_of, study_of
+from helpers.made_up_runs import runs_of, study_of
 
 from timm_ortho.lab import report
 

@@ -4,7 +4,7 @@ import json
 import pytest
 import timm
 import yaml
-from tiny_study import in_this_process
+from helpers.tiny_study import in_this_process
 
 from timm_ortho import cli, sites
 from timm_ortho.lab import design, layout, paper, recipe

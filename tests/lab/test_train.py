@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
-from tiny_study import (
+from helpers.tiny_study import (
     BATCHES,
     SMALL,
     assert_same_run,
@@ -29,6 +28,7 @@ from tiny_study import (
     trained,
     written,
 )
+from PIL import Image
 
 from timm_ortho.lab import LabError, data, features, plan, recipe, run, study as commands, train, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_study import SMALL, only_run, planned, read, request, state, written
+from helpers.tiny_study import SMALL, only_run, planned, read, request, state, written
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, collect, folder as folders, launch, plan, run, study, train_py
 from timm_ortho.lab.folder import RunPlan, read_yaml
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-STAND_IN = Path(__file__).with_name("stand_in_train.py")
+STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 STOPS = 'parser.add_argument("--stop-epoch", type=int, default=None)'
 DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # nobody reads it
 

@@ -21,9 +21,9 @@ import pytest
 import timm
 import torch
 import yaml
+from helpers.authors_vit import SMALL, SMALL_ARGUMENTS, described, put_into_cache
 from PIL import Image
 from safetensors.torch import save_file
-from test_pretrained import SMALL, SMALL_ARGUMENTS, described, put_into_cache
 
 import timm_ortho
 from timm_ortho.lab.paper import experiments
@@ -138,7 +138,7 @@ def validate(scripts, images, model, checkpoint, output):
 
 def test_the_authors_pair_is_evaluated_as_their_cards_say(scripts, images, tmp_path):
     """The command of the cards, on narrow models in the authors' layout that lie in the cache."""
-    card = (Path(__file__).parents[1] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
+    card = (Path(__file__).parents[2] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
     command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
     command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
     torch.manual_seed(0)
@@ -294,7 +294,7 @@ def test_smoke_runs(scripts, images, tmp_path, name):
 def test_train_sh_starts_it(scripts, images, tmp_path):
     """scripts/train.sh with the real train.py, on the CPU."""
     folder = os.path.dirname(sys.executable)
-    script = Path(__file__).parent.parent / "scripts" / "train.sh"
+    script = Path(__file__).parents[2] / "scripts" / "train.sh"
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable,
            "TIMM_DIR": str(scripts), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -15,7 +15,7 @@ from recorded import RecordedStudy
 from timm_ortho.lab import design
 from timm_ortho.runs.folders import PublishError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
     int(huggingface_hub.__version__.split(".")[0]) < 2, reason="cards are written by huggingface_hub 2")

@@ -15,7 +15,7 @@ from scipy import stats
 from timm_ortho.lab import design
 from timm_ortho.lab.statistics import holm, paired_difference
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ import json
 
 import linear_floor
 import numpy as np
+from helpers.tiny_study import STUDY
 from sklearn.linear_model import RidgeClassifier
-from tiny_study import STUDY
 
 from timm_ortho import cli
 from timm_ortho.lab.data import Digits

@@ -15,7 +15,7 @@ from timm_ortho import cli
 from timm_ortho.lab import design, recipe
 from timm_ortho.models import _build
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
 PAGES.remove(ROOT / "model_cards" / "template.md")
@@ -133,7 +133,7 @@ def arguments_of(command):
 @pytest.mark.parametrize("path", BY_HAND, ids=ids)
 def test_commands_are_understood(path):
     """Every option and every name of a study or recipe is one that there is."""
-    parser, options = cli._parser(), text_of(ROOT / "tests" / "timm_train_options.txt").split()
+    parser, options = cli._parser(), text_of(ROOT / "tests" / "helpers" / "timm_train_options.txt").split()
     for command in commands(path):
         arguments = arguments_of(command)
         if arguments and arguments[0] != "run" and "--help" not in arguments:
@@ -146,7 +146,7 @@ def test_commands_are_understood(path):
             given = re.findall(r"--([a-z][\w-]*)", command.partition("train.py ")[2].partition("$(")[0])
             assert {name.removeprefix("no-").replace("-", "_") for name in given} <= {
                 *options, *(name.removeprefix("no_") for name in options)}, command
-        for script in re.findall(r"\b((?:scripts|tests)/[\w.]+)", command):
+        for script in re.findall(r"\b((?:scripts|tests)/[\w./]+)", command):
             assert (ROOT / script).is_file(), command
 
 
@@ -181,7 +181,7 @@ def snippets(path):
 
 
 def test_every_page_with_snippets_is_run():
-    """own_blocks.md in test_open_door.py."""
+    """own_blocks.md in blocks/test_open_door.py."""
     with_snippets = {ids(path) for path in BY_HAND if snippets(path)}
     assert with_snippets == {*BEFORE, "model_cards/own_blocks.md"}
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import rates
-from tiny_study import STUDY, planned, request, written
+from helpers.tiny_study import STUDY, planned, request, written
 
 
 def run(recipe, connection, lr, top1, loss=1.0):

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import readme_results
 import study_results
-from made_up_runs import ROWS, runs_of, study_of
-from tiny_study import planned, request, written
+from helpers.made_up_runs import ROWS, runs_of, study_of
+from helpers.tiny_study import planned, request, written
 
 from timm_ortho.hub.card import difference
 from timm_ortho.lab import collect, launch, report, run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 STUDY = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, model=None, seeds=[])
 

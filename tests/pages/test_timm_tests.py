@@ -6,7 +6,7 @@ import pytest
 import timm
 import timm_tests
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow  # each process that is started imports timm
 

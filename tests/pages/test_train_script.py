@@ -13,8 +13,8 @@ import yaml
 
 from timm_ortho.lab import LabError, recipe
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-STAND_IN = Path(__file__).with_name("stand_in_train.py")
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 
