@@ -44,7 +44,7 @@ def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
 
 
 _NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # names of arguments
-_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)"  # names of summands: of positions and of token types
+_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)|(^|_)loss(es)?(_|$)"  # summands: position and type embeddings, losses
 _NUMBER = r"(Optional\[)?(int|float|bool|str)\b"  # annotations
 _ADDING = ("add", "add_", "add_relu")
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
