@@ -227,7 +227,7 @@ def test_an_attribute_that_a_block_lacks_is_known():
     assert route.reached(block) == [True]
 
 
-class Sides(nn.Module):
+class KindsOfTwoSides(nn.Module):
     """Another kind of addition on each side of an `if`."""
 
     def __init__(self, parallel):
@@ -246,18 +246,18 @@ class Sides(nn.Module):
 def test_sides_with_additions_of_their_own():
     expected = sums(("x", "parallel"), ("x", "attention"), ("y", "mlp"))
     with pytest.raises(RoutingError, match="expected 3 additions"):
-        Route(Sides, expected)
-    route = Route(Sides, expected, sides_differ=True)
-    assert route.reached(Sides(True)) == [True, False, False]
-    assert route.reached(Sides(False)) == [False, True, True]
+        Route(KindsOfTwoSides, expected)
+    route = Route(KindsOfTwoSides, expected, sides_differ=True)
+    assert route.reached(KindsOfTwoSides(True)) == [True, False, False]
+    assert route.reached(KindsOfTwoSides(False)) == [False, True, True]
     x = torch.randn(3, 4)
     for parallel, names in ((True, ("parallel",)), (False, ("attention", "mlp"))):
-        chosen = [(stream, name if name in names else None) for stream, name in (
-            ("x", "parallel"), ("x", "attention"), ("y", "mlp"))]
-        block, calls = Route(Sides, sums(*chosen), sides_differ=True).subclass(name="Sides", module="m")(parallel), []
+        chosen = sums(*((sum_.stream, sum_.connection if sum_.connection in names else None) for sum_ in expected))
+        cls = Route(KindsOfTwoSides, chosen, sides_differ=True).subclass(name="KindsOfTwoSides", module="m")
+        block, calls = cls(parallel), []
         for name in names:
             setattr(block, name, Recorder(calls, name))
-        assert torch.equal(block(x), Sides(parallel)(x))
+        assert torch.equal(block(x), KindsOfTwoSides(parallel)(x))
         assert len(calls) == len(names)
 
 

@@ -106,5 +106,5 @@ def __getattr__(name: str) -> type:
         if spec is not None and set(kinds or ()) <= set(spec.sites):
             return routed_class(tables.class_of(spec), spec, kinds)
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}: call timm_ortho.register_block for your own block class before "
-        "you load a model that contains it")
+        f"module {__name__!r} has no attribute {name!r}: call timm_ortho.register_block for your own block class "
+        "before you load a model that contains it")
