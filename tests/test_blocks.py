@@ -341,7 +341,7 @@ def test_every_covered_architecture_is_registered():
 
 @pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page's table is of another timm")
 def test_the_page_has_the_table_of_coverage():
-    page = (Path(__file__).parents[1] / "model_cards" / "coverage.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "coverage.md").read_text(encoding="utf-8")
     assert coverage.table() in page
 
 

@@ -98,7 +98,7 @@ def tokens():
 
 
 def test_the_examples_of_the_pages(tmp_path):
-    page = ROOT / "model_cards" / "own_blocks.md"
+    page = ROOT / "docs" / "own_blocks.md"
     if not page.exists():
         pytest.skip("no checkout")
     examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
