@@ -900,7 +900,7 @@ def test_readmes_table_of_costs(tmp_path):
 
 
 def test_the_pages_are_held_to_the_rows(tmp_path, capsys):
-    pages = [tmp_path / "README.md", tmp_path / "model_cards" / "speed.md"]
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "speed.md"]
     pages[1].parent.mkdir()
     opening = "{}\nold\n{}\n".format(*readme_bench.OPENING)
     for page in pages:

@@ -32,7 +32,7 @@ from timm_ortho import (
     hub,
     sites,
 )
-from timm_ortho.blocks import registry, routed
+from timm_ortho.blocks import routed, tables
 from timm_ortho.hub import repository
 
 ROOT = Path(timm_ortho.__file__).parents[1]
@@ -82,8 +82,8 @@ class Clipped(Connection):
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """What a test registers is forgotten."""
-    for name in ("_SPECS", "_NOT_RESIDUAL", "_REGISTERED"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    for name in ("SPECS", "NOT_RESIDUAL", "REGISTERED"):
+        monkeypatch.setattr(tables, name, dict(getattr(tables, name)))
     yield
     timm_ortho.CONNECTIONS.pop("clipped", None)
 
@@ -98,7 +98,7 @@ def tokens():
 
 
 def test_the_examples_of_the_pages(tmp_path):
-    page = ROOT / "model_cards" / "own_blocks.md"
+    page = ROOT / "docs" / "own_blocks.md"
     if not page.exists():
         pytest.skip("no checkout")
     examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
@@ -294,14 +294,17 @@ def enclosed():
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1, None)), ValueError,
      r"dim must be an axis or a sequence of axes, got \(1, None\)"),
     (MyBlock, dict(stream="x", kinds=("a b", "mlp")), ValueError, "kinds must be different identifiers"),
-    (MyBlock, dict(stream=("x",), kinds=("attention", "mlp")), ValueError, "there are 1 for stream and 2 kinds"),
-    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1,)), ValueError, "there are 1 for dim and 2 kinds"),
+    (MyBlock, dict(stream=("x",), kinds=("attention", "mlp")), ValueError,
+     r"stream needs one value, or 2 \(one for each kind\), got 1"),
+    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1,)), ValueError,
+     r"dim needs one value, or 2 \(one for each kind\), got 1"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), keep="all"), ValueError, "unknown keep 'all'"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), method="no"), ValueError, "has no method 'no'"),
-    (MyBlock, dict(stream="x +", kinds=("attention", "mlp")), ValueError, "stream 'x [+]' is no expression"),
+    (MyBlock, dict(stream="x +", kinds=("attention", "mlp")), ValueError, "stream 'x [+]' is not an expression"),
     (type("Built", (nn.Module,), {"forward": eval("lambda self, x: x + 1")}), dict(stream="x", kinds=("mlp",)),
      RoutingError, "the source of forward cannot be read: .*; put a class that was typed at Python's prompt in a file"),
-    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError, "known already"),
+    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError,
+     "is already registered"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),
     (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp")), RoutingError, "one fused operation"),
     (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"self.g\(x\)' would stay linear in its"),
@@ -313,11 +316,11 @@ def enclosed():
     (MyBlock(), dict(stream="x", kinds=("attention", "mlp")), TypeError, "class of torch.nn.Module, got a MyBlock$"),
 ])
 def test_a_registration_that_does_not_fit(block, arguments, error, message):
-    known = dict(registry._SPECS)
+    known = dict(tables.SPECS)
     with pytest.raises(error, match=message) as caught:
         timm_ortho.register_block(block, **arguments)
     assert "\n" not in str(caught.value)
-    assert known == registry._SPECS
+    assert known == tables.SPECS
 
 
 def test_a_dim_outside_the_tensor_is_told_where_it_is_used():
@@ -368,7 +371,7 @@ def test_a_mask_of_another_sense():
         timm_ortho.register_block(Block, stream="x", kinds=("mlp",), mask=name)
         model = connect(Block(), "global")
         assert (model(x, forbidden)[:, 0] == 0).all() == padding
-        registry._SPECS.pop(registry._name(Block))
+        tables.SPECS.pop(tables.class_name(Block))
 
 
 def test_names_of_classes_stay_what_they_are(known):

@@ -14,7 +14,7 @@ from helpers.small_models import BLOCKS_OF_OTHERS, LARGER, MADE, SMALL, build, c
 from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
 
 from timm_ortho import UnsupportedModelError, connect, sites
-from timm_ortho.blocks import reached, registry, routed, routed_class, spec_of, specs, timm as table
+from timm_ortho.blocks import reached, routed, routed_class, spec_of, specs, tables, timm as table
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.models import coverage
 from timm_ortho.models._build import on_meta
@@ -187,7 +187,7 @@ def test_every_class_of_timm_that_looks_residual_is_in_a_table():
 
 
 def is_residual(cls):
-    return f"{cls.__module__}.{cls.__qualname__}" not in registry._NOT_RESIDUAL and looks_residual(cls)
+    return f"{cls.__module__}.{cls.__qualname__}" not in tables.NOT_RESIDUAL and looks_residual(cls)
 
 
 class _Sums(torch.nn.Module):
@@ -341,7 +341,7 @@ def test_every_covered_architecture_is_registered():
 
 @pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page's table is of another timm")
 def test_the_page_has_the_table_of_coverage():
-    page = (Path(__file__).parents[2] / "model_cards" / "coverage.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
     assert coverage.table() in page
 
 

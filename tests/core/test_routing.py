@@ -197,7 +197,7 @@ class Conditions(nn.Module):
         return [x + x.exp() if keep else x for keep in (True, False)]
 
     def guarded(self, x):
-        if hasattr(self, "scale"):
+        if callable(getattr(self, "scale", None)):
             return x + x.exp() if self.scale > 0 else x
         return x
 
@@ -206,10 +206,59 @@ class Conditions(nn.Module):
             x = x + x.exp()
         return x
 
+    def asked_for_an_attribute(self, x, y=None):
+        if y is not None:
+            if not hasattr(self, "scale"):
+                raise ValueError("no scale")
+            x = x + y
+        return x
+
 
 @pytest.mark.parametrize("method", ["captured", "comprehended", "guarded", "on_meta"])
 def test_what_cannot_be_known_may_be_reached(method):
     assert Route(Conditions, sums(("x", "one")), method=method).reached(Conditions()) == [True]
+
+
+def test_an_attribute_that_a_block_lacks_is_known():
+    """Decoders check like this whether they have cross-attention."""
+    route, block = Route(Conditions, sums(("x", "one")), method="asked_for_an_attribute"), Conditions()
+    assert route.reached(block) == [False]
+    block.scale = 1.0
+    assert route.reached(block) == [True]
+
+
+class KindsOfTwoSides(nn.Module):
+    """Another kind of addition on each side of an `if`."""
+
+    def __init__(self, parallel):
+        super().__init__()
+        self.parallel = parallel
+
+    def forward(self, x):
+        if self.parallel:
+            x = x.exp() + x.sin() + x
+        else:
+            y = x.exp() + x
+            x = y.sin() + y
+        return x
+
+
+def test_sides_with_additions_of_their_own():
+    expected = sums(("x", "parallel"), ("x", "attention"), ("y", "mlp"))
+    with pytest.raises(RoutingError, match="expected 3 additions"):
+        Route(KindsOfTwoSides, expected)
+    route = Route(KindsOfTwoSides, expected, sides_differ=True)
+    assert route.reached(KindsOfTwoSides(True)) == [True, False, False]
+    assert route.reached(KindsOfTwoSides(False)) == [False, True, True]
+    x = torch.randn(3, 4)
+    for parallel, names in ((True, ("parallel",)), (False, ("attention", "mlp"))):
+        chosen = sums(*((sum_.stream, sum_.connection if sum_.connection in names else None) for sum_ in expected))
+        cls = Route(KindsOfTwoSides, chosen, sides_differ=True).subclass(name="KindsOfTwoSides", module="m")
+        block, calls = cls(parallel), []
+        for name in names:
+            setattr(block, name, Recorder(calls, name))
+        assert torch.equal(block(x), KindsOfTwoSides(parallel)(x))
+        assert len(calls) == len(names)
 
 
 HOST = """

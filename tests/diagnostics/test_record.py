@@ -201,10 +201,10 @@ def test_follows_a_switch_of_the_connection():
 
 
 def test_what_cannot_be_recorded():
-    with pytest.raises(ValueError, match=r"^VisionTransformer has no connections to record; timm_ortho.connect\("):
+    with pytest.raises(ValueError, match=r"^VisionTransformer has no connections to record; call timm_ortho.connect\("):
         timm_ortho.record(timm.create_model("test_vit"))
     for every in (0, -1, 2.5, True, "50"):
-        with pytest.raises(ValueError, match=r"^every must be a whole number of steps, at least 1, got "):
+        with pytest.raises(ValueError, match=r"^every must be a positive integer, got "):
             timm_ortho.record(vit(), every=every)
 
 
@@ -308,8 +308,8 @@ def test_no_graph_is_kept():
     recorder = timm_ortho.record(model)
     model(images())
     (one,) = recorder._unread
-    assert len(one.figures) == len(timm_ortho.sites(model))
-    assert not any(figures.requires_grad for calls in one.figures.values() for figures in calls)
+    assert len(one.means) == len(timm_ortho.sites(model))
+    assert not any(means.requires_grad for calls in one.means.values() for means in calls)
 
 
 def test_gradient_accumulation_counts_passes():
@@ -398,6 +398,6 @@ def test_blocks_that_are_compiled_one_by_one_are_not_seen():
         block.compile(backend="eager")
     model(images())
     recorder = timm_ortho.record(model, every=1)
-    with pytest.warns(UserWarning, match="saw none of the model's connections"):
+    with pytest.warns(UserWarning, match="measured no connection"):
         model(images())
     assert recorder.rows == []

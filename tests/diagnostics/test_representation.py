@@ -110,7 +110,7 @@ def test_a_model_that_diverged_has_no_rank():
      r"features must have the shape \[images, 3\], got \[2, 4\]"),
     (lambda: representation.feature_std(torch.ones(1, 3)), "a covariance needs at least 2 images, got 1"),
     (lambda: representation.linear_cka(torch.ones(3, 3), torch.ones(4, 3)),
-     "both must be of the same images, got 3 and 4"),
+     "x and y must have the same number of images, got 3 and 4"),
 ])
 def test_bad_features(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
@@ -212,5 +212,5 @@ def test_any_model_with_its_own_features(loader):
     model = nn.Sequential(nn.Flatten(), nn.Linear(768, 5))
     found = representation.features(model, loader, extract=lambda model, images: model[0](images)[:, :9])
     assert found.shape == (50, 9)
-    with pytest.raises(TypeError, match="Sequential is no model of timm's: give extract"):
+    with pytest.raises(TypeError, match="Sequential is not a timm model; pass extract"):
         representation.features(model, loader)

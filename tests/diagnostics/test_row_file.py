@@ -29,7 +29,7 @@ for step in range(5):
         average.module.eval()(images)
 torch.save(model.state_dict(), "weights.pt")
 """
-NO_NUMBER = "TIMM_ORTHO_RECORD_EVERY must be a whole number of passes, at least 1, got"
+NO_NUMBER = "TIMM_ORTHO_RECORD_EVERY must be a positive integer, got"
 VIT = dict(img_size=16, patch_size=8, embed_dim=32, num_heads=2, depth=2)
 
 
@@ -144,10 +144,10 @@ def test_a_full_disk_does_not_end_the_training(monkeypatch, asked, tmp_path):
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("TIMM_ORTHO_RECORD_EVERY", "0", f"{NO_NUMBER} '0'"),
     ("TIMM_ORTHO_RECORD_EVERY", "ten", f"{NO_NUMBER} 'ten'"),
-    ("TIMM_ORTHO_RECORD", "/nowhere/a.jsonl", "TIMM_ORTHO_RECORD=/nowhere/a.jsonl: there is no folder /nowhere"),
+    ("TIMM_ORTHO_RECORD", "/nowhere/a.jsonl", "TIMM_ORTHO_RECORD=/nowhere/a.jsonl: the folder /nowhere does not exist"),
     ("TIMM_ORTHO_RECORD", "/tmp", "TIMM_ORTHO_RECORD=/tmp cannot be read: Is a directory"),
-    ("TIMM_ORTHO_RECORD", __file__, f"TIMM_ORTHO_RECORD={__file__} is there and holds something else than rows; "
-                                    "name another file"),
+    ("TIMM_ORTHO_RECORD", __file__, f"TIMM_ORTHO_RECORD={__file__} exists and is not a file of recorded rows; "
+                                    "choose another file"),
 ])
 def test_what_cannot_be_asked_for(monkeypatch, asked, name, value, message):
     monkeypatch.setenv(name, value)

@@ -130,4 +130,4 @@ def test_errors(arguments, message, capsys):
 
 def test_a_model_without_connections():
     with pytest.raises(ValueError, match="the model has no connections"):
-        show.lines(torch.nn.Linear(2, 2), torch.zeros(1, 2))
+        show.measured_sites(torch.nn.Linear(2, 2), torch.zeros(1, 2))

@@ -172,7 +172,7 @@ def test_a_variant_after_disconnect_is_linear(tmp_path, name):
 
 @pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="timm keeps no arguments")
 def test_timms_own_way_keeps_what_create_model_was_given(tmp_path):
-    """And not what was connected afterwards: model_cards/hub.md says so."""
+    """And not what was connected afterwards: docs/hub.md says so."""
     model = tiny(connection="hybrid", connection_start="linear")
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     assert repr(timm_ortho.sites(loaded(tmp_path))) == repr(timm_ortho.sites(model))
@@ -343,7 +343,7 @@ for folder, chans, size in ((sys.argv[1], 1, 16), (sys.argv[2], 3, 64)):
             "try: Auto.from_pretrained(sys.argv[1])\nexcept ImportError as error: print(error)")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "vit")], capture_output=True, text=True,
                           env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    quoted = (Path(__file__).parents[2] / "model_cards" / "hub.md").read_text(encoding="utf-8")
+    quoted = (Path(__file__).parents[2] / "docs" / "hub.md").read_text(encoding="utf-8")
     said = done.stdout.replace("vit_small_ortho", "vit_base_ortho").partition(" (")
     assert f"ImportError: {said[0]}" in quoted
     assert said[0].endswith("is not supported in your version of timm")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers.tiny_study import compared, one_run, planned, read, request, written
 from PIL import Image
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, plan, recipe, run, study as commands, train_py
+from timm_ortho.lab import LabError, data, plan, recipe, run, study as commands, train_py
 from timm_ortho.lab.folder import RunPlan
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
@@ -520,3 +521,41 @@ def test_grey_and_colour_images_mix(tmp_path, given, mode):
     source = run.open_source(options)
     assert {image.mode for part in (source.train, source.validation) for image, _ in part} == {mode}
     assert source.in_chans == options.in_chans == len(mode)
+
+
+# ------------------------------------------------------------------------------------------------- the cache
+def epochs_of(options, count=2, after_first=None):
+    """Batches of the training loader, for each epoch with its own random numbers."""
+    source, stream, batches = data.open_source(options), data.DataStream(torch.device("cpu")), []
+    config = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear",
+              "crop_pct": 1.0}
+    train, _ = data.loaders(options, source, config, torch.device("cpu"))
+    for epoch in range(count):
+        stream.reseed(epoch)
+        batches.append(list(stream.iterate(train)))
+        if epoch == 0 and after_first:
+            after_first()
+    return source, batches
+
+
+def test_small_images_are_read_once(tmp_path, monkeypatch):
+    """The second epoch needs no files, and its batches are those of a loader that reads them again."""
+    root = image_folder(tmp_path, "train", "val")
+    options = Namespace(**options_of(root, aa="rand-m9-n4", color_jitter=0.4, reprob=0.5, workers=0))
+    monkeypatch.setattr(data, "_CACHE_BYTES", 0)
+    source, expected = epochs_of(options)
+    assert source.train.cache is None
+    monkeypatch.setattr(data, "_CACHE_BYTES", 12 * 16 * 16 * 4)
+    source, batches = epochs_of(options, after_first=lambda: shutil.rmtree(root / "train"))
+    assert len(source.train.cache) == 12
+    for epoch in range(2):
+        for (images, targets), (expected_images, expected_targets) in zip(batches[epoch], expected[epoch], strict=True):
+            assert torch.equal(images, expected_images)
+            assert torch.equal(targets, expected_targets)
+
+
+def test_large_data_sets_and_workers_have_no_cache(tmp_path, monkeypatch):
+    options = options_of(image_folder(tmp_path, "train", "val"))
+    assert epochs_of(Namespace(**{**options, "workers": 1}), count=0)[0].train.cache is None
+    monkeypatch.setattr(data, "_CACHE_BYTES", 12 * 16 * 16 * 4 - 1)
+    assert epochs_of(Namespace(**options), count=0)[0].train.cache is None

@@ -1,4 +1,4 @@
-"""scripts/contrasts.py, hypotheses.py, provenance.py and evidence.py: what model_cards/README.md says of the runs."""
+"""scripts/contrasts.py, hypotheses.py, provenance.py and evidence.py: what docs/evidence.md says of the runs."""
 import itertools
 import json
 import random
@@ -220,20 +220,20 @@ def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
 
 
 @pytest.mark.parametrize(("page", "said", "changed"), [
-    ("model_cards/README.md", "411 runs", "412 runs"), ("README.md", "expect little", "expect much")])
+    ("docs/evidence.md", "411 runs", "412 runs"), ("README.md", "expect little", "expect much")])
 def test_the_pages_are_what_the_runs_say(tmp_path, page, said, changed):
     evidence.main(check=True)
-    for copied in ("model_cards/README.md", "README.md"):
+    for copied in ("docs/evidence.md", "README.md"):
         (tmp_path / copied).parent.mkdir(exist_ok=True)
         text = (ROOT / copied).read_text(encoding="utf-8")
         assert copied != page or said in text
         (tmp_path / copied).write_text(text.replace(said, changed) if copied == page else text)
     with pytest.raises(SystemExit, match="differs from the runs"):
-        evidence.main(check=True, cards=tmp_path / "model_cards", root=tmp_path)
+        evidence.main(check=True, root=tmp_path)
 
 
 def test_every_hypothesis_that_was_written_down_has_a_row():
-    text = (ROOT / "model_cards" / "hypotheses.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "hypotheses.md").read_text(encoding="utf-8")
     for found in (*hypotheses.PART_ONE, *hypotheses.PART_TWO):
         assert f"**{found.name}**" in text
         assert found.contrast.label.startswith(found.name)

@@ -90,7 +90,7 @@ def test_train_pys_model_kwargs_are_those_of_the_readme():
 def test_every_page_is_one_click_from_readme():
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in targets(ROOT / "README.md")}
     assert {path for path in BY_HAND if path.name != "README.md"} <= linked
-    assert ROOT / "model_cards" / "README.md" in linked
+    assert ROOT / "docs" / "evidence.md" in linked
 
 
 @pytest.mark.parametrize("path", PAGES, ids=ids)
@@ -161,15 +161,15 @@ def test_the_commands_are_found():
 X_AND_F = "x, f = torch.randn(2, 5, 8), torch.randn(2, 5, 8)"
 BEFORE = {  # what the snippets of a page take from their reader
     "README.md": X_AND_F,
-    "model_cards/coverage.md": f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool)",
-    "model_cards/transformations.md": "model = timm.create_model('vit_test_linear')",
-    "model_cards/hub.md":
+    "docs/coverage.md": f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool)",
+    "docs/transformations.md": "model = timm.create_model('vit_test_linear')",
+    "docs/hub.md":
         "import transformers\n"
         "torch.save(timm.create_model('vit_test_linear', num_classes=7).state_dict(), 'last.pth.tar')\n"
         "config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32)\n"
         "timm_ortho.connect(transformers.ViTForImageClassification(config), 'hybrid').save_pretrained('my-folder')\n"
         "new_model = transformers.ViTForImageClassification(config)",
-    "model_cards/diagnostics.md":
+    "docs/diagnostics.md":
         "model, other = (timm.create_model(f'vit_test_{name}', pretrained=True) for name in ('linear', 'ortho'))\n"
         "features, x, y = torch.randn(9, 4), torch.randn(9, 4), torch.randn(9, 4)\n"
         "loader = [(torch.randn(8, 3, 8, 8), torch.zeros(8))]",
@@ -183,7 +183,7 @@ def snippets(path):
 def test_every_page_with_snippets_is_run():
     """own_blocks.md in blocks/test_open_door.py."""
     with_snippets = {ids(path) for path in BY_HAND if snippets(path)}
-    assert with_snippets == {*BEFORE, "model_cards/own_blocks.md"}
+    assert with_snippets == {*BEFORE, "docs/own_blocks.md"}
 
 
 @pytest.mark.parametrize("name", BEFORE)

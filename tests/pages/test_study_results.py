@@ -21,12 +21,13 @@ STUDY = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, mod
 
 
 @pytest.fixture
-def cards(tmp_path, monkeypatch):
+def root(tmp_path, monkeypatch):
     monkeypatch.setattr(study_results, "commit_before", lambda file: "0123456789ab")  # a checkout may have no .git
-    cards = tmp_path / "cards"
-    cards.mkdir()
-    (cards / "README.md").write_text(f"before\n{study_results.BEGIN}\nold\n{study_results.END}\nafter\n")
-    return cards
+    root = tmp_path / "checkout"
+    (root / "docs").mkdir(parents=True)
+    (root / "model_cards").mkdir()
+    (root / "docs" / "evidence.md").write_text(f"before\n{study_results.BEGIN}\nold\n{study_results.END}\nafter\n")
+    return root
 
 
 def finished(folder, study=STUDY, runs=ROWS["gamma"], unfinished=()):
@@ -35,32 +36,34 @@ def finished(folder, study=STUDY, runs=ROWS["gamma"], unfinished=()):
     return folder
 
 
-def test_a_study_becomes_a_report_and_a_line_of_the_list(cards, tmp_path):
-    study_results.main([finished(tmp_path / "run")], cards)
-    kept = cards / "results" / "studies" / "gamma-small"
+def test_a_study_becomes_a_report_and_a_line_of_the_list(root, tmp_path):
+    study_results.main([finished(tmp_path / "run")], root)
+    kept = root / "model_cards" / "results" / "studies" / "gamma-small"
     assert {path.name for path in kept.iterdir()} == {"report.md", "figures", "results.json"}
     values = json.loads((kept / "results.json").read_text())
     assert values["runs"] == ROWS["gamma"]
     assert values["study"]["versions"]["commit"] == "0123456789ab"
-    page = (cards / "README.md").read_text()
+    page = (root / "docs" / "evidence.md").read_text()
     assert page.startswith("before\n")
     assert page.endswith("after\n")
     assert "\nold\n" not in page
-    assert "| [How wide?](results/studies/gamma-small/report.md) | Table 11 | - | - | - | - |" in page.splitlines()
+    line = "| [How wide?](../model_cards/results/studies/gamma-small/report.md) | Table 11 | - | - | - | - |"
+    assert line in page.splitlines()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "figures", "report.html", "report.md", "results.json", "study.yaml"]
 
 
-def test_a_study_of_no_paper_has_a_dash_in_the_list(cards, tmp_path):
-    study_results.main([finished(tmp_path / "run", {**STUDY, "paper": "", "table": ""})], cards)
-    page = (cards / "README.md").read_text()
-    assert "| [How wide?](results/studies/gamma-small/report.md) | - | - | - | - | - |" in page.splitlines()
+def test_a_study_of_no_paper_has_a_dash_in_the_list(root, tmp_path):
+    study_results.main([finished(tmp_path / "run", {**STUDY, "paper": "", "table": ""})], root)
+    page = (root / "docs" / "evidence.md").read_text()
+    line = "| [How wide?](../model_cards/results/studies/gamma-small/report.md) | - | - | - | - | - |"
+    assert line in page.splitlines()
 
 
-def test_an_unfinished_study_is_refused(cards, tmp_path):
+def test_an_unfinished_study_is_refused(root, tmp_path):
     with pytest.raises(SystemExit, match="unfinished runs: lr=1-linear-seed0"):
-        study_results.main([finished(tmp_path / "run", unfinished=["lr=1-linear-seed0"])], cards)
-    assert not (cards / "results").exists()
+        study_results.main([finished(tmp_path / "run", unfinished=["lr=1-linear-seed0"])], root)
+    assert not (root / "model_cards" / "results").exists()
 
 
 def test_finished_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch):
@@ -92,14 +95,14 @@ def test_finished_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("many", [True, False])
-def test_of_many_runs_less_is_kept(cards, tmp_path, monkeypatch, many):
+def test_of_many_runs_less_is_kept(root, tmp_path, monkeypatch, many):
     runs = runs_of("dynamics")
     monkeypatch.setattr(study_results, "MANY", len(runs) - many)
-    study_results.main([finished(tmp_path / "run", study_of("dynamics"), runs)], cards)
+    study_results.main([finished(tmp_path / "run", study_of("dynamics"), runs)], root)
     whole = json.loads((tmp_path / "run" / "results.json").read_text())
-    kept = json.loads(next(cards.glob("results/studies/*/results.json")).read_text())
-    plot = next(cards.glob("results/studies/*/figures/differences.svg")).relative_to(cards)
-    assert f"![differences]({plot})" in (cards / "README.md").read_text()
+    kept = json.loads(next(root.glob("model_cards/results/studies/*/results.json")).read_text())
+    plot = next(root.glob("model_cards/results/studies/*/figures/differences.svg")).relative_to(root)
+    assert f"![differences](../{plot})" in (root / "docs" / "evidence.md").read_text()
     assert kept["summary"] == whole["summary"]
     for less, more in zip(kept["runs"], whole["runs"], strict=True):
         assert less["history"] == more["history"]
@@ -110,11 +113,12 @@ def test_of_many_runs_less_is_kept(cards, tmp_path, monkeypatch, many):
         assert (min(steps) > last * (1 - 1 / more["epochs"])) is many
 
 
-def test_a_comparison_becomes_numbers_a_figure_and_a_table(cards, tmp_path, monkeypatch, capsys):
+def test_a_comparison_becomes_numbers_a_figure_and_a_table(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(readme_results, "commit_before", lambda file: "0123456789ab")
-    readme_results.main(finished(tmp_path / "run", study_of("compare"), runs_of("compare")), "mine", cards)
-    assert (cards / "compare_mine.svg").stat().st_size > 1000
-    values = json.loads((cards / "results" / "mine.json").read_text())
+    folder = finished(tmp_path / "run", study_of("compare"), runs_of("compare"))
+    readme_results.main(folder, "mine", root / "model_cards")
+    assert (root / "model_cards" / "compare_mine.svg").stat().st_size > 1000
+    values = json.loads((root / "model_cards" / "results" / "mine.json").read_text())
     assert values["commit"] == "0123456789ab"
     assert {len(run["probe"]) for run in values["runs"]} == {1}
     assert capsys.readouterr().out.splitlines()[2:] == [
@@ -148,5 +152,4 @@ def test_the_commit_is_that_of_the_time(tmp_path, monkeypatch):
 
 
 def test_the_list_in_the_project_is_that_of_its_results():
-    cards = ROOT / "model_cards"
-    assert study_results.listing(cards) in (cards / "README.md").read_text(encoding="utf-8")
+    assert study_results.listing(ROOT / "model_cards") in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
