@@ -3,7 +3,7 @@
 | metric | definition |
 | --- | --- |
 | `ms` | milliseconds of one call |
-| `ratio` | `ms` divided by that of `linear` in the same repetition; empty for `backward`, which costs addition nothing |
+| `ratio` | `ms` divided by that of `linear` in the same repetition; empty for `backward`, which addition skips |
 | `appendix_ratio` | `ms` divided by that of the formula in the paper's appendix; 0.25 is four times as fast |
 | `shortest_ratio` | `ms` divided by that of the shortest formula; only in the part `launch` |
 | `gb_per_s` | bytes that a call must move, in units of 1e9, per second |
