@@ -22,7 +22,8 @@ from tiny_study import in_this_process
 import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import paper, recipe
-from timm_ortho.models._build import SUFFIXES, on_meta
+from timm_ortho.models.meta import on_meta
+from timm_ortho.models.names import SUFFIXES
 
 ROOT = Path(__file__).parent.parent
 FIGURES = paper.figures()

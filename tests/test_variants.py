@@ -13,8 +13,8 @@ from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, m
 import timm_ortho
 from timm_ortho import sites
 from timm_ortho.models import coverage
-from timm_ortho.models._build import on_meta
 from timm_ortho.models.coverage import bases
+from timm_ortho.models.meta import on_meta
 from timm_ortho.models.paper import ARCHITECTURES
 
 # the paper's families, each architecture of them; of the others test_blocks.py has one for each block class

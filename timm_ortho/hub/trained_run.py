@@ -1,71 +1,46 @@
-"""What a training run left behind: options, figures and weights, read from its files and from nothing else.
+"""Read a training run to publish: options, metrics and weights.
 
-| run of | options | figures |
+| run of | options | metrics |
 | --- | --- | --- |
-| timm's `train.py` | `args.yaml`, or the `args` inside the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, the same of the other seeds' runs |
+| timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
+| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, and those of the other seeds |
 
-Both kinds of run evaluate the EMA weights where there are any, so the figures of such a run are not those of its plain
-weights. Checkpoints are read with torch's restricted unpickler: nothing in them is executed.
+With `--model-ema` both evaluate the EMA weights, so their metrics do not apply to the plain weights. Checkpoints are
+read with torch's restricted unpickler, which executes no code.
 """
-import csv
-import importlib
 import json
 import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Optional, Sequence
+from typing import Any, Optional
 
 import torch
 import yaml
 from timm.models import clean_state_dict
 
-from .._checks import short, without_nan
+from .._text import error_text
+from ..runs.folders import load_checkpoint, read_history
+from .errors import NoRunError, PublishError
 
-_STUDY, _RUN = "study.yaml", "run.yaml"  # beside the folders of a study's runs, and in each of them
-_BY_HAND = "build the model, load the weights and give it to timm_ortho.hub.push"
-_SEED = re.compile(r"(?P<kind>.+)-seed(?P<seed>\d+)")
-
-
-class PublishError(ValueError):
-    """What was given cannot be published; one line that says what is wrong and what to do."""
-
-
-class NoRunError(PublishError):
-    """A file that is no checkpoint of a training run."""
-
-
-def class_names(dataset: Any) -> Optional[list[str]]:
-    """The names of a data set's classes in the order of their labels, where a torchvision or timm data set has them."""
-    dataset = getattr(dataset, "dataset", dataset)
-    index = getattr(getattr(dataset, "reader", None), "class_to_idx", None)
-    names = getattr(dataset, "classes", None) or (sorted(index, key=index.get) if index else None)
-    return [str(name) for name in names] if names else None
-
-
-def import_modules(modules: Optional[Sequence[str]], kind: type[ValueError]) -> None:
-    """What train.py's option `device_modules` names; a module that is not there is an error of this kind."""
-    for module in modules or ():
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            raise kind(f"option 'device_modules': {error}: is its folder in PYTHONPATH?") from None
+_STUDY, _RUN = "study.yaml", "run.yaml"  # in the folder of a study, and in that of each run
+_BY_HAND = "build the model, load the weights and pass it to timm_ortho.hub.push"
+_RUN_NAME = re.compile(r"(?P<variant>.+)-seed(?P<seed>\d+)")
 
 
 class Run:
-    """A run's options and figures. Every figure is from the files that the constructors of the subclasses read.
+    """Options and metrics of a run. Subclasses read all of them from files.
 
     Attributes:
         options: timm's options.
-        history: A row for each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`; of a run
-            with two connections those of the stage that the checkpoint is of.
-        result: What the lab says at the end of a run; {} for a run of timm's `train.py`.
-        peers: Last epoch's top-1 in percent by seed, of the finished runs that differ in nothing but the seed.
-        comparison: The rows of `timm-ortho compare`'s table, [] where the run is not part of one.
-        epoch: After which the weights were saved; None where no weights are meant.
-        in_mid_epoch: Whether they were saved before its end, by train.py's `--recovery-interval`.
+        history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. If the
+            run changed its connection, only the epochs of the checkpoint's stage.
+        result: `result.json` of a run of the lab; empty for `train.py`.
+        peers: Top-1 in percent after the last epoch by seed, for the finished runs that differ only in the seed.
+        comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
+        epoch: Epoch after which the weights were saved; None without weights.
+        in_mid_epoch: Whether they were saved before its end (`--recovery-interval` of `train.py`).
         ema: Whether they are the EMA weights.
     """
 
@@ -84,21 +59,21 @@ class Run:
 
     @property
     def evaluated(self) -> Optional[dict]:
-        """The row of the history that was measured on these very weights; None where there is none."""
+        """The row of the history that was measured on these weights, or None."""
         if self.ema != self.evaluates_ema or self.in_mid_epoch:
             return None
         return next((row for row in self.history if row["epoch"] == self.epoch), None)
 
     @property
     def chosen_on_validation(self) -> bool:
-        """Whether the epoch is not the last, which is to say, somebody chose it by its validation figures."""
+        """Whether the weights are not those of the last epoch, so that validation metrics selected them."""
         if not self.history or self.epoch is None or self.in_mid_epoch:
             return False
         return self.epoch != self.history[-1]["epoch"]
 
     @property
     def connection(self) -> Optional[str]:
-        """The connection that the weights were last trained with, None where only the architecture says it."""
+        """The connection that the weights were last trained with; None if only the name of the model sets it."""
         switched = self.result.get("switch_epoch")
         if switched is not None and self.epoch is not None and self.epoch < switched:
             return self.options["model_kwargs"]["connection"]
@@ -110,7 +85,7 @@ class Run:
 
     @property
     def top1_std(self) -> Optional[float]:
-        """The sample's standard deviation over seeds, None for fewer than two."""
+        """Sample standard deviation over seeds; None for fewer than two."""
         return stdev(self.peers.values()) if len(self.peers) > 1 else None
 
 
@@ -118,15 +93,15 @@ class CheckpointRun(Run):
     """A run with its weights.
 
     Args:
-        path: A checkpoint, or the folder of one run, of which the last checkpoint is taken.
-        ema: Take the EMA weights.
+        path: A checkpoint, or the folder of one run, whose last checkpoint is used.
+        ema: Whether to use the EMA weights.
 
     Attributes:
         path: The checkpoint.
         state_dict: The weights.
 
     Raises:
-        PublishError: There is no such thing, it is not of one finished run, or it has no EMA weights.
+        PublishError: There is no checkpoint, the run is not finished, or it has no EMA weights.
     """
 
     def __init__(self, path: Path, ema: bool = False) -> None:
@@ -137,7 +112,7 @@ class CheckpointRun(Run):
         self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
         self.history = read_history(folder)
         self.result, self.peers, self.comparison = {}, {}, []
-        if folder.name == "switched" and (folder.parent / _RUN).is_file():  # of a run with two connections
+        if folder.name == "switched" and (folder.parent / _RUN).is_file():  # second stage of a run
             folder = folder.parent
         if (folder / _RUN).is_file():
             self.result = _finished(folder)
@@ -147,7 +122,7 @@ class CheckpointRun(Run):
 
 # -------------------------------------------------------------------------------------------- the files
 def checkpoint_file(path: Path) -> Path:
-    """The checkpoint that is meant by a path: itself, or the last one in a run's folder.
+    """Return the checkpoint at a path, or the last one in the folder of a run.
 
     Raises:
         PublishError: There is none.
@@ -163,110 +138,81 @@ def checkpoint_file(path: Path) -> Path:
         raise _unfinished(path)
     runs = sorted(item.name for item in path.iterdir() if (item / "args.yaml").is_file())
     if runs:
-        raise PublishError(f"{path} holds {len(runs)} runs: give one of them, as {path / runs[0]}")
-    raise PublishError(f"{path} holds no checkpoint (last.pth.tar, model_best.pth.tar): give a folder that timm's "
-                       "train.py or timm-ortho compare wrote, or a checkpoint")
-
-
-def load_checkpoint(path: Path) -> Any:
-    """What a file of torch holds, by its restricted unpickler; a Namespace, timm's `args`, is let through."""
-    unknown = {Namespace}.difference(torch.serialization.get_safe_globals())  # what others allowed stays allowed
-    with torch.serialization.safe_globals([*unknown]):
-        return torch.load(path, map_location="cpu", weights_only=True)
+        raise PublishError(f"{path} contains {len(runs)} runs: pass one of them, such as {path / runs[0]}")
+    raise PublishError(f"{path} contains no checkpoint (last.pth.tar, model_best.pth.tar): pass a checkpoint, or a "
+                       "folder that timm's train.py or timm-ortho compare wrote")
 
 
 def _read_checkpoint(path: Path) -> dict:
     try:
         checkpoint = load_checkpoint(path)
-    except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
-        raise NoRunError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {short(error)})") from None
+    except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise anything for a damaged file
+        raise NoRunError(
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {error_text(error)})") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
-                           f"{_BY_HAND}")
+                         f"{_BY_HAND}")
     return checkpoint
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What the run was given; of the two places the checkpoint's knows what train.py completed (num_classes)."""
-    inside = checkpoint.get("args")
-    options = dict(vars(inside)) if isinstance(inside, Namespace) else {}
+    """Return the options of args.yaml; those of the checkpoint fill in what train.py completed (num_classes)."""
+    args = checkpoint.get("args")
+    options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():
         try:
-            given = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
-            options.update({key: value for key, value in given.items() if value is not None or key not in options})
+            written = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
+            options.update({key: value for key, value in written.items() if value is not None or key not in options})
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({short(error)})") from None
+            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({error_text(error)})") from None
     if not options.get("model"):
-        raise NoRunError(f"{path} has neither an args.yaml beside it nor its arguments inside, so nothing says which "
-                           f"model it is: {_BY_HAND}")
+        raise NoRunError(f"{path} does not name its model, neither in an args.yaml beside it nor in arguments inside: "
+                         f"{_BY_HAND}")
     return options
 
 
 def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
     if ema and not checkpoint.get("state_dict_ema"):
-        raise PublishError(f"{path} has no EMA weights: leave --ema away, or train with --model-ema")
+        raise PublishError(f"{path} has no EMA weights: omit --ema, or train with --model-ema")
     return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
-
-
-def read_history(folder: Path) -> list[dict]:
-    """A row for each epoch, of the table that timm's train.py and the lab write; null for NaN and infinities.
-
-    A run of train.py that was resumed has that table's header again, and some epochs twice: the later one counts, and
-    what comes after it. So does a second training in the folder of the first.
-    """
-    if not (folder / "summary.csv").is_file():
-        return []
-    with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if (row["epoch"] or "").isdecimal()]
-    history: list[dict] = []
-    for row in rows:
-        epoch = int(row["epoch"])
-        history = [earlier for earlier in history if earlier["epoch"] < epoch]
-        figures = {key: float(value) for key, value in row.items() if key and value}
-        history.append({**without_nan(figures), "epoch": epoch})
-    return history
-
-
-def json_lines(text: str) -> list[dict]:
-    """The rows of JSON lines, without a last one that was cut short."""
-    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
 
 
 def _finished(folder: Path) -> dict:
     if not (folder / "result.json").is_file():
         raise _unfinished(folder)
-    return read_json(folder / "result.json")
+    return load_json(folder / "result.json")
 
 
 def _unfinished(folder: Path) -> PublishError:
-    return PublishError(f"the run in {folder} is not finished: the command that began it continues it")
+    return PublishError(f"the run in {folder} is not finished: repeat the command that started it")
 
 
 def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
-    match = _SEED.fullmatch(folder.name)
+    match = _RUN_NAME.fullmatch(folder.name)
     if match is None or not (folder.parent / _STUDY).is_file():
         return {}
-    found = {}
-    for other in folder.parent.iterdir():
-        also = _SEED.fullmatch(other.name)
-        if also is None or also["kind"] != match["kind"] or not (
-                (other / "result.json").is_file() and (other / "args.yaml").is_file()):
+    top1 = {}
+    for peer in folder.parent.iterdir():
+        peer_match = _RUN_NAME.fullmatch(peer.name)
+        if peer_match is None or peer_match["variant"] != match["variant"] or not (
+                (peer / "result.json").is_file() and (peer / "args.yaml").is_file()):
             continue
-        theirs, result = yaml.safe_load((other / "args.yaml").read_text("utf-8")), read_json(other / "result.json")
-        if {**theirs, "seed": None} == {**options, "seed": None} and "top1" in result:
-            found[int(also["seed"])] = result["top1"]
-    return {seed: found[seed] for seed in sorted(found)}
+        peer_options = yaml.safe_load((peer / "args.yaml").read_text("utf-8"))
+        result = load_json(peer / "result.json")
+        if {**peer_options, "seed": None} == {**options, "seed": None} and "top1" in result:
+            top1[int(peer_match["seed"])] = result["top1"]
+    return {seed: top1[seed] for seed in sorted(top1)}
 
 
 def _comparison(grid: Path, connection: str) -> list[dict]:
     if not (grid / _STUDY).is_file() or not (grid / "results.json").is_file():
         return []
-    rows = comparison_rows(read_json(grid / "results.json"))
+    rows = comparison_rows(load_json(grid / "results.json"))
     return rows if connection in [row["connection"] for row in rows] else []
 
 
 def comparison_rows(results: Mapping[str, Any]) -> list[dict]:
-    """The table of `timm-ortho compare`, out of what its `results.json` holds; [] out of another study's."""
+    """Return the table of `timm-ortho compare` from its `results.json`; empty for any other study."""
     study = results.get("study") or {}
     if study.get("name") != "compare":
         return []
@@ -276,8 +222,12 @@ def comparison_rows(results: Mapping[str, Any]) -> list[dict]:
         for row in results["summary"] if row["measure"] == "top1"]
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds; a PublishError where it cannot be read."""
+def load_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        PublishError: It cannot be read.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,6 @@
-"""A file from the Hub, or within seconds the one reason why it cannot be had.
+"""Download files of the Hub into huggingface_hub's cache.
 
-The cache comes first, then the flag for offline work, then one request for the file's metadata; a download follows only
-where that was answered.
+The order is: the cache, the offline flag, one request for the metadata of the file, and the download.
 """
 from functools import partial
 from pathlib import Path
@@ -16,68 +15,74 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 
-from .errors import LIMIT, WeightsError, told, within_patience
+from .errors import REQUEST_TIMEOUT, WeightsError, client_errors_as, with_timeout
 
 CacheDir = Union[str, Path, None]
 
 
 def split_revision(hf_hub_id: str) -> Tuple[str, Optional[str]]:
-    """Repository and revision of ``organisation/name@revision``, as timm writes them; None for the default branch."""
+    """Split timm's ``owner/name@revision`` into repository and revision; None is the default branch.
+
+    >>> split_revision("me/my-model@v1"), split_revision("me/my-model")
+    (('me/my-model', 'v1'), ('me/my-model', None))
+    """
     repo_id, _, revision = hf_hub_id.partition("@")
     return repo_id, revision or None
 
 
 def cached(hf_hub_id: str, filename: str, cache_dir: CacheDir = None) -> Optional[Path]:
-    """Where a file of a repository lies in the cache, None if it does not. Asks no network."""
+    """Return the path of a file in the cache, or None. Does not use the network."""
     repo_id, revision = split_revision(hf_hub_id)
-    found = try_to_load_from_cache(repo_id, filename, cache_dir=cache_dir, revision=revision)
-    return Path(found) if isinstance(found, str) else None  # neither where the cache knows that there is no such file
+    path = try_to_load_from_cache(repo_id, filename, cache_dir=cache_dir, revision=revision)
+    return Path(path) if isinstance(path, str) else None  # an object stands for "the repository has no such file"
 
 
 def fetch(hf_hub_id: str, filename: str, cache_dir: CacheDir = None, *, newest: bool = False) -> Path:
-    """A file of a repository on this machine: out of the cache, or downloaded into it.
+    """Return the local path of a file of a repository, and download the file if necessary.
 
     Args:
-        hf_hub_id: ``organisation/name``, or ``organisation/name@revision``.
-        filename: Its path in the repository.
-        cache_dir: The cache, if it is not huggingface_hub's own.
-        newest: Ask the Hub first and take what is in the cache only if it gives nothing. Without it nobody is asked
-            for a file that is in the cache.
+        hf_hub_id: ``owner/name`` or ``owner/name@revision``.
+        filename: Path in the repository.
+        cache_dir: Cache folder, huggingface_hub's by default.
+        newest: Request the file from the Hub first, and use a cached file only if that fails. By default a cached file
+            is used without a request.
 
     Raises:
-        WeightsError: It is not in the cache and cannot be had.
+        WeightsError: The file is not in the cache and cannot be downloaded.
     """
-    found = cached(hf_hub_id, filename, cache_dir)
-    if found and not newest:
-        return found
+    path = cached(hf_hub_id, filename, cache_dir)
+    if path and not newest:
+        return path
     try:
         return _download(hf_hub_id, filename, cache_dir)
     except WeightsError:
-        if found:
-            return found
+        if path:
+            return path
         raise
 
 
 def _download(hf_hub_id: str, filename: str, cache_dir: CacheDir) -> Path:
     repo_id, revision = split_revision(hf_hub_id)
-    what = f"hf-hub:{hf_hub_id}: {filename}"
+    source = f"hf-hub:{hf_hub_id}: {filename}"
     if constants.HF_HUB_OFFLINE:
         raise WeightsError(
-            f"{what} is not in the cache, and HF_HUB_OFFLINE forbids to download it; unset that, or run "
-            f"`hf download {repo_id} {filename}` where there is a network and bring the cache here")
-    why = f"{what} cannot be had: "
-    absent = "; pickles, such as pytorch_model.bin, are never read" if filename.endswith(".safetensors") else ""
-    asking = partial(told, WeightsError, repo_id, revision, begin=why, absent=absent, token=get_token())
-    with asking():
+            f"{source} is not in the cache, and HF_HUB_OFFLINE forbids downloads; unset it, or run "
+            f"`hf download {repo_id} {filename}` on a machine with a network and copy the cache here")
+    prefix = f"{source} cannot be downloaded: "
+    if_absent = "; pickles, such as pytorch_model.bin, are never read" if filename.endswith(".safetensors") else ""
+    as_weights_error = partial(
+        client_errors_as, WeightsError, repo_id, revision, prefix=prefix, if_absent=if_absent, token=get_token())
+    with as_weights_error():
         url = hf_hub_url(repo_id, filename, revision=revision)
-        metadata = within_patience(lambda: get_hf_file_metadata(url, timeout=LIMIT))
+        metadata = with_timeout(lambda: get_hf_file_metadata(url, timeout=REQUEST_TIMEOUT))
     if metadata.commit_hash is None or metadata.etag is None:
         raise WeightsError(
-            f"{why}{constants.ENDPOINT} answers, but not as a Hugging Face Hub does; check HF_ENDPOINT, the proxy and "
+            f"{prefix}{constants.ENDPOINT} does not answer like a Hugging Face Hub; check HF_ENDPOINT, the proxy and "
             "the firewall")
-    with asking(transfer=_BROKE_OFF):
-        return Path(hf_hub_download(repo_id, filename, revision=revision, cache_dir=cache_dir, etag_timeout=LIMIT))
+    with as_weights_error(if_interrupted=_INTERRUPTED):
+        return Path(hf_hub_download(
+            repo_id, filename, revision=revision, cache_dir=cache_dir, etag_timeout=REQUEST_TIMEOUT))
 
 
-_BROKE_OFF = ("the download broke off ({cause}); nothing of it is kept, try again, and see that the network lets the "
-              "Hub's storage through")
+_INTERRUPTED = ("the download was interrupted ({cause}) and nothing was kept; try again, and check that the network "
+                "allows access to the Hub's storage")

@@ -1,7 +1,7 @@
-"""Why the Hub does not give or take something: within seconds, in one line that says what to do.
+"""Report failures of the Hub within seconds, in one line that names the cause and what to do.
 
-huggingface_hub asks again and again before it gives up, 23 seconds for a network that is not there and minutes for a
-server that is silent, and then says "check your connection" whatever the cause.
+huggingface_hub alone retries for 23 seconds without a network, and for minutes if the server does not answer. It then
+reports "check your connection" for every cause.
 """
 import re
 import threading
@@ -19,96 +19,99 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from .._checks import short
+from .._text import error_text
 
-LIMIT = 5.0  # seconds that the Hub has for its answer
-PATIENCE = 7.0  # seconds for all around it too: looking up its name, and what the client asks of its own accord
+REQUEST_TIMEOUT = 5.0  # seconds for one request
+TOTAL_TIMEOUT = 7.0  # seconds for the DNS lookup and the client's own requests too
 
 T = TypeVar("T")
 
 
 class WeightsError(RuntimeError):
-    """Pretrained weights cannot be had or used; one line that says whose, why, and what to do."""
+    """Pretrained weights cannot be downloaded or used. The message is one line: the source, the cause, what to do."""
 
 
-def check_repo_id(repo_id: str, kind: Type[Exception], otherwise: str = "") -> None:
-    """Raises ``kind`` unless this is ``owner/name`` by huggingface_hub's rules; ``otherwise`` ends its message."""
+def check_repo_id(repo_id: str, error_class: Type[Exception], hint: str = "") -> None:
+    """Raise ``error_class`` unless ``repo_id`` is a valid ``owner/name``. The message ends with ``hint``.
+
+    >>> check_repo_id("me/my-model", ValueError)
+    """
     try:
         validate_repo_id(repo_id)
         is_valid = "/" in repo_id
     except HFValidationError:
         is_valid = False
     if not is_valid:
-        raise kind(f"'{repo_id}' is not the name of a repository: give it as owner/name, of letters, digits, '-', '_' "
-                   f"and '.'{otherwise}")
+        raise error_class(f"'{repo_id}' is not the name of a repository: pass owner/name of letters, digits, '-', '_' "
+                          f"and '.'{hint}")
 
 
-def within_patience(function: Callable[[], T]) -> T:
-    """``function()``, or a TimeoutError after PATIENCE: looking up a host's name takes no limit of its own."""
+def with_timeout(function: Callable[[], T]) -> T:
+    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT. A DNS lookup has no timeout of its own."""
     answer: Future[T] = Future()
 
     def call() -> None:
         try:
             answer.set_result(function())
-        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
+        except BaseException as error:  # noqa: BLE001  raised in the calling thread
             answer.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
-    return answer.result(PATIENCE)
+    return answer.result(TOTAL_TIMEOUT)
 
 
 @contextmanager
-def told(
-        kind: Type[Exception],
+def client_errors_as(
+        error_class: Type[Exception],
         repo_id: str,
         revision: Optional[str] = None,
         *,
-        begin: str = "",
+        prefix: str = "",
         access: str = "read",
-        absent: str = "",
-        transfer: str = "",
+        if_absent: str = "",
+        if_interrupted: str = "",
         token: Optional[str] = None,
 ) -> Iterator[None]:
-    """Whatever the client raises is raised as ``kind``, in one line with its cause.
+    """Raise any error of huggingface_hub as ``error_class``, in one line with its cause.
 
     Args:
-        kind: The error's class.
-        repo_id, revision: What the client is asked for.
-        begin: What the line begins with.
-        access: What the token is for: ``read`` or ``write``.
-        absent: What is added where the repository has no such file.
-        transfer: What is said where a download or an upload breaks off, with ``{cause}``; empty for other requests.
-        token: The one in use, if there is one.
+        error_class: The class to raise.
+        repo_id, revision: The requested repository and revision.
+        prefix: Beginning of the line.
+        access: The access that the token needs: ``read`` or ``write``.
+        if_absent: End of the line if the repository does not have the file.
+        if_interrupted: The line for an interrupted upload or download, with ``{cause}``. Empty for other requests.
+        token: The token in use, if any.
     """
     try:
         yield
-    except Exception as error:  # noqa: BLE001  raised again, without the client's traceback
+    except Exception as error:  # noqa: BLE001  raised again without the client's traceback
         chain = _causes(error)
         answered: Any = next((link for link in chain if getattr(link, "response", None) is not None), None)
         if answered is None:
-            line = _no_answer(chain, transfer)
+            line = _connection_failure(chain, if_interrupted)
         else:
             line = _refusal(answered, repo_id, revision, access, token)
-            line += absent if isinstance(answered, EntryNotFoundError) else ""
-        raise kind(scrubbed(begin + line, token)) from None
+            line += if_absent if isinstance(answered, EntryNotFoundError) else ""
+        raise error_class(without_tokens(prefix + line, token)) from None
 
 
-# status: what the Hub does, and what to do; 500 stands for all of its own failures
+# HTTP status -> the problem and the advice; 500 covers all server errors.
 _REFUSALS = {
-    401: ("does not know {who}", "{log_in} and unset HF_TOKEN, or set it to a token with {access} access"),
-    403: ("gives the token no {access} access to {repo}", "use one that has it{instead}"),
+    401: ("does not accept {who}", "{log_in} and unset HF_TOKEN, or set it to a token with {access} access"),
+    403: ("refuses this token {access} access to {repo}", "use a token that has it{instead}"),
     404: ("has no {repo} for {who}, or not that revision", "check both names"),
-    409: ("has somebody else writing to {repo}", "give the same command again"),
-    429: ("asks to slow down", "try again {when}, or {log_in} for a higher limit"),
-    500: ("has a failure of its own", "try again later, see https://status.huggingface.co"),
+    409: ("reports another write to {repo}", "repeat the command"),
+    429: ("limits the rate of requests", "try again {when}, or {log_in} for a higher limit"),
+    500: ("failed", "try again later, see https://status.huggingface.co"),
 }
 
 
 def _refusal(error: Any, repo_id: str, revision: Optional[str], access: str, token: Optional[str]) -> str:
-    """What an answer of the Hub's means."""
+    """Describe an answer with an error status."""
     status, page = error.response.status_code, f"{constants.ENDPOINT}/{repo_id}"
-    log_in = "log in as somebody else (`hf auth login`)" if token else "log in (`hf auth login`)"
-    if isinstance(error, GatedRepoError):  # it is a RepositoryNotFoundError too
+    log_in = "log in with another account (`hf auth login`)" if token else "log in (`hf auth login`)"
+    if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError
         return f"the repository is gated ({status}); ask for access at {page} and {log_in}"
     if isinstance(error, RepositoryNotFoundError):
         return f"there is no such repository, or it is private and not yours ({status}); check the name, or {log_in}"
@@ -117,40 +120,44 @@ def _refusal(error: Any, repo_id: str, revision: Optional[str], access: str, tok
     if isinstance(error, EntryNotFoundError):
         return f"it is not in the repository ({status}); see {page}/tree/{revision or 'main'}"
     if min(status, 500) not in _REFUSALS:
-        return f"the Hub refuses it ({status} from {constants.ENDPOINT}); {short(error)}"
+        return f"the Hub refuses the request ({status} from {constants.ENDPOINT}); {error_text(error)}"
     wait = error.response.headers.get("Retry-After")
     words = dict(
-        repo=repo_id, access=access, log_in=log_in, who="the token" if token else "who is asking",
+        repo=repo_id, access=access, log_in=log_in, who="the token" if token else "requests without a token",
         when=f"in {wait} s" if wait else "later",
         instead=", or propose the change with --create-pr" if access == "write" else "")
-    what, advice = (text.format(**words) for text in _REFUSALS[min(status, 500)])
-    return f"the Hub {what} ({status} from {constants.ENDPOINT}); {advice}"
+    problem, advice = (text.format(**words) for text in _REFUSALS[min(status, 500)])
+    return f"the Hub {problem} ({status} from {constants.ENDPOINT}); {advice}"
 
 
-def _no_answer(chain: List[BaseException], transfer: str) -> str:
-    """Where there was no whole answer. By name: each major version of the client has an HTTP library of its own."""
+def _connection_failure(chain: List[BaseException], if_interrupted: str) -> str:
+    """Describe a missing or incomplete answer. Matches class names, since the client's HTTP library varies."""
     names = " ".join(base.__name__ for error in chain for base in type(error).__mro__)
-    cause = f"{type(chain[-1]).__name__}: {short(chain[-1])}"
+    cause = f"{type(chain[-1]).__name__}: {error_text(chain[-1])}"
     is_network = any(name in names for name in ("Connect", "Timeout", "Transport", "Proxy", "SSL", "Chunked"))
-    if transfer and (is_network or "Consistency check failed" in cause):
-        return transfer.format(cause=cause)
+    if if_interrupted and (is_network or "Consistency check failed" in cause):
+        return if_interrupted.format(cause=cause)
     if "Timeout" in names:
-        return f"{constants.ENDPOINT} does not answer within {PATIENCE:g} s; try again later, or check the network"
+        return f"{constants.ENDPOINT} does not answer within {TOTAL_TIMEOUT:g} s; try again later, or check the network"
     if is_network:
         return f"{constants.ENDPOINT} cannot be reached ({cause}); check the network, the proxy and HF_ENDPOINT"
     return cause
 
 
 def _causes(error: BaseException) -> List[BaseException]:
-    """An error, what it came from, and so on to the first."""
+    """Return an error and its chain of causes, the first cause last."""
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
     return chain
 
 
-def scrubbed(text: str, token: Optional[str]) -> str:
-    """The text without tokens: those in use, what looks like one, and what stands before an @ in an address."""
+def without_tokens(text: str, token: Optional[str]) -> str:
+    """Replace tokens in a text: those in use, strings of a token's form, and credentials in addresses.
+
+    >>> without_tokens("https://me:secret@host/", None)
+    'https://***@host/'
+    """
     for secret in filter(None, (token, get_token())):
         text = text.replace(secret, "***")
     text = re.sub(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}", "***", text)
