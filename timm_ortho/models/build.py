@@ -16,7 +16,7 @@ from torch import nn
 
 from .._compat import adapt_model_from_file
 from ..convert import connect
-from ..diagnostics import record_as_asked
+from ..diagnostics import record_if_requested
 from ..weights.checks import checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
 from .arguments import pop_connect_arguments
@@ -73,7 +73,7 @@ def create(
         model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # for model cards
     # timm stores these from 1.0.31 on, and only in create_model.
     model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
-    return record_as_asked(model)
+    return record_if_requested(model)
 
 
 # The fields of a PretrainedCfg that describe one set of weights, with the values of an architecture without weights.
