@@ -357,7 +357,7 @@ def test_what_is_no_run_is_refused(grid, copied, tmp_path):
 
     assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
     assert message(grid) == f"{grid} contains 6 runs: pass one of them, such as {grid / 'feature-seed0'}"
-    assert "holds no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
+    assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
     assert "has no EMA weights: leave --ema away" in message(grid / "feature-seed0", True)
     (copied / "feature-seed1" / "result.json").unlink()
     assert "is not finished: the command that began it continues it" in message(copied / "feature-seed1")
@@ -381,7 +381,7 @@ def test_a_pickle_is_not_executed(tmp_path):
 
 def test_weights_without_arguments_are_refused(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
-    with pytest.raises(PublishError, match="does not name its model, .*: build the model"):
+    with pytest.raises(PublishError, match=r"does not name its model, .*: build the model"):
         CheckpointRun(tmp_path / "bare.pth.tar")
     torch.save([1], tmp_path / "list.pth.tar")
     with pytest.raises(PublishError, match="has no 'state_dict'"):

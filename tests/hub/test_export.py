@@ -456,7 +456,7 @@ def test_other_wrong_words(tmp_path):
     assert "holds other things ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
-    assert "has no 'state_dict'; build the model, load the weights and give it to timm_ortho.hub.push" in message(
+    assert "has no 'state_dict'; build the model, load the weights and pass it to timm_ortho.hub.push" in message(
         tmp_path / "averaged.pth", tmp_path / "out")
     (tmp_path / "begun" / "switched").mkdir(parents=True)
     for name in ("run.yaml", "switched/args.yaml"):

@@ -248,8 +248,8 @@ def test_whose_repository_it_is(server, client, saved, repository, text):
 
 
 def test_a_revision_and_a_file_that_are_not_there(server, client, saved):
-    refused(client.run("timm_ortho.pull('me/vit@v9')"), r"hf-hub:me/vit@v9: config.json cannot be downloaded: the repository "
-                                                        r"has no revision 'v9' \(404\); see .*/me/vit/refs")
+    refused(client.run("timm_ortho.pull('me/vit@v9')"), r"hf-hub:me/vit@v9: config.json cannot be downloaded: the "
+                                                        r"repository has no revision 'v9' \(404\); see .*/me/vit/refs")
     server.create_repo("me/vit")
     refused(client.run("timm_ortho.pull('me/vit')"),
             r"config.json cannot be downloaded: it is not in the repository \(404\); see .*/tree/main$")
@@ -301,8 +301,8 @@ def test_offline_it_is_told_and_the_cache_loads(served, tmp_path, saved):
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL, BY_TIMM])
 def test_a_cut_download_leaves_nothing_and_the_next_completes_it(server, client, saved, way):
     server.fail("cut", path="/blobs/", after=20_000)
-    refused(client.run(way), r"hf-hub:me/vit\S*: model.safetensors cannot be downloaded: the download was interrupted \(.*\); "
-                             "and nothing was kept; try again, and see that")
+    refused(client.run(way), r"hf-hub:me/vit\S*: model.safetensors cannot be downloaded: the download was interrupted "
+                             r"\(.*\) and nothing was kept; try again, and check that")
     assert not [path for path in client.home.rglob("*") if path.is_file() and path.stat().st_size >= 20_000]
     assert not list(client.home.rglob("model.safetensors"))
     server.heal()
@@ -313,7 +313,7 @@ def test_a_storage_that_is_silent_is_told_by_its_own_name(server, client):
     """The Hub answers and the host that holds the content does not. How long that takes is the client's to say."""
     server.fail("silence", path="/blobs/")
     result = client.run(f"huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.2\n{BY_NAME}")
-    refused(result, r"the download was interrupted \(TimeoutError.*\); and nothing was kept; try again")
+    refused(result, r"the download was interrupted \(TimeoutError.*\) and nothing was kept; try again")
 
 
 def test_a_cache_that_cannot_be_written_is_told(server, client, tmp_path):
@@ -389,7 +389,7 @@ def with_config(files, change):
 CONFIGS = {
     "unknown argument": (
         lambda config: config["model_args"].update(width=3), [BY_PULL, BY_TIMM],
-        r"of its config.json and of the call do not make a model: .*__init__\(\) got an unexpected keyword argument 'width'"),
+        r"config.json and of the call do not make a model: .*__init__\(\) got an unexpected keyword argument 'width'"),
     "unknown argument of the connection": (
         lambda config: config["model_args"].update(connection_epsilon=1), [BY_PULL, BY_TIMM],
         "do not make a model: unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"),
@@ -538,4 +538,5 @@ def test_olah_serves_the_same(olah, tmp_path, saved):
             result = client.run(f"model = {way}; answer([logits(model), connections(model)])")
             assert result.answer == [logits, connections], result.output
         # it answers any missing file as a missing repository
-        refused(client.run("timm_ortho.pull('me/none')"), "hf-hub:me/none: config.json cannot be downloaded: there is no such")
+        refused(client.run("timm_ortho.pull('me/none')"),
+                "hf-hub:me/none: config.json cannot be downloaded: there is no such")
