@@ -127,7 +127,7 @@ def test_memory_is_related_to_the_linear_twin():
 def test_what_failed_is_not_measured_and_what_does_not_apply_is_empty():
     results = [Result("linear", ms=[1.0]), Result("appendix", ms=[2.0]), Result("torch", ms=[], note="no memory")]
     linear, appendix, torch_row = bench_report.rows({"what": "operator", "step": "backward"}, 0, results)
-    assert all(torch_row[figure] is None for figure in bench_report.FIGURES)
+    assert all(torch_row[figure] is None for figure in bench_report.METRICS)
     assert torch_row["note"] == "no memory"
     assert appendix["ratio_p50"] == ""  # a linear addition has no backward pass to compare with
     assert linear["peak_memory"] is None
@@ -321,7 +321,7 @@ def test_a_backend_that_cannot_run_says_why(operator_run):
     for row in operator_run[1]:
         if row["candidate"].startswith("triton"):
             assert row["note"]
-            assert not any(row[figure] for figure in bench_report.FIGURES)
+            assert not any(row[figure] for figure in bench_report.METRICS)
         else:
             assert row["note"] == ""
 
@@ -439,7 +439,7 @@ def test_transforms_of_the_stream_are_measured_against_the_identity(tmp_path):
                "--skips", "orthogonal_tp", "scaled", "--no-compile", "--repeats", "1", "-b", "2")
     assert {row["candidate"] for row in rows} == {"linear", "orthogonal_tp", "scaled"}
     assert all(float(row["ratio_p50"]) > 0 for row in rows)
-    twins = models._twins(bench_options.architecture("skipnet_20", 2, None, {"layers": (1, 1, 1)}, ["idempotent_mr"]))
+    twins = models._models(bench_options.architecture("skipnet_20", 2, None, {"layers": (1, 1, 1)}, ["idempotent_mr"]))
     found = {name: [site.connection.skip for site in sites(model)] for name, model in twins.items()}
     assert set(found) == {"linear", "idempotent_mr"}
     assert set(found["linear"]) == {None}
@@ -452,12 +452,12 @@ def test_transforms_have_the_branches_of_the_network():
     for given, branches in (({}, 4), ({"skip_branches": 8}, 8)):
         one = bench_options.architecture(
             "skipnet_20_branch4", 2, None, {"layers": (1, 1, 1), **given}, ["idempotent_mr"])
-        skips = [site.connection.skip for site in sites(models._twins(one)["idempotent_mr"])]
+        skips = [site.connection.skip for site in sites(models._models(one)["idempotent_mr"])]
         assert {skip.branches for skip in skips} == {branches}
 
 
 def test_twins_differ_in_their_connections_only():
-    twins = models._twins(architecture("vit_small"))
+    twins = models._models(architecture("vit_small"))
     assert list(twins) == ["linear", "ortho", "orthog"]
     kinds = [{type(site.connection).__name__ for site in sites(model)} for model in twins.values()]
     assert kinds == [{"LinearConnection"}, {"FeatureConnection"}, {"GlobalConnection"}]
@@ -597,7 +597,7 @@ def test_tiny_tensors(step):
 
 
 def test_a_model_with_pasted_formulas():
-    twins = models._twins(architecture()._replace(pasted=True))
+    twins = models._models(architecture()._replace(pasted=True))
     assert list(twins) == ["linear", "appendix", "shortest", "ortho"]
     images = torch.randn(2, 3, 32, 32)
     linear, appendix, shortest, ortho = (model.forward_features(images) for model in twins.values())
@@ -652,7 +652,7 @@ def test_what_ends_early_writes_what_is_finished(tmp_path, monkeypatch, capsys, 
         assert list(dict.fromkeys(row["step"] for row in read(tmp_path / "out"))) == [*steps]
         assert (tmp_path / "out" / "bench.svg").exists()
     else:
-        assert "nothing is written" in capsys.readouterr().out
+        assert "no files were written" in capsys.readouterr().out
         assert not (tmp_path / "out").exists()
 
 
@@ -660,7 +660,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     rows = bench_report.rows({"what": "operator", "step": "both"}, 0, [Result("linear", ms=[1.0])])
     bench_report.write(tmp_path, rows)
     before = (tmp_path / "bench.csv").read_bytes()
-    for module, name in ((bench_report, "figure"), (bench_report.os, "replace")):
+    for module, name in ((bench_report, "plot"), (bench_report.os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -683,9 +683,9 @@ def test_nothing_to_draw_is_no_error(tmp_path):
     (["--dtypes", "float23"], "unknown dtype 'float23'"),
     (["--device", "tpu"], "unknown device 'tpu', known are 'cpu', 'cuda'"),
     (["--device", "cpu:x"], "--device cpu:x:"),
-    (["--shapes", "16x197"], "--shapes takes tokens as 16x197x384 or NCHW as 8x256x56x56, not '16x197'"),
-    (["--shapes", "2x0x4"], "not '2x0x4'"),
-    (["--shapes", "2xax4"], "not '2xax4'"),
+    (["--shapes", "16x197"], "--shapes must be tokens (16x197x384) or NCHW (8x256x56x56), got '16x197'"),
+    (["--shapes", "2x0x4"], "got '2x0x4'"),
+    (["--shapes", "2xax4"], "got '2xax4'"),
     (["--repeats", "0"], "--repeats must be at least 1, got 0"),
     (["--batch-size", "-1"], "--batch-size must be at least 1, got -1"),
     (["--img-size", "0"], "--img-size must be at least 1, got 0"),
