@@ -10,8 +10,8 @@ import torch
 from timm.data import create_transform
 from torch import Tensor, nn
 
-from .._checks import aligned
 from .._images import data_config, opened
+from .._text import aligned
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
