@@ -30,7 +30,6 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
     Raises:
         ValueError: The model has no connections.
 
-    >>> import timm, timm_ortho
     >>> model = timm.create_model("vit_test_ortho")
     >>> as_text(measured_sites(model, batch(model))).splitlines()[0].split()[:7]
     ['block', 'site', 'connection', '|x|²', '|f∥|²', '|f⊥|²', 'cosine']
