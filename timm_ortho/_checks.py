@@ -21,6 +21,13 @@ def check_prob(prob: float) -> None:
         raise ValueError(f"prob must be in [0, 1], got {prob!r}")
 
 
+def check_groups(groups: int) -> int:
+    """Return ``groups`` if it is a whole number of at least 1; raise ValueError otherwise."""
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"groups must be a whole number of at least 1, got {groups!r}")
+    return groups
+
+
 def check_weight(name: str, weight: Any) -> None:
     """Raise ValueError unless ``weight`` is a number or a 0-d tensor."""
     if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.dtype == torch.bool):
