@@ -23,7 +23,8 @@ import timm_ortho
 from timm_ortho import cli
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import recipe
-from timm_ortho.models._build import SUFFIXES, on_meta
+from timm_ortho.models.meta import on_meta
+from timm_ortho.models.names import SUFFIXES
 
 ROOT = Path(__file__).parents[2]
 FIGURES = paper.figures()

@@ -10,7 +10,7 @@ from timm_ortho import cli, sites
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import design, recipe
 from timm_ortho.lab.reporting import layout
-from timm_ortho.models._build import on_meta
+from timm_ortho.models.meta import on_meta
 
 FIGURES = paper.figures()
 TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]

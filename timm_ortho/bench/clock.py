@@ -11,8 +11,8 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Seque
 import torch
 from torch import Tensor
 
-from .._checks import short
 from .._compat import is_compiler_error
+from .._text import error_text
 from .report import Result
 
 FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # more than most last-level caches
@@ -119,7 +119,7 @@ def _attempt(result: Result, call: Callable[[], Any]) -> Any:
     except Exception as error:
         if not _is_noted(error):
             raise
-        result.note = f"{type(error).__name__}: {short(error)}"
+        result.note = f"{type(error).__name__}: {error_text(error)}"
 
 
 def _is_noted(error: Exception) -> bool:

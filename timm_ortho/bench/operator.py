@@ -7,7 +7,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
-from .._checks import short
+from .._text import error_text
 from ..backends import choose_backend
 from ..functional import plain_update, residual_update
 from .clock import Candidate, Group, compiled
@@ -106,7 +106,7 @@ def _can_run(x: Tensor, f: Tensor, backend: str) -> dict[str, Any]:
     try:
         chosen = choose_backend(x, f, backend)
     except RuntimeError as error:
-        return {"note": short(error)}
+        return {"note": error_text(error)}
     return {"backend": lambda: chosen}
 
 

@@ -5,10 +5,12 @@ from typing import Any, Mapping, NamedTuple, Optional, Sequence
 import timm
 import torch
 
-from .._checks import did_you_mean, known_name, short
+from .._checks import known_name
+from .._text import did_you_mean, error_text
 from ..backends import choose_backend
 from ..connections import sites
-from ..models._build import SUFFIXES, on_meta
+from ..models.meta import on_meta
+from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,7 +111,7 @@ def _device(name: Optional[str]) -> torch.device:
         choose_backend(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
     # an unknown device, or TIMM_ORTHO_BACKEND cannot run on it
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise BenchError(f"--device {name}: {short(error)}") from None
+        raise BenchError(f"--device {name}: {error_text(error)}") from None
     return device
 
 
@@ -151,11 +153,10 @@ def architecture(
     >>> architecture("vit_small", 2, 32, {"depth": 1}).batch
     (2, 3, 32, 32)
     """
-    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    suffix = suffix_of(name)
     base = name.removesuffix(suffix)
     if suffix == "_linear" or not timm.is_model(f"{base}_ortho"):
-        bases = [variant.removesuffix("_ortho") for variant in timm.list_models("*_ortho")]
-        raise BenchError(f"no orthogonal variant {name!r}{did_you_mean(base, bases)}")
+        raise BenchError(f"no orthogonal variant {name!r}{did_you_mean(base, bases_with_variants())}")
     cfg = timm.get_pretrained_cfg(f"{base}_ortho")
     if img_size and cfg.fixed_input_size:  # models without a fixed size have no img_size argument
         arguments = {"img_size": img_size, **arguments}
@@ -165,7 +166,7 @@ def architecture(
             for skip in skips:
                 timm.create_model(f"{base}_ortho", **{**arguments, "skip": skip})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {short(error)}") from None
+        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     channels, height, width = cfg.input_size
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)

@@ -28,7 +28,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .._checks import aligned
+from .._text import aligned
 from ..runs.provenance import made_on
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}

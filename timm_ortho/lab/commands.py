@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 
 import torch
 
-from .._checks import aligned
+from .._text import aligned
 from . import LabError, write_json
 from .costs import measure as cost
 from .folder import RunPlan

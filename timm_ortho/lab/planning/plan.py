@@ -25,6 +25,7 @@ import yaml
 
 from ... import __version__
 from ..._images import data_config
+from ...models.names import base_name
 from .. import LabError, write_text
 from ..costs import measure as cost
 from ..data import Source, open_source
@@ -36,7 +37,6 @@ from ..running.loop import Training, build_model
 from . import recipe
 from .design import Design, Variant
 from .deviations import changes
-from .recipe import base_name
 
 STUDY = "study.yaml"
 # What does not change a result: a job that lands on another machine has to find its folder.

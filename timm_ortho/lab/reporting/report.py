@@ -50,7 +50,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from ..._checks import finite
+from ..._text import finite
 from .. import paper, write_text
 from ..costs import report as cost_report
 from . import page, tables
