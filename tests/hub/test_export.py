@@ -465,7 +465,7 @@ def test_other_wrong_words(tmp_path):
         tmp_path / "begun", tmp_path / "out")
     thesis = tmp_path / "full" / "thesis.tex"
     assert f"{thesis} is a file: choose another --output" in message(tiny(), thesis)
-    assert f"nothing can be written in {thesis}: " in message(tiny(), thesis / "out")
+    assert f"cannot write in {thesis}: " in message(tiny(), thesis / "out")
 
 
 def test_a_link_to_an_earlier_export_is_followed(tmp_path, monkeypatch):
