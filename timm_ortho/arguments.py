@@ -9,7 +9,7 @@ from torch import nn
 from .connections import CONNECTIONS, Connection, LinearConnection, Site, sites
 
 # Argument of ``connect`` -> attribute of the connection. None is the default.
-OF_CONNECTIONS = {"eps": "eps", "prob": "prob", "start": "start", "keep": "asked_keep"}
+OF_CONNECTIONS = {"eps": "eps", "prob": "prob", "start": "start", "keep": "asked_keep", "groups": "asked_groups"}
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:

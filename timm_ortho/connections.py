@@ -1,6 +1,6 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
-Blocks with an attention mask pass it as well: ``forward(x, f, attn_mask=mask)``.
+Blocks that receive an attention mask pass it on: ``forward(x, f, attn_mask=mask)``.
 
 | name | y | parameters |
 | --- | --- | --- |
@@ -9,26 +9,31 @@ Blocks with an attention mask pass it as well: ``forward(x, f, attn_mask=mask)``
 | ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
 | ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
 
-:mod:`timm_ortho.functional` implements the formula. Arguments are checked when a connection is made. Custom connections
-are subclasses of :class:`Connection`. Pass the class to :func:`timm_ortho.connect`, or a name that was registered with
-:func:`register_connection`.
+:mod:`timm_ortho.functional` implements the formula. Arguments are checked when a connection is made. To add a
+connection, subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for it
+with :func:`register_connection`.
 
-Padding (NaFlex: token sequences of several lengths in one batch) consists of the tokens that the mask lets no token
-attend to (:func:`real_tokens`). The global scope excludes it, so that a sample has the same result with and without
-padding. The other connections treat each token separately and ignore the mask.
+Groups: ``feature`` and ``hybrid`` can split the channel axis into ``groups`` equal parts, each with its own projection.
 
-A connection may have a transform P of the stream, ``skip`` (:mod:`timm_ortho.skips`). It replaces x by P x in the
-table: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to P x.
+Padding: in a batch of token sequences of several lengths (NaFlex), a token is padding if the mask lets no token attend
+to it (:func:`real_tokens`). The global scope excludes padding, so that a sample has the same result with and without
+it. The projections of ``feature`` and ``hybrid`` cover one token each and need no mask.
+
+Skip transforms: a connection with a transform P of the stream, ``skip`` (:mod:`timm_ortho.skips`), replaces x by P x in
+the table: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to P x.
 """
 import inspect
 import math
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Union
+import warnings
+from functools import cache
+from types import CodeType
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Union
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from ._checks import check_eps, check_prob, known_name
+from ._checks import check_eps, check_groups, check_prob, known_name
 from .functional import Weight, checked_update, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -40,14 +45,14 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     """Return which tokens are real and not padding.
 
     A token is real if the mask lets any token attend to it. Under a causal mask every token is real, because each may
-    attend to itself. A token that nobody attends to looks like padding; let it attend to itself.
+    attend to itself. A real token that no token attends to must be allowed to attend to itself.
 
     | mask | reading |
     | --- | --- |
     | ``[B or 1, heads or 1, N or 1, N]`` | as ``scaled_dot_product_attention`` broadcasts it |
     | ``[N, N]``, ``[heads, N, N]`` | the same without its leading axes |
     | ``[B, N]`` | the keys of each sample |
-    | another number of keys | keys of another stream: ignored |
+    | any shape with another number of keys | keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values up to -1000 forbid attention, 0 and 1 allow it |
     | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 is padding; otherwise added to the scores |
@@ -60,18 +65,22 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
             ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash attention reads it.
 
     Returns:
-        Boolean, ``[B or 1, N, 1]``. None without a mask, or for a mask over the keys of another stream.
+        Boolean tensor ``[B or 1, N, 1]``. None without a mask, or for a mask over the keys of another stream.
 
     Raises:
         ValueError: The shape is unsupported, or ambiguous without a ``layout``.
+
+    Example:
+        >>> real_tokens(torch.tensor([[[[True, True, False]]]]), torch.zeros(1, 3, 8)).flatten()
+        tensor([ True,  True, False])
     """
     if attn_mask is None:
         return None
     if not torch.jit.is_scripting():
         if has_torch_function_variadic(attn_mask, x):
-            if type(attn_mask).__name__ == "CausalBias":  # a tensor without values; each token may attend to itself
+            if type(attn_mask).__name__ == "CausalBias":  # has no values; every token may attend to itself
                 return None
-            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX: when the graph runs
+            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX calls it at run time
         if not isinstance(attn_mask, Tensor):
             attn_mask = _evaluated(attn_mask, x)
     if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
@@ -80,7 +89,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     if problem != "":
         raise ValueError(
             f"attention mask {problem}; got shape {list(attn_mask.shape)}, dtype {attn_mask.dtype}, and x of shape "
-            f"{list(x.shape)}. If it says nothing about padding, register the block with mask=''")
+            f"{list(x.shape)}. If it does not mark padding, register the block with mask=''")
     batch, tokens, leading = x.shape[0], x.shape[1], attn_mask.shape[0]
     of_keys = attn_mask.dim() == 2 and (layout == "keys" or leading not in (1, tokens)) and leading == batch
     allowed = _allowed(attn_mask, of_keys)
@@ -93,7 +102,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
 
 def _evaluated(mask: Any, x: Tensor) -> Tensor:
     """Return flex attention's ``BlockMask`` as a tensor."""
-    from torch.nn.attention.flex_attention import BlockMask, create_mask  # only where such a mask has been made
+    from torch.nn.attention.flex_attention import BlockMask, create_mask  # slow to import
 
     if not isinstance(mask, BlockMask):
         raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(mask).__name__}")
@@ -108,9 +117,9 @@ def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
         return "must have two to four axes and belong to a stream [B, N, C]"
     batch, tokens, leading, queries = x.shape[0], x.shape[1], mask.shape[0], mask.shape[-2]
     if layout == "" and batch > 1 and axes == 2 and leading == batch and leading == tokens:
-        return "can be [B, N] or [N, N]: give it as [B, 1, 1, N] or as [1, 1, N, N]"
+        return "can be [B, N] or [N, N]: pass it as [B, 1, 1, N] or as [1, 1, N, N]"
     if layout == "" and batch > 1 and axes == 3 and leading > 1 and leading % batch == 0:
-        return "can have samples or heads as its first axis: give it as [B, 1, N, N] or as [1, heads, N, N]"
+        return "can have samples or heads as its first axis: pass it as [B, 1, N, N] or as [1, heads, N, N]"
     if (queries in (1, tokens) and (axes < 4 or leading in (1, batch))) or (axes == 2 and leading == batch):
         return ""
     return "must be [B, N], [N, N], [heads, N, N] or [B or 1, heads or 1, N or 1, N]"
@@ -136,18 +145,32 @@ class Connection(nn.Module):
     Attributes:
         dim: Channel axis of the stream.
         eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
-        dims: Axes of one projection, None for every axis but the batch.
-        keep: What autograd keeps for the backward pass, see :func:`timm_ortho.functional.residual_update`.
-        skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the stream as it is.
-        branch_first: Whether ``linear`` computes f + x. The left summand decides the memory layout of the sum, and the
-            layout affects the rounding of later operations.
+        dims: Axes of one projection; None for all axes but the batch.
+        groups: Number of equal parts of the channel axis with a projection each.
+        keep: Tensor that autograd saves for the backward pass, see :func:`timm_ortho.functional.residual_update`.
+        skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity.
+        branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
+            the layout affects the rounding of later operations.
         mask_layout: Layout of the attention masks, see :func:`real_tokens`.
         asked_keep: The requested ``keep`` if it is not the default, else None. ``keep`` itself is also "branch" if a
             block changes its sum in place.
+        asked_groups: The requested ``groups``, a number or "heads", if it is not the default, else None.
         name: Registered name, see :data:`CONNECTIONS`; the class name for an unregistered connection.
+        routed: Whether :func:`timm_ortho.connect` added it to a block; False if the block's own code contains it.
+        depth: Number of modules between its block and its layer, see :class:`timm_ortho.blocks.BlockSpec`.
+
+    Example:
+        >>> class Half(Connection):
+        ...     "Half of the parallel part: y = x + f_par / 2 + f_orth."
+        ...     def forward(self, x, f, attn_mask=None):
+        ...         return self.join(x, f, 0.5, 1.0, attn_mask)
+        >>> Half()(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0]))
+        tensor([3.8200, 3.7600])
     """
 
     dims: Optional[List[int]]
+    routed = False
+    depth = 0
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
         super().__init__()
@@ -157,10 +180,12 @@ class Connection(nn.Module):
         self.keep = known_name("keep", keep, KEEPS)
         self.keep_branch = keep == "branch"
         self.dims = [dim]
+        self.groups = 1
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.branch_first = False
         self.mask_layout = ""
         self.asked_keep = None  # type: Optional[str]
+        self.asked_groups = None  # type: Union[None, int, str]
         self.name = type(self).__name__
 
     def carried(self, x: Tensor) -> Tensor:
@@ -171,9 +196,11 @@ class Connection(nn.Module):
 
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
-        """Return the update with weights a and b, for eager mode or for TorchScript."""
+        """Return the update with weights a and b, in eager mode or in TorchScript."""
         if self.skip is not None:
             x = self.carried(x)
+        if self.groups > 1:
+            return self._join_groups(x, f, parallel, orthogonal)
         mask: Optional[Tensor] = None
         if attn_mask is not None and self.dims is None:
             mask = real_tokens(attn_mask, x, self.mask_layout)
@@ -182,8 +209,20 @@ class Connection(nn.Module):
         else:
             return checked_update(x, f, parallel, orthogonal, self.dims, self.eps, mask, self.keep_branch)
 
+    def _join_groups(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
+        """Return the update with one projection per group of channels, on views ``[..., groups, C / groups, ...]``."""
+        if isinstance(x, Tensor) and x.shape[self.dim] % self.groups != 0:  # FX has no sizes
+            raise ValueError(f"groups={self.groups} does not divide the {x.shape[self.dim]} channels of the stream")
+        x, f = x.unflatten(self.dim, [self.groups, -1]), f.unflatten(self.dim, [self.groups, -1])
+        first = self.dim if self.dim >= 0 else self.dim - 1  # axis of the groups; the next one has their channels
+        if torch.jit.is_scripting():
+            y = plain_update(x, f, parallel, orthogonal, [first + 1], self.eps)
+        else:
+            y = checked_update(x, f, parallel, orthogonal, [first + 1], self.eps, None, self.keep_branch)
+        return y.flatten(first, first + 1)
+
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, eps={self.eps:g}"
+        return f"dim={self.dim}, eps={self.eps:g}" + (f", groups={self.groups}" if self.groups > 1 else "")
 
 
 class LinearConnection(Connection):
@@ -210,12 +249,20 @@ class FeatureConnection(Connection):
         prob: Probability pi of the orthogonal form. In training, each call draws the orthogonal or the linear form. In
             evaluation, the parallel part has its mean weight, 1 - pi.
         keep: See :func:`timm_ortho.functional.residual_update`.
+        groups: Number of equal parts of the channel axis with a projection each.
+
+    Example:
+        >>> x, f = torch.tensor([3.0, 4.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
+        >>> FeatureConnection(groups=2)(x, f)
+        tensor([3.6400, 3.5200, 1.0000, 1.0000])
     """
 
-    def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
+    def __init__(
+            self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output", groups: int = 1) -> None:
         super().__init__(dim, eps, keep)
         check_prob(prob)
         self.prob = float(prob)
+        self.groups = check_groups(groups)
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
@@ -233,9 +280,18 @@ class FeatureConnection(Connection):
 
 
 class GlobalConnection(FeatureConnection):
-    """Orthogonal-G: y = x + f_orth, one projection over every axis but the batch.
+    """Orthogonal-G: y = x + f_orth, one projection over all axes but the batch.
 
-    The arguments are those of :class:`FeatureConnection`. Padding is excluded, and its output is zero.
+    Padding is excluded, and its output is zero.
+
+    Args:
+        dim, eps, prob, keep: See :class:`FeatureConnection`.
+
+    Example:
+        >>> x, f = torch.ones(1, 2, 2), torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
+        >>> GlobalConnection()(x, f)
+        tensor([[[1.7500, 0.7500],
+                 [0.7500, 0.7500]]])
     """
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, prob: float = 1.0, keep: str = "output") -> None:
@@ -246,21 +302,30 @@ class GlobalConnection(FeatureConnection):
 class HybridConnection(Connection):
     """Learned weights for both parts: y = x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel.
 
-    rho >= 0 and theta in [-pi/2, pi/2]. The forward pass clamps values outside; the backward pass ignores the clamp, so
-    that an optimizer can move them back.
+    rho >= 0 and theta in [-pi/2, pi/2]. The forward pass clamps values outside these ranges. The backward pass ignores
+    the clamp, so that an optimizer can move such values back.
 
     Args:
         dim: Channel axis.
         eps: Added to |x|^2.
         start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
+        device, dtype: Device and dtype of rho and theta.
+        groups: Number of equal parts of the channel axis with a projection each. They share rho and theta.
+
+    Example:
+        >>> hybrid = HybridConnection(start="linear")
+        >>> hybrid(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0])).detach()
+        tensor([4., 4.])
     """
 
     def __init__(
             self, dim: int = -1, eps: float = 1e-6, start: str = "orthogonal", device: Any = None, dtype: Any = None,
+            groups: int = 1,
     ) -> None:
         super().__init__(dim, eps)
+        self.groups = check_groups(groups)
         self.start = known_name("start", start, STARTS)
-        # of shape [1]: FSDP2 takes no 0-d parameters
+        # of shape [1], because FSDP2 does not support 0-d parameters
         self.rho = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.theta = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.reset_parameters()
@@ -273,8 +338,8 @@ class HybridConnection(Connection):
         """Return ``[rho, theta]``, clamped, as 0-d tensors."""
         rho, theta = self.rho[0], self.theta[0]
         rho = rho + (rho.clamp(min=0.0) - rho).detach()
-        half_turn = math.pi / 2
-        theta = theta + (theta.clamp(min=-half_turn, max=half_turn) - theta).detach()
+        quarter_turn = math.pi / 2
+        theta = theta + (theta.clamp(min=-quarter_turn, max=quarter_turn) - theta).detach()
         return [rho, theta]
 
     def weights(self) -> List[Tensor]:
@@ -305,24 +370,33 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
     Args:
         name: A Python identifier, so that it can be an argument on a command line and a value in config.json.
         connection: A subclass of :class:`Connection`, or a function that returns an instance. It must accept ``dim``
-            and ``eps``, and may accept ``prob``, ``start``, ``keep``, ``device`` and ``dtype``.
+            and ``eps``, and may accept ``prob``, ``start``, ``keep``, ``groups``, ``device`` and ``dtype``.
 
     Raises:
         ValueError: The name is taken or not an identifier, or the connection has another signature.
+
+    Example:
+        >>> class Half(Connection):
+        ...     def forward(self, x, f, attn_mask=None):
+        ...         return self.join(x, f, 0.5, 1.0, attn_mask)
+        >>> register_connection("half_of_parallel", Half)
+        >>> create_connection("half_of_parallel", eps=1e-4)
+        Half(dim=-1, eps=0.0001)
+        >>> del CONNECTIONS["half_of_parallel"]
     """
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"the name of a connection must be an identifier, got {name!r}")
     _parameters(connection)
     known = CONNECTIONS.get(name, connection)
-    written = [(one.__module__, getattr(one, "__qualname__", one)) for one in (known, connection)]
-    if written[0] != written[1]:  # running a notebook cell again redefines the same class
-        raise ValueError(f"there is a connection {name!r} already, {_name_of(known)}: choose another name")
+    names = [(cls.__module__, getattr(cls, "__qualname__", cls)) for cls in (known, connection)]
+    if names[0] != names[1]:  # running a notebook cell again redefines the same class
+        raise ValueError(f"connection {name!r} already exists, {_name_of(known)}: choose another name")
     create_connection(connection)
     CONNECTIONS[name] = connection
 
 
 def known_connection(name: str) -> str:
-    """Return the name of a connection, or raise ValueError if it is not registered."""
+    """Return the name of a registered connection; raise ValueError for any other name."""
     return known_name("connection", name, CONNECTIONS, " (is the module that registers it imported? "
                       "train.py: --device-modules timm_ortho my_module)")
 
@@ -335,6 +409,7 @@ def create_connection(
         prob: float = 1.0,
         start: str = "orthogonal",
         keep: str = "output",
+        groups: int = 1,
         branch_first: bool = False,
         tokens_apart: bool = False,
         in_place: bool = False,
@@ -343,20 +418,31 @@ def create_connection(
         device: Any = None,
         dtype: Any = None,
 ) -> Connection:
-    """Make a connection. All arguments are checked; those outside the connection's signature are ignored.
+    """Make a connection.
+
+    All arguments are checked. Arguments outside the connection's signature are ignored, except ``groups``.
 
     Args:
         connection: Name, class, or a function that returns an instance.
         dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
+        groups: See :class:`FeatureConnection`. A connection without this argument accepts 1 only; ``linear`` has no
+            projection and accepts any number.
         branch_first: See :class:`Connection`.
-        tokens_apart: Project each token separately even in the global scope, for blocks whose tokens are independent.
-        in_place: Whether the block changes the sum in place, which needs ``keep="branch"``.
+        tokens_apart: Project each token separately in the global scope too, for blocks whose tokens are independent.
+        in_place: Whether the block changes the sum in place, which requires ``keep="branch"``.
         mask_layout: Layout of the block's attention masks, see :func:`real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
         device, dtype: Device and dtype of the parameters.
 
+    Returns:
+        The connection, in training mode.
+
     Raises:
         ValueError: An unknown name, a value outside its range, or a connection with another signature.
+
+    Example:
+        >>> create_connection("feature", dim=1, groups=4)
+        FeatureConnection(dim=1, eps=1e-06, groups=4)
     """
     make = CONNECTIONS[known_connection(connection)] if isinstance(connection, str) else connection
     check_eps(eps)
@@ -364,26 +450,33 @@ def create_connection(
     known_name("start", start, STARTS)
     known_name("keep", keep, KEEPS)
     known_name("mask layout", mask_layout, MASK_LAYOUTS)
+    check_groups(groups)
     if make is HybridConnection and prob != 1.0:
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
     kept = "branch" if in_place else keep
-    given = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, device=device, dtype=dtype)
-    taken = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # a partial has bound its keywords
-    made = make(**{name: value for name, value in given.items() if name in taken})
+    arguments = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
+    accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # a partial has bound its keywords
+    if make is GlobalConnection and groups != 1:
+        raise ValueError(f"global has one projection over all channels and takes no groups, got groups={groups} "
+                         "(allowed: 1)")
+    if make is not LinearConnection and groups != 1 and "groups" not in accepted:
+        raise ValueError(f"{_name_of(make)} takes no argument groups, got groups={groups} (allowed: 1)")
+    made = make(**{name: value for name, value in arguments.items() if name in accepted})
     if not isinstance(made, Connection):
-        raise ValueError(f"{_name_of(make)} must make a timm_ortho.Connection, got {type(made).__name__}")
+        raise ValueError(f"{_name_of(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
     if "_modules" not in vars(made):
         raise ValueError(f"{type(made).__name__}.__init__ must begin with super().__init__(dim, eps)")
     signature = inspect.signature(made.forward)
     try:
         signature.bind(None, None, attn_mask=None)
     except TypeError as error:
-        raise ValueError(f"{type(made).__name__}.forward must take (x, f, attn_mask=None), got {signature}: "
+        raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
     made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
     made.asked_keep = None if keep == KEEPS[0] else keep
-    if kept == "branch":  # join reads them, also in a subclass without the argument
+    made.asked_groups = None if groups == 1 else groups
+    if kept == "branch":  # also for a subclass whose constructor has no argument keep: join reads these
         made.keep, made.keep_branch = kept, True
     if tokens_apart and made.dims is None:
         made.dims = [dim]
@@ -397,18 +490,20 @@ def _name_of(make: Any) -> str:
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
     """Return the constructor's parameters by name, after checking them."""
     if isinstance(make, nn.Module) or not callable(make):
-        given = f"a {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
-        raise ValueError(f"{given} is neither a connection's name, nor its class, nor a function that makes one")
+        shown = f"an instance of {type(make).__name__}" if isinstance(make, nn.Module) else repr(make)
+        raise ValueError(f"connection must be a name, a class or a function that returns a connection, got {shown}")
     parameters = dict(inspect.signature(make).parameters)
     missing = [name for name in ("dim", "eps") if name not in parameters]
     if missing:
-        raise ValueError(f"{_name_of(make)} must take dim and eps, as timm_ortho.Connection does, and does not take "
-                         f"{' and '.join(missing)}")
+        raise ValueError(f"{_name_of(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
+                         f"{', '.join(missing)}")
     known = inspect.signature(create_connection).parameters
-    needed = [name for name, one in parameters.items() if name not in known and one.default is one.empty
-              and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    if needed:
-        raise ValueError(f"{_name_of(make)} must have a default for {' and '.join(needed)}, which nobody gives it")
+    required = [name for name, parameter in parameters.items() if name not in known
+                and parameter.default is parameter.empty
+                and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+    if required:
+        raise ValueError(f"{_name_of(make)} must have defaults for its own arguments; without a default: "
+                         f"{', '.join(required)}")
     return parameters
 
 
@@ -431,21 +526,75 @@ class Site(NamedTuple):
 
 
 def sites(model: nn.Module) -> List[Site]:
-    """Return the sites of a model, block by block; empty for a model without connections."""
-    found = [
-        (block, attribute, connection) for block, module in model.named_modules()
-        for attribute, connection in module.named_children() if isinstance(connection, Connection)
+    """Return the sites of a model, block by block; an empty list for a model without connections.
+
+    Warns about blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does: the new class
+    does not call their connections, so that their additions are linear.
+
+    Example:
+        >>> import timm
+        >>> for layer, kind, name, connection in sites(timm.create_model("vit_test_ortho"))[:2]:
+        ...     print(layer, kind, name, connection)
+        0 attention blocks.0.connection_attention FeatureConnection(dim=-1, eps=1e-06)
+        0 mlp blocks.0.connection_mlp FeatureConnection(dim=-1, eps=1e-06)
+    """
+    connections = [
+        (name, block, attribute, connection) for name, block in model.named_modules()
+        for attribute, connection in block.named_children() if isinstance(connection, Connection)
     ]
+    unused = {name: type(block).__name__ for name, block, attribute, connection in connections
+              if is_unused(block, attribute, connection)}
+    if unused:
+        warnings.warn(
+            f"the additions of {len(unused)} blocks are linear, {next(iter(unused))!r} first: their class was replaced "
+            f"after connect, and {' and '.join(dict.fromkeys(unused.values()))} does not call their connections. "
+            "Replace the class first, register it with timm_ortho.register_block, then connect", stacklevel=2)
+    layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [
-        Site(layer, attribute.removeprefix("connection_"), f"{block}.{attribute}" if block else attribute, connection)
-        for layer, (block, attribute, connection) in zip(layers_of(block for block, _, _ in found), found, strict=True)
+        Site(layer, attribute.removeprefix("connection_"), f"{name}.{attribute}" if name else attribute, connection)
+        for layer, (name, _, attribute, connection) in zip(layers, connections, strict=True)
     ]
+
+
+def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
+    """Return whether ``connect`` added a connection that the present class of its block does not call."""
+    return isinstance(connection, Connection) and connection.routed and not _uses(type(block), attribute)
+
+
+@cache
+def _uses(cls: type, attribute: str) -> bool:
+    """Return whether the code of a class contains an attribute; overridden methods do not count."""
+    overridden: Set[str] = set()
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            names = _names(getattr(inspect.unwrap(value), "__code__", None))
+            if attribute in names and name not in overridden:
+                return True
+            if "super" not in names:
+                overridden.add(name)
+    return False
+
+
+def _names(code: Optional[CodeType]) -> Set[str]:
+    """Return the global names and attributes in the code of a function and of the functions inside it."""
+    inner = [constant for constant in (code.co_consts if code else ()) if isinstance(constant, CodeType)]
+    return {*(code.co_names if code else ()), *(name for constant in inner for name in _names(constant))}
+
+
+def layer_name(block: str, depth: int) -> str:
+    """Return the name of the module ``depth`` levels above a block."""
+    parts = block.split(".")
+    return ".".join(parts[:max(len(parts) - depth, 0)])
 
 
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:
-    """Yield the layer of each block, from the block names in model order.
+    """Yield the layer index of each block, from the names of the blocks, or of their layers, in model order.
 
     A block inside another block, such as the position encoding of ``davit``'s blocks, belongs to the outer layer.
+
+    Example:
+        >>> list(layers_of(["blocks.0", "blocks.0.cpe", "blocks.1"]))
+        [0, 0, 1]
     """
     outer: Optional[str] = None
     layer = -1

@@ -50,9 +50,10 @@ def _formula(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Return ``y, <x, f>, n``. Both sums keep ``dims`` as axes of size 1; y has the memory format of ``x + f``.
 
-    In small models launches dominate, and a Python number among the operands makes a launch slower. Hence ``1 + k s``
-    is computed as ``(n + k <x, f>) / n``. In large models on a CPU allocations cost as much as arithmetic: with
-    ``reuse`` the products and the result share one buffer. Autograd cannot follow ``reuse``, nor can other recorders.
+    ``1 + k s`` is computed as ``(n + k <x, f>) / n``: the launch of an operation is slower with a Python number as an
+    operand, and launches dominate the time of small models. With ``reuse`` the products and the result share one
+    buffer, because allocations cost as much as arithmetic in large models on a CPU. Neither autograd nor a tracer can
+    follow ``reuse``.
     """
     result = x.dtype
     if x.dtype != torch.float32 or f.dtype != torch.float32:
@@ -73,7 +74,7 @@ def _formula(
 
 
 def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
-    """Return ``1 + k s`` and ``b f``. TorchScript needs one type for each name, hence the branches."""
+    """Return ``1 + k s`` and ``b f``. TorchScript needs a fixed type for each variable, hence the branches."""
     if isinstance(a, Tensor):
         return (n + a * xf - _times(b, xf)) / n, _times(b, f)
     elif isinstance(b, Tensor):
@@ -83,7 +84,7 @@ def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[T
 
 
 def _times(weight: Weight, x: Tensor) -> Tensor:
-    if isinstance(weight, Tensor):  # TorchScript has no product of a tensor and a Union
+    if isinstance(weight, Tensor):  # TorchScript cannot multiply a tensor by a Union
         return weight * x
     else:
         return x if weight == 1.0 else weight * x
@@ -103,10 +104,27 @@ def plain_update(
         x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, dims: Optional[List[int]], eps: float,
         mask: Optional[Tensor] = None,
 ) -> Tensor:
-    """Compute the update without closed-form gradients: the reference, also used by tracers and transforms.
+    """Compute the update in plain operations, which autograd differentiates.
 
-    Results equal :func:`residual_update`'s in eager mode bit for bit, since a deep network with random weights
-    amplifies any difference in rounding.
+    Tracers, TorchScript and ``torch.func`` use this function. In eager mode its results are bit-identical to those of
+    :func:`residual_update`, since a deep network with random weights amplifies any difference in rounding.
+
+    Args:
+        x: Stream, of any shape.
+        f: Branch output, of the same shape.
+        parallel: Weight ``a`` of the parallel part, a float or a 0-d tensor.
+        orthogonal: Weight ``b`` of the orthogonal part, a float or a 0-d tensor.
+        dims: Axes of one projection; None for all axes but the first.
+        eps: Added to |x|^2, in the accumulation dtype.
+        mask: True for real positions, see :func:`residual_update`.
+
+    Returns:
+        The new stream, of the shape of ``x`` and in the dtype of ``x + f``. Arguments are not checked.
+
+    Example:
+        >>> x, f = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0])
+        >>> torch.jit.script(plain_update)(x, f, 0.0, 1.0, [-1], 1e-6)
+        tensor([3.6400, 3.5200])
     """
     if mask is not None:
         x, f = without_padding(x, mask), without_padding(f, mask)
@@ -117,13 +135,13 @@ def plain_update(
 def _update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """Return ``y, s, n``; s is None unless ``keep``. Call only where autograd does not record."""
+    """Return ``y, s, n``; s is None unless ``keep``. Must not be called where autograd records."""
     y, xf, n = _formula(x, f, a, b, dims, eps, reuse=_is_large(x) and not is_observed(x, f))
     return y, xf / n if keep else None, n
 
 
 def _is_large(x: Tensor) -> bool:
-    """Return whether an allocation costs more than the 4 us of ``out=``. Compiled code does not test sizes."""
+    """Return whether reusing a buffer, which takes 4 us, is faster than an allocation. False in compiled code."""
     return not torch.compiler.is_compiling() and x.numel() >= 2**17
 
 
@@ -151,18 +169,19 @@ def _gradients(
         grad_x = addcmul(g.addcmul(ks, g, value=k), t, kept, value=k)
         grad_x = addcmul(grad_x, t.addcmul(s, t) if recover else 2.0 * s * t, x, value=-k)
         grad_x = in_dtype(grad_x, stream_dtype)
-    if for_weights:  # with learned weights it is f that was kept
+    if for_weights:  # ``kept`` is f if a weight is learned
         fg = (kept * g).sum(dims, True)
     return grad_x, grad_f, xg, fg
 
 
 class _ResidualUpdate(torch.autograd.Function):
-    """The update with closed-form gradients. Support for ``torch.func`` would cost 70 us a call.
+    """The update with closed-form gradients.
 
-    For a = 0 and b = 1 the branch output is not kept: f = y - (1 - s) x, and the normalisations on either side keep x
-    and y anyway. The backward pass then costs two numbers per projection in memory.
+    For a = 0 and b = 1 the branch output is not saved for the backward pass, since f = y - (1 - s) x. The layers before
+    and after save x and y anyway, so that the extra memory is two numbers per projection.
 
-    ``s`` is an output as well, so that a double backward pass can differentiate it.
+    ``s`` is an output too, so that a double backward pass can differentiate it. ``torch.func`` is not supported here:
+    it would cost 70 us a call.
     """
 
     @staticmethod
@@ -193,7 +212,7 @@ class _ResidualUpdate(torch.autograd.Function):
                 x, kept, g, s, n, a, b, dims, ctx.recover, ctx.branch_dtype, (for_x, for_f, for_a or for_b))
             grad_a = (s * xg).sum().to(a) if for_a else None
             grad_b = (fg - s * xg).sum().to(b) if for_b else None
-        if grad_s is not None:  # only in a double backward pass: n ds/dx = f - 2 s x and n ds/df = x
+        if grad_s is not None:  # a double backward pass: n ds/dx = f - 2 s x and n ds/df = x
             of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if ctx.recover else 2 * s, x, value=-1) * (grad_s / n)
             of_f = x * (grad_s / n)
             grad_x = of_x if grad_x is None else grad_x + of_x
@@ -227,12 +246,12 @@ CHECKED = Backend(checked("forward", TRITON.update, _update), checked("backward"
 
 # ----------------------------------------------------------------------------------- the public functions
 def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[Tensor, Tensor]:
-    """Split the branch output into its parts along and across the stream (paper, Eq. 2 and 3).
+    """Split the branch output into its components parallel and orthogonal to the stream (paper, Eq. 2 and 3).
 
     Args:
         x: Stream, of any shape.
         f: Branch output, of the same shape.
-        dim: Axis or axes of one projection; None stands for every axis but the first (the batch).
+        dim: Axis or axes of one projection; None for all axes but the first (the batch).
         eps: Added to |x|^2, in the accumulation dtype.
 
     Returns:
@@ -240,7 +259,11 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
         each of the shape of ``f`` and in the dtype of ``x + f``.
 
     Raises:
-        ValueError: Shapes differ, a dtype is not floating, ``dim`` does not exist, or ``eps`` is not positive.
+        ValueError: Shapes differ, a dtype is not floating-point, ``dim`` does not exist, or ``eps`` is not positive.
+
+    Example:
+        >>> decompose(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0]))
+        (tensor([0.3600, 0.4800]), tensor([ 0.6400, -0.4800]))
     """
     check_eps(eps)
     dims = check_tensors(x, f, _listed(dim))
@@ -262,27 +285,27 @@ def residual_update(
         keep: str = "output",
         backend: Optional[str] = None,
 ) -> Tensor:
-    """Add the weighted parallel and orthogonal parts of the branch output to the stream, ``x + a f_par + b f_orth``.
+    """Return ``x + a f_par + b f_orth``, the stream plus the weighted parts of the branch output.
 
-    The gradients are in closed form, differentiable any number of times, and ``torch.compile`` fuses them. Under
+    The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
     ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation the function is
-    :func:`plain_update`. Where operations can be recorded, none is in place. TorchScript does not compile keyword-only
-    arguments: call :func:`plain_update` in scripted code. In eager mode x and f may be jagged nested tensors
-    ``[B, *, C]``, which are projected per token.
+    :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does not compile
+    keyword-only arguments. No operation is in place where operations are recorded. In eager mode x and f may be jagged
+    nested tensors ``[B, *, C]`` with one projection per token.
 
     Args:
         x: Stream, of any shape.
         f: Branch output, of the same shape.
-        parallel: ``a``, a float or a 0-d tensor that may require gradients. 0 drops the part along the stream.
-        orthogonal: ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is ``x + f``, bit for bit.
-        dim: Axis or axes of one projection: the channel axis gives one for each token or pixel (Algorithm 1). None
-            stands for every axis but the first: one for each sample (Algorithm 2).
+        parallel: Weight ``a``, a float or a 0-d tensor that may require gradients. 0 drops the parallel part.
+        orthogonal: Weight ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is bit-identical to ``x + f``.
+        dim: Axis or axes of one projection. The channel axis makes one projection per token or pixel (Algorithm 1).
+            None is all axes but the first, which makes one per sample (Algorithm 2).
         eps: Added to |x|^2, in the accumulation dtype (float32, or float64 for float64 inputs).
-        mask: True for real positions, a boolean tensor that broadcasts to the shape of x: ``[B, N, 1]`` for the tokens
-            of a padded batch. Padding may contain any value. It is left out of every sum, and its results and gradients
-            are zero. None if there is no padding.
-        keep: What autograd keeps beside ``x`` when ``a`` is 0 and ``b`` is 1: ``"output"`` (the result, which must
-            then not be changed in place) or ``"branch"`` (``f``). Other weights always keep ``f``.
+        mask: Boolean tensor that broadcasts to the shape of x, True for real positions: ``[B, N, 1]`` for the tokens
+            of a padded batch. Padding may contain any value. Sums exclude it, and its results and gradients are zero.
+            None if there is no padding.
+        keep: Tensor that autograd saves beside ``x`` if ``a`` is 0 and ``b`` is 1. ``"output"`` saves the result, which
+            must then not be changed in place. ``"branch"`` saves ``f``. With other weights ``f`` is always saved.
         backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``, see :func:`choose_backend`. None uses the
             environment variable TIMM_ORTHO_BACKEND, or ``"auto"`` if it is not set.
 
@@ -290,10 +313,17 @@ def residual_update(
         The new stream, of the shape of ``x`` and in the dtype of ``x + f``.
 
     Raises:
-        ValueError: Shapes or devices differ, a dtype is not floating, ``dim`` does not exist, a weight is not a scalar,
-            ``eps`` is not positive, ``mask`` is not boolean or does not broadcast, or ``keep`` or ``backend`` is
-            unknown.
-        RuntimeError: The backend asked for cannot run.
+        ValueError: Shapes or devices differ, a dtype is not floating-point, ``dim`` does not exist, a weight is not a
+            scalar, ``eps`` is not positive, ``mask`` is not boolean or does not broadcast, or ``keep`` or ``backend``
+            is unknown.
+        RuntimeError: The requested backend cannot run.
+
+    Example:
+        >>> x, f = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0])
+        >>> residual_update(x, f)
+        tensor([3.6400, 3.5200])
+        >>> residual_update(x, f, parallel=1.0)
+        tensor([4., 4.])
     """
     check_eps(eps)
     check_weight("parallel", parallel)
@@ -306,12 +336,14 @@ def checked_update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], eps: float,
         mask: Optional[Tensor] = None, keep_branch: bool = False, backend: Optional[str] = None,
 ) -> Tensor:
-    """Compute :func:`residual_update` of weights, dims and eps that are already validated; only tensors are checked.
+    """Compute :func:`residual_update` for weights, dims and eps that are already validated.
 
-    The time of a small model is that of its launches: checks that a connection can make once are not repeated here.
+    Only tensors are checked here. A connection checks its other arguments once, because checks take a noticeable share
+    of a small model's time.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-        proxy = f if isinstance(x, Tensor) else x  # called directly, or an active mode would see the operations
+        # not by handle_torch_function, which calls active modes first: they would record the operations
+        proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     if x.is_nested or f.is_nested:
         return _nested_update(x, f, a, b, dims, eps, mask, keep_branch, backend)
@@ -345,14 +377,14 @@ def _backend(name: str, requested: Optional[str]) -> Backend:
 
 
 def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:
-    """Compute :func:`checked_update` of jagged nested tensors on their packed tokens, ``[sum of lengths, C]``."""
+    """Compute :func:`checked_update` for jagged nested tensors on their packed tokens, ``[sum of lengths, C]``."""
     ragged = [axis for axis, size in enumerate(x.shape) if not isinstance(size, int)]
     channels = x.dim() - 1
     if not ragged or x.shape != f.shape or dims not in ([-1], [channels]) or ragged == [channels]:
         raise ValueError(
             "nested tensors must have the layout torch.jagged, the same offsets, and one projection per token (dim=-1, "
             f"scope 'feature'), got x of layout {x.layout} and shape {tuple(x.shape)}, f of layout {f.layout} and "
-            f"shape {tuple(f.shape)}, dim={dims}; for other axes pad them (x.to_padded_tensor) and give a mask")
+            f"shape {tuple(f.shape)}, dim={dims}; for other axes pad them (x.to_padded_tensor) and pass a mask")
     y = checked_update(x.values(), f.values(), a, b, [-1], *args)
     return torch.nested.nested_tensor_from_jagged(y, x.offsets(), x.lengths(), jagged_dim=ragged[0])
 

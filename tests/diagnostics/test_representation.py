@@ -8,7 +8,7 @@ from torch import nn
 
 import timm_ortho  # registers
 from timm_ortho import representation
-from timm_ortho.models._build import on_meta
+from timm_ortho.models.meta import on_meta
 
 
 def randn(*shape, seed=0):

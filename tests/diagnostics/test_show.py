@@ -73,7 +73,7 @@ def test_a_run_of_the_lab_with_its_own_connection_and_images(tmp_path, capsys):
     assert cli.main(["show", str(grid / "linear-seed0"), "--image", str(tmp_path / "grey.png")]) == 0
     assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
     assert cli.main(["show", str(grid)]) == 2
-    assert "holds 2 runs: give one of them" in capsys.readouterr().err
+    assert "contains 2 runs: pass one of them" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint(tmp_path, capsys):

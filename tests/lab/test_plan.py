@@ -60,7 +60,7 @@ def test_shipped_study_expands_to_runs_that_can_be_built(name, scale):
         if (variant.options.model, kwargs) in built:
             continue
         built.add((variant.options.model, kwargs))
-        with timm_ortho.models._build.on_meta():
+        with timm_ortho.models.build.on_meta():
             model = build(variant.options).to("meta")  # buffers too, which timm 1.0.16 keeps on the CPU
         assert len(timm_ortho.sites(model)) > 0
         with torch.device("meta"), torch.no_grad():
@@ -104,7 +104,7 @@ def test_families_differ_from_run_to_run_in_nothing_but_the_connection():
             assert [options["model_kwargs"].pop("connection") for options in three] == ["linear", "feature", "global"]
             assert three[0] == three[1] == three[2]
     for variant in design.load("families", "small").variants({"dataset": "digits", "device": "cpu"}):
-        with timm_ortho.models._build.on_meta():
+        with timm_ortho.models.build.on_meta():
             assert sum(parameter.numel() for parameter in build(variant.options).parameters()) < 300_000
 
 

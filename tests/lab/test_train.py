@@ -30,9 +30,10 @@ from helpers.tiny_study import (
 )
 from PIL import Image
 
+from timm_ortho.hub.trained_run import CheckpointRun
 from timm_ortho.lab import LabError, data, features, plan, recipe, run, study as commands, train, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
-from timm_ortho.runs.folders import CheckpointRun, read_history
+from timm_ortho.runs.folders import read_history
 
 KWARGS = SMALL["model_kwargs"]
 WHOLE = dict(train_num_samples=None, val_num_samples=None)

@@ -2,11 +2,12 @@
 from typing import Any, Iterator, Mapping, Sequence
 
 from ..models import skip_networks
+from ..models.names import base_name
 from ..models.paper import ARCHITECTURES
 from . import LabError
 from .design import Design, Variant, load
 from .paper import architecture, deviations
-from .recipe import base_name, known_options, options_with
+from .recipe import known_options, options_with
 
 # What gets a line of its own; the other options that differ are named together.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",

@@ -3,14 +3,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
-from .._checks import aligned
-from ..models._build import SUFFIXES
+from .._text import aligned
+from ..models.names import SUFFIXES, base_name, suffix_of
 from ..runs.folders import read_history
 from . import LabError
 from .features import add_cka
 from .folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
 from .plan import STUDY, read
-from .recipe import base_name
 
 Part = tuple[dict, list[dict], list[str]]  # study, runs and unfinished, as `report` takes them
 
@@ -79,8 +78,8 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
     options = read_yaml(folder / "args.yaml")
     if not isinstance(options, dict) or not options.get("model"):
         raise LabError(f"{folder / 'args.yaml'} names no model, so it is not train.py's")
-    suffix = options["model"].removeprefix(base_name(options["model"]))
-    connection = (options.get("model_kwargs") or {}).get("connection") or SUFFIXES.get(suffix, "linear")
+    own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
+    connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
     for number, (root, values) in enumerate(studies):
         for place in values["places"]:
             if place["connection"] != connection:

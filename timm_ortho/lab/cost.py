@@ -28,7 +28,7 @@ from ..connections import CONNECTIONS, Connection, Site, sites
 from ..convert import connect
 from ..diagnostics.dynamics import evaluation
 from ..functional import decompose
-from ..models._build import on_meta
+from ..models.meta import on_meta
 from ..runs.provenance import device_name
 from . import LabError
 

@@ -1,7 +1,7 @@
 """The studies that train nothing: what `cost` measured, in the layout of the paper's Tables 1 and 11, beside them."""
 from typing import Any, Mapping, NamedTuple, Sequence
 
-from .._checks import finite
+from .._text import finite
 from . import paper
 from .layout import Place
 from .page import Table

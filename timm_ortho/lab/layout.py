@@ -22,7 +22,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
-from .._checks import finite
+from .._text import finite
 from . import LabError, check_names, paper
 from .design import read, shipped
 

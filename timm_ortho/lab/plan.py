@@ -25,6 +25,7 @@ import yaml
 
 from .. import __version__
 from .._images import data_config
+from ..models.names import base_name
 from . import LabError, cost, recipe, write_text
 from .changes import changes
 from .data import Source, open_source
@@ -33,7 +34,6 @@ from .folder import PLAN, RunPlan, Stage, read_yaml
 from .image_folder import is_here
 from .layout import Layout, shown
 from .paper import figures
-from .recipe import base_name
 from .train import Training, build_model
 
 STUDY = "study.yaml"

@@ -22,7 +22,7 @@ from typing import Any, Mapping
 
 import timm
 
-from ..models._build import SUFFIXES
+from ..models.names import base_name, bases_with_variants
 from ..runs.folders import import_modules
 from . import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 
@@ -125,19 +125,12 @@ def resolve_variant(given: Mapping[str, Any], name: str, trainer: str = "lab") -
     return options
 
 
-def base_name(model: str) -> str:
-    """`vit_small` for `vit_small`, `vit_small_ortho`, `vit_small_orthog` and `vit_small_linear`."""
-    for suffix in SUFFIXES:
-        model = model.removesuffix(suffix)
-    return model
-
-
 def _variant(base: str) -> str:
     name = f"{base}_ortho"
     if timm.is_model(name):
         return name
-    known = [model.removesuffix("_ortho") for model in timm.list_models("*_ortho")]
-    raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(nearest(base, known, 3))} "
+    similar = nearest(base, bases_with_variants(), 3)
+    raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(similar)} "
                    "(timm-ortho list)")
 
 

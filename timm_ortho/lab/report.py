@@ -50,7 +50,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from .._checks import finite
+from .._text import finite
 from . import cost_report, page, paper, tables, write_text
 from .figures import Drawing, Scene, branch, drawings, forest, last_branch
 from .layout import MEASURES, Layout, Run, grouped

@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 
 import torch
 
-from .._checks import aligned
+from .._text import aligned
 from . import LabError, cost, launch, report, write_json
 from .collect import collect, status
 from .design import SCALES, Design, has_scale, load, shipped

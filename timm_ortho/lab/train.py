@@ -24,8 +24,8 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed, update_summary
 from torch import nn
 
-from .._checks import short
 from .._images import data_config
+from .._text import error_text
 from ..connections import sites
 from ..diagnostics import record, record_dynamics
 from ..runs.folders import load_checkpoint
@@ -216,7 +216,7 @@ class Training:
             with whole_file(self.checkpoint) as partial:
                 torch.save(checkpoint, partial)
         except RuntimeError as error:  # torch's writer has its own words for a full disk
-            raise OSError(errno.EIO, short(error)) from error
+            raise OSError(errno.EIO, error_text(error)) from error
 
     def _resume(self) -> tuple[int, dict[str, int]]:
         """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next and
