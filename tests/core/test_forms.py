@@ -52,9 +52,9 @@ def model(name, **arguments):
 
 def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **options):
     """What to make, how many inputs it has (0: images), its forms, and those that -m slow runs."""
-    label = [getattr(value, "__name__", value) for value in (*arguments, *options.values()) if value is not None]
+    label = "-".join(str(getattr(value, "__name__", value)) for value in (*arguments, *options.values()))
     return [
-        pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id="-".join(map(str, [*label, form])))
+        pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id=f"{label}-{form}")
         for names, marks in ((forms, ()), (slow, pytest.mark.slow)) for form in names.split()
     ]
 
