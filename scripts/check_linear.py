@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from test_variants import compare_with_host, model_on_meta
+from helpers.host_comparison import compare_with_host, model_on_meta
 
 from timm_ortho import sites
 from timm_ortho.models.coverage import bases

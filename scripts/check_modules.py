@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from module_checks import compiles, exports, runs_as_onnx, trains
-from small_models import of_modules
+from helpers.module_checks import compiles, exports, runs_as_onnx, trains
+from helpers.small_models import of_modules
 from timm_tests import default_cache, fingerprint
 
 from timm_ortho.models import coverage
@@ -69,7 +69,7 @@ def main() -> int:
 def outcome(check: str, module: str, names: dict, index: int) -> str:
     """``ok``, or what went wrong."""
     if module not in names:
-        return "failed: tests/small_models.py has no model of it"
+        return "failed: tests/helpers/small_models.py has no model of it"
     name = names[module]
     if check in TRAIN:
         return attempt(partial(trains, name, TRAIN[check]))

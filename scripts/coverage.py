@@ -2,7 +2,7 @@
 
     python scripts/coverage.py [MODULE ...]     # builds them, writes timm_ortho/models/coverage.json
     python scripts/coverage.py --check [MODULE ...]   # builds them, says what the file does not, and exits with 1
-    python scripts/coverage.py --page           # writes the table of model_cards/coverage.md, from the file
+    python scripts/coverage.py --page           # writes the table of docs/coverage.md, from the file
 
 Every architecture of timm's registry is built on the meta device and connected. It is covered if all of its residual
 blocks are in the table of families and at least one has a site; otherwise it is left out, with the reason. With the
@@ -24,7 +24,7 @@ from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
 from timm_ortho.models._build import on_meta
 
-PAGE = Path(__file__).parents[1] / "model_cards" / "coverage.md"
+PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 BEGIN, END = "<!-- coverage: made by scripts/coverage.py -->", "<!-- end of coverage -->"
 NO_SUMS = "no residual additions"
 
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="of timm.models (default: all)")
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if the file says something else")
-    parser.add_argument("--page", action="store_true", help="write model_cards/coverage.md's table; builds nothing")
+    parser.add_argument("--page", action="store_true", help="write docs/coverage.md's table; builds nothing")
     args = parser.parse_args()
     if args.page:
         PAGE.write_text(replaced(PAGE, BEGIN, END, table())[1], encoding="utf-8")

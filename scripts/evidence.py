@@ -1,4 +1,4 @@
-"""Write the evidence page: every number of model_cards/README.md is computed from the runs, none is typed.
+"""Write the evidence page: every number of docs/evidence.md is computed from the runs, none is typed.
 
     python scripts/evidence.py            writes its parts of both READMEs, results/*.svg and results/provenance
     python scripts/evidence.py --check    exit status 1 if a page differs from the runs
@@ -71,7 +71,6 @@ from timm_ortho.lab.paper import section
 from timm_ortho.lab.statistics import Difference, holm
 
 ROOT = Path(__file__).parents[1]
-CARDS = ROOT / "model_cards"
 BEGIN, END = "<!-- evidence: made by scripts/evidence.py -->", "<!-- end of evidence -->"
 
 
@@ -298,10 +297,10 @@ def readme() -> str:
                      for what, answer in answers().items())
 
 
-def main(check: bool, cards: Path = CARDS, root: Path = ROOT) -> None:
+def main(check: bool, root: Path = ROOT) -> None:
     history = None if check else provenance.read_history()
     history = history or provenance.recorded()
-    for page, made in ((cards / "README.md", text(history).strip()), (root / "README.md", readme())):
+    for page, made in ((root / "docs" / "evidence.md", text(history).strip()), (root / "README.md", readme())):
         before, after = replaced(page, BEGIN, END, made)
         if not check:
             page.write_text(after, encoding="utf-8")
@@ -312,7 +311,7 @@ def main(check: bool, cards: Path = CARDS, root: Path = ROOT) -> None:
     provenance.FILE.write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
     for title, figure in pictures().items():
         with rc_context({"svg.hashsalt": title, "svg.fonttype": "none"}):
-            figure.savefig(cards / "results" / f"{title}.svg", metadata={"Date": None})
+            figure.savefig(RESULTS / f"{title}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The hypotheses of model_cards/hypotheses.md, the comparisons that decide them, and the exploratory comparisons."""
+"""The hypotheses of docs/hypotheses.md, the comparisons that decide them, and the exploratory comparisons."""
 import math
 from dataclasses import dataclass
 from statistics import fmean
@@ -275,9 +275,9 @@ def explored() -> dict[str, list[Comparison]]:
 RATE_STUDIES = (("H2", "confirm_learning_rate", DIGITS, RATES),
                 ("P2b", "confirm_learning_rate_fashion", FASHION, RATES_FASHION))
 ELSEWHERE = {
-    "Table 1a": "counted: [report](results/studies/parameters-small/report.md)",
-    "Table 1b": "timed: [report](results/studies/overhead-small/report.md)",
-    "Table 11": "counted: [report](results/studies/gamma-small/report.md)",
+    "Table 1a": "counted: [report](../model_cards/results/studies/parameters-small/report.md)",
+    "Table 1b": "timed: [report](../model_cards/results/studies/overhead-small/report.md)",
+    "Table 11": "counted: [report](../model_cards/results/studies/gamma-small/report.md)",
     "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, see below",
     "Hybrid updates (final version)": "digits, see below",
     "Wang et al., Table 1": "digits, P4 single above",

@@ -41,9 +41,7 @@ from timm_ortho.runs.folders import Run
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "model_cards"
-BY_HAND = (
-    "README.md", "coverage.md", "diagnostics.md", "hub.md", "hypotheses.md", "own_blocks.md", "speed.md", "template.md",
-    "transformations.md")
+BY_HAND = ("README.md", "template.md")
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
 SEED = 0  # of the weights that ship: scripts/make_test_weights.py
 

@@ -6,7 +6,7 @@ without history can check the page.
 import json
 import subprocess
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Optional
+from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from contrasts import RESULTS, Run, results_file, runs_of
 
@@ -26,14 +26,16 @@ def recorded() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def read_history(page: str = "model_cards/hypotheses.md") -> Optional[dict[str, Any]]:
+def read_history(
+        pages: Sequence[str] = ("docs/hypotheses.md", "model_cards/hypotheses.md"),
+) -> Optional[dict[str, Any]]:
     """By part: the commit that brought its rules, and of each commit that a run names whether it comes after; None
     where git or the history is lacking."""
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
     found = {}
     for part, line in RULES.items():
-        added = (_git("log", "--reverse", "--format=%H %cI", "-S", line, "--", page) or "").splitlines()
+        added = (_git("log", "--reverse", "--format=%H %cI", "-S", line, "--", *pages) or "").splitlines()
         if not added:
             return None
         commit, _, date = added[0].partition(" ")

@@ -1,4 +1,4 @@
-"""Apply the rules of model_cards/hypotheses.md that choose learning rates and a recipe, and check the gate.
+"""Apply the rules of docs/hypotheses.md that choose learning rates and a recipe, and check the gate.
 
     python scripts/rates.py FOLDER ...    output folders of `timm-ortho study run cifar_rates`, taken together
 

@@ -1,4 +1,4 @@
-"""Make README's table of costs, and opening and tables of model_cards/speed.md, from the rows of `timm-ortho bench`.
+"""Make README's table of costs, and opening and tables of docs/speed.md, from the rows of `timm-ortho bench`.
 
     python scripts/readme_bench.py            writes them between the markers of both pages
     python scripts/readme_bench.py --check    writes nothing; exit status 1 if they are not what the rows say
@@ -55,7 +55,7 @@ def main(
         raise SystemExit(__doc__)
     rows = rows_of(results)
     stale = []
-    speed = root / "model_cards" / "speed.md"
+    speed = root / "docs" / "speed.md"
     for page, marks, made in ((root / "README.md", (BEGIN, END), costs(rows)), (speed, OPENING, opening(rows)),
                               (speed, (BEGIN, END), section(rows))):
         before, after = replaced(page, *marks, made)

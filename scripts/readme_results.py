@@ -4,7 +4,7 @@
 
 writes ``model_cards/compare_NAME.svg`` and ``model_cards/results/NAME.json``, the folder's ``results.json`` with the
 commit that was checked out when the runs began, and of the probes the last epoch's only. It prints the table of
-model_cards/README.md as Markdown.
+docs/evidence.md as Markdown.
 """
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Put finished studies into the project: reports, figures, numbers, and the list in model_cards/README.md.
+"""Put finished studies into the project: reports, figures, numbers, and the list in docs/evidence.md.
 
     python scripts/study_results.py FOLDER ...    output folders of timm-ortho study; adds or replaces them
     python scripts/study_results.py --unfinished FOLDER ...    their finished runs, so that another machine can go on
@@ -29,11 +29,11 @@ MANY = 24  # runs
 BEGIN, END = "<!-- studies: made by scripts/study_results.py -->", "<!-- end of studies -->"
 
 
-def main(folders: Sequence[Path], cards: Path = ROOT / "model_cards") -> None:
+def main(folders: Sequence[Path], root: Path = ROOT) -> None:
     for folder in folders:
-        publish(folder, cards / "results" / "studies")
-    page = cards / "README.md"
-    page.write_text(replaced(page, BEGIN, END, listing(cards))[1], encoding="utf-8")
+        publish(folder, root / "model_cards" / "results" / "studies")
+    page = root / "docs" / "evidence.md"
+    page.write_text(replaced(page, BEGIN, END, listing(root / "model_cards"))[1], encoding="utf-8")
 
 
 def publish(folder: Path, results: Path) -> None:
@@ -116,12 +116,14 @@ def listing(cards: Path) -> str:
         f"excludes zero, and {adjusted} are detected after Holm's adjustment within each study. By chance alone about "
         "one interval in twenty excludes zero.", "",
         "| study | in the paper | run on | interval excludes zero | of differences | after Holm |", "| --- " * 6 + "|"]
-    lines += [_line(path.parent.relative_to(cards), values) for path, values in found]
+    lines += [_line(f"../model_cards/{path.parent.relative_to(cards)}", values) for path, values in found]
     for path, values in found:
         plot = path.parent.relative_to(cards) / "figures" / "differences.svg"
         if (cards / plot).is_file():
             title = f"{values['study']['title']} {_where(values['study'])}"
-            lines += ["", f"<details><summary>{title}</summary>", "", f"![differences]({plot})", "", "</details>"]
+            lines += [
+                "", f"<details><summary>{title}</summary>", "", f"![differences](../model_cards/{plot})", "",
+                "</details>"]
     return "\n".join(lines)
 
 
@@ -137,7 +139,7 @@ def _where(study: Mapping) -> str:
     return f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
 
 
-def _line(folder: Path, values: Mapping) -> str:
+def _line(folder: str, values: Mapping) -> str:
     study = values["study"]
     compared, apart, adjusted = counts(values)
     said = f"{apart} | {compared} | {adjusted}" if compared else "- | - | -"

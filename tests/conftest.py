@@ -9,8 +9,8 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
 import torch
-from hub_client import HubClient
-from hub_server import HubServer
+from helpers.hub_client import HubClient
+from helpers.hub_server import HubServer
 
 torch.set_num_threads(1)  # a plugin may have imported torch before
 

@@ -518,7 +518,7 @@ def _show(parsed: argparse.Namespace) -> int:
         _require("show --svg", {"matplotlib": "matplotlib"})
     try:
         model, options = _shown(parsed, dict(parsed.model_kwargs))
-        found = show.lines(model, show.batch(model, parsed.image, image_config(model, options)))
+        found = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
             show.as_svg(found, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:

@@ -81,6 +81,7 @@ class Route:
         method: Its name.
         mask: The argument, if the method takes it, that connections are handed as ``attn_mask``.
         library: Where the block is from, for errors: ``"timm 1.0.31"``.
+        sides_differ: Whether the two sides of an ``if`` have additions of their own, counted one after the other.
 
     Raises:
         RoutingError: The method holds other additions to these streams, or cannot be rebuilt.
@@ -88,6 +89,7 @@ class Route:
 
     def __init__(
             self, block: type, sums: Sequence[Sum], *, method: str = "forward", mask: str = "", library: str = "",
+            sides_differ: bool = False,
     ) -> None:
         self.block, self.name = block, method
         self.method: FunctionType = inspect.unwrap(getattr(block, method))  # as it is written, whatever wraps it
@@ -110,7 +112,7 @@ class Route:
         for node in ast.walk(tree):  # private names, as Python has them in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
-        router = _Router(sums, self.method, mask)
+        router = _Router(sums, self.method, mask, sides_differ)
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.written))
@@ -160,8 +162,9 @@ class Route:
 class _Router(ast.NodeTransformer):
     """Replaces the expected additions by calls of ``self.<connection>`` and keeps the ways that lead to them."""
 
-    def __init__(self, sums: Sequence[Sum], function: FunctionType, mask: str) -> None:
+    def __init__(self, sums: Sequence[Sum], function: FunctionType, mask: str, sides_differ: bool) -> None:
         self.sums = sums
+        self.sides_differ = sides_differ
         self.streams = {stream for expected in sums for stream in expected.written}
         self.further = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.instance = function.__code__.co_varnames[0]  # ``self``, whatever its author calls it
@@ -183,7 +186,9 @@ class _Router(ast.NodeTransformer):
                 self.problem = f"; {ast.unparse(node)!r} would stay linear in its last summand: write x + (f + g)"
             return self.generic_visit(node)
         connection, stream, branch = found
-        return node if connection is None else ast.copy_location(self._call(connection, stream, branch), node)
+        if connection is None:
+            return self.generic_visit(node)
+        return ast.copy_location(self._call(connection, stream, branch), node)
 
     def _is_sum(self, node: ast.expr) -> bool:
         return (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
@@ -197,7 +202,7 @@ class _Router(ast.NodeTransformer):
             return self.generic_visit(node)
         connection, stream, branch = found
         if connection is None:
-            return node
+            return self.generic_visit(node)
         return ast.copy_location(ast.Assign([node.target], self._call(connection, stream, branch)), node)
 
     def _match(self, node: ast.AST, *summands: ast.expr) -> Optional[Tuple[Optional[str], ast.expr, ast.expr]]:
@@ -248,12 +253,12 @@ class _Router(ast.NodeTransformer):
             self, test: ast.expr, then: List[Any], otherwise: List[Any]) -> Tuple[List[Any], List[Any]]:
         start, ends, visited = self.position, [], []
         for condition, side in ((test, then), (_negated(test), otherwise)):
-            self.position = start
+            self.position = self.position if self.sides_differ else start
             self.conditions.append(condition)
             visited.append(self._visit_statements(side))
             self.conditions.pop()
             ends.append(start if _leaves(side) else self.position)
-        if start not in ends and ends[0] != ends[1]:
+        if start not in ends and ends[0] != ends[1] and not self.sides_differ:
             self.problem = f", {ends[0] - start} and {ends[1] - start} of them on the sides of 'if {ast.unparse(test)}'"
         self.position = max(ends)
         return visited[0], visited[1]
@@ -267,7 +272,7 @@ class _Router(ast.NodeTransformer):
     def _known_conditions(self) -> List[CodeType]:
         known = []
         for condition in self.conditions:
-            if not any(isinstance(node, ast.Call)  # which may draw a number
+            if not any((isinstance(node, ast.Call) and ast.unparse(node.func) != "hasattr")  # may draw a number
                        or getattr(node, "id", None) in self.local or getattr(node, "attr", None) in _CHANGING
                        for node in ast.walk(condition)):
                 expression = ast.fix_missing_locations(ast.Expression(condition))

@@ -1,10 +1,11 @@
-"""Residual blocks, those of timm, torchvision and transformers and those that users register.
+"""Residual blocks of timm, torchvision and transformers, and block classes that users register.
 
 To support another block class, add it to its library's table, and its architecture to the tests.
 """
-from .registry import is_residual, not_residual, register_block, spec_of, specs
+from .registry import is_residual, not_residual, register_block, spec_of
 from .routed import branch_first, host_class, library_of, reached, routed_class, written_class
 from .spec import BlockSpec
+from .tables import specs
 
 __all__ = [
     "BlockSpec", "branch_first", "host_class", "is_residual", "library_of", "not_residual", "reached", "register_block",

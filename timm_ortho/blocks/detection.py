@@ -14,10 +14,10 @@ def looks_residual(cls: type) -> bool:
 
     A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or a tensor
     method. Every tensor argument is an input: ``BertOutput`` gets branch and stream as two arguments. Arguments and
-    summands that are named as masks, biases or positions do not count, and neither do sums of lists or tuples.
+    summands that are named as masks, biases, positions or losses do not count. Sums of lists or tuples do not count.
 
-    The rule prefers false positives, so that no model is converted in part; mark them with
-    :func:`timm_ortho.not_residual`. It misses sums in other methods, sums by ``sum``, and classes without source.
+    The rule prefers false positives, so that no model is converted in part. :func:`timm_ortho.not_residual` excludes a
+    class. The rule misses sums in other methods, calls of ``sum``, and classes without source.
     """
     function = _forward_of(cls)
     if function is None:
@@ -28,7 +28,7 @@ def looks_residual(cls: type) -> bool:
 
 @cache
 def calls_forward_of_base(cls: type) -> bool:
-    """Return whether the ``forward`` of a class calls ``super().forward``, whose additions are then its own."""
+    """Return whether the ``forward`` of a class calls ``super().forward`` and so contains the base's additions."""
     function = _forward_of(cls)
     return function is not None and any(
         isinstance(node, ast.Attribute) and node.attr == "forward" and isinstance(node.value, ast.Call)
@@ -38,29 +38,29 @@ def calls_forward_of_base(cls: type) -> bool:
 def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
     try:
         function = syntax_tree(inspect.unwrap(cls.forward)).body[0]
-    except (OSError, TypeError, SyntaxError, AttributeError):  # built in, generated, or without a forward
+    except (OSError, TypeError, SyntaxError, AttributeError):  # built-in or generated code, or no forward
         return None
     return function if isinstance(function, ast.FunctionDef) else None
 
 
 _NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # names of arguments
-_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)"  # names of summands: of positions and of token types
+_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)|(^|_)loss(es)?(_|$)"  # summands: positions, token types, losses
 _NUMBER = r"(Optional\[)?(int|float|bool|str)\b"  # annotations
 _ADDING = ("add", "add_", "add_relu")
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
 
 
 def _sources(function: ast.FunctionDef) -> Set[str]:
-    """Return the arguments that may be a stream or a branch output: the first one, and every other tensor."""
-    given = function.args
-    arguments = [*[*given.posonlyargs, *given.args][1:], *[given.vararg] * bool(given.vararg), *given.kwonlyargs]
-    others = [one.arg for one in arguments[1:] if not re.search(_NO_STREAM, one.arg)
-              and not (one.annotation and re.match(_NUMBER, ast.unparse(one.annotation)))]
-    return {*others, *(one.arg for one in arguments[:1])}
+    """Return the arguments that may be a stream or a branch output: the first argument, and every other tensor."""
+    args = function.args
+    arguments = [*[*args.posonlyargs, *args.args][1:], *[args.vararg] * bool(args.vararg), *args.kwonlyargs]
+    tensors = [argument.arg for argument in arguments[1:] if not re.search(_NO_STREAM, argument.arg)
+               and not (argument.annotation and re.match(_NUMBER, ast.unparse(argument.annotation)))]
+    return {*tensors, *(argument.arg for argument in arguments[:1])}
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
-    """Return the variables that are computed from these arguments; shapes and sizes do not count."""
+    """Return the variables that are computed from these arguments; shapes and sizes are not."""
     names: Set[str] = set()
     grown = set(sources)
     while grown - names:
@@ -79,11 +79,11 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         summands = [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
-        others = [keyword.value for keyword in node.keywords]
-        summands = [node.func.value, *node.args[:2], *others]  # torch.add: the first is ``torch``, without variables
+        by_name = [keyword.value for keyword in node.keywords]
+        summands = [node.func.value, *node.args[:2], *by_name]  # the module ``torch`` of torch.add has no variables
     else:
         return False
-    return sum(_mentions(one, derived) for one in summands) >= 2 and not any(map(_is_no_branch, summands))
+    return sum(_mentions(summand, derived) for summand in summands) >= 2 and not any(map(_is_no_branch, summands))
 
 
 def _is_no_branch(summand: ast.AST) -> bool:

@@ -1,20 +1,14 @@
-"""Which classes are residual blocks: the tables of the libraries, and what users register."""
+"""Register block classes, and find out which modules are residual blocks."""
 import ast
-import importlib
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union, cast
+from typing import Any, List, Optional, Sequence, Tuple, Union, cast
 
 from torch import nn
 
 from .._checks import known_name
-from . import timm, torchvision, transformers
+from . import tables
 from .detection import calls_forward_of_base, looks_residual
-from .routed import host_class, routed_class, routed_name, written_class
+from .routed import host_class, routed_class, written_class
 from .spec import BlockSpec
-
-_TABLES = (timm, torchvision, transformers)
-_SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
-_NOT_RESIDUAL: Dict[str, str] = {name: why for table in _TABLES for name, why in table.NOT_RESIDUAL.items()}
-_REGISTERED: Dict[str, type] = {}  # by users; the others are imported by their names
 
 
 def register_block(
@@ -26,33 +20,52 @@ def register_block(
         keep: str = "output",
         method: str = "forward",
         mask: str = "attn_mask",
+        causal: Union[bool, str] = False,
 ) -> type:
-    """Make a class of residual blocks known to :func:`timm_ortho.connect`.
+    """Register a class of residual blocks for :func:`timm_ortho.connect`.
 
-    Its instances get connections in place of those additions. The class itself stays as it is. Subclasses of it are
-    other classes, to be registered by themselves.
+    ``connect`` then replaces the additions in its instances by connections. The class itself stays unchanged.
+    Subclasses need their own registration.
 
     Args:
-        block: An ``nn.Module`` whose method adds something to its stream: ``return x + self.f(self.norm(x))``.
-        stream: What stands for the stream in an addition, as it is written there: one expression, or one for each
-            addition (or several, where the sides of an ``if`` write it differently).
-        kinds: A name for each addition to the stream, in the order of the source, no two alike: ``"attention"``,
-            ``"mlp"``, ``"conv"`` or any identifier. None for an addition that stays as it is. Additions on the two
+        block: An ``nn.Module`` class with a method that adds to its stream, ``return x + self.f(self.norm(x))``.
+        stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
+            A sequence of expressions for one addition lists the variants on the two sides of an ``if``.
+        kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
+            ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Additions on the two
             sides of an ``if`` count once.
-        dim: Channel axis of the stream: -1 for tokens, 1 for B C H W; one for all additions or one for each.
-        keep: ``"branch"`` if the sum is changed in place afterwards, by an activation say.
+        dim: Channel axis of the stream, for all additions or one for each: -1 for tokens, 1 for B C H W.
+        keep: ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: The method with the additions.
-        mask: The argument of that method, if it has one, that says what is padding (see
-            :func:`timm_ortho.connections.real_tokens`): an attention mask as ``scaled_dot_product_attention`` reads it.
-            Masks of ``nn.MultiheadAttention`` have the opposite meaning; ``""`` keeps them from the connections.
+        mask: Argument of that method with the attention mask, which tells the global scope what is padding (see
+            :func:`timm_ortho.connections.real_tokens`). It must have the meaning of ``scaled_dot_product_attention``:
+            True allows attention. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""`` for those.
+        causal: True if a token may depend on earlier tokens only, as in a language model; ``connect`` then refuses
+            connections with the global scope. A string names an attribute that is true in such blocks. It is read from
+            the block, or from the nearest module around it that has it.
 
     Returns:
         The class.
 
     Raises:
-        TypeError: ``block`` is no class of modules.
-        ValueError: ``kinds``, ``dim`` or ``keep`` is none, or another class of that name is known already.
-        timm_ortho.RoutingError: The method cannot be read, or holds other additions; the message has those found.
+        TypeError: ``block`` is not a module class, or ``causal`` neither a bool nor a string.
+        ValueError: An invalid value, or the class is already registered with other values.
+        timm_ortho.RoutingError: The source of the method cannot be read, or has other additions. The message lists
+            them.
+
+    Example:
+        >>> import torch, timm_ortho
+        >>> from timm.layers import Mlp
+        >>> class MyBlock(torch.nn.Module):
+        ...     def __init__(self, dim):
+        ...         super().__init__()
+        ...         self.norm, self.mlp = torch.nn.LayerNorm(dim), Mlp(dim)
+        ...     def forward(self, x):
+        ...         return x + self.mlp(self.norm(x))
+        >>> _ = timm_ortho.register_block(MyBlock, stream="x", kinds=["mlp"])
+        >>> model = timm_ortho.connect(torch.nn.Sequential(MyBlock(8), MyBlock(8)), "feature")
+        >>> [site.name for site in timm_ortho.sites(model)]
+        ['0.connection_mlp', '1.connection_mlp']
     """
     if not (isinstance(block, type) and issubclass(block, nn.Module)):
         raise TypeError(f"block must be a class of torch.nn.Module, got {_shown(block)}")
@@ -63,99 +76,86 @@ def register_block(
     known_name("keep", keep, ("output", "branch"))
     expected = "stream must be an expression or a sequence of them"
     streams = stream if isinstance(stream, str) else tuple(
-        one if isinstance(one, str) else _tuple(expected, one, str) for one in _tuple(expected, stream, object))
-    for one in _flat(streams):
+        each if isinstance(each, str) else _tuple(expected, each, str) for each in _tuple(expected, stream, object))
+    for expression in _flat(streams):
         try:
-            ast.parse(one, mode="eval")
+            ast.parse(expression, mode="eval")
         except SyntaxError:
-            raise ValueError(f"stream {one!r} is no expression") from None
+            raise ValueError(f"stream {expression!r} is not an expression") from None
     dims = dim if isinstance(dim, int) else _tuple("dim must be an axis or a sequence of axes", dim, int)
-    for what, values in (("stream", streams), ("dim", dims)):
+    for argument, values in (("stream", streams), ("dim", dims)):
         if isinstance(values, tuple) and len(values) != len(kinds):
-            raise ValueError(f"there are {len(values)} for {what} and {len(kinds)} kinds: give one, or one for each")
+            raise ValueError(f"{argument} needs one value, or {len(kinds)} (one for each kind), got {len(values)} in a "
+                             "sequence")
     if mask.endswith("key_padding_mask"):
-        raise ValueError(f"mask {mask!r} is True for padding, connections read True as real: give mask='', or pass the "
-                         "block the opposite under another name")
-    name = _name(block)
-    spec = BlockSpec(name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="")
+        raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
+                         "or give the block the inverted mask under another name")
+    if not isinstance(causal, (bool, str)):
+        raise TypeError(f"causal must be True, False or the name of an attribute, got {causal!r}")
+    name = tables.class_name(block)
+    spec = BlockSpec(
+        name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="", causal=causal)
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
-    if name in _SPECS and _SPECS[name] != spec and _REGISTERED.get(name, block) is block:
-        raise ValueError(f"{name} is known already, with stream {_SPECS[name].stream!r} and kinds {_SPECS[name].kinds}")
-    routed_class(cast(type, block), spec)  # refuses what does not fit
-    _SPECS[name], _REGISTERED[name] = spec, block
+    known = tables.SPECS.get(name, spec)
+    if known != spec and tables.REGISTERED.get(name, block) is block:
+        raise ValueError(f"{name} is already registered, with stream {known.stream!r} and kinds {known.kinds}")
+    routed_class(cast(type, block), spec)  # raises if the source does not match
+    tables.SPECS[name], tables.REGISTERED[name] = spec, block
     return block
 
 
 def not_residual(block: type, reason: str) -> type:
-    """Say of a class that adds what follows from its input, which looks like a residual block, that it is none.
+    """Declare that a class is not a residual block, although it adds two tensors that depend on its input.
 
     Args:
         block: The class.
-        reason: What the addition is: ``"two encoders are added"``.
+        reason: What the addition computes: ``"the sum of two encoders"``.
 
     Returns:
         The class.
 
     Raises:
-        TypeError: ``block`` is no class.
+        TypeError: ``block`` is not a class.
+
+    Example:
+        >>> import torch, timm_ortho
+        >>> class Centered(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x + x.mean(1, keepdim=True)
+        >>> _ = timm_ortho.not_residual(Centered, "adds the mean of the tokens")
     """
     if not isinstance(block, type):
         raise TypeError(f"block must be a class, got {_shown(block)}")
-    _NOT_RESIDUAL[_name(block)] = str(reason)
+    tables.NOT_RESIDUAL[tables.class_name(block)] = str(reason)
     return block
 
 
 def spec_of(module: nn.Module) -> Optional[BlockSpec]:
-    """What is known of a block, with connections or without; None for any other module.
-
-    Subclasses of a block class are other classes: their ``forward`` may be anything.
-    """
-    host = host_class(module)
-    name = _name(host)
-    registered = _REGISTERED.get(name, host)  # a class of that name that was defined again is another one
-    return _SPECS.get(name) if registered is host else None
+    """Return the spec of a block, with or without connections; None for any other module."""
+    return tables.spec_of_class(host_class(module))
 
 
 def is_residual(module: nn.Module) -> bool:
-    """Whether a module of no known class looks like a residual block."""
+    """Return whether a module without a spec looks like a residual block."""
     return _looks_residual(written_class(module))
 
 
 def _looks_residual(cls: type) -> bool:
-    if _name(cls) in _NOT_RESIDUAL:
+    if tables.class_name(cls) in tables.NOT_RESIDUAL:
         return False
     inherits = calls_forward_of_base(cls) and any(
-        _name(base) in _SPECS or _looks_residual(base) for base in cls.__bases__)
+        tables.class_name(base) in tables.SPECS or _looks_residual(base) for base in cls.__bases__)
     return inherits or looks_residual(cls)
-
-
-def specs(library: str) -> Tuple[BlockSpec, ...]:
-    """The known blocks of a library, by the name of its package."""
-    return tuple(spec for name, spec in _SPECS.items() if name.partition(".")[0] == library)
-
-
-def host_and_spec(routed: str) -> Tuple[Optional[type], Optional[BlockSpec]]:
-    """The block class that a routed class is named after, which is imported if need be, and what is known of it."""
-    name = next((name for name in _SPECS if routed_name(name) == routed), None)
-    if name is None:
-        return None, None
-    module, _, cls = name.rpartition(".")
-    return _REGISTERED.get(name) or getattr(importlib.import_module(module), cls), _SPECS[name]
-
-
-def _name(cls: type) -> str:
-    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__  # of the script, in a spawned process
-    return f"{module}.{cls.__qualname__}"
 
 
 def _flat(streams: Union[str, tuple]) -> List[str]:
     return [streams] if isinstance(streams, str) else [one for each in streams for one in _flat(each)]
 
 
-def _shown(given: Any) -> str:
-    """A module is named by its class: what it prints has a line for each of its children."""
-    return f"a {type(given).__name__}" if isinstance(given, nn.Module) else repr(given)
+def _shown(value: Any) -> str:
+    """Describe a value in an error; a module by its class, because its repr has a line for each child."""
+    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
 
 
 def _tuple(expected: str, values: Sequence, of: Union[type, Tuple[type, ...]]) -> tuple:

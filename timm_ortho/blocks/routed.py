@@ -1,8 +1,9 @@
-"""Routed classes: the subclasses of block classes whose additions are calls of connections.
+"""Routed classes: subclasses of block classes whose additions are calls of connections.
 
-Each is an attribute of this module under its block class' full name, ``timm__models__vision_transformer__Block``, made
-when it is first asked for: pickle and ``torch.load`` find it in a fresh process. Of a block with a sum that its
-configuration rules out only the others are routed, and the name says which: ``timm__models__visformer__Block__mlp``.
+A routed class is an attribute of this module and named after its block class, for example
+``timm__models__vision_transformer__Block``. It is made on first access, so that pickle and ``torch.load`` work in a
+fresh process. If the configuration of a block rules out an addition, the name ends with the kinds of the remaining
+sites: ``timm__models__visformer__Block__mlp``.
 """
 import inspect
 import re
@@ -14,11 +15,12 @@ from timm.models import is_notrace_module, register_notrace_module
 from torch import nn
 
 from ..routing import Route, Sum
+from . import tables
 from .spec import BlockSpec
 
 
 def written_class(module: nn.Module) -> type:
-    """A module's class as its author wrote it; ``fully_shard`` and parametrizations put a subclass in its place."""
+    """Return the class of a module without the subclass that ``fully_shard`` or a parametrization put in its place."""
     cls = type(module)
     while (cls.__module__.startswith("torch.") and cls.__module__ != "torch.nn.modules.container"
            and _forward(cls) is _forward(cls.__bases__[-1])):
@@ -27,12 +29,12 @@ def written_class(module: nn.Module) -> type:
 
 
 def _forward(cls: type) -> Any:
-    """As it is written: transformers wraps that of each subclass of its layers again."""
+    """Return the unwrapped ``forward``; transformers wraps it again for each subclass of its layers."""
     return inspect.unwrap(getattr(cls, "forward", None))
 
 
 def host_class(module: nn.Module) -> type:
-    """The class that a module has without connections."""
+    """Return the class that a module has without connections."""
     cls = written_class(module)
     return cls.__bases__[0] if cls.__module__ == __name__ else cls
 
@@ -42,20 +44,20 @@ def routed_name(class_name: str) -> str:
 
 
 def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] = None) -> type:
-    """The routed subclass of a block class.
+    """Return the routed subclass of a block class.
 
     Args:
-        host: The class.
-        spec: What is known of it.
-        kinds: The sites that are routed, as :func:`reached` has them; None for all.
+        host: The block class.
+        spec: Its spec.
+        kinds: The kinds of sites to route, as :func:`reached` returns them; None for all.
 
     Raises:
-        timm_ortho.routing.RoutingError: The class has other additions.
+        timm_ortho.routing.RoutingError: The additions of the class are not those of the spec.
     """
     return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds)
 
 
-@cache  # one class of a name: pickle compares
+@cache  # pickle requires one class per name
 def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...]) -> type:
     name = routed_name(spec.name)
     if kinds != tuple(spec.sites):
@@ -65,7 +67,7 @@ def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...]) -> type:
 
 
 def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
-    """The kinds of sites that a block has, as it is configured."""
+    """Return the kinds of sites that a block has in its configuration."""
     if spec.unless(block):
         return ()
     can_be = route(host_class(block), spec, spec.kinds).reached(block)
@@ -73,37 +75,36 @@ def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
 
 
 def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
-    """By kind of site whether the host writes the branch before the stream."""
+    """Return, by kind of site, whether the source has the branch to the left of the stream."""
     return dict(zip(spec.kinds, route(host, spec, spec.kinds).branch_first, strict=True))
 
 
 @cache
 def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Route:
-    """The additions of a block class, of which those of some kinds are routed."""
+    """Return the additions of a block class; those of the selected kinds are routed."""
     streams = spec.stream if isinstance(spec.stream, tuple) else (spec.stream,) * len(spec.kinds)
     sums = [
         Sum(stream, f"connection_{kind}" if kind in kinds and kind else None)
         for stream, kind in zip(streams, spec.kinds, strict=True)
     ]
     method = spec.method if hasattr(host, spec.method) else "forward"
-    return Route(host, sums, method=method, mask=spec.mask, library=library_of(host))
+    return Route(host, sums, method=method, mask=spec.mask, library=library_of(host), sides_differ=spec.sides_differ)
 
 
 def library_of(cls: type) -> str:
-    """Where a class is from, for errors: ``timm 1.0.31``."""
+    """Return the library of a class with its version, ``timm 1.0.31``, for error messages."""
     library = cls.__module__.partition(".")[0]
     return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 
 
 def __getattr__(name: str) -> type:
-    if name.startswith("__") and name.endswith("__"):  # what Python asks of modules; no block of a script's __main__
+    if name.startswith("__") and name.endswith("__"):  # asked by Python's import system; not a block of __main__
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .registry import host_and_spec
-
-    for class_name, kinds in ((name, None), (name.rpartition("__")[0], tuple(name.rpartition("__")[2].split("_and_")))):
-        host, spec = host_and_spec(class_name)
+    base, _, ending = name.rpartition("__")
+    for class_name, kinds in ((name, None), (base, tuple(ending.split("_and_")))):
+        spec = next((spec for spec in tables.SPECS.values() if routed_name(spec.name) == class_name), None)
         if spec is not None and set(kinds or ()) <= set(spec.sites):
-            return routed_class(host, spec, kinds)
+            return routed_class(tables.class_of(spec), spec, kinds)
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}: a block of timm_ortho.register_block has to be registered "
-        "before a model with it is loaded")
+        f"module {__name__!r} has no attribute {name!r}: call timm_ortho.register_block for your own block class "
+        "before you load a model that contains it")

@@ -1,31 +1,37 @@
-"""What is known of a residual block: which variable is its stream, and where something is added to it."""
-from typing import Callable, Dict, NamedTuple, Optional, Tuple, Union
+"""Describe a residual block: its stream variable and its additions."""
+from operator import attrgetter
+from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
 
 class BlockSpec(NamedTuple):
-    """One block class of some library.
+    """One class of residual blocks.
 
     Attributes:
-        name: The class, with its module: ``timm.models.vision_transformer.Block``.
-        stream: What stands for the stream in an addition: one expression, or one for each addition (or several, where
-            the sides of an ``if`` write it differently).
-        kinds: Kind of each addition to the stream, in the order of the source, no two alike: ``attention``, ``mlp``,
-            ``conv``, ``mixer`` (of tokens, by other means), ``parallel`` (attention and MLP at once) or ``branch`` (a
-            wrapper around any of them), numbered where there are several. Additions on the two sides of an ``if`` count
-            once. None stands for an addition that is no site.
+        name: Full name of the class, ``timm.models.vision_transformer.Block``.
+        stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
+            A tuple of expressions for one addition lists the variants on the two sides of an ``if``.
+        kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
+            ``mlp``, ``conv``, ``mixer`` (another mix of the tokens), ``parallel`` (attention and MLP in one sum) or
+            ``branch`` (a wrapper around any module), with a number if there are several. None leaves an addition
+            unchanged.
         dim: Channel axis of the stream: one for all additions, one for each, or a function of the block.
-        keep: ``"branch"`` where the sum is changed in place afterwards, so that it cannot be kept for the backward
-            pass (see :func:`timm_ortho.functional.residual_update`).
-        method: The method with the additions; ``forward`` where a release of the library has no such method.
-        mask: The argument of that method, if it has one, that connections are handed as ``attn_mask``.
-        mask_layout: How that mask is read where its shape allows two readings, see
-            :func:`timm_ortho.connections.real_tokens`.
-        unless: Says of a block that its sums stay what they are.
-        tokens_apart: Whether the global scope is each token by itself here.
-        width: Channels of the stream, of a block: one number for all additions or one for each. What its last linear
-            layer or convolution puts out, unless the table says otherwise.
+        keep: ``"branch"`` if the block changes the sum in place, so that autograd cannot keep the sum (see
+            :func:`timm_ortho.functional.residual_update`).
+        method: The method with the additions. ``forward`` is used if the installed release has no such method.
+        mask: Argument of that method that connections receive as ``attn_mask``. Ignored if the method lacks it.
+        mask_layout: Reading of masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
+        unless: Function of a block. If it returns True, the additions of that block stay unchanged.
+        tokens_apart: Whether the global scope projects each token separately in this block.
+        width: Function of a block that returns the number of channels of its stream: one number for all additions, or
+            one for each. The default is the output width of the last linear layer or convolution.
+        causal: Whether a token may depend on earlier tokens only, which rules out the global scope. A string names an
+            attribute with the answer. It is read from the block, or from the nearest module around it that has it.
+        depth: Number of modules between a block and its layer. BERT has one class for the end of each branch, so that
+            a ``BertOutput`` is one level below its ``BertLayer``. Sites of one layer have the same index.
+        sides_differ: By default, additions on the two sides of an ``if`` count once. True counts them one after the
+            other, for a block with other kinds of additions on each side.
     """
 
     name: str
@@ -39,30 +45,48 @@ class BlockSpec(NamedTuple):
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
     width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: last_width(block)
+    causal: Union[bool, str] = False
+    depth: int = 0
+    sides_differ: bool = False
 
     @property
     def sites(self) -> Dict[str, str]:
-        """Attribute of the connection, by kind of site."""
+        """Map each kind of site to the block attribute that holds its connection."""
         return {kind: f"connection_{kind}" for kind in self.kinds if kind}
 
     def dims(self, block: nn.Module) -> Dict[str, int]:
-        """Channel axis of a block's stream, by kind of site."""
+        """Return the channel axis of the stream by kind of site."""
         return self._by_kind(self.dim(block) if callable(self.dim) else self.dim)
 
     def widths(self, block: nn.Module) -> Dict[str, int]:
-        """Channels of a block's stream, by kind of site."""
+        """Return the number of channels of the stream by kind of site."""
         return self._by_kind(self.width(block))
 
+    def is_causal(self, around: Iterable[nn.Module]) -> bool:
+        """Return whether a block is causal; ``around`` yields the block, then the modules around it, inside out."""
+        if isinstance(self.causal, bool):
+            return self.causal
+        for module in around:
+            try:
+                return bool(attrgetter(self.causal)(module))
+            except AttributeError:
+                continue
+        return True  # without the attribute the block may be part of a decoder
+
     def _by_kind(self, value: Union[int, Tuple[int, ...]]) -> Dict[str, int]:
-        each = value if isinstance(value, tuple) else (value,) * len(self.kinds)
-        return {kind: one for kind, one in zip(self.kinds, each, strict=True) if kind}
+        values = value if isinstance(value, tuple) else (value,) * len(self.kinds)
+        return {kind: each for kind, each in zip(self.kinds, values, strict=True) if kind}
 
 
 def last_width(block: nn.Module) -> int:
-    """What the last linear layer or convolution of a block puts out."""
-    kinds = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
-    last = next((module for module in reversed([*block.modules()]) if isinstance(module, kinds)), None)
+    """Return the output width of the last linear layer or convolution of a block.
+
+    Raises:
+        ValueError: The block has no such layer.
+    """
+    layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+    last = next((module for module in reversed([*block.modules()]) if isinstance(module, layers)), None)
     if last is None:
-        raise ValueError(f"{type(block).__name__} has no linear layer and no convolution that says how wide its stream "
-                         "is, which a skip has to know")
+        raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the stream width that the "
+                         "skip needs is unknown")
     return last.out_features if isinstance(last, nn.Linear) else last.out_channels

@@ -1,23 +1,30 @@
-"""The table of transformers' residual blocks, those of its image classifiers.
+"""List transformers' residual blocks, of its image classifiers and of its language models.
 
-:mod:`timm_ortho.blocks.timm` says what a site is. transformers is never imported here: its classes are known by name.
-Its releases before 5 have other blocks, of which :func:`timm_ortho.connect` says what it found in them.
+:mod:`timm_ortho.blocks.timm` defines a site. This module does not import transformers: the table has the names of the
+classes. Releases before 5 have other blocks, for which :func:`timm_ortho.connect` raises an error.
 """
 from typing import Dict, List, Tuple
+
+from torch import nn
 
 from .spec import BlockSpec
 
 
 def _name(short: str) -> str:
-    """The full name of ``vit.ViTLayer``, or of ``folder/file.Class`` where folder and file have different names."""
+    """Return the full name of ``vit.ViTLayer``, or of ``folder/file.Class`` if folder and file have different names."""
     module, _, cls = short.rpartition(".")
     folder, _, file = module.partition("/")
     return f"transformers.models.{folder}.modeling_{file or folder}.{cls}"
 
 
 def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
-    return [  # their models make four axes of a mask, or leave [B, N] for flash attention
+    return [  # the models expand a mask to four axes, or keep [B, N] for flash attention
         BlockSpec(_name(short), *columns, mask="attention_mask", mask_layout="keys", **more) for short in names.split()]
+
+
+def _attention_width(block: nn.Module) -> int:
+    """Return the output width of the attention, of a block whose experts are no linear layers."""
+    return block.self_attn.o_proj.out_features
 
 
 _TOKENS, _NCHW = -1, 1  # channel axis of B N C (B H W C) and B C H W
@@ -65,22 +72,51 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("bit.BitPreActivationBottleneckLayer bit.BitBottleneckLayer", "shortcut", ("conv",), _NCHW),
     *_blocks("efficientnet.EfficientNetFinalBlockLayer", "embeddings", ("conv",), _NCHW),
     *_blocks("hgnet_v2.HGNetV2BasicLayer", "identity", ("conv",), _NCHW),
+    # ------------------------------------------------------------------------------------ language models, B N C
+    *_blocks(
+        """llama.LlamaDecoderLayer mistral.MistralDecoderLayer qwen2.Qwen2DecoderLayer qwen3.Qwen3DecoderLayer
+        gemma.GemmaDecoderLayer gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer phi3.Phi3DecoderLayer
+        olmo.OlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer starcoder2.Starcoder2DecoderLayer
+        smollm3.SmolLM3DecoderLayer granite.GraniteDecoderLayer""",
+        "residual", _TRANSFORMER, _TOKENS, causal="self_attn.is_causal"),
+    *_blocks(  # mixtures of experts
+        """mixtral.MixtralDecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
+        olmoe.OlmoeDecoderLayer gpt_oss.GptOssDecoderLayer deepseek_v3.DeepseekV3DecoderLayer""",
+        "residual", _TRANSFORMER, _TOKENS, causal="self_attn.is_causal", width=_attention_width),
+    *_blocks("opt.OPTDecoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=True),
+    *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
+             width=lambda block: len(block.ln_1.weight)),
+    *_blocks(  # attention and MLP in one sum, or one after the other
+        "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
+        ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
+    *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal="self_attn.is_causal"),
+    *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS),
+    *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS),
+    *_blocks("bert.BertSelfOutput roberta.RobertaSelfOutput xlm_roberta.XLMRobertaSelfOutput", "input_tensor",
+             ("attention",), _TOKENS, causal="is_decoder", depth=2),
+    *_blocks("bert.BertOutput roberta.RobertaOutput xlm_roberta.XLMRobertaOutput", "input_tensor", ("mlp",), _TOKENS,
+             causal="is_decoder", depth=1),
+    *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, causal="is_decoder", depth=2),
+    *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, causal="is_decoder", depth=2),
+    *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, causal="is_decoder", depth=2),
 )
 
 NOT_RESIDUAL: Dict[str, str] = {
     _name(name): why
     for why, names in {
-        "mask tokens in the place of masked ones": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
+        "mask tokens replace masked tokens": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
         "a sum of resolutions": "hiera.HieraMultiScaleHead",
         "parallel branches, folded into one convolution by a re-parameterisation": "textnet.TextNetRepConvLayer",
-        "inside a branch": "focalnet.FocalNetModulation swiftformer.SwiftFormerEfficientAdditiveAttention",
+        "inside a branch": """
+            focalnet.FocalNetModulation swiftformer.SwiftFormerEfficientAdditiveAttention
+            qwen2_moe.Qwen2MoeSparseMoeBlock deepseek_v3.DeepseekV3MoE gpt_oss.GptOssExperts""",
         "a gate or a norm of a branch": "convnextv2.ConvNextV2GRN",
         "the mean of two classifiers": """
             deit.DeiTForImageClassificationWithTeacher levit.LevitForImageClassificationWithTeacher
             swiftformer.SwiftFormerForImageClassification""",
         "pools for the head, after the last block":
             "siglip.SiglipMultiheadAttentionPoolingHead siglip2.Siglip2MultiheadAttentionPoolingHead",
-        "outputs, put together": "perceiver.PerceiverModel",
+        "concatenated outputs": "perceiver.PerceiverModel",
     }.items()
     for name in names.split()
 }

@@ -1,6 +1,6 @@
-"""What happens in the stream while a model trains, and what its features are like."""
+"""Measure the stream during training, and compare the features of models."""
 from . import representation
 from .dynamics import Recorder, SiteDynamics, record, record_dynamics
-from .row_file import record_as_asked
+from .recording_file import record_if_requested
 
-__all__ = ["Recorder", "SiteDynamics", "record", "record_as_asked", "record_dynamics", "representation"]
+__all__ = ["Recorder", "SiteDynamics", "record", "record_dynamics", "record_if_requested", "representation"]

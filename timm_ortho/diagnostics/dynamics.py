@@ -1,15 +1,16 @@
-"""Norms and angles in the stream, read from the connections by forward hooks.
+"""Measure norms and angles of stream and branch output at each site with forward hooks.
 
-For each site, averaged over the batch and over tokens or pixels, with x the stream that the site receives (transformed,
-if the connection has a skip transform) and f the branch output (paper, Section 3.5, Figures 3 and 10 to 12):
+For a site with stream x (after the connection's skip transform, if any) and branch output f (paper, Section 3.5,
+Figures 3 and 10 to 12):
 
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
 
-All are taken over the channel axis, whatever the connection's own scope, so that the numbers of different connections
-can be compared. A row of :func:`record` has besides ``parallel_share = parallel / stream`` and ``orthogonal_share``,
-of the averages: a single token may be zero (the paper's class token is, at the start), the average is not. Padding, as
-the attention mask tells it, is in no average. A connection that a forward pass calls several times (``coat`` shares its
-position encodings) is one site, with the averages over its calls.
+Norms and products run over the channel axis for every connection, including ``global``, so that connections can be
+compared. Each value is averaged over the batch and over tokens or pixels. Padding tokens are excluded. A connection
+that one forward pass calls several times is one site, averaged over its calls.
+
+:func:`record` also reports ``parallel_share = parallel / stream`` and ``orthogonal_share = orthogonal / stream``. Both
+are ratios of averages, because a single token may be zero, as the paper's class token is at the start.
 """
 import math
 import warnings
@@ -24,11 +25,11 @@ from .._compat import compiled_model, is_compiled_in_place
 from ..connections import Connection, HybridConnection, Site, real_tokens, sites as sites_of
 from ..functional import decompose, without_padding
 
-Row = Dict[str, Any]
+RecordedRow = Dict[str, Any]  # one site at one recorded step
 
 
 class SiteDynamics(NamedTuple):
-    """One site's averages over one batch, as defined at the top of this file."""
+    """Averages of one site over one batch; the module docstring defines them."""
 
     layer: int
     kind: str
@@ -41,8 +42,8 @@ class SiteDynamics(NamedTuple):
 
 # ---------------------------------------------------------------------------------------- one measurement
 def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-    """``[stream, parallel, orthogonal, cosine]`` of what a connection receives, a tensor on the device of ``x``."""
-    # at least float32: the square of a float16 norm overflows at 256
+    """Return ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, a tensor on the device of ``x``."""
+    # the square of a float16 norm overflows at 256
     x = connection.carried(x)
     x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
     real = real_tokens(attn_mask, x, connection.mask_layout)
@@ -52,16 +53,16 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
     parallel, orthogonal = decompose(x, f, dim, connection.eps)
     squares = [part.square().sum(dim).mean() for part in (x, parallel, orthogonal)]
     means = torch.stack([*squares, nn.functional.cosine_similarity(x, f, dim=dim).mean()])
-    return means if real is None else means / real.to(means).mean()  # padding gave zeros to the means
+    return means if real is None else means / real.to(means).mean()  # the means include zeros from padding
 
 
 @contextmanager
-def _watching(connections: Sequence[nn.Module], found: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside it each connection is measured before it is called; ``found`` gets its index and the measurement."""
+def _measuring(connections: Sequence[nn.Module], add: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Measure each connection before each of its calls, and pass its index and the measurement to ``add``."""
     def hook_of(index: int) -> Callable:
-        def hook(connection: Any, inputs: Tuple[Tensor, ...], further: Dict[str, Any]) -> None:
+        def hook(connection: Any, inputs: Tuple[Tensor, ...], options: Dict[str, Any]) -> None:
             with torch.no_grad():
-                found(index, measure(connection, *inputs, **further))
+                add(index, measure(connection, *inputs, **options))
 
         return hook
 
@@ -79,34 +80,40 @@ def _watching(connections: Sequence[nn.Module], found: Callable[[int, Tensor], N
 def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> List[SiteDynamics]:
     """Run ``model`` once in evaluation mode and measure every site.
 
-    The hooks exist only during the call, and no random number is drawn, so training goes on as if nothing had happened.
+    The hooks are removed afterwards, training modes are restored, and no random number is drawn.
 
     Args:
         model: Any model with connections.
-        images: One batch, on the model's device.
-        sites: The model's sites, from :func:`timm_ortho.connections.sites`.
+        images: One batch on the model's device, ``[B, C, H, W]``.
+        sites: The model's sites, from :func:`timm_ortho.sites`.
 
     Returns:
-        One entry for each site, in the order of ``sites``.
+        One entry for each site, in the order of ``sites``; NaN for sites that the forward pass does not reach.
+
+    >>> import timm, timm_ortho, torch
+    >>> model = timm.create_model("vit_test_ortho")
+    >>> measured = record_dynamics(model, torch.randn(2, 3, 8, 8), timm_ortho.sites(model))
+    >>> measured[0].kind, measured[0].name, measured[0].stream > 0
+    ('attention', 'blocks.0.connection_attention', True)
     """
     sites = list(sites)
     calls: List[List[Tensor]] = [[] for _ in sites]
 
-    def add(index: int, figures: Tensor) -> None:
-        calls[index].append(figures)
+    def add(index: int, means: Tensor) -> None:
+        calls[index].append(means)
 
-    with _watching([site.connection for site in sites], add), evaluation(model), torch.no_grad():
+    with _measuring([site.connection for site in sites], add), evaluation(model), torch.no_grad():
         model(images)
     return [
         SiteDynamics(site.layer, site.kind, site.name,
-                     *(torch.stack(figures).mean(0).tolist() if figures else [math.nan] * 4))
-        for site, figures in zip(sites, calls, strict=True)
+                     *(torch.stack(means).mean(0).tolist() if means else [math.nan] * 4))
+        for site, means in zip(sites, calls, strict=True)
     ]
 
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards each module in the mode it was in."""
+    """Switch to evaluation mode, and restore each module's mode at the end."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -116,88 +123,100 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# ------------------------------------------------------------------------------------- through a training
+# ------------------------------------------------------------------------------------- during training
 class Recorder:
-    """Watches the stream of a model while it trains, from now on until :meth:`close`; a context manager.
+    """Record norms and angles of a model's sites while it trains, until :meth:`close`; a context manager.
 
-    A step is one forward pass in training mode, so that with gradient accumulation an update has several; passes in
-    evaluation mode do not count and are not recorded. There is one row for each recorded step and site:
+    A step is one forward pass in training mode: with gradient accumulation, one update has several steps. Passes in
+    evaluation mode are neither counted nor recorded. Each recorded step adds one row for each site:
 
-    | key | is |
+    | key | value |
     | --- | --- |
-    | ``step`` | training passes before this one |
-    | ``layer``, ``kind``, ``name`` | of the site, as :func:`timm_ortho.sites` has them |
-    | ``stream``, ``parallel``, ``orthogonal``, ``cosine`` | as defined at the top of this file |
-    | ``parallel_share``, ``orthogonal_share`` | ``parallel`` and ``orthogonal`` over ``stream`` |
-    | ``rho``, ``theta`` | as the connection uses them where they are learned, else None |
+    | ``step`` | number of training passes before this pass |
+    | ``layer``, ``kind``, ``name`` | fields of the :class:`timm_ortho.Site` |
+    | ``stream``, ``parallel``, ``orthogonal``, ``cosine`` | defined in the module docstring |
+    | ``parallel_share``, ``orthogonal_share`` | ``parallel`` and ``orthogonal`` divided by ``stream`` |
+    | ``rho``, ``theta`` | learned values after clamping; None if the connection has none |
 
-    Training is not disturbed: no random number is drawn and no bit of a result or gradient changes. The sites have
-    hooks only during a pass that is recorded, hence not while activation checkpointing runs parts of it again; copies
-    and pickles of the model (EMA, checkpoints) hold no recorder. The figures stay on the device until they are read,
-    in one transfer for each recorded step. Of several processes each records its own share of the batch.
+    Training stays bit-identical: no random number is drawn, and outputs and gradients do not change. Sites have hooks
+    only during a recorded pass, so activation checkpointing's second pass is not recorded. Copies and pickles of the
+    model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read, with one transfer for
+    each recorded step. In distributed training, each process records its share of the batch.
 
-    A compiled model cannot be watched inside: a pass to be recorded is first run once more as it is written, without
-    gradients, with random numbers and buffers put back. Record the model before it first runs compiled. With
-    ``fullgraph=True`` give the compiled model, not the one in it, which would have to be left at its first line.
-    TorchScript takes the model after :meth:`close`.
+    Hooks do not run inside a compiled model. A pass to be recorded is therefore first repeated in eager mode, without
+    gradients; random state and buffers are restored. Create the recorder before the model's first compiled pass. With
+    ``fullgraph=True``, pass the compiled model: a hook on the inner model would break the graph. Call :meth:`close`
+    before you script the model.
 
     Args:
-        model: Any model with connections, on any device, wrapped in DistributedDataParallel or ``torch.compile`` or
-            not; a linear model of timm's once it went through ``connect(model, "linear")``.
-        every: Forward passes from one that is recorded to the next; the first is recorded.
-        sink: Called with the rows of each recorded pass, which are then not kept.
+        model: A model with connections, optionally wrapped in DistributedDataParallel or ``torch.compile``. For a
+            plain timm model, call ``connect(model, "linear")`` first.
+        every: Record every ``every``-th training pass, starting with the first.
+        sink: Called with the rows of each recorded pass. The recorder does not keep rows that a sink receives.
 
     Attributes:
-        every: As given.
-        step: Training passes so far.
+        every: See the argument.
+        step: Number of training passes so far.
 
     Raises:
-        ValueError: The model has no connections, or ``every`` is not a positive whole number.
+        ValueError: The model has no connections, or ``every`` is not a positive integer.
+
+    >>> import timm, timm_ortho, torch
+    >>> model = timm.create_model("vit_test_ortho")
+    >>> with timm_ortho.record(model, every=2) as recorder:
+    ...     for _ in range(3):
+    ...         _ = model(torch.randn(2, 3, 8, 8))
+    >>> sorted({row["step"] for row in recorder.rows})
+    [0, 2]
     """
 
     def __init__(
-            self, model: nn.Module, every: int = 50, sink: Optional[Callable[[List[Row]], None]] = None) -> None:
+            self,
+            model: nn.Module,
+            every: int = 50,
+            sink: Optional[Callable[[List[RecordedRow]], None]] = None,
+    ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of steps, at least 1, got {every!r}")
+            raise ValueError(f"every must be a positive integer, got {every!r}")
         if not sites_of(_unwrapped(model)):
             raise ValueError(
-                f"{type(_unwrapped(model)).__name__} has no connections to record; "
-                f"timm_ortho.connect(model, 'linear') gives it linear ones, which change nothing")
+                f"{type(_unwrapped(model)).__name__} has no connections to record; call "
+                f"timm_ortho.connect(model, 'linear') first, which does not change its outputs")
         self.every = every
         self.step = 0
         self._sink = sink
-        self._rows: List[Row] = []
+        self._rows: List[RecordedRow] = []
         self._unread: List[_Pass] = []
-        self._pass: Optional[_Pass] = None  # that is under way
-        self._hooks = ExitStack()  # on the sites, during that pass
+        self._pass: Optional[_Pass] = None  # the current pass, if it is recorded
+        self._hooks = ExitStack()  # hooks on the sites, during that pass
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), always_call=True),
         ]
 
     @property
-    def rows(self) -> List[Row]:
-        """The rows so far, step by step and site by site."""
+    def rows(self) -> List[RecordedRow]:
+        """All rows so far, ordered by step and site."""
         unread, self._unread = self._unread, []
-        for one in unread:
-            self._rows += one.rows()
+        for finished in unread:
+            self._rows += finished.rows()
         return self._rows
 
-    def drain(self) -> List[Row]:
-        """The rows so far, which are then forgotten."""
+    def drain(self) -> List[RecordedRow]:
+        """Return all rows so far and delete them from the recorder."""
         rows, self._rows = self.rows, []
         return rows
 
     def state_dict(self) -> Dict[str, Any]:
-        """``step`` and ``rows`` in plain values, for a checkpoint."""
+        """Return ``step`` and ``rows`` as plain values for a checkpoint."""
         return {"step": self.step, "rows": [dict(row) for row in self.rows]}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`: later rows are those of a training that was never interrupted."""
+        """Restore a :meth:`state_dict`, so that a resumed training records the same rows as an uninterrupted one."""
         self.step, self._rows, self._unread = state["step"], [dict(row) for row in state["rows"]], []
 
     def close(self) -> None:
-        """Stop recording; the rows stay. May be called more than once."""
+        """Stop recording and keep the rows. Repeated calls have no effect."""
         self._hooks.close()
         for handle in self._handles:
             handle.remove()
@@ -208,24 +227,24 @@ class Recorder:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    # --------------------------------------------------------------------------------- what the hooks call
+    # ------------------------------------------------------------------------------------------------ hooks
     def _before(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
         if model.training:
             self._begin(model, args, kwargs, torch.compiler.is_compiling())
 
     def _after(self, model: nn.Module, args: Tuple, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._end(succeeded=output is not None)  # it is called whether the pass succeeded or not
+            self._end(succeeded=output is not None)  # also called after a failed pass
 
-    @torch.compiler.disable  # a compiled model calls it as Python, before its graph begins
+    @torch.compiler.disable  # runs in eager mode, before the compiled graph
     def _begin(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any], traced: bool) -> None:
-        if self._pass is not None:  # Ctrl-C in a notebook: that pass never ended
+        if self._pass is not None:  # Ctrl-C in a notebook skips the forward hook
             self._end(succeeded=False)
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return
         self._pass = _Pass(step, sites_of(_unwrapped(model)))
-        self._hooks.enter_context(_watching([site.connection for site in self._pass.sites], self._pass.add))
+        self._hooks.enter_context(_measuring([site.connection for site in self._pass.sites], self._pass.add))
         if traced or _is_compiled(model):
             with _undisturbed(model):
                 _unwrapped(model).forward(*args, **kwargs)
@@ -236,21 +255,20 @@ class Recorder:
         done, self._pass = self._pass, None
         if done is None or not succeeded:
             return
-        if not done.figures:
+        if not done.means:
             warnings.warn(
-                "timm_ortho.record saw none of the model's connections at work: are its blocks compiled one by one, "
-                "or before they were recorded?", stacklevel=2)
+                "timm_ortho.record measured no connection: blocks that are compiled one by one, or before the recorder "
+                "was created, do not run hooks", stacklevel=2)
         self._unread.append(done)
         if self._sink is not None:
             self._sink(self.drain())
 
 
-record = Recorder  # as it is called: timm_ortho.record(model, every=50)
+record = Recorder
 
 
 class _Hook:
-    """A hook of a recorded model. Called by a copy of the model it would count the copy's passes: a copy does nothing.
-    """
+    """Hook of a recorded model. Copies and pickles of it do nothing, so that copies of the model record nothing."""
 
     def __init__(self, call: Callable[..., None] = lambda *_: None) -> None:
         self.call = call
@@ -263,26 +281,26 @@ class _Hook:
 
 
 class _Pass:
-    """One forward pass that is recorded, its figures on the device."""
+    """Measurements of one recorded forward pass, on the device."""
 
     def __init__(self, step: int, sites: List[Site]) -> None:
         self.step = step
         self.sites = sites
-        self.figures: Dict[int, List[Tensor]] = {}  # of each call, by site
+        self.means: Dict[int, List[Tensor]] = {}  # one tensor per call, by index of the site
 
-    def add(self, index: int, figures: Tensor) -> None:
+    def add(self, index: int, means: Tensor) -> None:
         connection = self.sites[index].connection
         if isinstance(connection, HybridConnection):
             learned = torch.stack(connection.in_use())
-            figures = torch.cat([figures, learned.to(figures)])
-        self.figures.setdefault(index, []).append(figures)
+            means = torch.cat([means, learned.to(means)])
+        self.means.setdefault(index, []).append(means)
 
-    def rows(self) -> List[Row]:
-        means = {index: torch.stack(figures).mean(0) for index, figures in self.figures.items()}
+    def rows(self) -> List[RecordedRow]:
+        means = {index: torch.stack(calls).mean(0) for index, calls in self.means.items()}
         values = iter(torch.cat(list(means.values())).tolist() if means else ())
-        return [self._row(self.sites[index], [next(values) for _ in figures]) for index, figures in means.items()]
+        return [self._row(self.sites[index], [next(values) for _ in mean]) for index, mean in means.items()]
 
-    def _row(self, site: Site, values: List[float]) -> Row:
+    def _row(self, site: Site, values: List[float]) -> RecordedRow:
         stream, parallel, orthogonal, cosine, *learned = values
         rho, theta = learned or (None, None)
         return {
@@ -299,7 +317,7 @@ def _ratio(part: float, whole: float) -> float:
 
 # ------------------------------------------------------------------------------------------ wrapped models
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel or ``torch.compile`` wrapped."""
+    """Return the model inside DistributedDataParallel and ``torch.compile``."""
     return _wrappers(model)[-1]
 
 
@@ -309,7 +327,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _wrappers(model: nn.Module) -> List[nn.Module]:
-    """The model as given, what it wraps, and so on."""
+    """Return the model and everything that it wraps, from the outside in."""
     chain = [model]
     while True:
         inner = chain[-1].module if isinstance(chain[-1], DistributedDataParallel) else compiled_model(chain[-1])
@@ -320,13 +338,13 @@ def _wrappers(model: nn.Module) -> List[nn.Module]:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside it the model may run: without gradients, and afterwards random numbers and buffers are as they were."""
+    """Disable gradients, and restore random state and buffers at the end."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
-    kind = next((device.type for device in devices), "cuda")  # without any, only the CPU's numbers are put back
+    kind = next((device.type for device in devices), "cuda")  # without devices, only the CPU's state is restored
     with torch.random.fork_rng([device.index for device in devices], device_type=kind), torch.no_grad():
         try:
             yield
         finally:
             for buffer, kept in buffers:
-                buffer.data.copy_(kept)  # of its data: autograd must not take it for a change
+                buffer.data.copy_(kept)  # .data: autograd must not see a change

@@ -1,6 +1,6 @@
-"""What a model's features are like: effective rank, spectral entropy, spread, and linear CKA between two models.
+"""Compute effective rank, spectral entropy, spread and linear CKA of a model's features.
 
-With F the features, one row for each of n images, and C their covariance matrix (Oh et al. 2025, final version, notes
+F contains one row of features for each of n images, C is their covariance matrix (Oh et al. 2025, final version, notes
 to Table 4)::
 
     p_i = lambda_i / sum_j lambda_j                  lambda: eigenvalues of C
@@ -10,16 +10,12 @@ to Table 4)::
 
     linear CKA         = |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F)      X, Y: centred features of the same images
 
-the last from "Similarity of Neural Network Representations Revisited" (Kornblith et al. 2019, Section 3). The paper's
-own figures for ViT-B do not fit its definitions: exp(6.512) is 673 and not 572.9, so its spectral entropy and its
-effective rank cannot be of the same eigenvalues.
+Linear CKA is from "Similarity of Neural Network Representations Revisited" (Kornblith et al. 2019, Section 3). The
+paper's published values for ViT-B contradict these definitions: exp(6.512) is 673, but the paper reports an effective
+rank of 572.9, so both cannot be computed from the same eigenvalues.
 
-Everything follows from sums over the images, kept by :class:`Moments` in float64: means and products of features, d x d
-numbers however many images there are. Each function takes features ``[n, d]``, or moments where they are too many.
-
-    rank = representation.effective_rank(features)
-    rank = representation.effective_rank(representation.moments(model, loader))
-    both = representation.compare(model, other, loader)
+All functions accept features ``[n, d]``, or :class:`Moments` for data that does not fit in memory. They compute in
+float64.
 """
 import math
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
@@ -33,15 +29,21 @@ Extract = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Moments:
-    """Count, mean and scatter of features that come batch by batch, in float64, as if they had come at once.
+    """Count, mean and scatter matrix of features, accumulated over batches in float64.
 
-    The scatter of a batch is taken around its own mean and then moved (Chan et al. 1979), so that features far from
-    zero lose no digits.
+    The scatter matrix of a batch is computed around the batch's own mean and then shifted (Chan et al. 1979), which
+    keeps precision for features far from zero.
 
     Attributes:
-        count: Rows so far, n.
-        mean: ``[d]``.
+        count: Number of rows so far, n.
+        mean: Mean of the rows, ``[d]``.
         scatter: Sum of the outer products of the centred rows, ``[d, d]``: (n - 1) times the covariance.
+
+    >>> moments = Moments()
+    >>> for batch in torch.eye(4).split(2):
+    ...     _ = moments.update(batch)
+    >>> moments.count, moments.mean.tolist()
+    (4, [0.25, 0.25, 0.25, 0.25])
     """
 
     def __init__(self) -> None:
@@ -49,17 +51,17 @@ class Moments:
         self.mean = self.scatter = torch.zeros(0)
 
     def update(self, features: Tensor) -> "Moments":
-        """Add rows ``[n, d]``; returns itself.
+        """Add rows ``[n, d]`` and return this object.
 
         Raises:
-            ValueError: There is not one row for each image, or the width is not that of the rows before.
+            ValueError: The features have another number of axes, or another width than earlier rows.
         """
         if features.dim() != 2 or (self.count and features.shape[1] != len(self.mean)):
-            wanted = f"images, {len(self.mean) if self.count else 'width'}"
-            raise ValueError(f"features must have the shape [{wanted}], got {list(features.shape)}")
+            expected = f"images, {len(self.mean) if self.count else 'width'}"
+            raise ValueError(f"features must have the shape [{expected}], got {list(features.shape)}")
         if not len(features):
             return self
-        rows = features.detach().to("cpu" if features.device.type == "mps" else features.device)  # has no float64
+        rows = features.detach().to("cpu" if features.device.type == "mps" else features.device)  # MPS has no float64
         rows = rows.to(torch.float64)
         mean = rows.mean(0)
         centred = rows - mean
@@ -74,21 +76,27 @@ class Moments:
         return self
 
     def part(self, begin: int, end: Optional[int] = None) -> "Moments":
-        """The moments of some columns."""
+        """Return the moments of a range of columns."""
         part = Moments()
         part.count, part.mean, part.scatter = self.count, self.mean[begin:end], self.scatter[begin:end, begin:end]
         return part
 
 
-# ------------------------------------------------------------------------------------------- the figures
+# -------------------------------------------------------------------------------------------- the metrics
 def spectral_entropy(features: Union[Tensor, Moments]) -> float:
-    """Entropy of the normalised eigenvalues of the covariance, in nats; NaN where no feature varies.
+    """Return the entropy of the normalised eigenvalues of the covariance, in nats.
 
     Args:
-        features: ``[n, d]`` with n of at least 2, or moments.
+        features: ``[n, d]`` with n >= 2, or moments.
+
+    Returns:
+        The entropy; NaN for constant or non-finite features.
+
+    >>> round(spectral_entropy(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 4)  # log 2
+    0.6931
     """
     scatter = _moments(features).scatter
-    if not scatter.isfinite().all():  # of a model that diverged; eigvalsh raises there
+    if not scatter.isfinite().all():  # eigvalsh raises; a diverged model has such features
         return math.nan
     eigenvalues = torch.linalg.eigvalsh(scatter).clamp(min=0.0)
     shares = eigenvalues / eigenvalues.sum()
@@ -96,33 +104,52 @@ def spectral_entropy(features: Union[Tensor, Moments]) -> float:
 
 
 def effective_rank(features: Union[Tensor, Moments]) -> float:
-    """exp of :func:`spectral_entropy`: between 1 and the width."""
+    """Return the exponential of :func:`spectral_entropy`, between 1 and the width d.
+
+    >>> round(effective_rank(torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]])), 4)  # on a line
+    1.0
+    """
     return math.exp(spectral_entropy(features))
 
 
 def feature_std(features: Union[Tensor, Moments]) -> float:
-    """Standard deviation of a feature over the images, the mean of all features."""
+    """Return the standard deviation over the images, averaged over the features.
+
+    >>> feature_std(torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]]))  # 2 and 0
+    1.0
+    """
     moments = _moments(features)
     return (moments.scatter.diagonal() / (moments.count - 1)).sqrt().mean().item()
 
 
 def linear_cka(x: Tensor, y: Tensor) -> float:
-    """Linear CKA of two representations of the same images, between 0 and 1; NaN where one does not vary.
+    """Return the linear CKA of two representations of the same images.
 
     Args:
-        x: ``[n, d]``.
-        y: ``[n, e]``, of the same images in the same order.
+        x: Features ``[n, d]``.
+        y: Features ``[n, e]`` of the same images in the same order.
+
+    Returns:
+        A number between 0 and 1; NaN if the features of x or y are constant.
 
     Raises:
         ValueError: The numbers of images differ.
+
+    >>> x = torch.randn(10, 4)
+    >>> round(linear_cka(x, 3 * x.flip(1)), 4)  # invariant to rotations, reflections and scaling
+    1.0
     """
     if x.dim() == y.dim() == 2 and len(x) != len(y):
-        raise ValueError(f"both must be of the same images, got {len(x)} and {len(y)}")
+        raise ValueError(f"x and y must have the same number of images, got {len(x)} and {len(y)}")
     return _cka(_moments(torch.cat([x, y.to(x.device)], dim=-1)), x.shape[-1])
 
 
 def summary(features: Union[Tensor, Moments]) -> Dict[str, float]:
-    """``effective_rank``, ``spectral_entropy`` and ``feature_std`` by name."""
+    """Return ``effective_rank``, ``spectral_entropy`` and ``feature_std`` by name.
+
+    >>> sorted(summary(torch.randn(10, 4)))
+    ['effective_rank', 'feature_std', 'spectral_entropy']
+    """
     moments = _moments(features)
     entropy = spectral_entropy(moments)
     return {
@@ -137,34 +164,61 @@ def _moments(features: Union[Tensor, Moments]) -> Moments:
 
 
 def _cka(joint: Moments, width: int) -> float:
-    """Of the first ``width`` columns and the others."""
+    """Return the linear CKA of the first ``width`` columns and the remaining columns."""
     xx, xy, yy = (joint.scatter[:width, :width], joint.scatter[:width, width:], joint.scatter[width:, width:])
     return (xy.square().sum() / (xx.norm() * yy.norm())).item()
 
 
 # ------------------------------------------------------------------------------------- models and loaders
 def pooled(model: nn.Module, images: Tensor) -> Tensor:
-    """What the classifier of a timm model receives, ``[images, width]``: pooled and normalised, before the head."""
-    timms: Any = model
-    if not hasattr(timms, "forward_head"):
-        raise TypeError(f"{type(model).__name__} is no model of timm's: give extract, which takes it and images")
-    return timms.forward_head(timms.forward_features(images), pre_logits=True)
+    """Return the input of a timm model's classifier, pooled and normalised.
+
+    Args:
+        model: A timm model.
+        images: ``[B, C, H, W]``.
+
+    Returns:
+        Features ``[B, d]``.
+
+    Raises:
+        TypeError: The model is not a timm model.
+
+    >>> import timm, timm_ortho
+    >>> pooled(timm.create_model("vit_test_ortho"), torch.randn(2, 3, 8, 8)).shape
+    torch.Size([2, 32])
+    """
+    timm_model: Any = model
+    if not hasattr(timm_model, "forward_head"):
+        raise TypeError(f"{type(model).__name__} is not a timm model; pass extract, a function of model and images")
+    return timm_model.forward_head(timm_model.forward_features(images), pre_logits=True)
 
 
 def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Tensor:
-    """The features of all images of a loader, ``[n, d]``, on the CPU.
+    """Return the features of all images of a loader.
 
     Args:
-        model: Any timm model, or any other that ``extract`` knows. It runs in evaluation mode, where its parameters
-            are, in whatever autocast surrounds the call; afterwards its modes are as they were.
-        loader: Of images, or of tuples that begin with images.
-        extract: Takes model and images and returns their features.
+        model: A timm model, or any model that ``extract`` supports. It runs in evaluation mode on the device of its
+            parameters, under the caller's autocast. Its training modes are restored afterwards.
+        loader: Yields images, or tuples whose first element is images.
+        extract: Function of model and images that returns features ``[B, d]``.
+
+    Returns:
+        Features ``[n, d]`` on the CPU.
+
+    >>> import timm, timm_ortho
+    >>> features(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).shape
+    torch.Size([6, 32])
     """
     return torch.cat([batch.cpu() for batch, in _batches([model], loader, extract)])
 
 
 def moments(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Moments:
-    """The same as ``Moments().update(features(...))``, batch by batch: for data of any size. Arguments as there."""
+    """Return the moments of :func:`features` without keeping all features in memory. The arguments are the same.
+
+    >>> import timm, timm_ortho
+    >>> moments(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).count
+    6
+    """
     total = Moments()
     for batch, in _batches([model], loader, extract):
         total.update(batch)
@@ -172,15 +226,21 @@ def moments(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) 
 
 
 def compare(model: nn.Module, other: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Dict[str, Any]:
-    """Both models' :func:`summary` and the linear CKA between them, in one pass. Arguments as :func:`features`.
+    """Compare the features of two models in one pass over a loader. The arguments are those of :func:`features`.
 
     Returns:
-        ``{"model": summary, "other": summary, "linear_cka": float, "images": int}``.
+        ``{"model": summary, "other": summary, "linear_cka": float, "images": int}``, see :func:`summary`.
+
+    >>> import timm, timm_ortho
+    >>> model = timm.create_model("vit_test_ortho")
+    >>> result = compare(model, model, [torch.randn(4, 3, 8, 8)])
+    >>> round(result["linear_cka"], 4), result["images"]
+    (1.0, 4)
     """
     joint, width = Moments(), 0
-    for one, two in _batches([model, other], loader, extract):
-        width = one.shape[-1]
-        joint.update(torch.cat([one, two.to(one.device)], dim=-1))
+    for x, y in _batches([model, other], loader, extract):
+        width = x.shape[-1]
+        joint.update(torch.cat([x, y.to(x.device)], dim=-1))
     joint = _moments(joint)
     return {
         "model": summary(joint.part(0, width)),
@@ -191,12 +251,12 @@ def compare(model: nn.Module, other: nn.Module, loader: Iterable[Any], extract: 
 
 
 def _batches(models: List[nn.Module], loader: Iterable[Any], extract: Extract) -> Iterator[List[Tensor]]:
-    """For each batch the features by each model, without gradients and in evaluation mode."""
+    """Yield the features of each model for each batch, without gradients and in evaluation mode."""
     for batch in loader:
         images = batch[0] if isinstance(batch, (tuple, list)) else batch
-        found = []
+        batch_features = []
         for model in models:
             device = next(model.parameters(), images).device
             with evaluation(model), torch.no_grad():
-                found.append(extract(model, images.to(device)))
-        yield found
+                batch_features.append(extract(model, images.to(device)))
+        yield batch_features

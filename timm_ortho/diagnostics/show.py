@@ -1,4 +1,4 @@
-"""A model's residual additions, one line each: where they are, what joins them, and what they do to one batch.
+"""Show the residual additions of a model for one batch, as a text table or a plot.
 
 `timm-ortho show` prints :func:`as_text` and writes :func:`as_svg`.
 """
@@ -17,58 +17,66 @@ from .dynamics import SiteDynamics, record_dynamics
 
 _BAR = 10  # characters to either side of zero
 
+MeasuredSites = List[Tuple[Site, SiteDynamics]]
 
-Lines = List[Tuple[Site, SiteDynamics]]  # a site and its averages over the batch
 
+def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
+    """Run ``model`` once in evaluation mode and return each site with its averages.
 
-def lines(model: nn.Module, images: Tensor) -> Lines:
-    """Run ``model`` once, in evaluation mode, on ``images`` of shape ``[B, C, H, W]``.
+    Args:
+        model: A model with connections.
+        images: ``[B, C, H, W]``.
 
     Raises:
         ValueError: The model has no connections.
+
+    >>> import timm, timm_ortho
+    >>> model = timm.create_model("vit_test_ortho")
+    >>> as_text(measured_sites(model, batch(model))).splitlines()[0].split()[:7]
+    ['block', 'site', 'connection', '|x|²', '|f∥|²', '|f⊥|²', 'cosine']
     """
-    found = sites(model)
-    if not found:
-        raise ValueError("the model has no connections: give a variant, or connect it first")
-    return list(zip(found, record_dynamics(model, images, found), strict=True))
+    connected = sites(model)
+    if not connected:
+        raise ValueError("the model has no connections; use a variant, or call timm_ortho.connect first")
+    return list(zip(connected, record_dynamics(model, images, connected), strict=True))
 
 
-def as_text(found: Lines) -> str:
-    """A table for a terminal; the cosine also as a bar from -1 to 1."""
+def as_text(measured: MeasuredSites) -> str:
+    """Return a text table with a bar from -1 to 1 for the cosine."""
     scale = "-1".ljust(_BAR) + "0" + "1".rjust(_BAR)
-    rows: List[Tuple[str, ...]] = [("block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", scale)]
-    for (layer, kind, _, connection), of in found:
-        figures = [f"{value:.4g}" for value in (of.stream, of.parallel, of.orthogonal)]
-        rows.append((str(layer), kind, connection.name, *figures, f"{of.cosine:+.3f}", _bar(of.cosine)))
-    return "\n".join(aligned(rows, "><<>>>><"))
+    table: List[Tuple[str, ...]] = [("block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", scale)]
+    for (layer, kind, _, connection), means in measured:
+        norms = [f"{value:.4g}" for value in (means.stream, means.parallel, means.orthogonal)]
+        table.append((str(layer), kind, connection.name, *norms, f"{means.cosine:+.3f}", _bar(means.cosine)))
+    return "\n".join(aligned(table, "><<>>>><"))
 
 
 def _bar(cosine: float) -> str:
-    """`       ===|          ` for -0.3."""
+    """Return a bar, for example `       ===|          ` for -0.3."""
     filled = 0 if math.isnan(cosine) else min(_BAR, round(abs(cosine) * _BAR))
     if cosine < 0:
         return ("=" * filled).rjust(_BAR) + "|" + " " * _BAR
     return " " * _BAR + "|" + ("=" * filled).ljust(_BAR)
 
 
-def as_svg(found: Lines, path: Path, title: str = "") -> None:
-    """Stream norm and cosine of each site, from the first block at the top to the last; needs matplotlib."""
+def as_svg(measured: MeasuredSites, path: Path, title: str = "") -> None:
+    """Plot stream norm and cosine of each site into an SVG file, the first block at the top. Requires matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(site.connection.name for site, _ in found))
-    colors = [f"C{names.index(site.connection.name)}" for site, _ in found]
-    figure = Figure(figsize=(9, 1.2 + 0.22 * len(found)), layout="constrained")
+    names = list(dict.fromkeys(site.connection.name for site, _ in measured))
+    colors = [f"C{names.index(site.connection.name)}" for site, _ in measured]
+    figure = Figure(figsize=(9, 1.2 + 0.22 * len(measured)), layout="constrained")
     norm, cosine = figure.subplots(1, 2, sharey=True)
-    rows = range(len(found))
-    norm.barh(rows, [of.stream for _, of in found], color=colors)
-    cosine.barh(rows, [of.cosine for _, of in found], color=colors)
+    positions = range(len(measured))
+    norm.barh(positions, [means.stream for _, means in measured], color=colors)
+    cosine.barh(positions, [means.cosine for _, means in measured], color=colors)
     cosine.axvline(0, color="#222222", linewidth=0.9)
     cosine.set_xlim(-1, 1)
-    for axes, below in ((norm, "|x|², the stream that the site receives"), (cosine, "cosine of x and f")):
-        axes.set_xlabel(below)
+    for axes, label in ((norm, "|x|² of the stream"), (cosine, "cosine of x and f")):
+        axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
-    norm.set_yticks(rows, [f"block {site.layer}  {site.kind}" for site, _ in found], fontsize=8)
+    norm.set_yticks(positions, [f"block {site.layer}  {site.kind}" for site, _ in measured], fontsize=8)
     norm.invert_yaxis()
     for index, name in enumerate(names):
         cosine.bar([0], [0], color=f"C{index}", label=name)
@@ -79,15 +87,18 @@ def as_svg(found: Lines, path: Path, title: str = "") -> None:
 
 
 def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mapping[str, Any]] = None) -> Tensor:
-    """Return an image as timm prepares it for a model, or four of noise, the same at each call.
+    """Return one image, preprocessed by timm's evaluation transform, or four noise images from a fixed seed.
 
     Args:
         model: Its configuration describes the images unless ``config`` does.
-        image: A file.
-        config: A data configuration of timm.
+        image: Path of an image file; None for noise.
+        config: A timm data configuration.
+
+    Returns:
+        Images ``[B, C, H, W]``.
 
     Raises:
-        ValueError: The file is no image, or it is grey with 16 or 32 bits.
+        ValueError: The file is not an image, or it is a greyscale image with 16 or 32 bits.
     """
     config = config or data_config(model, {})
     if image is None:

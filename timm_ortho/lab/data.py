@@ -3,6 +3,7 @@
 Every loader draws its random numbers (order, augmentation, mixup) inside `DataStream`, apart from those of the model,
 so that two runs with one seed see the same batches whatever their connections draw.
 """
+import math
 import random
 from argparse import Namespace
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ _FOLDERS = {
     "qmnist": "QMNIST/raw",
     "fashion_mnist": "FashionMNIST/raw",
 }
+
+_CACHE_BYTES = 2**30  # decoded images kept in memory, for each split
 
 
 class Digits(Dataset):
@@ -92,13 +95,19 @@ class _View(Dataset):
         self.index = np.arange(len(dataset)) if index is None else index
         self.mode = mode
         self.transform: Optional[Callable] = None
+        self.cache: Optional[dict[int, tuple]] = None  # decoded images and targets; None caches nothing
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, index: int):
-        image, target = self._read(int(self.index[index]))
-        image = image.convert(self.mode) if self.mode else image
+        sample = None if self.cache is None else self.cache.get(index)
+        if sample is None:
+            image, target = self._read(int(self.index[index]))
+            sample = image.convert(self.mode) if self.mode else image, target
+            if self.cache is not None:
+                self.cache[index] = sample
+        image, target = sample
         return self.transform(image) if self.transform else image, target
 
     def _read(self, index: int):
@@ -289,6 +298,10 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     """
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} images")
+    for split in (source.train, source.validation):
+        if isinstance(split, _View) and split.cache is None and not options.workers:  # workers end with each epoch
+            if len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES:  # Pillow keeps 4 bytes for an RGB pixel
+                split.cache = {}
     mixing = _mixup_arguments(options, source)
     common = dict(
         **{key: data_config[key] for key in ("input_size", "mean", "std")}, num_workers=options.workers,

@@ -22,7 +22,7 @@ from .._checks import known_name
 from .._compat import adapt_model_from_file
 from ..connections import known_connection
 from ..convert import connect
-from ..diagnostics import record_as_asked
+from ..diagnostics import record_if_requested
 from ..weights.checks import checked, located, naming_the_source, restore_source
 from ..weights.pretrained import pretrained_cfgs
 
@@ -87,7 +87,7 @@ def create(
         model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # cards name it
     # timm keeps them from 1.0.31 on, and only in create_model
     model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _PASSING}
-    return record_as_asked(model)
+    return record_if_requested(model)
 
 
 def pop_connection_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[str, Any]:

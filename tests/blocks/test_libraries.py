@@ -1,0 +1,215 @@
+"""The residual blocks of torchvision and transformers: connected, disconnected, pickled and compiled."""
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torchvision
+from helpers.library_models import MODELS
+from helpers.small_models import host
+from torchvision.models import detection, segmentation
+
+from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites
+from timm_ortho.blocks import reached, spec_of, specs
+from timm_ortho.models import coverage
+
+QUICK = {f"transformers {name}" for name in ("vit", "dinov2", "swin", "convnext", "resnet_basic", "cvt", "poolformer")}
+QUICK |= {f"torchvision {name}" for name in (
+    "vit", "swin", "resnet50", "convnext", "efficientnet_b0", "mobilenet_v3_small", "maxvit", "regnet_y_400mf", "r3d")}
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+COMPILED = {*(f"torchvision {name}" for name in ("vit", "resnet50", "convnext")),
+            *(f"transformers {name}" for name in ("vit", "convnext"))}
+SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate(MODELS)}
+
+
+def made(name):
+    if name.startswith("transformers"):
+        transformers = pytest.importorskip("transformers", minversion="5")
+        transformers.logging.set_verbosity_error()
+    model, images = MODELS[name]()
+    for parameter in model.parameters():
+        if not parameter.any():  # a head that starts at zero would hide what comes before it
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model, images
+
+
+def output(result):
+    """A model's logits, or the last hidden state of one without a head."""
+    return result if torch.is_tensor(result) else result[0]
+
+
+def step(model, images):
+    """Logits in training, gradients by name, and logits in evaluation."""
+    torch.manual_seed(0)
+    y = output(model.train()(images))
+    model.zero_grad()
+    y.square().mean().backward()
+    with torch.no_grad():
+        evaluated = output(copy.deepcopy(model).eval()(images))
+    return y.detach(), {name: p.grad for name, p in model.named_parameters()}, evaluated
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_linear_is_the_librarys_model_and_the_others_train(name):
+    host, images = made(name)
+    classes, keys = [type(module) for module in host.modules()], list(host.state_dict())
+    expected = step(copy.deepcopy(host), images)
+    linear = step(connect(copy.deepcopy(host), "linear"), images)
+    assert torch.equal(linear[0], expected[0])
+    assert torch.equal(linear[2], expected[2])
+    for scope in ("feature", "global"):
+        model = connect(copy.deepcopy(host), scope)
+        y, gradients, _ = step(model, images)
+        assert not torch.equal(y, expected[0]), scope
+        assert y.isfinite().all()
+        missing = [key for key, grad in expected[1].items() if grad is not None and gradients[key] is None]
+        assert missing == []
+    assert list(model.state_dict()) == keys
+    disconnect(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert sites(model) == []
+    model.load_state_dict(host.state_dict())
+    assert torch.equal(step(model, images)[0], expected[0])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_streams_are_as_wide_as_the_table_says(name):
+    """At every site: it is what a transform of the stream is made for, and shows the channel axis."""
+    model, images = made(name)
+    connect(model, SCOPE[name], skip="orthogonal_tp")
+    reached = {}
+    for site in sites(model):
+        def hook(module, inputs, name=site.name):
+            reached[name] = {tensor.shape[module.dim] for tensor in inputs} == {module.skip.width}
+        site.connection.register_forward_pre_hook(hook)
+    model.train()(images)
+    assert reached == {site.name: True for site in sites(model)}
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in COMPILED else pytest.mark.slow) for name in MODELS])
+def test_compiled_as_the_untouched_model_is(name):
+    torch._dynamo.reset()
+    host, images = made(name)
+    host.eval()
+    try:
+        torch.compile(copy.deepcopy(host), fullgraph=True, backend="eager")(images)
+    except Exception as error:  # noqa: BLE001 whatever the compiler raises
+        pytest.skip(f"the untouched model does not compile as one graph: {type(error).__name__}")
+    torch._dynamo.reset()
+    model = connect(host, SCOPE[name])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    found = []
+    for form in (compiled, model):
+        torch.manual_seed(0)  # vit_mae leaves patches out
+        found.append(output(form(images)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("library", ["torchvision", "transformers"])
+def test_every_line_of_a_table_has_a_model_here(library):
+    pytest.importorskip(library)
+    lines = {spec.name for spec in specs(library) if host(spec)}
+    found = set()
+    for name in MODELS:
+        if name.startswith(library):
+            model, _ = made(name)
+            found |= {spec.name for module in model.modules() if (spec := spec_of(module)) and reached(module, spec)}
+    # of video models, of text towers and of architectures that need more than an image
+    others = {"Swinv2CrLayer", "Siglip2EncoderLayer", "PerceiverLayer", "PerceiverAttention"}
+    assert {name for name in lines - found if name.rpartition(".")[2] not in others} == set()
+
+
+@pytest.mark.parametrize("name", ["torchvision resnet18", "transformers vit"])
+def test_pickled_into_a_fresh_process(name, tmp_path):
+    model, images = made(name)
+    connect(model, "feature").eval()
+    (tmp_path / "model").write_bytes(pickle.dumps((model, images)))
+    code = ("import pickle, sys, torch; import timm_ortho; torch.set_num_threads(1); "
+            "model, images = pickle.load(open(sys.argv[1], 'rb')); y = model(images); "
+            "torch.save(y if torch.is_tensor(y) else y[0], sys.argv[2])")
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model", tmp_path / "y"], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "y"), output(model(images)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("build", [
+    detection.retinanet_resnet50_fpn, detection.ssdlite320_mobilenet_v3_large, detection.fasterrcnn_resnet50_fpn,
+    segmentation.lraspp_mobilenet_v3_large])
+def test_detectors_and_segmentation_networks_of_torchvision(build):
+    """What they add outside their backbone is no stream."""
+    with torch.device("meta"):
+        model = build(weights=None, weights_backbone=None)
+    assert len(sites(connect(model))) == len(sites(connect(model.backbone))) > 0
+
+
+TEXT = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=16, pad_token_id=0)
+UNSUPPORTED = {  # text models of transformers, and their residual blocks
+    "Bert": (TEXT, ["BertSelfOutput", "BertOutput"]),
+    "Electra": (dict(TEXT, embedding_size=16), ["ElectraSelfOutput", "ElectraOutput"]),
+    "Roberta": (TEXT, ["RobertaSelfOutput", "RobertaOutput"]),
+    "Deberta": (TEXT, ["DebertaSelfOutput", "DebertaOutput"]),
+    "DebertaV2": (TEXT, ["DebertaV2SelfOutput", "DebertaV2Output"]),
+    "BlipText": (TEXT, ["BlipTextSelfOutput", "BlipTextOutput"]),
+    "Blip2QFormer": (dict(TEXT, encoder_hidden_size=16), ["Blip2QFormerSelfOutput", "Blip2QFormerOutput"]),
+    "MPNet": (TEXT, ["MPNetAttention", "MPNetOutput"]),
+    "T5": (dict(vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2),
+           ["T5LayerSelfAttention", "T5LayerFF", "T5LayerCrossAttention"]),
+    "GPT2": (dict(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16), ["GPT2Block"]),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_model_that_is_supported_in_part_is_refused(name):
+    """With the blocks that hold its text model's additions by name, and as it was."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    arguments, blocks = UNSUPPORTED[name]
+    vit, _ = made("transformers vit")
+    text = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**arguments))
+    model = torch.nn.ModuleList([vit, text])
+    for one in (model, text):
+        with pytest.raises(UnsupportedModelError, match=f"not supported: .*{blocks[0]}") as error:
+            connect(one)
+        found = [full.rpartition(".")[2] for full in error.value.unsupported]
+        assert set(blocks) <= set(found)
+        assert not any(word in full for full in found for word in ("Embeddings", "Norm", "Pooler"))
+    assert sites(model) == []
+
+
+def test_layers_count_blocks_as_a_person_would():
+    """transformers' CvT splits a block over two classes, of which one holds the other."""
+    model, _ = made("transformers cvt")
+    found = sites(connect(model, "feature", layers=[0]))
+    assert [(site.layer, site.kind) for site in found] == [
+        (layer, kind) for layer in range(3) for kind in ("attention", "mlp")]
+    assert [type(site.connection).__name__ for site in found] == ["FeatureConnection"] * 2 + ["LinearConnection"] * 4
+
+
+def test_the_list_has_the_libraries(capsys):
+    assert cli.main(["list"]) == 0
+    _, _, text = capsys.readouterr().out.partition(f"\ntorchvision {torchvision.__version__.partition('+')[0]}")
+    lines = text.splitlines()
+    assert "resnet              BasicBlock, Bottleneck" in lines
+    counts = {title.split()[0]: sum(map(len, blocks.values())) for title, blocks in coverage.libraries().items()}
+    assert counts == {library: len(specs(library)) for library in counts}
+
+
+PLAIN = ("alexnet", "densenet", "googlenet", "inception", "shufflenet", "squeezenet", "vgg")  # no residual additions
+
+
+@pytest.mark.slow
+def test_every_classification_network_of_torchvision_is_covered():
+    for name in torchvision.models.list_models(module=torchvision.models):
+        reads_numbers = name.startswith("regnet")  # while it is built: no meta device
+        if reads_numbers and name != "regnet_y_400mf":
+            continue
+        arguments = dict(init_weights=False) if name in ("googlenet", "inception_v3") else {}
+        with torch.device("cpu" if reads_numbers else "meta"):
+            model = torchvision.models.get_model(name, weights=None, **arguments)
+        if name.startswith(PLAIN):
+            with pytest.raises(UnsupportedModelError, match="no residual block found"):
+                connect(model)
+        else:
+            assert sites(connect(model)), name

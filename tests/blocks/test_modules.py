@@ -1,0 +1,68 @@
+"""Models of several modules of timm train and can be exported; `scripts/check_modules.py` does it with all of them."""
+import pytest
+import torch
+from helpers.module_checks import compiles, exports, model_of, runs_as_onnx, trains
+from helpers.small_models import of_modules
+
+import timm_ortho
+from timm_ortho.functional import plain_update
+
+# One for each way in which blocks are routed: an attribute of the block, an if, an in-place sum, a post-activation sum,
+# several streams. Small and quick ones.
+TRAINED = [
+    ("eva", "global"), ("convnext", "feature"), ("resnet", "global"), ("mlp_mixer", "global"),
+    pytest.param("swin_transformer", "feature", marks=pytest.mark.slow),
+    pytest.param("crossvit", "feature", marks=pytest.mark.slow),
+]
+EXPORTED = [
+    ("vision_transformer", "feature"), ("beit", "global"), ("convnext", "global"), ("resnet", "feature"),
+    ("mlp_mixer", "feature"), ("metaformer", "global"), ("hiera", "feature"), ("naflexvit", "global"),
+]
+COMPILED = [case if case[0] in ("beit", "resnet") else pytest.param(*case, marks=pytest.mark.slow) for case in EXPORTED]
+
+
+@pytest.mark.parametrize(("module", "connection"), TRAINED)
+def test_trains_on_digits(module, connection):
+    trains(of_modules()[module], connection)
+
+
+@pytest.mark.parametrize(("module", "connection"), EXPORTED)
+def test_same_outputs_exported(module, connection):
+    exports(of_modules()[module], connection)
+
+
+@pytest.mark.parametrize(("module", "connection"), COMPILED)
+def test_same_outputs_compiled(module, connection):
+    compiles(of_modules()[module], connection)
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it exports none of timm's ResNets either")
+@pytest.mark.parametrize(("module", "connection"), COMPILED)
+def test_same_outputs_in_onnxruntime(module, connection):
+    for package in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    runs_as_onnx(of_modules()[module], connection)
+
+
+@pytest.mark.parametrize("module", of_modules())
+def test_what_is_recorded_rounds_as_eager_mode_at_every_site(module):
+    """Deep networks show any difference, that of a memory format behind the update too."""
+    model, size = model_of(of_modules()[module], "feature")
+    reached = []
+
+    def compare(connection, inputs, options, y):
+        x, f, mask = (*inputs, None)[:3]
+        plain = plain_update(x, f, 0.0, 1.0, connection.dims, connection.eps, options.get("mask", mask))
+        assert torch.equal(plain, y)
+        assert laid_out(plain) == laid_out(y)
+        reached.append(connection)
+
+    for site in timm_ortho.sites(model.eval()):
+        site.connection.register_forward_hook(compare, with_kwargs=True)
+    with torch.inference_mode():
+        model(torch.randn(2, 3, size, size))
+    assert reached
+
+
+def laid_out(x):
+    return [stride for stride, length in zip(x.stride(), x.shape, strict=True) if length > 1]

@@ -1,0 +1,356 @@
+"""The table of timm's residual blocks, line by line: on a small model for each, and on what it leaves out."""
+import copy
+import importlib
+import inspect
+import pickle
+import pkgutil
+from pathlib import Path
+from typing import Optional
+
+import pytest
+import timm
+import torch
+from helpers.small_models import BLOCKS_OF_OTHERS, LARGER, MADE, SMALL, build, class_of, host, of_modules, step
+from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
+
+from timm_ortho import UnsupportedModelError, connect, sites
+from timm_ortho.blocks import reached, routed, routed_class, spec_of, specs, tables, timm as table
+from timm_ortho.blocks.detection import looks_residual
+from timm_ortho.models import coverage
+from timm_ortho.models._build import on_meta
+
+TIMM = specs("timm")
+ALL = [*SMALL, *MADE, *LARGER]
+SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *BLOCKS_OF_OTHERS])}  # in turn
+MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
+SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in [*LARGER, *BLOCKS_OF_OTHERS])]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_linear_is_timms_model_and_the_others_train(name):
+    """Bit for bit; otherwise every site is reached, changes the output, and every parameter keeps its gradient."""
+    host, size = build(name)
+    model = connect(copy.deepcopy(host), "linear")
+    expected = step(host, size)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(step(model, size), expected, strict=True))
+    connect(model, SCOPE[name])
+    reached = set()
+    for site in sites(model):
+        site.connection.register_forward_hook(lambda *_, name=site.name: reached.add(name))
+    result = step(model, size)
+    assert not torch.equal(result[0], expected[0])
+    assert all(tensor is None or torch.isfinite(tensor).all() for tensor in result)
+    assert [tensor is None for tensor in result] == [tensor is None for tensor in expected]
+    assert reached == {site.name for site in sites(model)}
+    transformed = outputs(connect(model, SCOPE[name], skip="orthogonal_tp"), torch.randn(2, 3, size, size))
+    assert all(torch.isfinite(tensor).all() for tensor in transformed)
+
+
+def outputs(model, x):
+    with torch.no_grad():
+        y = model.eval()(x)
+    return y if isinstance(y, tuple) else (y,)
+
+
+@pytest.mark.skipif(
+    not isinstance(on_meta(), torch.device), reason="before timm 1.0.21 not all of a model is on the meta device")
+@pytest.mark.parametrize("name", SHAPES)
+def test_streams_are_as_wide_as_the_table_says(name):
+    """At every site, stream and branch: it is what a transform of the stream is made for, and shows the channel axis.
+
+    Whatever the connection and the transform, the shapes are those of timm's model.
+    """
+    with on_meta():
+        model, size = build(name)
+        expected = [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))]
+    connect(model, SCOPE[name], skip="orthogonal_tp")
+    seen = {}
+    for site in sites(model):
+        block = model.get_submodule(site.name.rpartition(".")[0])
+        width = spec_of(block).widths(block)[site.kind]
+        site.connection.register_forward_pre_hook(
+            lambda module, inputs, key=(site.name, width): seen.update(
+                {key: [tensor.shape[module.dim] for tensor in inputs]}))
+    with on_meta():
+        assert [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))] == expected
+    assert sorted(name for name, _ in seen) == sorted(site.name for site in sites(model))
+    assert {key: widths for key, widths in seen.items() if set(widths) != {key[1]}} == {}
+
+
+def test_every_covered_module_has_a_model_here():
+    covered = {row.module for row in coverage.rows() if row.covered}
+    assert covered <= set(of_modules())
+
+
+@pytest.mark.slow
+def test_every_line_of_the_table_has_a_model_here():
+    with on_meta():
+        models = [build(name)[0] for name in [*ALL, *BLOCKS_OF_OTHERS] if name in MADE or timm.is_model(name)]
+    found = {spec.name for model in models for module in model.modules()
+             if (spec := spec_of(module)) and reached(module, spec)}
+    assert {spec.name for spec in TIMM if host(spec)} - found == set()
+
+
+@pytest.mark.parametrize("spec", TIMM, ids=lambda spec: spec.name)
+def test_every_line_holds_for_the_installed_timm(spec):
+    if not host(spec):
+        pytest.skip(f"timm {timm.__version__} has no {spec.name}")
+    cls = routed_class(host(spec), spec)
+    assert cls is getattr(routed, routed.routed_name(spec.name))
+    source = inspect.getsource(getattr(cls, spec.method, cls.forward))
+    assert all(f"self.{attribute}(" in source for attribute in spec.sites.values())
+    assert len(set(spec.sites.values())) == sum(kind is not None for kind in spec.kinds)
+
+
+def test_channel_axes():
+    """The axis of each site has as many entries as a stream there has channels, where the arguments say how many."""
+    def axes(name):
+        model, size = build(name)
+        connect(model, "feature")
+        seen = {}
+        for site in sites(model):
+            site.connection.register_forward_hook(
+                lambda module, inputs, _, name=site.name: seen.update({name: inputs[0].shape[module.dim]}))
+        outputs(model, torch.randn(1, 3, size, size))
+        return seen
+
+    seen = axes("caformer")
+    assert [seen[f"stages.{i}.blocks.0.connection_mixer"] for i in range(4)] == [32, 32, 96, 96]
+    assert set(axes("nest").values()) == {24, 48, 96}
+    assert set(axes("levit_conv_128s").values()) == set(axes("levit_128s").values()) == {32, 48, 64}
+    edgenext = axes("edgenext_xx_small")
+    for kind in ("attention", "mlp"):
+        assert {size for name, size in edgenext.items() if name.endswith(kind)} == {48, 88, 168}
+
+
+# ----------------------------------------------------------------------------------------------- what is no site
+def test_blocks_without_a_sum_as_configured_stay_as_they_are():
+    with on_meta():
+        model = connect(timm.create_model("mobilenetv3_small_050"), "feature")
+    blocks = [module for module in model.modules() if isinstance(module, efficientnet_blocks.InvertedResidual)]
+    with_skip = [block for block in blocks if block.has_skip]
+    assert 0 < len(with_skip) < len(blocks)
+    assert [site.layer for site in sites(model)] == list(range(len(with_skip)))
+    assert all((type(block) is efficientnet_blocks.InvertedResidual) != block.has_skip for block in blocks)
+
+
+def test_a_block_with_half_of_its_sums():
+    model, size = build("visformer_tiny")
+    connect(model, "hybrid", start="linear")
+    halves = [module for module in model.modules() if type(module) is routed.timm__models__visformer__Block__mlp]
+    assert halves
+    assert not any(hasattr(half, "connection_attention") for half in halves)
+    again = pickle.loads(pickle.dumps(model))
+    assert [type(a) for a in again.modules()] == [type(a) for a in model.modules()]
+    assert all(torch.equal(a, b) for a, b in zip(step(again, size), step(model, size), strict=True))
+    with pytest.raises(AttributeError):
+        routed.timm__models__visformer__Block__nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [
+    "repvit_m1",
+    *(pytest.param(name, marks=pytest.mark.whole) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
+])
+def test_folding_a_model_changes_nothing(name):
+    """What a re-parameterisation folds into a convolution is no site, or the folded model would be another."""
+    model, size = build(name)
+    model = connect(model, "feature").eval()
+    step(model, size)  # batch statistics that are not 0 and 1
+    x = torch.randn(2, 3, size, size)
+    folded = timm.utils.reparameterize_model(model.eval())
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-3, atol=1e-3)
+    assert len(sites(folded)) == len(sites(model))
+
+
+def test_what_is_listed_as_no_stream_is_not_taken_for_one():
+    """Nor is it in the table, or it would be left out for nothing."""
+    assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
+    here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
+    assert len(here) > 30
+    names = {cls.__name__ for cls in here if not looks_residual(cls)}
+    assert names <= {"Cell", "CellStem0"}  # of pnasnet, listed for the reason alone
+
+
+def test_every_class_of_timm_that_looks_residual_is_in_a_table():
+    """Or users who choose it, an attention gate say, would be refused a model that is otherwise supported."""
+    names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
+    names |= {f"timm.models.{name}" for name in list_modules() if coverage.architectures(name)}
+    in_table = {host(spec) for spec in TIMM} - {None}
+    names |= {cls.__module__ for cls in in_table}
+    classes = {
+        cls for name in names for cls in vars(importlib.import_module(name)).values()
+        if inspect.isclass(cls) and issubclass(cls, torch.nn.Module) and cls.__module__ == name
+    }
+    assert len(classes) > 600
+    left = {cls for cls in classes - in_table if is_residual(cls)}
+    assert {cls for cls in left if not any(issubclass(block, cls) for block in in_table)} == set()
+
+
+def is_residual(cls):
+    return f"{cls.__module__}.{cls.__qualname__}" not in tables.NOT_RESIDUAL and looks_residual(cls)
+
+
+class _Sums(torch.nn.Module):
+    """Residual additions in other words than ``x + f``."""
+
+    def annotated(self, x):
+        z: torch.Tensor = self.f(x)
+        return z + x
+
+    def function(self, x):
+        return torch.add(x, self.f(x))
+
+    def method(self, x):
+        return self.f(x).add_(x)
+
+    def module(self, x):
+        return self.sum.add_relu(self.f(x), x)
+
+    def named(self, x):
+        return self.g(y := self.f(x)) + y
+
+    def positional(self, x, /):
+        return x + self.f(x)
+
+    def any_number(self, *args):
+        return args[0] + self.f(args[0])
+
+    def by_name(self, *, x):
+        return x + self.f(x)
+
+    def looped(self, xs):
+        done = []
+        for x in xs:
+            done.append(x + self.f(x))
+        return done
+
+    def comprehended(self, xs):
+        return [x + self.f(x) for x in xs]
+
+    def keyword(self, x):
+        return torch.add(x, other=self.f(x))
+
+    def arguments(self, hidden_states, input_tensor):
+        return self.f(hidden_states) + input_tensor
+
+    def reversed(self, mask, *, residual, branch: Optional[torch.Tensor] = None):
+        return torch.add(branch, residual)
+
+    def scattered(self, first, *others):
+        return others[0] + others[1]
+
+    def masked(self, x, attn_mask, mask=None, rel_pos_bias=None, pixel_pos=None):
+        return (x @ x) + attn_mask + mask + rel_pos_bias + pixel_pos
+
+    def counted(self, x, start: int, scale: Optional[float] = None):
+        return self.f(x, start + len(x)) * (scale + start)
+
+    def listed(self, x, children):
+        return self.f([x] + children)  # noqa: RUF005 the sum is what is tested
+
+    def moved(self, x):
+        return x + self.pos_embed(x).to(x)
+
+    def typed(self, x, token_type_ids, position_ids):
+        return x + self.token_type_embeddings(token_type_ids) + self.f(position_ids)
+
+    def constant(self, x):
+        return torch.add(x, 1.0)
+
+    def collected(self, x):
+        seen = set()
+        seen.add(x)
+        return x
+
+    def outputs(self, x):
+        y = self.f(x)
+        return y + self.g(y)[1:]
+
+    def position(self, x):
+        return x + self.interpolate_pos_encoding(x)
+
+
+@pytest.mark.parametrize(("method", "residual"), [
+    ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True),
+    ("positional", True), ("any_number", True), ("by_name", True), ("looped", True), ("comprehended", True),
+    ("keyword", True), ("arguments", True), ("reversed", True), ("scattered", True), ("masked", False),
+    ("counted", False), ("listed", False), ("moved", False), ("typed", False), ("constant", False),
+    ("collected", False), ("outputs", False), ("position", False),
+])
+def test_what_looks_residual(method, residual):
+    assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual
+
+
+def test_a_gate_of_the_branch_is_no_residual_block():
+    model = connect(timm.create_model("resnet18", block_args={"attn_layer": "cbam"}), "feature")
+    assert len(sites(model)) == 8
+
+
+# ------------------------------------------------------------------------------------------- tokens and their scope
+def test_the_class_tokens_of_xcit_keep_their_stream_among_copies_of_the_others():
+    """The other tokens' branch is what they are: in one sum with them the class token would lose its own stream."""
+    model, size = build("xcit_nano_12_p8_224")
+    connect(model, "global").eval()
+    kept = []
+
+    def measure(connection, inputs, y):
+        (x, f), y = (tensor[:, 0] for tensor in inputs[:2]), y[:, 0]
+        across = y - x
+        torch.testing.assert_close((across * x).sum(-1), torch.zeros(len(x)), atol=1e-4, rtol=0.0)
+        torch.testing.assert_close(across, f - (f * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True) * x)
+        kept.append(connection)
+
+    here = [site for site in sites(model) if site.name.startswith("cls_attn_blocks")]
+    for site in here:
+        site.connection.register_forward_hook(measure)
+    outputs(model, torch.randn(2, 3, size, size))
+    assert len(here) == 2
+    assert kept == [site.connection for site in here]
+    assert {site.connection.dims is None for site in sites(model) if site not in here} == {True}
+
+
+@pytest.mark.parametrize("name", ["vgg11", "repvgg_a0", "densenet121"])
+def test_models_without_a_stream(name):
+    with on_meta():
+        model = timm.create_model(name)
+    with pytest.raises(UnsupportedModelError, match="no residual block found"):
+        connect(model, "feature")
+
+
+# ------------------------------------------------------------------------------------------------------ coverage
+def test_coverage_is_what_the_registry_has():
+    rows = {row.module: row for row in coverage.rows()}
+    assert set(rows) == {name for name in list_modules() if coverage.architectures(name)}
+    for row in rows.values():
+        assert sorted([*row.covered, *row.left_out]) == sorted(coverage.architectures(row.module))
+    assert sum(len(row.covered) for row in rows.values()) > 1000
+    assert rows["vgg"].covered == {}
+    assert set(rows["vgg"].left_out.values()) == {"no residual additions"}
+    assert rows["resnet"].covered["resnet18"] == 8
+    assert "re-parameterisation" in rows["byobnet"].left_out["repvgg_a0"]
+
+
+def test_every_covered_architecture_is_registered():
+    names = set(timm.list_models())
+    bases = coverage.bases()
+    assert len(bases) > 1000
+    registered = {base for base in bases if {base + "_ortho", base + "_orthog"} <= names}
+    assert set(bases) - registered == {base for base in bases if timm.get_pretrained_cfg(base) is None}  # timm 1.0.16
+    assert not {name for row in coverage.rows() for name in row.left_out if name + "_ortho" in names}
+
+
+@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page's table is of another timm")
+def test_the_page_has_the_table_of_coverage():
+    page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
+    assert coverage.table() in page
+
+
+def test_what_a_newer_timm_adds_is_reported(monkeypatch):
+    monkeypatch.setattr(coverage, "load", lambda: {"timm": "1.0.0", "modules": {
+        "resnet": {"covered": {"resnet18": 8}, "left_out": {}}}})
+    rows = {row.module: row for row in coverage.rows()}
+    assert rows["resnet"].left_out["resnet34"] == coverage.UNKNOWN
+    assert set(rows["vgg"].left_out.values()) == {coverage.UNKNOWN}
+    assert "resnet34" in coverage.bases()  # of a module that is known: there, and an error if it cannot be connected
+    assert "vgg11" not in coverage.bases()
+

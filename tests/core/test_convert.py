@@ -1,0 +1,484 @@
+"""connect(): any model of supported blocks, at any time, or an error and the model as it was."""
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.models import resnetv2, vision_transformer as vit
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from torch import nn
+
+from timm_ortho import Connection, LinearConnection, RoutingError, UnsupportedModelError, connect, disconnect, sites
+from timm_ortho.blocks import routed, specs
+from timm_ortho.blocks.detection import looks_residual
+from timm_ortho.connections import CONNECTIONS
+from timm_ortho.models._build import on_meta
+
+TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
+
+
+def tiny_resnet(preact=True, basic=False, **kwargs):
+    return resnetv2.ResNetV2(
+        layers=(1, 2), channels=(32, 64), num_classes=5, stem_chs=16, preact=preact, basic=basic,
+        norm_layer=timm.layers.BatchNormAct2d, **kwargs)
+
+
+def tiny_vit(**kwargs):
+    return vit.VisionTransformer(**{**TINY_VIT, **kwargs})
+
+
+BLOCKS = {  # one model for each line of the table
+    "Block": tiny_vit,
+    "ResPostBlock": lambda: tiny_vit(block_fn=vit.ResPostBlock),
+    "ParallelScalingBlock": lambda: tiny_vit(block_fn=vit.ParallelScalingBlock),
+    "ParallelThingsBlock": lambda: tiny_vit(block_fn=vit.ParallelThingsBlock),
+    "PreActBasic": lambda: tiny_resnet(basic=True),
+    "PreActBottleneck": tiny_resnet,
+    "Bottleneck": lambda: tiny_resnet(preact=False),
+}
+if hasattr(vit, "DiffParallelScalingBlock"):  # timm 1.0.23 and later
+    BLOCKS["DiffParallelScalingBlock"] = lambda: tiny_vit(block_fn=vit.DiffParallelScalingBlock)
+
+
+def test_every_line_of_the_papers_families_has_a_model_here():
+    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # the others: ../blocks/test_timm.py
+    names = [spec.name.rpartition(".") for spec in specs("timm")]
+    missing = {block for module, _, block in names if module in modules} - set(BLOCKS)
+    assert missing <= ({"DiffParallelScalingBlock"} if not hasattr(vit, "DiffParallelScalingBlock") else set())
+
+
+def build(block):
+    torch.manual_seed(0)
+    return BLOCKS[block]()
+
+
+def images(n=3):
+    return torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def step(model):
+    """Output and every gradient of one training step."""
+    model.zero_grad()
+    y = model(images())
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("connection", ["feature", "global", "hybrid"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_site_is_orthogonal(block, connection):
+    """What each site adds is at right angles to its stream, over its axes; and gradients reach every parameter."""
+    model = connect(build(block).double(), connection)
+    checked = []
+
+    def check(module, inputs, y):
+        x, f = inputs
+        dims = (module.dim,) if connection != "global" else tuple(range(1, x.ndim))
+        lengths = x.square().sum(dims).sqrt() * f.square().sum(dims).sqrt()
+        angle = (x * (y - x)).sum(dims) / lengths.clamp_min(1e-3)
+        checked.append(angle.abs().max().item())
+
+    for site in sites(model):
+        site.connection.register_forward_hook(check)
+    model(images().double()).square().sum().backward()
+    assert len(checked) == len(sites(model)) > 0
+    assert max(checked) < 1e-3  # eps is 1e-6 and some streams are small
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_sites_say_where_they_are():
+    names = [(s.layer, s.kind, s.name) for s in sites(connect(build("Block"), "feature"))]
+    assert names == [
+        (0, "attention", "blocks.0.connection_attention"), (0, "mlp", "blocks.0.connection_mlp"),
+        (1, "attention", "blocks.1.connection_attention"), (1, "mlp", "blocks.1.connection_mlp"),
+    ]
+    assert {s.connection.dim for s in sites(connect(build("PreActBasic"), "global"))} == {1}
+    assert sites(build("Block")) == []
+
+
+def test_masked_attention_goes_through_the_same_site():
+    model = connect(build("ParallelThingsBlock"), "feature")
+    block, calls = model.blocks[0].eval(), []
+    block.connection_attention.register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(2, 5, 48)
+    everything = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    torch.testing.assert_close(block(x, attn_mask=everything), block(x))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_there_and_back(block):
+    model = build(block)
+    keys, expected = list(model.state_dict()), step(build(block))
+    connect(model, "hybrid", start="linear")
+    assert len(model.state_dict()) == len(keys) + 2 * len(sites(model))
+    for connection in ("feature", "global", "hybrid", "linear"):
+        connect(model, connection)
+        assert {type(s.connection) for s in sites(model)} == {CONNECTIONS[connection]}
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(a, b) for a, b in zip(step(model), expected, strict=True))
+
+
+def test_layers():
+    for layers in ([1], {1}, range(1, 2), iter([1]), np.array([1]), 1, np.int64(1)):
+        model = connect(build("Block"), "feature", layers=layers)
+        classes = [type(site.connection).__name__ for site in sites(model)]
+        assert classes == ["LinearConnection"] * 2 + ["FeatureConnection"] * 2
+    assert {type(s.connection) for s in sites(connect(model, "global", layers=[]))} == {LinearConnection}
+
+
+def test_kinds():
+    for kinds in ("mlp", ["mlp"], {"mlp"}, iter(["mlp"])):
+        model = connect(build("Block"), "feature", kinds=kinds)
+        assert [(s.kind, s.connection.name) for s in sites(model)] == [("attention", "linear"), ("mlp", "feature")] * 2
+    connect(model, "global", kinds=["attention"], layers=[1])
+    assert [s.connection.name for s in sites(model)] == ["linear", "linear", "global", "linear"]
+    connect(model, "hybrid", kinds=[])
+    assert {s.connection.name for s in sites(model)} == {"linear"}
+
+
+def test_arguments_reach_the_connections():
+    model = connect(build("Block").eval(), "feature", eps=1e-3, prob=0.25)
+    assert {(s.connection.eps, s.connection.prob, s.connection.training) for s in sites(model)} == {(1e-3, 0.25, False)}
+    assert sites(connect(model, "hybrid", start="linear"))[0].connection.theta.item() > 0.7
+
+
+def test_hybrid_follows_device_and_dtype():
+    model = connect(build("Block").double(), "hybrid")
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    with on_meta():
+        model = connect(tiny_vit(), "hybrid")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def decayed(model, **options):
+    """Names of the parameters to which an optimizer of timm's applies weight decay."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=0.1, weight_decay=0.05, **options)
+    groups = [group["params"] for group in optimizer.param_groups if group["weight_decay"]]
+    return {names[parameter] for group in groups for parameter in group}
+
+
+ASKING = [{}, dict(layer_decay=0.7)]
+if "weight_decay_exclude_1d" in inspect.signature(param_groups_weight_decay).parameters:  # before, it asked nobody
+    ASKING += [dict(filter_bias_and_bn=False), dict(filter_bias_and_bn=False, layer_decay=0.7)]
+
+
+@pytest.mark.parametrize("options", ASKING)
+@pytest.mark.parametrize("kind", ["Block", "PreActBasic"])
+def test_learned_connections_get_no_weight_decay(kind, options):
+    model = build(kind)
+    before = decayed(model, **options)
+    assert before
+    connect(model, "hybrid")
+    assert decayed(model, **options) == before
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert decayed(copied, **options) == before
+
+
+def test_what_an_instance_says_it_spares_stays():
+    model = tiny_vit()
+    model.no_weight_decay = lambda: {"mine"}
+    assert connect(model, "feature").no_weight_decay() == {"mine"}
+
+
+def test_learned_connections_of_a_quantized_block_and_of_one_without_data():
+    model = tiny_vit()
+    model.blocks[0].norm1.weight = nn.Parameter(torch.ones(48, dtype=torch.int8), requires_grad=False)
+    connect(model, "hybrid", start="linear")
+    assert {site.connection.rho.dtype for site in sites(model)} == {torch.float32}
+    made = sites(model)[0].connection
+    empty = copy.deepcopy(made).to("meta").to_empty(device="cpu")
+    empty.reset_parameters()  # what FSDP calls after to_empty
+    assert [one.item() for one in empty.parameters()] == [one.item() for one in made.parameters()]
+
+
+def test_what_the_model_spares_is_spared_as_before():
+    model = tiny_vit()
+    own = model.no_weight_decay()
+    assert own
+    learned = {f"{site.name}.{name}" for site in sites(connect(model, "hybrid")) for name in ("rho", "theta")}
+    assert model.no_weight_decay() == own | learned
+    model.no_weight_decay().clear()  # a set of the caller's own
+    connect(model, "hybrid", layers=[1])
+    assert model.no_weight_decay() == own | {name for name in learned if name.startswith("blocks.1.")}
+    for plain in (connect(model, "feature"), disconnect(connect(model, "hybrid"))):
+        assert "no_weight_decay" not in vars(plain)
+        assert plain.no_weight_decay() == own
+    resnet = connect(tiny_resnet(), "hybrid")  # whose class spares nothing
+    assert len(resnet.no_weight_decay()) == 2 * len(sites(resnet))
+
+
+def test_switching_in_the_middle_of_training_keeps_everything():
+    model = connect(build("PreActBasic"), "linear")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    parameters = list(model.parameters())
+    for connection in ("linear", "feature", "linear", "global"):
+        connect(model, connection)
+        step(model)
+        optimizer.step()
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert len(optimizer.state) == len(parameters)
+
+
+def test_hooks_and_other_state_survive():
+    model = build("Block")
+    calls = []
+    model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    connect(model, "feature")(images())
+    assert calls == [1]
+    assert isinstance(model.blocks[0], vit.Block)
+
+
+def test_parametrized_blocks_are_blocks():
+    """Their class is made at run time, below the one that had the connections."""
+    model = connect(timm.create_model("test_convnext"), "feature")
+    before, block = len(sites(model)), model.stages[0].blocks[0]
+    cls = type(parametrized(model).stages[0].blocks[0])
+    assert len(sites(model)) == before
+    connect(model, "linear")
+    assert {type(site.connection) for site in sites(model)} == {LinearConnection}
+    assert type(block) is cls is not routed.timm__models__convnext__ConvNeXtBlock
+
+
+def test_timm_is_untouched():
+    """In a process of its own: timm's classes and a timm model are what they were, after import and conversion."""
+    code = """
+import timm, torch
+from timm.models import resnetv2, vision_transformer
+def state():
+    classes = [v for m in (resnetv2, vision_transformer, timm.models.deit) for v in vars(m).values()
+               if isinstance(v, type)]
+    return ([(c, id(c.forward)) for c in classes if 'forward' in vars(c)], [sorted(vars(c)) for c in classes],
+            [sorted(vars(m)) for m in (resnetv2, vision_transformer, timm.layers)], timm.list_models(),
+            torch.is_grad_enabled(), torch.get_default_dtype(), torch.backends.cudnn.benchmark,
+            torch.get_rng_state().tolist())
+torch.manual_seed(0)
+model = timm.create_model('test_vit')
+x = torch.randn(2, 3, 160, 160)
+y = model(x)
+before = state()
+import timm_ortho
+names = set(before[3])
+assert names < set(timm.list_models()) and not any('ortho' in n for n in names)
+timm_ortho.connect(timm.create_model('test_vit'), 'feature')(x)
+timm.create_model('resnetv2_18_orthog')
+torch.manual_seed(0)
+again = timm.create_model('test_vit')
+assert type(again.blocks[0]) is vision_transformer.Block
+assert torch.equal(again(torch.randn(2, 3, 160, 160)), y)
+after = state()
+for i in (0, 1, 2, 4, 5, 6): assert before[i] == after[i], i
+import sys; assert not {'triton', 'matplotlib', 'sklearn'} & {m for m in sys.modules if 'timm_ortho' in m}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------- outputs that are changed in place
+def step_with_hooks(model, in_place):
+    """Output and gradients of a model whose blocks' outputs are doubled by hooks."""
+    def hook(module, inputs, y):
+        return y.mul_(2.0) if in_place else 2.0 * y
+
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name in blocks_of(model)]
+    try:
+        return step(model.train())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def blocks_of(model):
+    return list(dict.fromkeys(site.name.rpartition(".")[0] for site in sites(model)))
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "Bottleneck"])  # its ReLU keeps the output
+def test_outputs_can_be_changed_in_place_where_the_branch_is_kept(block, connection):
+    model = connect(build(block), connection, keep="branch")
+    expected = step_with_hooks(connect(build(block), connection), in_place=False)
+    for a, b in zip(step_with_hooks(model, in_place=True), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("connection", ["feature", "global"])
+def test_an_output_is_kept_unless_the_block_or_the_caller_asks_for_the_branch(connection):
+    model = connect(build("Block"), connection)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step_with_hooks(model, in_place=True)
+    keeps = {}
+    for keep in ("branch", "output"):
+        vits, resnets = (sites(connect(build(block), connection, keep=keep)) for block in ("Block", "Bottleneck"))
+        keeps[keep] = [{site.connection.keep for site in found} for found in (vits, resnets)]
+    assert keeps == {"branch": [{"branch"}, {"branch"}], "output": [{"output"}, {"branch"}]}
+    connect(model, connection, keep="branch", layers=1)
+    assert [site.connection.keep for site in sites(model)[2:]] == ["branch"] * 2
+
+
+class WithoutKeep(Connection):
+    """A user's connection that uses the update and has no argument `keep`."""
+
+    def __init__(self, dim=-1, eps=1e-6):
+        super().__init__(dim, eps)
+
+    def forward(self, x, f, attn_mask=None):
+        return self.join(x, f, 0.0, 1.0, attn_mask)
+
+
+def test_connections_of_users_keep_the_branch_as_well():
+    step_with_hooks(connect(build("Block"), WithoutKeep, keep="branch"), in_place=True)
+    step(connect(build("Bottleneck"), WithoutKeep))  # changes its sum itself
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+class Foreign(nn.Linear):
+    """A residual block of one's own, which no table has."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return x + y
+
+
+class SubclassOfBase(vit.Block):
+    """All its additions are in the forward of its base class."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Output(nn.Module):
+    """The end of a block as BERT writes it: branch and stream are two arguments, in any order and manner."""
+
+    def forward(self, hidden_states, input_tensor):
+        hidden_states = self.dropout(hidden_states)
+        return self.norm(hidden_states + input_tensor)
+
+
+class OutputByName(Output):
+    def forward(self, *, f, residual=None):
+        return torch.add(f, residual)
+
+
+class OutputOfMany(Output):
+    def forward(self, mask, *streams):
+        return streams[0] + self.f(streams[1])
+
+
+class Subclass(vit.Block):
+    """A forward of its own: the table's line for its base says nothing about it."""
+
+    def forward(self, x):
+        x = x + self.mlp(x)
+        return x
+
+
+def parametrized(model):
+    nn.utils.parametrize.register_parametrization(model.stages[0].blocks[0], "gamma", nn.Identity())
+    return model
+
+
+def unchanged(model, *args, **kwargs):
+    before, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    with pytest.raises(ValueError) as error:  # noqa: PT011 compared by the caller
+        connect(model, *args, **kwargs)
+    assert [type(m) for m in model.modules()] == classes
+    assert list(before) == list(model.state_dict())
+    return error.value
+
+
+@pytest.mark.parametrize(("kwargs", "words"), [
+    ({"connection": "globl"}, ["'globl'", "'linear', 'feature', 'global', 'hybrid'", "did you mean 'global'"]),
+    ({"eps": 0}, ["eps must be positive", "got 0"]),
+    ({"prob": -0.1}, ["prob must be in [0, 1]", "-0.1"]),
+    ({"layers": [0, 2]}, ["layers", "[0, 1]", "2"]),
+    ({"layers": [-1]}, ["layers", "[0, 1]", "-1"]),
+    ({"layers": ["0"]}, ["layers", "'0'"]),
+    ({"layers": 2}, ["layers", "[0, 1]", "got 2"]),
+    ({"layers": 1.0}, ["layers", "[0, 1]", "got 1.0"]),
+    ({"keep": "x"}, ["unknown keep 'x'", "'output', 'branch'"]),
+    ({"connection": "mine"}, ["unknown connection 'mine'", "is the module that registers it imported?"]),
+    ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
+    ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
+    ({"connection": "hybrid", "prob": 0.5}, ["hybrid", "prob=0.5"]),
+    ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid", "prob=0.5"]),
+    ({"start": "nowhere"}, ["start", "'nowhere'", "'orthogonal', 'linear'"]),
+])
+def test_bad_arguments(kwargs, words):
+    for model in (build("Block"), connect(build("Block"), "global")):
+        message = str(unchanged(model, **kwargs))
+        assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    (lambda: timm.create_model("vgg11"), ["VGG", "no residual block found", "timm-ortho list"]),
+    (lambda: Foreign(), ["Foreign", "supported residual blocks found: none", "not supported: test_convert.Foreign"]),
+    (lambda: nn.Sequential(tiny_vit(), Foreign()),
+     ["found: timm.models.vision_transformer.Block", "not supported: test_convert.Foreign"]),
+    (lambda: nn.Sequential(tiny_vit(), Subclass(48, 2)), ["not supported: test_convert.Subclass"]),
+    (lambda: nn.Sequential(tiny_vit(), SubclassOfBase(48, 2)), ["not supported: test_convert.SubclassOfBase"]),
+    (lambda: nn.Sequential(tiny_vit(), Output(), OutputByName(), OutputOfMany()),
+     ["not supported: test_convert.Output, test_convert.OutputByName, test_convert.OutputOfMany"]),
+    (lambda: nn.Sequential(tiny_vit(), nn.TransformerEncoderLayer(8, 1)), ["transformer.TransformerEncoderLayer"]),
+    (lambda: nn.Sequential(tiny_vit(), parametrized(timm.create_model("test_convnext"))),
+     ["its ParametrizedConvNeXtBlock is sharded or parametrized"]),
+], ids=["vgg11", "foreign", "half", "subclass", "forward of the base", "two arguments", "torch", "parametrized"])
+def test_models_that_cannot_be_converted(model, words):
+    with on_meta():
+        model = model()
+    error = unchanged(model, "feature")
+    assert isinstance(error, UnsupportedModelError)
+    assert all(word in str(error) for word in words), error
+
+
+class Adapter(nn.Module):
+    """Looks residual: the result of a layer, and something small that follows from the same input."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.small = layer, nn.Linear(layer.in_features, layer.out_features)
+
+    def forward(self, x):
+        return self.layer(x) + self.small(x)
+
+
+def test_adapters_in_a_branch_are_part_of_it():
+    model = tiny_vit()
+    for block in model.blocks:
+        block.attn.qkv, block.mlp.fc1 = Adapter(block.attn.qkv), Adapter(block.mlp.fc1)
+    for connection in ("feature", "linear"):  # before the model has connections and after
+        assert len(sites(connect(model, connection))) == 4
+    model.head = Adapter(model.head)
+    assert "not supported: test_convert.Adapter" in str(unchanged(model, "feature"))
+
+
+def test_a_release_with_another_block(monkeypatch):
+    class Block(vit.Block):
+        def forward(self, x):
+            return x + self.mlp(x)
+
+    monkeypatch.setattr(vit, "Block", Block)
+    model = build("Block")
+    Block.__module__, Block.__qualname__ = "timm.models.vision_transformer", "Block"
+    model.blocks[0].__class__ = Block
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(RoutingError) as error:
+        connect(model, "feature")
+    for words in ("vision_transformer.Block", "expected 2", "found 1", f"timm {timm.__version__}"):
+        assert words in str(error.value)
+    assert [type(m) for m in model.modules()] == classes
+    assert not sites(model)
+
+
+def test_the_pooling_head_is_no_site():
+    model = connect(tiny_vit(global_pool="map", class_token=False), "feature")
+    assert type(model.attn_pool).__module__.startswith("timm.")
+    assert len(sites(model)) == 4
+    assert looks_residual(vit.Block)

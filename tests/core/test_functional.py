@@ -1,0 +1,462 @@
+"""The formula: exact properties first, then gradients, then precision, then what is refused."""
+import contextlib
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers.allocations import Allocations
+from torch.autograd import gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from timm_ortho import functional
+from timm_ortho.backends import BACKENDS
+from timm_ortho.functional import decompose, plain_update, residual_update
+
+DIMS = [-1, 1, (1, 2), (2, 1, 3), None]
+SHAPES = [(2, 7, 5, 3), (1, 1, 3, 1), (3, 5, 1, 2)]
+
+
+def pair(shape, dtype=torch.float64, seed=0, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    x, f = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    return x.to(dtype).requires_grad_(**kwargs) if kwargs else x.to(dtype), f.to(dtype)
+
+
+def axes(dim, ndim):
+    return tuple(range(1, ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
+
+
+def inner(x, y, dim):
+    return (x * y).sum(axes(dim, x.ndim), keepdim=True)
+
+
+# ------------------------------------------------------------------------------------------ exact properties
+@pytest.mark.parametrize("dim", DIMS, ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_left_along_the_stream_is_eps(shape, eps, dim):
+    x, f = pair(shape)
+    parallel, orthogonal = decompose(x, f, dim, eps)
+    expected = inner(x, f, dim) * eps / (inner(x, x, dim) + eps)
+    torch.testing.assert_close(inner(x, orthogonal, dim), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(parallel + orthogonal, f)
+    added = residual_update(x, f, dim=dim, eps=eps) - x
+    torch.testing.assert_close(inner(x, added, dim), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", DIMS, ids=str)
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (1.0, 1.0), (0.3, 0.7), (1.0, 0.0), (-1.5, 2.0)], ids=str)
+def test_weights_scale_the_two_parts(weights, dim):
+    x, f = pair((2, 7, 5, 3))
+    parallel, orthogonal = decompose(x, f, dim, 1e-3)
+    y = residual_update(x, f, parallel=weights[0], orthogonal=weights[1], dim=dim, eps=1e-3)
+    torch.testing.assert_close(y, x + weights[0] * parallel + weights[1] * orthogonal)
+
+
+@pytest.mark.parametrize("dim", DIMS, ids=str)
+def test_linear_in_the_branch(dim):
+    x, f = pair((2, 7, 5, 3))
+    _, h = pair((2, 7, 5, 3), seed=1)
+    together = residual_update(x, 2.0 * f - 3.0 * h, dim=dim)
+    apart = x + 2.0 * (residual_update(x, f, dim=dim) - x) - 3.0 * (residual_update(x, h, dim=dim) - x)
+    torch.testing.assert_close(together, apart)
+
+
+def test_a_branch_along_the_stream_changes_nothing():
+    x, _ = pair((4, 16))
+    torch.testing.assert_close(residual_update(x, -2.5 * x, eps=1e-14), x)
+
+
+def test_scopes_are_those_of_algorithms_1_and_2():
+    x, f = pair((2, 3, 4))
+    for b in range(2):
+        for t in range(3):
+            row = f[b, t] - (x[b, t] @ f[b, t]) / (x[b, t] @ x[b, t] + 1e-6) * x[b, t]
+            torch.testing.assert_close(residual_update(x, f)[b, t], x[b, t] + row)
+        flat_x, flat_f = x[b].flatten(), f[b].flatten()
+        row = flat_f - (flat_x @ flat_f) / (flat_x @ flat_x + 1e-6) * flat_x
+        torch.testing.assert_close(residual_update(x, f, dim=None)[b].flatten(), flat_x + row)
+    assert torch.equal(residual_update(x, f, dim=None), residual_update(x, f, dim=(1, 2)))
+
+
+def test_jacobian_of_the_parallel_part_is_the_papers_equation_8():
+    torch.manual_seed(0)
+    x, weight, eps = torch.randn(6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64), 1e-6
+
+    def branch(x):
+        return torch.tanh(weight @ x)
+
+    measured = torch.autograd.functional.jacobian(lambda x: decompose(x, branch(x), -1, eps)[0], x)
+    f, b = branch(x), x @ x + eps
+    jacobian = torch.autograd.functional.jacobian(branch, x)
+    equation = (
+        (x @ f) / b * torch.eye(6) + torch.outer(x, f) / b + torch.outer(x, jacobian.T @ x) / b
+        - 2 * (x @ f) / b**2 * torch.outer(x, x))
+    torch.testing.assert_close(measured, equation)
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+WEIGHTS = [(0.0, 1.0), (0.3, 0.7), (1.0, 0.5), ("a", 1.0), (0.0, "b"), ("a", "b")]
+
+
+@pytest.mark.parametrize("dim", [-1, 1, (1, 2), None], ids=str)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 1.0])
+@pytest.mark.parametrize("keep", ["output", "branch"])
+def test_gradients_of_first_and_second_order(weights, dim, eps, keep):
+    x, f = (t.requires_grad_() for t in pair((2, 3, 2)))
+    learned = [torch.tensor(0.6, dtype=torch.float64, requires_grad=True) for w in weights if isinstance(w, str)]
+
+    def update(x, f, *learned):
+        learned = list(learned)
+        a, b = (learned.pop(0) if isinstance(w, str) else w for w in weights)
+        return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=eps, keep=keep)
+
+    assert update(x, f, *learned).grad_fn.name() == "_ResidualUpdateBackward"  # not the plain formula's gradients
+    assert gradcheck(update, (x, f, *learned))
+    assert gradgradcheck(update, (x, f, *learned))
+
+
+def saved_tensors(call):
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = call()
+    return y, kept
+
+
+def test_the_branch_output_is_not_kept():
+    x, f = (t.requires_grad_() for t in pair((5, 7, 64), torch.float32))
+    y, kept = saved_tensors(lambda: residual_update(x, f))
+    storages = {t.untyped_storage().data_ptr(): t.numel() for t in kept}
+    assert f.untyped_storage().data_ptr() not in storages
+    assert storages.pop(x.untyped_storage().data_ptr()) == storages.pop(y.untyped_storage().data_ptr()) == x.numel()
+    assert list(storages.values()) == [5 * 7, 5 * 7]  # two numbers a token
+
+
+def test_a_sum_that_is_changed_in_place_needs_the_branch():
+    x, f = (t.requires_grad_() for t in pair((2, 5)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        residual_update(x, f).relu_().sum().backward()
+    expected = torch.autograd.grad(residual_update(x, f).relu().sum(), (x, f))
+    kept = torch.autograd.grad(residual_update(x, f, keep="branch").relu_().sum(), (x, f))
+    torch.testing.assert_close(kept, expected)
+
+
+def test_no_detour_through_autograd_where_nothing_needs_a_gradient(monkeypatch):
+    monkeypatch.setattr(functional, "_ResidualUpdate", None)
+    x, f = pair((2, 5))
+    expected = plain_update(x, f, 0.0, 1.0, [-1], 1e-6)
+    assert torch.equal(residual_update(x, f), expected)
+    with torch.no_grad():
+        assert torch.equal(residual_update(x.requires_grad_(), f), expected)
+
+
+# ------------------------------------------------------------------------------------------------- precision
+def run(update, x, f, g, **kwargs):
+    x, f = x.clone().requires_grad_(), f.clone().requires_grad_()
+    y = update(x, f, **kwargs)
+    return [y.detach(), *torch.autograd.grad(y, (x, f), g.to(y.dtype))]
+
+
+def plain(x, f, dim, a, b):
+    return plain_update(x, f, a, b, None if dim is None else [dim], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [-1, 1, None], ids=str)
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.9)], ids=str)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_half_precision_is_as_good_as_float32_and_one_cast(dtype, dim, weights, scale):
+    x, f = pair((5, 7, 197), dtype)
+    f = f * scale
+    g = pair((5, 7, 197), dtype, seed=1)[0]
+    a, b = weights
+    truth = run(plain, *(t.double() for t in (x, f, g)), dim=dim, a=a, b=b)
+    reference = run(plain, *(t.float() for t in (x, f, g)), dim=dim, a=a, b=b)
+    measured = run(residual_update, x, f, g, parallel=a, orthogonal=b, dim=dim)
+    for name, exact, cast, ours in zip(("y", "dx", "df"), truth, reference, measured, strict=True):
+        allowed = 2 * (cast.to(dtype).double() - exact).abs().max()
+        assert ours.dtype == dtype
+        assert (ours.double() - exact).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dim", [-1, None], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", ["norm", "entries"])
+def test_a_stream_of_300_stays_finite(dtype, dim, autocast, size):
+    x, f = (t.to(dtype) for t in pair((2, 3, 768), torch.float32))
+    x = 300 * (torch.nn.functional.normalize(x.float(), dim=-1) if size == "norm" else x.float().sign())
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        results = run(residual_update, x.to(dtype), f, torch.ones_like(f), dim=dim)
+    assert all(torch.isfinite(t).all() for t in results)
+    y, x = results[0].double(), x.to(dtype).double()
+    torch.testing.assert_close(y, plain(x, f.double(), dim, 0.0, 1.0), rtol=2**-7, atol=2**-7)
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def channels_first_seen_as_last(x):
+    return x.movedim(-1, 1).contiguous().movedim(1, -1)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "plain", "scripted"])
+@pytest.mark.parametrize(("stream", "branch", "dim"), [
+    (torch.Tensor.contiguous, channels_last, 1),  # NextViT: the branch output is a transpose of tokens
+    (channels_last, torch.Tensor.contiguous, 1),
+    (channels_first_seen_as_last, torch.Tensor.contiguous, -1),  # MaxViT: it has been cut into windows and put together
+], ids=["NCHW", "channels-last", "NCHW seen as NHWC"])
+def test_the_stream_keeps_its_memory_format_whatever_that_of_the_branch(stream, branch, dim, how):
+    x, f = pair((2, 5, 4, 3), torch.float32)
+    x, f = stream(x), branch(f)
+    update = {
+        "eager": functools.partial(residual_update, dim=dim),
+        "compiled": torch.compile(functools.partial(residual_update, dim=dim), fullgraph=True, backend="aot_eager"),
+        "plain": lambda x, f: plain_update(x, f, 0.0, 1.0, [dim], 1e-6),
+        "scripted": lambda x, f: torch.jit.script(plain_update)(x, f, 0.0, 1.0, [dim], 1e-6),
+    }[how]
+    y = update(x.requires_grad_(), f)
+    assert y.stride() == (x + f).stride() == x.stride() != f.stride()
+    assert torch.equal(y, residual_update(x, f, dim=dim))
+
+
+# -------------------------------------------------------------------- compilers and what they make of the formula
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layouts", ["contiguous_format", "channels_last", "channels_last contiguous_format"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype, monkeypatch):
+    monkeypatch.setattr(functional, "is_observed", lambda *_: False)  # the mode that counts bytes is an observer
+    formats = [getattr(torch, name) for name in layouts.split()]
+    x, f = (tensor.to(memory_format=layout) for tensor, layout in
+            zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))
+    kept = x.clone(), f.clone()
+    for weights in ((0.0, 1.0), (0.3, 0.7)):
+        stream = x.detach().requires_grad_(training)
+        with Allocations() as taken:
+            y = residual_update(stream, f, parallel=weights[0], orthogonal=weights[1], dim=1)
+        if layouts == "contiguous_format" and dtype == torch.float32 and weights == (0.0, 1.0):
+            assert sum(size == x.nbytes for size in taken.bytes) == 1
+        expected = plain_update(x, f, *weights, [1], 1e-6)
+        assert torch.equal(y, expected)
+        assert y.stride() == expected.stride()
+    assert torch.equal(x, kept[0])
+    assert torch.equal(f, kept[1])
+
+
+class Mutations(TorchDispatchMode):
+    """The names of operations that change one of their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.count = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        self.names += [func.name()] * func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+LARGE = (2, 64, 48, 48)  # enough elements to reuse memory where nothing observes the operations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 6, 3, 3), LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("weights", "keep"), [((0.0, 1.0), "output"), ((0.0, 1.0), "branch"), ((0.3, 0.7), "output"),
+                                               ("learned", "output")], ids=str)
+def test_a_mode_that_records_sees_no_operation_in_place(weights, keep, shape, dtype):
+    x, f = pair(shape, dtype)
+    a, b = (torch.tensor(w, requires_grad=True) for w in (0.3, 0.7)) if weights == "learned" else weights
+    arguments = dict(parallel=a, orthogonal=b, dim=1, keep=keep)
+    with Mutations() as recorded:
+        residual_update(x, f, **arguments)  # inference
+        x, f = x.requires_grad_(), f.requires_grad_()
+        y = residual_update(x, f, **arguments)
+        gradient, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert recorded.count > 20
+    assert set(recorded.names) <= {"aten::detach_"}  # autograd's own
+    observed = y.detach(), gradient.detach()
+    y = residual_update(x, f, **arguments)  # nothing observes: the same numbers
+    assert torch.equal(y, observed[0])
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], observed[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # torch's own
+@pytest.mark.parametrize("shape", [(2, 7, 16), (4, 2048, 16)], ids=["small", "large"])
+@pytest.mark.parametrize("leaf", [torch.Tensor, torch.nn.Parameter])
+def test_linearize_gives_the_derivative_at_every_call(leaf, shape):
+    x, v = pair(shape)
+    weight = leaf(pair((16, 16), seed=1)[0])
+    _, derivative = torch.func.linearize(lambda x: residual_update(x, x @ weight), x)
+    expected = torch.func.jvp(lambda x: residual_update(x, x @ weight), (x,), (v,))[1]
+    for _ in range(3):
+        torch.testing.assert_close(derivative(v), expected)
+
+
+@pytest.mark.parametrize("tokens", [7, 2048], ids=["small", "large"])
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+def test_selective_checkpointing_may_save_any_result(backend, tokens):
+    def block(x):
+        return residual_update(x.sin(), (x @ weight).tanh(), backend=backend).cos()
+
+    def save_all(context, operation, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE
+
+    x, weight = pair((4, tokens, 16))[0].requires_grad_(), pair((16, 16), seed=1)[0].requires_grad_()
+    y = checkpoint(block, x, use_reentrant=False,
+                   context_fn=functools.partial(create_selective_checkpoint_contexts, save_all))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, weight)),
+                               torch.autograd.grad(block(x).sum(), (x, weight)))
+
+
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+@pytest.mark.parametrize("shape", [(2, 6, 3, 3), LARGE], ids=["small", "large"])
+def test_a_graph_of_make_fx_can_be_differentiated(shape, backend):
+    x, f = pair(shape, torch.float32)
+    graph = make_fx(functools.partial(residual_update, dim=1, backend=backend))(x, f)
+    x, f = x.requires_grad_(), f.requires_grad_()
+    g = pair(shape, torch.float32, seed=2)[0]
+    torch.testing.assert_close(torch.autograd.grad(graph(x, f), (x, f), g),
+                               torch.autograd.grad(residual_update(x, f, dim=1), (x, f), g))
+
+
+# -------------------------------------------------------------------------------------------- nested tensors
+@pytest.mark.parametrize("keep", ["output", "branch"])
+def test_jagged_tensors_are_updated_token_by_token(keep):
+    samples = [pair((length, 8)) for length in (3, 5, 2)]
+    x, f = (torch.nested.nested_tensor([sample[i] for sample in samples], layout=torch.jagged) for i in range(2))
+    x = x.requires_grad_()
+    branch = torch.nn.Linear(8, 8).double()
+    y = residual_update(x, branch(x), keep=keep)
+    assert y.shape == (x + branch(x)).shape
+    x_grad, weight_grad = torch.autograd.grad((y * y).values().sum(), (x, branch.weight))
+    total = 0
+    for one, grad, (sample, _) in zip(y.unbind(), x_grad.unbind(), samples, strict=True):
+        sample = sample.requires_grad_()
+        expected = residual_update(sample, branch(sample))
+        torch.testing.assert_close(one, expected)
+        gradients = torch.autograd.grad(expected.square().sum(), (sample, branch.weight))
+        torch.testing.assert_close(grad, gradients[0])
+        total = total + gradients[1]
+    torch.testing.assert_close(weight_grad, total)
+    f = torch.nested.nested_tensor_from_jagged(f.values(), x.offsets())
+    torch.testing.assert_close((residual_update(x, f, dim=2) + x).values(),
+                               residual_update(x.values(), f.values()) + x.values())
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, (1, 2)], ids=str)
+def test_other_projections_of_nested_tensors_are_one_error(dim):
+    x = torch.nested.nested_tensor([torch.ones(length, 8) for length in (3, 5)], layout=torch.jagged)
+    words = r"nested tensors must .*torch\.jagged.*same offsets.* per token .*to_padded_tensor"
+    with pytest.raises(ValueError, match=words):
+        residual_update(x, x, dim=dim)
+    with pytest.raises(ValueError, match=words):
+        residual_update(x.transpose(1, 2), x.transpose(1, 2), dim=2)  # the last axis is the ragged one
+    with pytest.raises(ValueError, match=words):
+        residual_update(x, x.values())
+    other = torch.nested.nested_tensor([torch.ones(length, 8) for length in (5, 3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=words):
+        residual_update(x, other)
+
+
+class Update(torch.nn.Module):
+    def forward(self, x, f):
+        return residual_update(x, f) + residual_update(x, f, parallel=0.25, dim=(1, 2))
+
+
+@pytest.mark.parametrize("active", [contextlib.nullcontext(), torch.device("cpu")], ids=["", "default device"])
+def test_fx_records_the_plain_formula(active):
+    x, f = pair((2, 3, 4))
+    with active:
+        traced = torch.fx.symbolic_trace(Update())
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets.count(plain_update) == 2
+    torch.testing.assert_close(traced(x, f), Update()(x, f))
+
+
+def test_export_records_the_plain_formula():
+    x, f = pair((2, 3, 4))
+    program = torch.export.export(Update(), (x, f))
+    assert "autograd" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x, f), Update()(x, f))
+
+
+def test_export_takes_an_activation_in_place_behind_the_update():
+    class Activated(torch.nn.Module):
+        def forward(self, x, f):
+            return residual_update(x, f).relu_()
+
+    x, f = pair((2, 3, 4))
+    program = torch.export.export(Activated(), (x, f)).run_decompositions()
+    torch.testing.assert_close(program.module()(x, f), Activated()(x, f))
+
+
+def test_compile_keeps_the_closed_form_without_a_graph_break():
+    x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    y = torch.compile(Update(), fullgraph=True, backend=backend)(x, f)
+    if not torch.__version__.startswith("2.6."):  # there the compiler looks into the function, and differentiates that
+        assert [str(node.target) for node in graphs[0].graph.nodes].count("autograd_function_apply") == 2
+    torch.testing.assert_close(y, Update()(x, f))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
+
+
+def test_torchscript_compiles_the_plain_formula():
+    x, f = pair((2, 3, 4))
+    for dims, a in itertools.product(([1], [1, 2], None), (0.25, torch.tensor(0.25))):
+        torch.testing.assert_close(
+            torch.jit.script(plain_update)(x, f, a, 1.0, dims, 1e-6),
+            residual_update(x, f, parallel=a, dim=None if dims is None else tuple(dims)))
+
+
+def test_numbers_of_numpy():
+    x, f = pair((2, 3, 4))
+    expected = residual_update(x, f, parallel=0.5, dim=1)
+    assert torch.equal(residual_update(x, f, parallel=np.float32(0.5), dim=np.int64(1)), expected)
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+X = torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize(("args", "kwargs", "words"), [
+    ((X, torch.ones(2, 3, 5)), {}, ["same shape", "(2, 3, 4)", "(2, 3, 5)"]),
+    ((X, torch.ones(3, 4)), {}, ["same shape", "(2, 3, 4)", "(3, 4)"]),  # no silent broadcast
+    ((X, X.long()), {}, ["floating-point", "torch.int64", "(2, 3, 4)"]),
+    ((X, X.to("meta")), {}, ["same device", "x on cpu", "f on meta", "(2, 3, 4)"]),
+    ((X, X), {"dim": 3}, ["dim", "[-3, 2]", "got 3", "(2, 3, 4)"]),
+    ((X, X), {"dim": (1, -2)}, ["different axes", "(1, -2)"]),
+    ((X, X), {"dim": ()}, ["one or more", "()"]),
+    ((X[0, 0], X[0, 0]), {"dim": None}, ["one or more", "None", "(4,)"]),  # there is only the batch
+    ((X, X), {"eps": 0.0}, ["eps", "positive", "0.0"]),
+    ((X, X), {"eps": float("nan")}, ["eps", "finite", "nan"]),
+    ((X, X), {"eps": float("inf")}, ["eps", "finite", "inf"]),
+    ((X, X), {"parallel": torch.ones(2)}, ["parallel", "0-d", "(2,)"]),
+    ((X, X), {"parallel": torch.tensor(True)}, ["parallel", "0-d", "torch.bool"]),
+    ((X, X), {"orthogonal": "0.5"}, ["orthogonal", "0-d", "'0.5'"]),
+    ((X, X), {"keep": "both"}, ["keep", "'both'", "'branch'"]),
+])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_bad_input(args, kwargs, words, backend):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the words below are the match
+        residual_update(*args, **kwargs, backend=backend)
+    assert all(word in str(error.value) for word in words), error.value
+    if not {"parallel", "orthogonal", "keep"} & set(kwargs):
+        with pytest.raises(ValueError):  # noqa: PT011
+            decompose(*args, **kwargs)

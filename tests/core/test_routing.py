@@ -1,0 +1,470 @@
+"""Routing on blocks made for the test: what is replaced, what is kept, what is refused."""
+import importlib
+import inspect
+import linecache
+import math
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from timm_ortho.blocks.detection import looks_residual
+from timm_ortho.routing import Route, RoutingError, Sum
+
+SCALE = 2.0  # a global that the blocks below use
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x, bias: float = 0.0, *, positive=True):
+        """Says hello."""
+        offset = x.mean() + bias
+        x = x + self.first(x * SCALE)
+        x = self.second(x) + x if positive else x + self.second(x - offset)
+        return x
+
+
+class Nested(nn.Module):
+    def forward(self, x):
+        return x + (x + 1.0)
+
+
+class UsesSuper(Block):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def routed(block=Block, names=("one", "two"), stream="x"):
+    sums = [Sum(stream, name) for name in names]
+    return Route(block, sums, library="timm 9.9").subclass(name="Routed", module="tests.somewhere")
+
+
+class Recorder(nn.Module):
+    def __init__(self, calls, name):
+        super().__init__()
+        self.calls, self.name = calls, name
+
+    def forward(self, x, f):
+        self.calls.append((self.name, x, f))
+        return x + f
+
+
+def instance(cls):
+    torch.manual_seed(0)
+    block, calls = Block(), []
+    block.__class__ = cls
+    block.one, block.two = Recorder(calls, "one"), Recorder(calls, "two")
+    return block, calls
+
+
+def plain():
+    torch.manual_seed(0)
+    return Block()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"bias": 3.0}, {"positive": False, "bias": 1.0}], ids=str)
+def test_same_numbers_through_connections(kwargs):
+    block, calls = instance(routed())
+    x = torch.randn(3, 4)
+    assert torch.equal(block(x, **kwargs), plain()(x, **kwargs))
+    (first, x0, f0), (second, x1, f1) = calls
+    assert (first, second) == ("one", "two")
+    assert torch.equal(x0, x)
+    assert torch.equal(x1, x0 + f0)
+    assert torch.equal(f0, block.first(x * SCALE))
+    assert f1.shape == x.shape
+
+
+@pytest.mark.parametrize(("mask", "handed_on"), [("bias", True), ("attn_mask", False), ("", False)])
+def test_a_mask_goes_on_to_the_connections_where_there_is_one(mask, handed_on):
+    found = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
+    source = inspect.getsource(found.subclass(name="Masked", module="tests.somewhere").forward)
+    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # one on both sides of an if
+    assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
+
+
+def test_the_host_is_untouched_and_is_the_base_class():
+    before = inspect.getsource(Block.forward), Block.forward, dict(vars(Block))
+    cls = routed()
+    assert issubclass(cls, Block)
+    assert (inspect.getsource(Block.forward), Block.forward, dict(vars(Block))) == before
+    assert cls.forward.__defaults__ == Block.forward.__defaults__
+    assert cls.forward.__kwdefaults__ == Block.forward.__kwdefaults__
+    assert cls.forward.__doc__ == Block.forward.__doc__
+    assert cls.forward.__globals__ is Block.forward.__globals__  # names resolve where the host's do, later too
+    assert "Routed" not in globals()
+
+
+def test_the_source_is_what_tools_show():
+    cls = routed()
+    linecache.checkcache()
+    source = inspect.getsource(cls.forward)
+    assert "self.one(x, self.first(x * SCALE))" in source
+    assert "offset = x.mean() + bias" in source  # no stream is added to here
+    block, _ = instance(cls)
+    block.second = None
+    try:
+        block(torch.ones(1, 4))
+    except TypeError:
+        assert "x = self.two(x, self.second(x))" in traceback.format_exc()
+    else:
+        pytest.fail("did not raise")
+
+
+@pytest.mark.parametrize("names", [("one",), ("one", "two", "three", "four")])
+def test_another_number_of_additions(names):
+    with pytest.raises(RoutingError) as error:
+        routed(names=names)
+    expected = f"expected {len(names)} addition{'s' * (len(names) > 1)} to 'x'"
+    words = ("Block", "timm 9.9", expected, "found 2", "x + self.first(x * SCALE)")
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_additions_inside_additions_are_counted():
+    with pytest.raises(RoutingError, match="found 2"):
+        routed(Nested, ("one",))
+
+
+def test_no_addition_at_all():
+    with pytest.raises(RoutingError, match=r"found 0 \(none\)"):
+        routed(nn.Identity, ("one",))
+
+
+def test_forward_with_a_closure():
+    with pytest.raises(RoutingError, match=r"forward uses super\(\) without arguments, and so __class__ of an"):
+        routed(UsesSuper, ("one",))
+
+
+class Private(nn.Module):
+    """What only the body of a class gives its methods: a default, a private name, an attribute of another name."""
+
+    HALF = 0.5
+
+    def __branch(self, x, scale):
+        return scale * x.relu()
+
+    def _forward(self, x, scale=HALF):
+        return x + self.__branch(x, scale)
+
+    forward = _forward
+
+
+def test_a_method_is_made_as_in_the_body_of_its_class():
+    block, calls, x = routed(Private, ("one",))(), [], torch.randn(3, 4)
+    block.one = Recorder(calls, "one")
+    assert torch.equal(block(x), Private()(x))
+    assert len(calls) == 1
+
+
+class Drawing(nn.Module):
+    def dropped(self):
+        return torch.rand(()).item() < 0.5
+
+    def forward(self, x):
+        if self.dropped():
+            return x
+        return x + x.relu()
+
+
+def test_a_condition_that_draws_decides_nothing():
+    before = torch.get_rng_state()
+    found = Route(Drawing, sums(("x", "one")))
+    assert [found.reached(Drawing()) for _ in range(9)] == [[True]] * 9
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Conditions(nn.Module):
+    """What says nothing, or cannot be asked, before a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.use = True
+        self.register_buffer("flag", torch.ones((), device="meta"))
+
+    def captured(self, x):
+        use = self.use
+        double = lambda z: 2 * z if use else z  # noqa: E731
+        if use:
+            x = x + double(x)
+        return x
+
+    def comprehended(self, x):
+        return [x + x.exp() if keep else x for keep in (True, False)]
+
+    def guarded(self, x):
+        if callable(getattr(self, "scale", None)):
+            return x + x.exp() if self.scale > 0 else x
+        return x
+
+    def on_meta(self, x):
+        if self.flag:
+            x = x + x.exp()
+        return x
+
+    def asked_for_an_attribute(self, x, y=None):
+        if y is not None:
+            if not hasattr(self, "scale"):
+                raise ValueError("no scale")
+            x = x + y
+        return x
+
+
+@pytest.mark.parametrize("method", ["captured", "comprehended", "guarded", "on_meta"])
+def test_what_cannot_be_known_may_be_reached(method):
+    assert Route(Conditions, sums(("x", "one")), method=method).reached(Conditions()) == [True]
+
+
+def test_an_attribute_that_a_block_lacks_is_known():
+    """Decoders check like this whether they have cross-attention."""
+    route, block = Route(Conditions, sums(("x", "one")), method="asked_for_an_attribute"), Conditions()
+    assert route.reached(block) == [False]
+    block.scale = 1.0
+    assert route.reached(block) == [True]
+
+
+class KindsOfTwoSides(nn.Module):
+    """Another kind of addition on each side of an `if`."""
+
+    def __init__(self, parallel):
+        super().__init__()
+        self.parallel = parallel
+
+    def forward(self, x):
+        if self.parallel:
+            x = x.exp() + x.sin() + x
+        else:
+            y = x.exp() + x
+            x = y.sin() + y
+        return x
+
+
+def test_sides_with_additions_of_their_own():
+    expected = sums(("x", "parallel"), ("x", "attention"), ("y", "mlp"))
+    with pytest.raises(RoutingError, match="expected 3 additions"):
+        Route(KindsOfTwoSides, expected)
+    route = Route(KindsOfTwoSides, expected, sides_differ=True)
+    assert route.reached(KindsOfTwoSides(True)) == [True, False, False]
+    assert route.reached(KindsOfTwoSides(False)) == [False, True, True]
+    x = torch.randn(3, 4)
+    for parallel, names in ((True, ("parallel",)), (False, ("attention", "mlp"))):
+        chosen = sums(*((sum_.stream, sum_.connection if sum_.connection in names else None) for sum_ in expected))
+        cls = Route(KindsOfTwoSides, chosen, sides_differ=True).subclass(name="KindsOfTwoSides", module="m")
+        block, calls = cls(parallel), []
+        for name in names:
+            setattr(block, name, Recorder(calls, name))
+        assert torch.equal(block(x), KindsOfTwoSides(parallel)(x))
+        assert len(calls) == len(names)
+
+
+HOST = """
+from __future__ import annotations
+from torch import nn
+
+class Block(nn.Module):
+    def forward(self, x: Nowhere, scale: missing.Type = 2.0) -> list[Nowhere]:
+        return x + scale * x
+"""
+
+
+def test_annotations_that_the_host_never_evaluates(tmp_path, monkeypatch):
+    """They may name what exists for type checkers only."""
+    (tmp_path / "host_of_future.py").write_text(HOST)
+    monkeypatch.syspath_prepend(tmp_path)
+    block = importlib.import_module("host_of_future").Block
+    cls = routed(block, ("one",))
+    assert cls.forward.__annotations__ == block.forward.__annotations__ == {
+        "x": "Nowhere", "scale": "missing.Type", "return": "list[Nowhere]"}
+    assert routed().forward.__annotations__ == {"bias": float}  # evaluated, as in this file
+
+
+def test_globals_are_read_when_called(monkeypatch):
+    block, _ = instance(routed())
+    monkeypatch.setitem(globals(), "SCALE", math.pi)
+    x = torch.randn(3, 4)
+    assert torch.equal(block(x), plain()(x))
+
+
+# --------------------------------------------------------------------------------- where additions are, and how
+class InPlace(nn.Module):
+    def forward(self, x):
+        shortcut = x
+        x = x * 2.0
+        x += shortcut
+        shortcut += x * 3.0
+        return x + 1.0
+
+
+class Expressions(nn.Module):
+    def __init__(self, shortcut=None):
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, x):
+        y = [x * 3.0]
+        if self.shortcut is not None:
+            y[0] = y[0] + self.shortcut (x)  # written as no unparser would
+        return torch.cat([x[:, 0:1] + y[0][:, :1], y[0][:, 1:]], dim=1)
+
+
+class Sides(nn.Module):
+    """Ways as timm's blocks have them; what is added says which one was taken."""
+
+    def __init__(self, gamma=None, mixer=True, fused=False):
+        super().__init__()
+        self.gamma, self.mixer, self.fused = gamma, mixer, fused
+
+    def forward(self, x, mask=None):
+        x = x * 1.0 if self.fused else x + 1.0
+        if self.mixer:
+            if mask is None:
+                x = x + 10.0
+            else:
+                res = x
+                x = 20.0 + res
+        if self.gamma is None:
+            return x + 100.0
+        if self.training and self.gamma > 5.0:
+            return x + 200.0
+        return x + 300.0
+
+
+def sums(*pairs):
+    return [Sum(stream, name) for stream, name in pairs]
+
+
+class Named(nn.Module):
+    """A connection that marks what goes through it."""
+
+    def forward(self, x, f):
+        return x + f + 0.5
+
+
+def with_connections(cls, made, *names):
+    block = made
+    block.__class__ = Route(cls, names).subclass(name="Routed", module="tests.somewhere")
+    for _, name in names:
+        if name:
+            setattr(block, name, Named())
+    return block
+
+
+def test_in_place_sums():
+    names = sums(("shortcut", "one"), ("shortcut", "two"))
+    block = with_connections(InPlace, InPlace(), *names)
+    x = torch.tensor([1.0])
+    assert block(x).item() == 1.0 + 2.0 + 0.5 + 1.0
+    assert x.item() == 1.0  # the host's forward changes its input here; a connection's result is a new tensor
+    source = inspect.getsource(type(block).forward)
+    assert "x = self.one(shortcut, x)" in source
+    assert "shortcut = self.two(shortcut, x * 3.0)" in source
+
+
+def test_streams_that_are_expressions():
+    names = sums(("self.shortcut(x)", "one"), ("x[:, 0:1]", "two"))
+    x = torch.ones(1, 2)
+    block = with_connections(Expressions, Expressions(nn.Identity()), *names)
+    assert block(x).tolist() == [[1.0 + 4.5 + 0.5, 4.5]]
+    assert Route(Expressions, names).branch_first == [True, False]
+    assert Route(Expressions, names).reached(Expressions()) == [False, True]
+    assert Route(Expressions, names).reached(Expressions(nn.Identity())) == [True, True]
+
+
+def test_an_addition_that_is_left():
+    names = sums(("self.shortcut(x)", None), ("x[:, 0:1]", "two"))
+    block = with_connections(Expressions, Expressions(nn.Identity()), *names)
+    assert block(torch.ones(1, 2)).tolist() == [[1.0 + 4.0 + 0.5, 4.0]]
+
+
+SIDES = sums(("x", "one"), (("x", "res"), "two"), ("x", "three"))
+
+
+@pytest.mark.parametrize(("block", "kwargs", "expected"), [
+    (Sides(), {}, 1.5 + 10.5 + 100.5),
+    (Sides(), {"mask": 1}, 1.5 + 20.5 + 100.5),
+    (Sides(gamma=7.0), {}, 1.5 + 10.5 + 200.5),
+    (Sides(gamma=1.0), {}, 1.5 + 10.5 + 300.5),
+    (Sides(mixer=False), {}, 1.5 + 100.5),
+    (Sides(fused=True), {}, 10.5 + 100.5),
+])
+def test_every_way_goes_through_its_connections(block, kwargs, expected):
+    assert with_connections(Sides, block, *SIDES)(torch.zeros(1), **kwargs).item() == expected
+
+
+def test_what_an_instance_cannot_reach():
+    found = Route(Sides, SIDES)
+    assert found.reached(Sides()) == [True, True, True]
+    assert found.reached(Sides(mixer=False)) == [True, False, True]
+    assert found.reached(Sides(fused=True)) == [False, True, True]
+    assert found.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # training is not known before the call
+
+
+class Uneven(nn.Module):
+    def forward(self, x):
+        if self.training:
+            x = x + 1.0
+            x = x + 2.0
+        else:
+            x = x + 3.0
+        return x
+
+
+def test_sides_with_another_number_of_additions():
+    with pytest.raises(RoutingError, match=r"2 and 1 of them on the sides of 'if self\.training'"):
+        Route(Uneven, sums(("x", "one"), ("x", "two")))
+
+
+def test_additions_in_another_order():
+    with pytest.raises(RoutingError, match=r"' stands where one to 'self\.shortcut\(x\)' should"):
+        Route(Expressions, sums(("x[:, 0:1]", "two"), ("self.shortcut(x)", "one")))
+
+
+class Helper(nn.Module):
+    def _residual(self, x, skip):
+        return x + skip
+
+    def forward(self, x):
+        return self._residual(x * 2.0, x)
+
+
+def test_another_method():
+    found = Route(Helper, sums(("skip", "one")), method="_residual")
+    block = Helper()
+    block.__class__ = found.subclass(name="Routed", module="tests.somewhere")
+    block.one = Named()
+    assert block(torch.ones(1)).item() == 3.5
+    assert "forward" not in vars(type(block))
+
+
+class Early(nn.Module):
+    def __init__(self, shortcut=None):
+        super().__init__()
+        self.shortcut = shortcut
+
+    def forward(self, x):
+        if self.shortcut is None:
+            return x * 2.0
+        if self.training:
+            x = x + 1.0
+        return x + 2.0
+
+
+def test_what_comes_after_a_return_is_the_other_side():
+    found = Route(Early, sums(("x", "one"), ("x", "two")))
+    assert found.reached(Early()) == [False, False]
+    assert found.reached(Early(nn.Identity()).eval()) == [True, True]  # in training it is reached
+
+
+def test_the_text_of_a_command_is_not_the_source_of_other_code(monkeypatch):
+    """Python 3.13 registers the text of `python -c` as the file "<string>", the one that code from `exec` names."""
+    text = "class Block:\n    def forward(self, x):\n        return x + 2.0 * x\n"
+    monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, text.splitlines(keepends=True), "<string>"))
+    namespace = {"__name__": __name__, "nn": nn}
+    exec("class Block(nn.Module):\n    def forward(self, x):\n        return x * 3.0\n", namespace)
+    with pytest.raises(RoutingError, match="source of forward cannot be read: could not get source code; put a class"):
+        Route(namespace["Block"], sums(("x", "one")))
+    assert not looks_residual(namespace["Block"])

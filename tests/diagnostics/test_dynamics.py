@@ -1,0 +1,66 @@
+"""What the diagnostics measure, against sums written out here, and that measuring leaves no trace."""
+import math
+
+import pytest
+import timm
+import torch
+from helpers.one_site import OneSite
+from torch import nn
+
+import timm_ortho  # registers
+from timm_ortho.diagnostics import record_dynamics
+
+
+def measure(x, f, connection="feature", dim=-1):
+    model = OneSite(f, connection, dim)
+    return record_dynamics(model, x, timm_ortho.sites(model))[0]
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+def test_every_connection_is_measured_over_channels(connection, dim):
+    x, f = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    record = measure(x, f, connection, dim)
+    assert record.stream == pytest.approx((x * x).sum(dim).mean().item(), rel=1e-5)
+    assert record.parallel + record.orthogonal == pytest.approx((f * f).sum(dim).mean().item(), rel=1e-4)
+    cosine = (x * f).sum(dim) / ((x * x).sum(dim) * (f * f).sum(dim)).sqrt()
+    assert record.cosine == pytest.approx(cosine.mean().item(), abs=1e-5)
+
+
+def test_leaves_no_trace():
+    model = timm.create_model("test_vit_ortho", drop_path_rate=0.5).train()
+    model.blocks[0].eval()  # a frozen part stays frozen
+    modes = [module.training for module in model.modules()]
+    sites = timm_ortho.sites(model)
+    records = record_dynamics(model, torch.randn(2, 3, 160, 160), sites)
+    assert [(r.layer, r.kind, r.name) for r in records] == [(s.layer, s.kind, s.name) for s in sites]
+    assert all(math.isfinite(value) for record in records for value in record[3:])
+    state = torch.get_rng_state()
+    record_dynamics(model, torch.zeros(2, 3, 160, 160), sites)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert not any(site.connection._forward_hooks for site in sites)
+
+
+class Unused(nn.Module):
+    """An auxiliary head, which evaluation leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.connection, self.auxiliary = timm_ortho.FeatureConnection(), timm_ortho.FeatureConnection()
+
+    def forward(self, x):
+        return self.connection(x, x.relu()) if not self.training else self.auxiliary(x, x.relu())
+
+
+def test_a_site_that_is_not_reached_has_no_numbers():
+    used, unused = record_dynamics(model := Unused(), torch.randn(2, 5), timm_ortho.sites(model))
+    assert all(math.isfinite(value) for value in used[3:])
+    assert all(math.isnan(value) for value in unused[3:])
+
+
+def test_hooks_go_when_the_model_fails():
+    model = OneSite(torch.randn(1, 5))
+    with pytest.raises(ValueError, match="same shape"):
+        record_dynamics(model, torch.randn(1, 4), timm_ortho.sites(model))
+    assert not model.connection_mlp._forward_hooks

@@ -1,0 +1,403 @@
+"""Recording in training: what the rows say, when there are any, and that the training does not notice."""
+import contextlib
+import copy
+import math
+import pickle
+import statistics
+import time
+import warnings
+
+import pytest
+import timm
+import torch
+from helpers.one_site import OneSite
+from timm.utils import ModelEmaV3
+from torch import nn
+
+import timm_ortho
+from timm_ortho.diagnostics import record_dynamics
+
+COLUMNS = ["step", "layer", "kind", "name", "stream", "parallel", "orthogonal", "parallel_share", "orthogonal_share",
+           "cosine", "rho", "theta"]
+
+
+def vit(connection="feature", **arguments):
+    torch.manual_seed(0)
+    size = dict(img_size=16, patch_size=8, embed_dim=32, num_heads=2, depth=2, num_classes=3)
+    return timm.create_model("vit_small_ortho", connection=connection, **{**size, **arguments}).train()
+
+
+def resnet(**arguments):
+    torch.manual_seed(0)
+    return timm.create_model(
+        "resnetv2_18_cifar_ortho", channels=(8, 8, 8, 8), stem_chs=8, num_classes=3, **arguments).train()
+
+
+def images(seed=0, count=4):
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, steps, start=0, forward=None, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+    forward = model if forward is None else forward  # a compiled model has no truth value
+    for step in range(start, start + steps):
+        torch.manual_seed(step)
+        loss = forward(images(step)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def same_rows(rows, others):
+    assert [list(row.values()) for row in rows] == [list(row.values()) for row in others]
+
+
+def same_bits(model, other):
+    for (name, value), expected in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+# ------------------------------------------------------------------------------------------- what rows say
+def test_known_angle():
+    # x = (3, 0), f = (4, 3): five long, 36.87 degrees from x
+    model = OneSite(torch.tensor([[4.0, 3.0]]))
+    with timm_ortho.record(model) as recorder:
+        model(torch.tensor([[3.0, 0.0]]))
+    row, = recorder.rows
+    assert list(row) == COLUMNS
+    assert (row["step"], row["layer"], row["kind"], row["name"]) == (0, 0, "mlp", "connection_mlp")
+    expected = dict(stream=9, parallel=16, orthogonal=9, parallel_share=16 / 9, orthogonal_share=1, cosine=0.8)
+    assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert row["rho"] is row["theta"] is None
+
+
+def test_shares_are_of_the_averages():
+    # of the two tokens one is zero, as the paper's class token is at the start: its own shares would be infinite
+    model = OneSite(torch.tensor([[4.0, 3.0], [1.0, 1.0]]))
+    recorder = timm_ortho.record(model)
+    model(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
+    row, = recorder.rows
+    assert (row["stream"], row["orthogonal"]) == pytest.approx((9 / 2, (9 + 2) / 2), rel=1e-5)
+    assert row["parallel_share"] == pytest.approx(16 / 9, rel=1e-5)
+    assert row["orthogonal_share"] == pytest.approx((9 + 2) / 9, rel=1e-5)
+
+
+def test_a_connection_that_a_pass_calls_twice_is_one_site_with_the_averages():
+    class Shared(OneSite):
+        def forward(self, x):
+            return self.connection_mlp(2 * x, self.branch) + self.connection_mlp(x, self.branch)
+
+    model, x = Shared(torch.tensor([[4.0, 3.0]])), torch.tensor([[3.0, 0.0]])
+    with timm_ortho.record(model) as recorder:
+        model(x)
+    row, = recorder.rows
+    assert (row["stream"], row["parallel"], row["cosine"]) == pytest.approx(((36 + 9) / 2, 16, 0.8), rel=1e-5)
+    site = timm_ortho.sites(model)[0]
+    measured, = record_dynamics(model, x, [site])
+    assert list(measured[3:]) == [row[key] for key in ("stream", "parallel", "orthogonal", "cosine")]
+
+
+@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+def test_rows_are_what_one_batch_is_measured_as(connection):
+    model = vit(connection)
+    recorder = timm_ortho.record(model)
+    model(images())
+    expected = record_dynamics(model, images(), timm_ortho.sites(model))  # no dropout: the same in evaluation mode
+    assert len(recorder.rows) == 4
+    for row, site in zip(recorder.rows, expected, strict=True):
+        assert (row["layer"], row["kind"], row["name"]) == site[:3]
+        assert [row[key] for key in site._fields[3:]] == pytest.approx(site[3:], rel=1e-5)
+
+
+def test_learned_weights_are_those_in_use():
+    model = vit("hybrid")
+    with torch.no_grad():
+        model.blocks[0].connection_mlp.rho.fill_(-0.5)  # used as 0
+        model.blocks[0].connection_mlp.theta.fill_(0.3)
+        model.blocks[1].connection_mlp.theta.fill_(2.0)  # used as pi / 2
+    recorder = timm_ortho.record(model)
+    model(images())
+    rows = {(row["layer"], row["kind"]): (row["rho"], row["theta"]) for row in recorder.rows}
+    assert rows[0, "attention"] == (1.0, 0.0)
+    assert rows[0, "mlp"] == pytest.approx((0.0, 0.3))
+    assert rows[1, "mlp"] == pytest.approx((1.0, math.pi / 2))
+
+
+def test_half_precision_does_not_overflow():
+    model = OneSite(torch.full((1, 768), 300.0, dtype=torch.float16))
+    recorder = timm_ortho.record(model)
+    model(torch.full((1, 768), 300.0, dtype=torch.float16))
+    assert recorder.rows[0]["stream"] == pytest.approx(768 * 300.0**2, rel=1e-3)
+    assert recorder.rows[0]["cosine"] == pytest.approx(1.0, rel=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------- when
+def test_counts_training_passes_and_records_every_nth():
+    model = vit()
+    recorder = timm_ortho.record(model, every=3)
+    for _ in range(4):
+        model.train()
+        model(images())
+        model.eval()
+        model(images())
+    assert recorder.step == 4
+    assert [row["step"] for row in recorder.rows] == [0] * 4 + [3] * 4
+    recorder.close()
+    recorder.close()
+    model.train()(images())
+    assert recorder.step == 4
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+def test_drains_and_goes_on():
+    model = vit()
+    recorder = timm_ortho.record(model, every=1)
+    train(model, 2)
+    assert [row["step"] for row in recorder.rows] == [0] * 4 + [1] * 4
+    assert len(recorder.drain()) == 8
+    train(model, 1)
+    assert [row["step"] for row in recorder.rows] == [2] * 4
+
+
+def test_a_sink_gets_the_rows_of_each_recorded_pass():
+    model, calls = vit(), []
+    recorder = timm_ortho.record(model, every=2, sink=calls.append)
+    train(model, 4)
+    assert [[row["step"] for row in rows] for rows in calls] == [[0] * 4, [2] * 4]
+    assert recorder.rows == []
+
+
+def test_a_continued_training_has_the_rows_of_an_uninterrupted_one():
+    model = vit()
+    whole = timm_ortho.record(model, every=3)
+    train(model, 10)
+    model = vit()
+    first = timm_ortho.record(model, every=3)
+    train(model, 5)
+    state = copy.deepcopy(first.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    train(model, 2, start=5)  # lost: after the checkpoint
+    other = vit()
+    other.load_state_dict(weights)
+    second = timm_ortho.record(other, every=3)
+    second.load_state_dict(state)
+    train(other, 5, start=5)
+    assert second.step == whole.step == 10
+    same_rows(second.rows, whole.rows)
+    assert state["step"] == 5  # what was loaded is not written to
+
+
+def test_follows_a_switch_of_the_connection():
+    model = vit("linear")
+    recorder = timm_ortho.record(model, every=1)
+    train(model, 1)
+    timm_ortho.connect(model, "hybrid")
+    train(model, 1)
+    assert [row["rho"] for row in recorder.rows] == [None] * 4 + [1.0] * 4
+    assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
+
+
+def test_what_cannot_be_recorded():
+    with pytest.raises(ValueError, match=r"^VisionTransformer has no connections to record; call timm_ortho.connect\("):
+        timm_ortho.record(timm.create_model("test_vit"))
+    for every in (0, -1, 2.5, True, "50"):
+        with pytest.raises(ValueError, match=r"^every must be a positive integer, got "):
+            timm_ortho.record(vit(), every=every)
+
+
+def test_a_pass_that_fails_leaves_no_hook_and_no_row():
+    model = vit()
+    recorder = timm_ortho.record(model, every=1)
+    model.blocks[1].mlp.fc1 = nn.Linear(7, 7)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(images())
+    assert recorder.rows == []
+    assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
+
+
+def test_a_pass_that_is_broken_off_leaves_nothing_for_the_next():
+    model = vit()
+    recorder = timm_ortho.record(model, every=2)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(images())
+    handle.remove()
+    for _ in range(2):
+        model(images())
+    assert [row["step"] for row in recorder.rows] == [2] * 4
+
+
+# ------------------------------------------------------------------------------------------- undisturbed
+AUTOCAST = dict(device_type="cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("make", [
+    lambda: vit(drop_path_rate=0.4, proj_drop_rate=0.2), lambda: vit("hybrid"), lambda: vit(connection_prob=0.5),
+    resnet,
+])
+def test_training_is_the_same_bit_for_bit(make, checkpointing, autocast):
+    def run(recorded):
+        model = make()
+        model.set_grad_checkpointing(checkpointing)
+        recorder = timm_ortho.record(model, every=2) if recorded else None
+
+        def forward(x):
+            with torch.autocast(**AUTOCAST) if autocast else contextlib.nullcontext():
+                return model(x).float()
+
+        train(model, 3, forward=forward)
+        return model, torch.get_rng_state(), recorder
+
+    (model, state, recorder), (plain, expected, _) = run(True), run(False)
+    same_bits(model, plain)
+    assert torch.equal(state, expected)
+    sites = len(timm_ortho.sites(model))
+    assert [row["step"] for row in recorder.rows] == [0] * sites + [2] * sites  # checkpointing runs sites twice
+    assert all(math.isfinite(row["stream"]) for row in recorder.rows)
+
+
+def test_nothing_is_hooked_but_in_a_recorded_pass():
+    model = vit()
+    timm_ortho.record(model, every=2)
+    hooked = []
+    model.norm.register_forward_hook(lambda *_: hooked.append(
+        [len(site.connection._forward_pre_hooks) for site in timm_ortho.sites(model)]))
+    train(model, 3)
+    assert hooked == [[1] * 4, [0] * 4, [1] * 4]
+    assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
+
+
+def test_a_recorded_step_is_cheap_enough():
+    """Under 5 % when every 50th is recorded: less than 2.5 plain steps, of which it takes about a tenth."""
+    seconds = {"plain": [], "recorded": []}
+    models = {"plain": vit(depth=4, embed_dim=64), "recorded": vit(depth=4, embed_dim=64)}
+    timm_ortho.record(models["recorded"], every=1)
+    for _ in range(7):
+        for name, model in models.items():
+            began = time.process_time()
+            train(model, 1)
+            seconds[name].append(time.process_time() - began)
+    assert statistics.median(seconds["recorded"]) < 3.5 * statistics.median(seconds["plain"])
+
+
+def test_figures_are_read_once_for_each_recorded_pass(monkeypatch):
+    """On a GPU every read of a tensor's values waits for the device."""
+    model, reads = vit("hybrid"), []
+    for name in ("tolist", "item", "__float__", "__bool__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, o=original, n=name: (reads.append(n), o(self))[1])
+    recorder = timm_ortho.record(model, every=1)
+    for _ in range(3):
+        model(images())
+    assert reads == []
+    assert len(recorder.rows) == 12
+    assert reads == ["tolist"] * 3
+
+
+def test_no_graph_is_kept():
+    model = vit("hybrid")
+    recorder = timm_ortho.record(model)
+    model(images())
+    (one,) = recorder._unread
+    assert len(one.means) == len(timm_ortho.sites(model))
+    assert not any(means.requires_grad for calls in one.means.values() for means in calls)
+
+
+def test_gradient_accumulation_counts_passes():
+    model = vit()
+    recorder = timm_ortho.record(model, every=2)
+    for half in images(count=8).split(4):
+        model(half).sum().backward()
+    assert recorder.step == 2
+    assert {row["step"] for row in recorder.rows} == {0}
+
+
+# ------------------------------------------------------------------------- copies, wrappers and compilers
+def test_copies_and_pickles_of_a_recorded_model_hold_no_recorder(tmp_path):
+    model, calls = vit(), []
+    recorder = timm_ortho.record(model, every=1, sink=lambda rows: calls.append(rows))  # which pickle cannot write
+    average = ModelEmaV3(model).module
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (average, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        assert torch.equal(other.train()(images()), model.eval()(images()))
+    assert recorder.step == 0
+    assert calls == []
+    assert model.state_dict().keys() == vit().state_dict().keys()
+    other = timm_ortho.record(average, every=1)  # and a copy may have its own
+    average(images())
+    assert (recorder.step, other.step, len(other.rows), calls) == (0, 1, 4, [])
+
+
+@pytest.mark.parametrize("which", ["the model", "its wrapper"])
+def test_distributed_data_parallel(tmp_path, which):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = vit()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            wrapper = nn.parallel.DistributedDataParallel(model)
+        recorder = timm_ortho.record(model if which == "the model" else wrapper, every=2)
+        train(model, 3, forward=wrapper)
+    finally:
+        torch.distributed.destroy_process_group()
+    plain = vit()
+    expected = timm_ortho.record(plain, every=2)
+    train(plain, 3)
+    same_rows(recorder.rows, expected.rows)
+
+
+@pytest.mark.parametrize(("make", "way"), [
+    (lambda: vit(drop_path_rate=0.4), "recorded, then compiled"),
+    *(pytest.param(make, way, marks=pytest.mark.slow) for make, way in (
+        (lambda: vit(drop_path_rate=0.4), "compiled, then recorded"), (resnet, "recorded, then compiled"),
+        (resnet, "compiled, then recorded"), (resnet, "compiled in place"))),
+    (lambda: vit(drop_path_rate=0.4), "compiled in place"),
+])
+def test_compiled_models_are_run_once_more(way, make):
+    torch.compiler.reset()
+
+    def run(recorded):
+        model = forward = make()
+        recorder = timm_ortho.record(model, every=2) if recorded and way != "compiled, then recorded" else None
+        if way == "compiled in place":
+            model.compile(backend="aot_eager")
+        else:
+            forward = torch.compile(model, backend="aot_eager", fullgraph=way == "compiled, then recorded")
+        if recorded and recorder is None:
+            recorder = timm_ortho.record(forward, every=2)
+        train(model, 3, forward=forward)
+        return model, torch.get_rng_state(), recorder
+
+    (model, state, recorder), (plain, expected, _) = run(True), run(False)
+    same_bits(model, plain)  # running means of BatchNorm among them
+    assert torch.equal(state, expected)
+    eager = make()
+    expected = timm_ortho.record(eager, every=2)
+    train(eager, 3)
+    assert recorder.step == 3
+    assert [row["name"] for row in recorder.rows] == [row["name"] for row in expected.rows]
+    for row, other in zip(recorder.rows, expected.rows, strict=True):
+        assert row["stream"] == pytest.approx(other["stream"], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_blocks_that_are_compiled_one_by_one_are_not_seen():
+    torch.compiler.reset()
+    model = vit()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(images())
+    recorder = timm_ortho.record(model, every=1)
+    with pytest.warns(UserWarning, match="measured no connection"):
+        model(images())
+    assert recorder.rows == []

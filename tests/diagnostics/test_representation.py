@@ -1,0 +1,216 @@
+"""Effective rank, spectral entropy, spread and linear CKA: values known in closed form, then streams of batches."""
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import timm_ortho  # registers
+from timm_ortho import representation
+from timm_ortho.models._build import on_meta
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def orthogonal(size, seed=0):
+    return torch.linalg.qr(randn(size, size, seed=seed))[0]
+
+
+def isotropic(dimension, width=None):
+    """Features whose covariance is a multiple of the identity: plus and minus each axis."""
+    return torch.cat([torch.eye(dimension, width or dimension), -torch.eye(dimension, width or dimension)])
+
+
+# ------------------------------------------------------------------------------------------- known values
+def test_a_rank_1_covariance_has_effective_rank_1():
+    line = randn(100, 1) @ randn(1, 7) + randn(7)  # anywhere in space
+    assert representation.spectral_entropy(line) == pytest.approx(0, abs=1e-10)
+    assert representation.effective_rank(line) == pytest.approx(1, abs=1e-10)
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 5, 64])
+def test_an_isotropic_covariance_has_its_dimension(dimension):
+    for features in (isotropic(dimension), isotropic(dimension, width=100) @ orthogonal(100).float() + 3):
+        assert representation.spectral_entropy(features) == pytest.approx(math.log(dimension), abs=1e-5)
+        assert representation.effective_rank(features) == pytest.approx(dimension, rel=1e-5)
+
+
+def test_entropy_of_two_known_eigenvalues():
+    features = isotropic(2) * torch.tensor([3.0, 1.0])  # variances 9 : 1
+    expected = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1))
+    assert representation.spectral_entropy(features) == pytest.approx(expected)
+    assert representation.effective_rank(features) == pytest.approx(math.exp(expected))
+
+
+def test_effective_rank_knows_no_rotation_no_scale_and_no_offset():
+    features = randn(50, 6) * torch.tensor([5.0, 3, 2, 1, 1, 0.1])
+    expected = representation.effective_rank(features)
+    assert 1 < expected < 6
+    assert representation.effective_rank(features @ orthogonal(6) * 7 - 2) == pytest.approx(expected)
+
+
+def test_feature_std():
+    features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 6.0]])
+    # variances 8 / 2 and 24 / 2
+    assert representation.feature_std(features) == pytest.approx((2 + math.sqrt(12)) / 2)
+    assert representation.feature_std(randn(40, 9)) == pytest.approx(randn(40, 9).std(0).mean().item())
+
+
+def test_cka_of_a_representation_with_itself_is_1():
+    x = randn(30, 8)
+    assert representation.linear_cka(x, x) == pytest.approx(1)
+
+
+def test_cka_knows_no_rotation_no_scale_and_no_offset():
+    x, y = randn(30, 8), randn(30, 5, seed=1)
+    expected = representation.linear_cka(x, y)
+    assert 0 < expected < 1
+    assert representation.linear_cka(y, x) == pytest.approx(expected)
+    assert representation.linear_cka(x @ orthogonal(8) * 3 + 1, y @ orthogonal(5) * 0.1 - 4) == pytest.approx(expected)
+    stretched = x * torch.tensor([9.0, 1, 1, 1, 1, 1, 1, 1])  # any other linear map it does know
+    assert abs(representation.linear_cka(stretched, x) - 1) > 0.1
+
+
+def test_cka_of_orthogonal_features_is_0():
+    columns = torch.linalg.qr(torch.cat([torch.ones(30, 1), randn(30, 9)], dim=1))[0][:, 1:]  # of mean 0, orthonormal
+    x, y = columns[:, :4] @ randn(4, 4), columns[:, 4:] @ randn(5, 5)
+    assert representation.linear_cka(x, y) == pytest.approx(0, abs=1e-10)
+
+
+def test_cka_is_the_ratio_of_gram_matrices():
+    """Kornblith et al. 2019, Eq. 3 and 4: HSIC of the n x n matrices, which are never formed here."""
+    x, y = randn(30, 8) + 5, (randn(30, 8).relu() @ randn(8, 5, seed=1))
+    centre = torch.eye(30) - 1 / 30
+
+    def hsic(u, v):
+        return torch.trace(u @ u.T @ centre.double() @ v @ v.T @ centre.double())
+
+    assert representation.linear_cka(x, y) == pytest.approx((hsic(x, y) / (hsic(x, x) * hsic(y, y)).sqrt()).item())
+
+
+def test_what_does_not_vary_has_no_rank():
+    constant = torch.ones(10, 4)
+    assert math.isnan(representation.effective_rank(constant))
+    assert representation.feature_std(constant) == 0
+    assert math.isnan(representation.linear_cka(constant, randn(10, 3)))
+
+
+def test_a_model_that_diverged_has_no_rank():
+    found = representation.summary(torch.full((10, 4), math.nan))
+    assert all(math.isnan(value) for value in found.values())
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: representation.effective_rank(torch.ones(2, 3, 4)),
+     r"features must have the shape \[images, width\], got \[2, 3, 4\]"),
+    (lambda: representation.Moments().update(torch.ones(2, 3)).update(torch.ones(2, 4)),
+     r"features must have the shape \[images, 3\], got \[2, 4\]"),
+    (lambda: representation.feature_std(torch.ones(1, 3)), "a covariance needs at least 2 images, got 1"),
+    (lambda: representation.linear_cka(torch.ones(3, 3), torch.ones(4, 3)),
+     "x and y must have the same number of images, got 3 and 4"),
+])
+def test_bad_features(call, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------- streams
+@pytest.mark.parametrize("offset", [0, 1e6])
+def test_a_stream_of_batches_is_as_good_as_all_at_once(offset):
+    features = randn(1000, 12) * torch.arange(1.0, 13) + offset
+    stream = representation.Moments()
+    for batch in features.split([1, 0, 7, 300, 1, 691]):
+        stream.update(batch)
+    assert stream.count == 1000
+    assert torch.allclose(stream.mean, features.mean(0), rtol=1e-12)
+    assert torch.allclose(stream.scatter / 999, torch.cov(features.T), rtol=1e-8, atol=1e-8)
+    assert representation.summary(stream) == pytest.approx(representation.summary(features), rel=1e-9)
+
+
+def test_half_precision_is_accumulated_in_double():
+    features = (randn(4096, 3) + 100).half()
+    stream = representation.Moments()
+    for batch in features.split(64):
+        stream.update(batch)
+    assert stream.scatter.dtype == torch.float64
+    assert representation.feature_std(stream) == pytest.approx(features.double().std(0).mean().item(), rel=1e-9)
+
+
+def vit(seed, **arguments):
+    torch.manual_seed(seed)
+    return timm.create_model(
+        "vit_small_ortho", img_size=16, patch_size=8, num_heads=2, depth=2, num_classes=3,
+        **{"embed_dim": 32, **arguments})
+
+
+@pytest.fixture
+def loader():
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(50, 3, 16, 16), torch.zeros(50))
+    return torch.utils.data.DataLoader(data, batch_size=16)
+
+
+def test_features_are_what_the_classifier_receives(loader):
+    model = vit(0).eval()
+    seen = []
+    model.head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.no_grad():
+        for images, _ in loader:
+            model(images)
+    assert torch.equal(representation.features(model, loader), torch.cat(seen))
+
+
+@pytest.mark.parametrize("name", ["resnetv2_18_cifar_ortho", "resnetv2_50_ortho", "test_vit_ortho", "vit_base_ortho"])
+def test_every_family_has_features(name):
+    with on_meta():
+        model = timm.create_model(name)
+    size = model.pretrained_cfg["input_size"]
+    with torch.no_grad():
+        assert representation.pooled(model, torch.ones(2, *size, device="meta")).shape == (2, model.num_features)
+
+
+def test_models_are_left_as_they_were(loader):
+    model = vit(0, drop_path_rate=0.5).train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    recorder = timm_ortho.record(model, every=1)
+    one, two = (representation.features(model, loader, extract=extract) for extract in (representation.pooled,) * 2)
+    assert torch.equal(one, two)  # no drop path: evaluation mode
+    assert not one.requires_grad
+    assert [module.training for module in model.modules()] == modes
+    assert recorder.step == 0
+    with pytest.raises(ZeroDivisionError):
+        representation.features(model, [torch.ones(1, 3, 16, 16)], extract=lambda *_: 1 / 0)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_loader_is_summed_up_batch_by_batch(loader):
+    model = vit(0)
+    features = representation.features(model, loader)
+    assert representation.summary(representation.moments(model, loader)) == pytest.approx(
+        representation.summary(features), rel=1e-6)
+    only_images = [images for images, _ in loader]
+    assert torch.equal(representation.features(model, only_images), features)
+
+
+def test_two_models_are_compared_in_one_pass(loader):
+    model, other = vit(0), vit(1, embed_dim=48, connection="linear")
+    found = representation.compare(model, other, loader)
+    x, y = (representation.features(one, loader) for one in (model, other))
+    assert found["images"] == 50
+    assert found["model"] == pytest.approx(representation.summary(x), rel=1e-5)
+    assert found["other"] == pytest.approx(representation.summary(y), rel=1e-5)
+    assert found["linear_cka"] == pytest.approx(representation.linear_cka(x, y), rel=1e-6)
+    assert 0 < found["linear_cka"] < 1
+    assert representation.compare(model, model, loader)["linear_cka"] == pytest.approx(1)
+
+
+def test_any_model_with_its_own_features(loader):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 5))
+    found = representation.features(model, loader, extract=lambda model, images: model[0](images)[:, :9])
+    assert found.shape == (50, 9)
+    with pytest.raises(TypeError, match="Sequential is not a timm model; pass extract"):
+        representation.features(model, loader)

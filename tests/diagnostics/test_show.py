@@ -1,0 +1,133 @@
+"""`timm-ortho show`: what it prints and draws is what the connections do."""
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import timm
+import torch
+from helpers.trained_runs import lab_grid, timm_run
+from PIL import Image
+
+import timm_ortho
+from timm_ortho import cli, hub
+from timm_ortho.diagnostics import record_dynamics, show
+
+TINY = ["--model-kwargs", "img_size=16", "patch_size=8", "embed_dim=16", "depth=2", "num_heads=2"]
+
+
+def rows(capsys):
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_line_for_each_site(capsys):
+    assert cli.main(["show", "vit_test_ortho", "--pretrained"]) == 0
+    model = timm.create_model("vit_test_ortho", pretrained=True)
+    sites = timm_ortho.sites(model)
+    measured = record_dynamics(model, show.batch(model), sites)
+    header, *lines = rows(capsys)
+    assert header == ["block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", "-1", "0", "1"]
+    for line, site, found in zip(lines, sites, measured, strict=True):
+        assert line[:3] == [str(site.layer), site.kind, "feature"]
+        expected = [found.stream, found.parallel, found.orthogonal, found.cosine]
+        assert [float(value) for value in line[3:7]] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("arguments", [
+    ["vit_test_ortho", "--model-kwargs", "in_chans=1"], ["resnet18_ortho", "--model-kwargs", "in_chans=1"],
+    ["vit_small_ortho", *TINY, "img_size=[16,32]"]])
+def test_other_images_than_the_configurations(arguments, capsys):
+    assert cli.main(["show", *arguments]) == 0
+    assert all(0 < float(line[3]) < math.inf for line in rows(capsys)[1:])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return timm_run(tmp_path_factory.mktemp("run") / "run", ema=True)
+
+
+def test_whatever_push_takes(run, tmp_path, capsys):
+    """By folder, by checkpoint, as weights of a variant, and exported: the same weights, the same table."""
+    hub.export(run, tmp_path / "out", "me/model")
+    last = str(run / "last.pth.tar")
+    tables = []
+    for arguments in ([str(run)], [last], ["vit_small_ortho", "--checkpoint", last], [f"local-dir:{tmp_path / 'out'}"]):
+        assert cli.main(["show", *arguments]) == 0, arguments
+        tables.append(capsys.readouterr().out)
+    assert tables == [tables[0]] * 4
+    assert len(tables[0].splitlines()) == 1 + 4
+    assert cli.main(["show", str(run / "model_best.pth.tar")]) == 0
+    assert capsys.readouterr().out != tables[0]
+    assert cli.main(["show", str(run), "--ema"]) == 0
+    assert capsys.readouterr().out != tables[0]
+
+
+def test_weights_of_a_run_with_another_connection(run, capsys):
+    assert cli.main(["show", "vit_small_linear", "--checkpoint", str(run / "last.pth.tar")]) == 0
+    assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
+
+
+def test_a_run_of_the_lab_with_its_own_connection_and_images(tmp_path, capsys):
+    grid = lab_grid(tmp_path / "compared", seeds=1)
+    Image.new("L", (40, 30), 200).save(tmp_path / "grey.png")
+    capsys.readouterr()
+    assert cli.main(["show", str(grid / "linear-seed0"), "--image", str(tmp_path / "grey.png")]) == 0
+    assert {line[2] for line in rows(capsys)[1:]} == {"linear"}
+    assert cli.main(["show", str(grid)]) == 2
+    assert "holds 2 runs: give one of them" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint(tmp_path, capsys):
+    (tmp_path / "g.safetensors").write_text("garbage")
+    assert cli.main(["show", "vit_test_ortho", "--checkpoint", str(tmp_path / "g.safetensors")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be loaded: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("cosine", "bar"), [
+    (0.0, "          |          "), (-0.3, "       ===|          "), (1.0, "          |=========="),
+    (-1.2, "==========|          "), (float("nan"), "          |          ")])
+def test_bar(cosine, bar):
+    assert show._bar(cosine) == bar
+
+
+def test_an_image_and_a_drawing(tmp_path, capsys):
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
+    arguments = ["show", "vit_small_orthog", *TINY, "--image", str(tmp_path / "red.png")]
+    torch.manual_seed(0)
+    assert cli.main([*arguments, "--svg", str(tmp_path / "sites.svg")]) == 0
+    of_image = rows(capsys)
+    torch.manual_seed(0)
+    assert cli.main(["show", "vit_small_orthog", *TINY]) == 0
+    assert rows(capsys) != of_image
+    drawn = "".join(ElementTree.parse(tmp_path / "sites.svg").getroot().itertext())
+    assert "vit_small_orthog" in drawn
+
+
+def test_a_grey_image_of_16_bits(tmp_path, capsys):
+    """Pillow's conversion to 8 bits makes nearly all pixels white."""
+    path = tmp_path / "g16.png"
+    Image.new("I;16", (40, 30), 3000).save(path)
+    assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2
+    assert f"image {path} cannot be used: Pillow cuts its 16 or 32 bits off at 255" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; try timm-ortho list"),
+    (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "/nowhere.png is not an image: No such file"),
+    (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),
+    (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
+    (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
+    (["local-dir:/nowhere"], "local-dir:/nowhere: there is no config.json in it"),
+    (["local-dir:/nowhere", "--pretrained"], "--pretrained and --checkpoint are for variants, and there is no variant"),
+])
+def test_errors(arguments, message, capsys):
+    assert cli.main(["show", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_a_model_without_connections():
+    with pytest.raises(ValueError, match="the model has no connections"):
+        show.measured_sites(torch.nn.Linear(2, 2), torch.zeros(1, 2))

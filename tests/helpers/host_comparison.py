@@ -1,0 +1,72 @@
+"""Compare a variant that has linear connections with timm's model, bit for bit."""
+import gc
+
+import timm
+import torch
+from timm.layers import to_2tuple
+from timm.models import get_pretrained_cfg
+
+from timm_ortho.models._build import on_meta
+
+
+def model_on_meta(name, **kwargs):
+    with on_meta():
+        return timm.create_model(name, **kwargs)
+
+
+def compare_with_host(base, batch=2):
+    """Output and gradients of a training step, timm's model against the variant with linear connections.
+
+    Both get the same random weights rather than their own initialisation, which takes far longer than the step.
+    """
+    kwargs, size = small_input(base)
+    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
+    on_cpu = keeps_buffers_to_itself(model_on_meta(base, **kwargs))  # these have to be computed
+    host = timm.create_model(base, **kwargs) if on_cpu else model_on_meta(base, **kwargs).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for name, tensor in host.state_dict().items():
+        if not tensor.is_floating_point():
+            tensor.zero_()
+        elif name.endswith("running_var"):
+            tensor.fill_(1.0)
+        else:
+            tensor.uniform_(-0.05, 0.05)
+    create = timm.create_model if on_cpu else model_on_meta
+    variant = create(base + "_ortho", connection="linear", **kwargs)
+    variant.load_state_dict(host.state_dict(), assign=True)
+    results = []
+    for model in (host, variant):
+        torch.manual_seed(0)
+        y = model.train()(x)
+        outputs = y if isinstance(y, tuple) else (y,)
+        sum(out.square().sum() for out in outputs).backward()
+        results.append((*outputs, *(p.grad for p in model.parameters())))
+    assert any(out.any() for out in results[0])
+    for expected, ours in zip(*results, strict=True):
+        assert (expected is None and ours is None) or torch.equal(expected, ours), base
+    del model, host, variant, results
+    gc.collect()
+
+
+def small_input(name):
+    """Arguments and image size that make any architecture cheap to run at full depth and width."""
+    cfg = get_pretrained_cfg(name)
+    patch = to_2tuple(getattr(getattr(model_on_meta(name), "patch_embed", None), "patch_size", 0))[0]
+    sizes = [3 * patch] * bool(patch) + [64, 96, 112, 128]
+    tries = [({}, size) for size in sizes if not cfg.fixed_input_size and size >= 64]
+    tries += [({"img_size": size}, size) for size in sizes]
+    return next((choice for choice in tries if takes(name, *choice)), ({}, cfg.input_size[-1]))
+
+
+def takes(name, kwargs, size):
+    """Whether an architecture can be made so and runs on images of that size."""
+    try:
+        with torch.device("meta"):
+            timm.create_model(name, **kwargs).eval()(torch.empty(2, 3, size, size))
+    except (RuntimeError, TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError):
+        return False
+    return True
+
+
+def keeps_buffers_to_itself(model):
+    return len(list(model.buffers())) + len(list(model.parameters())) > len(model.state_dict())

@@ -1,0 +1,147 @@
+"""Fresh processes for the other end of `hub_server.py`: the real huggingface_hub client, with nothing but loopback.
+
+    with HubClient(folder, hub.endpoint, token) as client:
+        result = client.run("answer(sum(p.numel() for p in timm.create_model('hf-hub:me/model').parameters()))")
+        result.answer, result.error, result.output, result.seconds
+
+HF_ENDPOINT, HF_HOME and HF_TOKEN are read when huggingface_hub is imported, which timm does: each client is a process
+of its own with its own environment and an empty home. It imports torch, timm and timm_ortho once and forks for each
+`run`, so that every one of them is a new process, at the price of one import.
+"""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+__all__ = ["SOON", "HubClient", "Result"]
+
+IMPORTS = "import huggingface_hub, timm, torch; import timm_ortho"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Seconds in which a failure is told: 7 at most, and what a busy machine adds. huggingface_hub by itself asks for 23.
+SOON = 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one `run` came to."""
+
+    answer: Any  # what the code gave to `answer`
+    error: Optional[str]  # "Type: message" of what it raised
+    output: str  # stdout, stderr and traceback
+    seconds: float
+
+
+class HubClient:
+    """A process in which code talks to the Hub at ``endpoint``.
+
+    Args:
+        folder: Its home is made there.
+        endpoint: HF_ENDPOINT.
+        token: HF_TOKEN, if any.
+        imports: What is imported before the code runs.
+        environment: More variables. HF_HUB_DISABLE_XET is 1 unless it stands here as 0.
+    """
+
+    def __init__(
+            self, folder: Path, endpoint: str, token: Optional[str] = None, imports: str = IMPORTS,
+            **environment: str,
+    ) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
+        self._environment = {
+            **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},
+            # hf_xet is not Python: what keeps it on loopback is a proxy that is not there
+            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+            "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
+            "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            **({"HF_TOKEN": token} if token else {}),
+            **environment,
+        }
+        self._imports = imports
+
+    def __enter__(self) -> "HubClient":
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, self._imports], env=self._environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()  # it holds nothing that would have to be written
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def run(self, code: str) -> Result:
+        """Runs code in a new process; `answer(value)` in it hands a JSON value back."""
+        self._process.stdin.write(json.dumps(code) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the client has ended with status {self._process.wait()}")
+        return Result(**json.loads(line))
+
+    def forget(self) -> None:
+        """Empties the home, and the cache with it."""
+        shutil.rmtree(self.home)
+        self.home.mkdir()
+
+
+# --------------------------------------------------------------------------------------- in that process
+def _only_loopback(event: str, arguments: tuple) -> None:
+    """An audit hook under which Python's sockets reach nothing but this machine, as one without a network."""
+    if event == "socket.getaddrinfo":
+        host = arguments[0]
+    elif event == "socket.connect" and isinstance(arguments[1], tuple):
+        host = arguments[1][0]
+    else:
+        return
+    host = host.decode() if isinstance(host, bytes) else host
+    if host not in (None, "", *LOOPBACK):
+        raise OSError(f"a test tried to reach {host}")
+
+
+def _main() -> None:
+    sys.addaudithook(_only_loopback)
+    sys.path.remove(str(Path(__file__).parent))
+    names: dict[str, Any] = {}
+    exec(sys.argv[1], names)
+    for line in sys.stdin:
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            child = os.fork()
+            if child == 0:
+                _run(json.loads(line), names, Path(folder))
+            os.waitpid(child, 0)
+            seconds = time.perf_counter() - start
+            result = json.loads(Path(folder, "result").read_text())
+            output = Path(folder, "output").read_text()
+        print(json.dumps({**result, "output": output, "seconds": seconds}), flush=True)
+
+
+def _run(code: str, names: dict[str, Any], folder: Path) -> None:
+    """In the forked process: its output and what it comes to go to files."""
+    result: dict[str, Any] = {"answer": None, "error": None}
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        exec(code, {**names, "answer": lambda value: result.update(answer=value)})
+    except BaseException as error:  # noqa: BLE001  whatever it is, the other end is to hear of it
+        result["error"] = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    (folder / "result").write_text(json.dumps(result))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,401 @@
+"""Runs read from their files, and the cards made from them: each figure is the files', and nothing else is there."""
+import csv
+import json
+import re
+import shutil
+from argparse import Namespace
+from dataclasses import replace
+from statistics import fmean, stdev
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from helpers.trained_runs import lab_grid, timm_run
+from huggingface_hub import ModelCard
+from recorded import RecordedRun, read_comparison
+
+from timm_ortho.connections import CONNECTIONS, FeatureConnection
+from timm_ortho.hub import card as cards
+from timm_ortho.hub.card import Subject, draw_curve, model_card
+from timm_ortho.runs.folders import CheckpointRun, PublishError, class_names, load_checkpoint
+
+CONFIG = {
+    "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},
+    "pretrained_cfg": {"input_size": [1, 16, 16], "mean": [0.3], "std": [0.38], "interpolation": "bicubic"},
+}
+SUBJECT = Subject("digits", CONFIG, 12345, "hf-hub:me/digits", "me/digits", license="apache-2.0")
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    return lab_grid(tmp_path_factory.mktemp("grid") / "compared")
+
+
+@pytest.fixture
+def copied(grid, tmp_path):
+    return shutil.copytree(grid, tmp_path / "compared")
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def rows(folder):
+    with open(folder / "summary.csv", newline="", encoding="utf-8") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def write_rows(folder, rows):
+    with open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows({**row, "epoch": int(row["epoch"])} for row in rows)
+
+
+def figures(card):
+    """Of the metadata: name -> value, arguments."""
+    results = ModelCard(str(card)).data.eval_results or []
+    return {result.metric_name: (result.metric_value, result.metric_args) for result in results}
+
+
+def section(card, title):
+    return str(card).split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+# ------------------------------------------------------------------------------------------ figures of files
+def test_metadata_is_the_run_with_its_spread(grid):
+    run = CheckpointRun(grid / "feature-seed1")
+    top1 = {seed: read(grid / f"feature-seed{seed}" / "result.json")["top1"] for seed in range(3)}
+    last = rows(grid / "feature-seed1")[-1]
+    assert figures(model_card(SUBJECT, run)) == {
+        "top-1 of these weights, %": (pytest.approx(last["eval_top1"], abs=1e-4), None),
+        "top-5 of these weights, %": (pytest.approx(last["eval_top5"], abs=1e-4), None),
+        "top-1 after the last epoch, mean over seeds, %": (
+            pytest.approx(fmean(top1.values()), abs=1e-4),
+            {"std": pytest.approx(stdev(top1.values()), abs=1e-4), "seeds": [0, 1, 2]}),
+    }
+    assert run.peers == top1
+
+
+def test_every_figure_of_the_results_is_in_the_files(grid):
+    run = CheckpointRun(grid / "feature-seed0")
+    text = section(model_card(SUBJECT, run), "Results")
+    rows = read_comparison(grid / "results.json")["summary"]
+    known = {f"{value:.2f}" for value in [*run.peers.values(), run.top1_mean, run.top1_std]}
+    known |= {f"{row[key]:.2f}" for row in rows for key in ("top1_mean", "top1_std")}
+    difference = rows[1]["difference"]
+    low, high = (difference["mean"] + sign * difference["half_width"] for sign in (-1, 1))
+    known |= {f"{value:+.2f}".lstrip("+-") for value in (difference["mean"], low, high)}
+    known |= {f"{run.evaluated[key]:.2f}" for key in ("eval_top1", "eval_top5")} | {f"{run.evaluated['eval_loss']:.4f}"}
+    found = set(re.findall(r"\d+\.\d+", text))
+    assert found
+    assert found <= known
+    assert f"{difference['mean']:+.2f} [{low:+.2f}, {high:+.2f}]" in text
+
+
+@pytest.mark.parametrize(("file", "key", "name"), [
+    ("summary.csv", "eval_top1", "top-1 of these weights, %"),
+    ("result.json", "top1", "top-1 after the last epoch, mean over seeds, %"),
+])
+def test_a_card_follows_its_files(copied, file, key, name):
+    path = copied / "feature-seed0" / file
+    before = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
+    values = rows(path.parent) if file == "summary.csv" else [read(path)]
+    values[-1][key] += 3
+    if file == "summary.csv":
+        write_rows(path.parent, values)
+    else:
+        path.write_text(json.dumps(values[0]))
+    after = figures(model_card(SUBJECT, CheckpointRun(path.parent)))[name][0]
+    assert after - before == pytest.approx(3 if file == "summary.csv" else 1, abs=1e-3)
+
+
+def test_runs_of_other_settings_and_unfinished_ones_are_no_peers(copied):
+    args = copied / "feature-seed1" / "args.yaml"
+    args.write_text(yaml.safe_dump({**yaml.safe_load(args.read_text()), "lr": 0.5}))
+    (copied / "feature-seed2" / "result.json").unlink()
+    run = CheckpointRun(copied / "feature-seed0")
+    assert list(run.peers) == [0]
+    assert "One seed: the figures have no spread" in section(model_card(SUBJECT, run), "Limits")
+    assert list(figures(model_card(SUBJECT, run))) == ["top-1 of these weights, %", "top-5 of these weights, %"]
+
+
+def test_without_a_run_there_is_no_figure():
+    card = model_card(SUBJECT)
+    assert "Not measured" in section(card, "Results")
+    assert figures(card) == {}
+    assert not re.search(r"\d+\.\d+ ?%|±", section(card, "Results"))
+
+
+def test_a_run_of_timms_script(tmp_path):
+    run = CheckpointRun(timm_run(tmp_path / "run"))
+    assert (run.epoch, run.options["num_classes"], run.result, run.peers) == (2, 7, {}, {})
+    assert figures(model_card(SUBJECT, run)) == {
+        "top-1 of these weights, %": (30.25, None), "top-5 of these weights, %": (80.25, None)}
+    data = ModelCard(str(model_card(SUBJECT, run))).data
+    assert (data.datasets, data.eval_results[0].dataset_name) == (["uoft-cs/cifar10"], "CIFAR-10")
+
+
+@pytest.mark.parametrize("allowed", [[], [Namespace]])
+@pytest.mark.parametrize("read", [CheckpointRun, lambda folder: load_checkpoint(folder / "last.pth.tar")])
+def test_reading_a_checkpoint_leaves_torch_as_it_was(tmp_path, read, allowed):
+    """What may be unpickled is said once for the whole process: that is not ours to widen, nor to take back."""
+    folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(allowed)
+        assert read(folder) is not None
+        assert torch.serialization.get_safe_globals() == allowed
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def test_a_resumed_run_repeats_rows_and_the_later_ones_count(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    rows = (folder / "summary.csv").read_text().splitlines()
+    (folder / "summary.csv").write_text("\n".join([*rows, rows[-1].replace("30.25", "31.5")]) + "\n")
+    run = CheckpointRun(folder)
+    assert [row["epoch"] for row in run.history] == [0, 1, 2]
+    assert run.evaluated["eval_top1"] == 31.5
+
+
+def test_an_epoch_that_was_chosen_is_said_to_flatter(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    best = CheckpointRun(folder / "model_best.pth.tar")
+    assert (best.epoch, best.evaluated["eval_top1"]) == (1, 20.25)
+    assert "the weights after epoch 2 of 3" in section(model_card(SUBJECT, best), "Results")
+    assert "flatter" not in str(model_card(SUBJECT, CheckpointRun(folder)))
+
+
+@pytest.mark.parametrize(("options", "ema", "note"), [
+    (dict(ema=True), True, None),
+    (dict(ema=True), False, "the run evaluated its EMA weights, and these are the plain ones"),
+    (dict(ema=True, model_ema_force_cpu=True), False, None),
+    (dict(ema=True, model_ema_force_cpu=True), True, "the run evaluated its plain weights, and these are the EMA ones"),
+])
+def test_figures_are_only_of_the_weights_that_were_evaluated(tmp_path, options, ema, note):
+    card = model_card(SUBJECT, CheckpointRun(timm_run(tmp_path / "run", **options), ema))
+    assert bool(figures(card)) is (note is None)
+    assert (f"Not measured on these weights: {note}." in str(card)) is (note is not None)
+
+
+def test_without_a_table_nothing_is_measured(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    (folder / "summary.csv").unlink()
+    card = model_card(SUBJECT, CheckpointRun(folder))
+    assert figures(card) == {}
+    assert "the run's files have no row for their epoch" in str(card)
+
+
+def test_kept_results_make_the_same_figures(grid):
+    kept, run = RecordedRun(grid / "results.json", "feature", 0), CheckpointRun(grid / "feature-seed0")
+    assert figures(model_card(SUBJECT, kept)) == figures(model_card(SUBJECT, run))
+    assert (kept.options["model_kwargs"], kept.history) == (run.options["model_kwargs"], run.history)
+
+
+def test_kept_results_as_a_whole(grid):
+    card = model_card(Subject("comparison"), RecordedRun(grid / "results.json"))
+    rows = {row["connection"]: row for row in read_comparison(grid / "results.json")["summary"]}
+    assert figures(card) == {
+        f"top-1 after the last epoch, {name}, mean over seeds, %": (
+            pytest.approx(row["top1_mean"], abs=1e-4),
+            {"std": pytest.approx(row["top1_std"], abs=1e-4), "seeds": [0, 1, 2]})
+        for name, row in rows.items()}
+    assert "create_model" not in str(card)
+
+
+# --------------------------------------------------------------------------------------- what else it says
+def test_what_a_card_has(grid):
+    run = CheckpointRun(grid / "feature-seed0")
+    text = str(model_card(SUBJECT, run, "training.png"))
+    for part in (
+            "library_name: timm", "license: apache-2.0", "import timm_ortho", 'create_model("hf-hub:me/digits"',
+            'from_pretrained("me/digits")', "Orthogonal-F", "12,345", "![loss and accuracy by epoch](training.png)",
+            "oh2025revisiting", "dosovitskiy2021image", "rw2019timm", "a PIL image in grey"):
+        assert part in text, part
+    snippets = re.findall(r"```python\n(.*)", text)
+    assert len(snippets) == 2
+    assert all(first.startswith("import timm_ortho  # ") for first in snippets)
+    assert "he2016identity" not in text
+    made = read(grid / "feature-seed0" / "result.json")["made_with"]
+    assert f"timm-ortho {made['timm-ortho']}, timm {made['timm']}, torch {made['torch']}" in text
+    assert made.get("commit", "") in text
+    assert "{{" not in text
+    assert "\n\n\n" not in text
+
+
+def test_all_arguments_are_there_and_can_be_read_again(grid):
+    run = CheckpointRun(grid / "feature-seed0")
+    block = re.search(r"```yaml\n(.*?)```", str(model_card(SUBJECT, run)), re.DOTALL)[1]
+    assert yaml.safe_load(block) == run.options
+    assert "| batch_size | 32 |" in section(model_card(SUBJECT, run), "Training")
+
+
+def test_places_on_a_machine_are_nobodys_business(tmp_path):
+    run = CheckpointRun(timm_run(tmp_path / "run", dataset="", initial_checkpoint="/home/somebody/secret/w.pth"))
+    text = str(model_card(SUBJECT, run))
+    assert "/home" not in text
+    assert "data_dir: cifar" in text
+    assert "trained on image folder 'cifar'" in text
+
+
+def test_a_limited_number_of_images_is_stated(copied):
+    folder = copied / "feature-seed0"
+    options = yaml.safe_load((folder / "args.yaml").read_text())
+    options |= {"dataset": "", "data_dir": "/data/cifar10", "train_num_samples": 64, "val_num_samples": 32}
+    (folder / "args.yaml").write_text(yaml.safe_dump(options))
+    card = model_card(SUBJECT, CheckpointRun(folder))
+    assert "trained on 64 images of image folder 'cifar10'" in str(card)
+    assert "| on 32 images of image folder 'cifar10', split" in section(card, "Results")
+    found = {(result.dataset_type, result.dataset_name) for result in ModelCard(str(card)).data.eval_results}
+    assert found == {("image folder 'cifar10'", "32 images of image folder 'cifar10'")}
+
+
+def test_made_with_has_no_empty_values_and_no_host(tmp_path):
+    """Each continued session has a host and a command of its own."""
+    session = {
+        "torch": "2", "host": "node7", "pid": 4711, "cpu": "EPYC", "gpu": "", "driver": "", "job": None,
+        "command": "'/home/me/my venv/bin/timm-ortho' compare --data-dir '/data/of me/cifar10' --output=/home/me/out/ "
+                   "--option class_map=/home/me/a.txt -b 16 --model-kwargs depth=2 out/here", "continued": []}
+    command = ("`timm-ortho compare --data-dir cifar10 --output=out --option class_map=a.txt -b 16 --model-kwargs "
+               "depth=2 out/here`")
+    made = cards.made_with({"made_with": session, "device": "cpu"})
+    assert made == f"torch 2, cpu EPYC, command {command}, device cpu"
+    again = cards.made_with({"made_with": {**session, "job": "12", "continued": [session, session]}})
+    assert again == f"torch 2, cpu EPYC, job 12, command {command}, continued 2 times"
+    module = cards.made_with({"made_with": {"command": "/home/me/timm_ortho/__main__.py study run x"}})
+    assert module == "command `timm-ortho study run x`"
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_a_connection_is_described_in_its_own_words(name):
+    text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": name}})))
+    first = CONNECTIONS[name].__doc__.splitlines()[0]
+    assert first.endswith(".")
+    assert f"| connection | {name}. {first} |\n" in text
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda dim, eps: FeatureConnection(dim, eps), "mine. Registered by its author."),
+    (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
+])
+def test_a_registered_connection_too(monkeypatch, make, words):
+    monkeypatch.setitem(CONNECTIONS, "mine", make)
+    text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": "mine"}})))
+    assert f"| connection | {words} |\n" in text
+
+
+def test_a_transform_of_the_stream_is_described():
+    config = {**CONFIG, "model_args": {"connection": "linear", "skip": "idempotent_mr", "skip_rank": 4}}
+    text = str(model_card(replace(SUBJECT, config=config)))
+    assert "| transform of the stream | idempotent_mr: the mean of the branches (Idempotent-MR) |\n" in text
+    assert "| `skip_rank` | `4` |\n" in text
+
+
+def test_the_first_lines_say_what_to_import():
+    """The Hub shows a snippet of its own beside the card, for `library_name: timm`."""
+    first = str(model_card(SUBJECT)).split("## Use")[0]
+    assert "`import timm_ortho`" in first
+    assert "`Unknown model (vit_small_ortho)`" in first
+    assert "is not supported in your version of timm" in first
+    plain = replace(SUBJECT, config={**CONFIG, "architecture": "resnet18", "model_args": {}})
+    assert "Unknown model" not in str(model_card(plain))  # timm itself knows it
+
+
+def test_a_revision_is_in_what_loads_it():
+    text = str(model_card(Subject("m", CONFIG, 1, "hf-hub:me/m@v2", "me/m", "v2")))
+    assert 'create_model("hf-hub:me/m@v2"' in text
+    assert 'from_pretrained("me/m", revision="v2")' in text
+
+
+def test_who_the_weights_are_from_stands_on_the_card():
+    subject = Subject("m", CONFIG, load="m.authors", about="The authors' weights.", base_model="them/base",
+                      limits=["Not ours."], dataset="imagenet1k")
+    card = model_card(subject)
+    assert "The authors' weights." in str(card)
+    assert ModelCard(str(card)).data.base_model == "them/base"
+    assert ModelCard(str(card)).data.datasets == ["ILSVRC/imagenet-1k"]
+    assert section(card, "Limits").strip().startswith("* Not ours.")
+    assert "transformers" not in section(card, "Use")
+
+
+def test_curve(grid, tmp_path):
+    draw_curve(CheckpointRun(grid / "feature-seed0"), tmp_path / "a.png")
+    draw_curve(CheckpointRun(grid / "feature-seed1"), tmp_path / "b.png")
+    first, second = ((tmp_path / name).read_bytes() for name in ("a.png", "b.png"))
+    assert first.startswith(b"\x89PNG")
+    assert first != second
+
+
+def test_a_diverged_run_can_still_be_described(copied):
+    folder = copied / "feature-seed0"
+    *before, last = rows(folder)
+    write_rows(folder, [*before, {**last, "eval_loss": float("nan"), "train_loss": float("nan")}])
+    run = CheckpointRun(folder)
+    draw_curve(run, copied / "curve.png")
+    assert "loss of these weights" not in str(model_card(SUBJECT, run))
+
+
+def test_template_is_the_checkouts_or_the_wheels(monkeypatch, tmp_path):
+    assert cards.template().parts[-2:] == ("model_cards", "template.md")
+    package = tmp_path / "timm_ortho"
+    package.mkdir()
+    monkeypatch.setattr(cards, "__file__", str(package / "card.py"))
+    (package / "template.md").write_text("x")
+    assert cards.template() == package / "template.md"
+
+
+def test_class_names():
+    torchvisions = SimpleNamespace(classes=["cat", "dog"])
+    timms = SimpleNamespace(reader=SimpleNamespace(class_to_idx={"dog": 1, "cat": 0}))
+    for dataset in (torchvisions, timms, SimpleNamespace(dataset=timms)):
+        assert class_names(dataset) == ["cat", "dog"]
+    assert class_names(object()) is None
+
+
+# -------------------------------------------------------------------------------------------------- errors
+def test_what_is_no_run_is_refused(grid, copied, tmp_path):
+    def message(path, *args):
+        with pytest.raises(PublishError) as error:
+            CheckpointRun(path, *args)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
+    assert message(grid) == f"{grid} holds 6 runs: give one of them, as {grid / 'feature-seed0'}"
+    assert "holds no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
+    assert "has no EMA weights: leave --ema away" in message(grid / "feature-seed0", True)
+    (copied / "feature-seed1" / "result.json").unlink()
+    assert "is not finished: the command that began it continues it" in message(copied / "feature-seed1")
+    (copied / "feature-seed2" / "last.pth.tar").write_bytes(b"half")
+    assert "cannot be read as a checkpoint" in message(copied / "feature-seed2")
+    bare = timm_run(tmp_path / "run")
+    (bare / "args.yaml").write_text(":")
+    assert "args.yaml cannot be read" in message(bare)
+
+
+def test_a_pickle_is_not_executed(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return open, (str(tmp_path / "executed"), "w")
+
+    torch.save({"state_dict": {}, "args": Payload()}, tmp_path / "evil.pth.tar")
+    with pytest.raises(PublishError, match="cannot be read as a checkpoint"):
+        CheckpointRun(tmp_path / "evil.pth.tar")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_weights_without_arguments_are_refused(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
+    with pytest.raises(PublishError, match="nothing says which model it is: build the model"):
+        CheckpointRun(tmp_path / "bare.pth.tar")
+    torch.save([1], tmp_path / "list.pth.tar")
+    with pytest.raises(PublishError, match="has no 'state_dict'"):
+        CheckpointRun(tmp_path / "list.pth.tar")
+
+
+def test_kept_results_without_the_run_are_refused(grid):
+    with pytest.raises(PublishError, match=r"has no run of connection global, seed 0: it has linear-seed0, feature-"):
+        RecordedRun(grid / "results.json", "global", 0)

@@ -1,0 +1,561 @@
+"""Image folders: which folder is a split, and which layouts are refused before anything runs."""
+import os
+import re
+import shutil
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_study import compared, one_run, planned, read, request, written
+from PIL import Image
+
+from timm_ortho import cli
+from timm_ortho.lab import LabError, data, plan, recipe, run, study as commands, train_py
+from timm_ortho.lab.folder import RunPlan
+
+PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
+STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
+WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
+
+
+def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
+    """Class folders with different images of noise."""
+    rng = np.random.default_rng(list("/".join(splits).encode()))  # other images in other splits
+    for split in splits:
+        for label in classes:
+            folder = root / split / label / below
+            folder.mkdir(parents=True)
+            for index in range(count):
+                Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+    return root
+
+
+def samples(split):
+    """Files and labels, of timm's data set or torchvision's."""
+    split = getattr(split, "dataset", split)
+    return getattr(split, "reader", split).samples
+
+
+def options_of(root, **given):
+    """The options of a run that is planned for an image folder, and not written."""
+    found = plan.plan(compared("unused", ["linear"], **{"dataset": "", "data_dir": str(root), **WHOLE, **given}))
+    return found.runs["linear-seed0"].stages[0].options
+
+
+def refused(message, root, **given):
+    with pytest.raises(LabError, match=message) as error:
+        options_of(root, **given)
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------ the splits
+@pytest.mark.parametrize(("splits", "split"), [
+    (["train", "test"], "test"), (["train", "val", "test"], "validation"), (["training", "eval"], "validation")])
+def test_validation_split_is_recorded(tmp_path, splits, split):
+    assert options_of(image_folder(tmp_path, *splits))["val_split"] == split
+
+
+def test_validation_on_test_folder_sees_its_images_only(tmp_path):
+    root = image_folder(tmp_path / "data", "train", count=8)
+    image_folder(root, "test", count=2)
+    options = options_of(root)
+    source = run.open_source(Namespace(**options))
+    assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
+    assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
+    assert recipe.known_options()["val_split"]["default"] == "validation"  # the split that `test` replaces
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_missing_split_is_refused(tmp_path, dataset):
+    """timm and its torch/image_folder read the whole folder in place of a missing split."""
+    refused("has no folder for the validation images", image_folder(tmp_path / "a", "train"), dataset=dataset)
+    refused("has no folder for the training images", image_folder(tmp_path / "b", "test", "other"), dataset=dataset)
+    named = image_folder(tmp_path / "c", "train", "test")
+    refused(r"no folder for the validation images \(val_split 'new'\)", named, dataset=dataset, val_split="new")
+
+
+def test_flat_folder_is_for_hold_out_only(tmp_path):
+    """A hold-out needs one split; a folder that has a test split must name its training split."""
+    def hold_out(root):
+        path = written(tmp_path, grid={}, hold_out=4, representation=False)
+        return plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE))
+
+    flat = image_folder(tmp_path / "flat", "")
+    refused("has no folder for the training images", flat)
+    for root in (flat, image_folder(tmp_path / "a", "train"), image_folder(tmp_path / "b", "train", "test")):
+        options = hold_out(root).runs["linear-seed0"].stages[0].options
+        source = run.open_source(Namespace(**options), 4)
+        assert (len(source.train), len(source.validation), source.num_classes) == (8, 4, 2)
+    with pytest.raises(LabError, match="has no folder for the training images"):
+        hold_out(image_folder(tmp_path / "c", "learn", "test"))
+
+
+@pytest.mark.parametrize("split", ["train/..", "../data", ".", "./train", "train[50%:]"])
+def test_split_that_shares_images_is_refused(tmp_path, split):
+    refused("validation image", image_folder(tmp_path / "data", "train", "test"), val_split=split)
+
+
+def test_split_around_the_training_images_is_refused(tmp_path):
+    root = image_folder(tmp_path / "all" / "data", "train").parent
+    refused("12 of 12 training images are also validation images",
+            root, train_split="data/train", val_split="data")
+
+
+def test_link_to_the_training_images_is_refused(tmp_path):
+    root = image_folder(tmp_path, "train")
+    (root / "val").symlink_to("train")
+    refused("12 of 12 training images are also validation images, first .*/train/cat/0.png", root)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_one_linked_image_is_refused(tmp_path, link):
+    root = image_folder(tmp_path, "train", "val")
+    link(root / "train" / "dog" / "3.png", root / "val" / "dog" / "other.png")
+    refused("1 of 12 training images is also a validation image, first .*/train/dog/3.png", root)
+
+
+def test_copy_of_the_training_images_is_refused(tmp_path):
+    """Equal names alone are no copy, nor are two equal images."""
+    root = image_folder(tmp_path, "train", "val")
+    shutil.copy(root / "train" / "dog" / "3.png", root / "val" / "dog" / "3.png")
+    options_of(root)
+    shutil.rmtree(root / "val")
+    shutil.copytree(root / "train", root / "val")
+    refused("12 of 12 validation images that were compared are copies of the training images", root)
+
+
+def test_half_a_copy_is_refused(tmp_path):
+    """Images of other names do not hide the copies."""
+    root = image_folder(image_folder(tmp_path, "train", count=4), "val", count=20)
+    shutil.copytree(root / "train" / "cat", root / "val" / "cat", dirs_exist_ok=True)
+    refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
+
+
+def test_tar_file_is_no_two_splits(tmp_path):
+    image_folder(tmp_path, "data")
+    path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
+    refused("training and validation images would both come from .*data.tar", path)
+
+
+@pytest.mark.parametrize("given", [dict(train_split="test"), dict(val_split="train")])
+def test_one_split_of_a_torchvision_data_set_twice_is_refused(tmp_path, monkeypatch, given):
+    from torchvision.datasets import MNIST
+
+    def made(self, root, train, download):
+        self.train, self.classes, self.transform = train, ["0", "1"], None
+        self.data, self.targets = np.zeros((8, 28, 28), np.uint8), [0, 1] * 4
+
+    monkeypatch.setattr(MNIST, "__init__", made)
+    monkeypatch.setattr(MNIST, "__len__", lambda self: 8)
+    monkeypatch.setattr(MNIST, "__getitem__", lambda self, index: (Image.fromarray(self.data[0]), self.targets[index]))
+    options_of(tmp_path, dataset="torch/mnist")
+    refused("training and validation images would both be of", tmp_path, dataset="torch/mnist", **given)
+
+
+# --------------------------------------------------------------------------------- what a report says of them
+def data_of(root, **given):
+    """Of `timm-ortho compare`, with one run."""
+    given = {"device": "cpu", "dataset": "", "data_dir": str(root), "batch_size": 4, **given}
+    return plan.plan(commands.Request(commands.comparison(["linear"], None), given, seeds=1)).study["data"]
+
+
+def test_description_of_the_data(tmp_path):
+    root = image_folder(image_folder(tmp_path, "train", count=8), "val", count=3)
+    described = data_of(root)
+    assert len(described.pop("fingerprint")) == 16
+    assert described == {
+        "image_size": [32, 32], "size_from": "recipe small_images", "first_image": [16, 16], "channels": 3,
+        "classes": 2, "train": 16, "validation": 6, "validation_split": "val"}
+    data = data_of(root, in_chans=1, train_num_samples=10)
+    assert (data["channels"], data["train"], data["validation"]) == (1, 10, 6)
+    image_folder(root, "test", count=2)
+    assert data_of(root, val_split="test")["validation_split"] == "test"
+
+
+@pytest.mark.parametrize(("given", "size", "origin"), [
+    ({"img_size": 48}, [48, 48], "--img-size"),
+    ({"input_size": [3, 16, 32]}, [16, 32], "--img-size"),
+    ({"model": "vit_test"}, [8, 8], "the model's default"),
+    ({"model": "vit_test", "model_kwargs": {"img_size": 24}}, [24, 24], "--model-kwargs img_size"),
+])
+def test_origin_of_the_image_size(tmp_path, given, size, origin):
+    data = data_of(image_folder(tmp_path, "train", "val"), **given)
+    assert (data["image_size"], data["size_from"]) == (size, origin)
+
+
+def test_description_of_a_studys_data(tmp_path):
+    root = image_folder(tmp_path / "data", "train", "test")
+
+    def described(*given, **changes):
+        path = written(tmp_path, **{"grid": {}, "representation": False, **changes})
+        return plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE, **dict(given))).study["data"]
+
+    assert (described()["size_from"], described()["validation_split"]) == ("study tiny", "test")
+    assert described(("img_size", 24))["size_from"] == "--option img_size"
+    held = described(hold_out=4)
+    assert (held["train"], held["validation"], held["validation_split"]) == (8, 4, "hold-out")
+    models = {"model": {"vit_test": {"model": "vit_test", "img_size": 8}, "vit_small": {"img_size": 16}}}
+    several = described(grid=models)
+    assert (several["image_size"], several["size_from"]) == (None, "each model's default")
+
+
+def test_description_of_train_pys_data(tmp_path):
+    """It takes all images; where the data is elsewhere, they are unknown."""
+    found = plan.plan(for_train_py(tmp_path, image_folder(tmp_path / "data", "train", "test"), train_num_samples=4))
+    assert (found.study["data"]["train"], found.study["data"]["validation_split"]) == (12, "test")
+    assert "data" not in plan.plan(for_train_py(tmp_path, "/nowhere")).study
+
+
+# ------------------------------------------------------------------------------------------ timm's train.py
+def for_train_py(tmp_path, root, **given):
+    return request(written(tmp_path, grid={}, representation=False), tmp_path / "out", train_py=STAND_IN,
+                   **{"dataset": "", "data_dir": str(root), "num_classes": 2, **given})
+
+
+def test_train_py_is_given_the_test_split(tmp_path):
+    """Whether or not somebody gives the number of classes."""
+    root = image_folder(tmp_path / "data", "train", "test")
+    for given in ({}, {"num_classes": None}):
+        found = plan.plan(for_train_py(tmp_path, root, **given))
+        assert {run_plan.stages[0].options["val_split"] for run_plan in found.runs.values()} == {"test"}
+
+
+def test_train_py_is_refused_shared_images(tmp_path):
+    with pytest.raises(LabError, match="has no folder for the validation images"):
+        plan.plan(for_train_py(tmp_path, image_folder(tmp_path / "data", "train")))
+
+
+def test_train_py_is_refused_shared_images_where_the_data_is(tmp_path):
+    """A plan may be made on a machine without the data."""
+    found = planned(for_train_py(tmp_path, tmp_path / "data"))
+    folder = found.folder / next(iter(found.runs))
+    stage = RunPlan.read(folder).stages[0]
+    image_folder(tmp_path / "data", "train", "test")
+    with pytest.raises(LabError, match=r"planned with val_split 'validation', .* --option val_split=test"):
+        train_py.train(RunPlan.read(folder), stage, folder)
+    assert not (folder / "summary.csv").exists()
+
+
+# -------------------------------------------------------------------------------------------- the data set
+def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
+    """Also in a study, where digits were trained on in its place."""
+    root = image_folder(tmp_path / "data", "train", "test")
+    found = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
+    assert (found.study["dataset"], found.study["data"]["classes"]) == ("data", 2)
+    with pytest.raises(LabError, match="data set digits takes no --data-dir"):
+        plan.plan(request("dynamics", dataset="digits", data_dir=str(root)))
+    assert cli.main(["compare", "--recipe", "digits", "--data-dir", str(root)]) == 2
+    assert "data set digits takes no --data-dir" in capsys.readouterr().err
+
+
+def test_folder_keeps_its_runs_when_it_moves(tmp_path):
+    roots = [image_folder(tmp_path / name / "data", "train", "test") for name in ("here", "there")]
+    found = [plan.plan(compared(dataset="", data_dir=str(root), **WHOLE)) for root in roots]
+    assert found[0].folder == found[1].folder
+    assert found[0].settings == found[1].settings
+
+
+# --------------------------------------------------------------------------------------------- the classes
+def tiny_imagenet(root):
+    """Tiny ImageNet's own layout."""
+    image_folder(root, "train", classes=("n01", "n02", "n03"), below="images")
+    for label in ("n01", "n02", "n03"):
+        (root / "train" / label / f"{label}_boxes.txt").write_text(f"{label}_0.png\t0\t0\t62\t62\n")
+    (root / "val" / "images").mkdir(parents=True)
+    rows = []
+    for index in range(9):
+        pixels = np.random.default_rng(100 + index).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / "val" / "images" / f"val_{index}.png")
+        rows.append(f"val_{index}.png\tn0{1 + index % 3}\t0\t0\t62\t62\n")
+    (root / "val" / "val_annotations.txt").write_text("".join(rows))
+    return root
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_tiny_imagenets_layout_is_sorted_by_the_commands_of_the_error(tmp_path, dataset):
+    root = tiny_imagenet(tmp_path / "tiny imagenet")
+    with pytest.raises(LabError, match=r"split '(train|validation)' of .*Tiny ImageNet's own layout") as error:
+        options_of(root, dataset=dataset)
+    commands = str(error.value).partition("two commands sort: ")[2].replace(") and (", ")\n(").splitlines()
+    for command in commands:
+        subprocess.run(["bash", "-ec", command], check=True)
+        assert re.sub(r"'[^']*/(train|val)'", r"DIR/\1", command) in PAGE.read_text()
+    options = options_of(root, dataset=dataset)
+    source = run.open_source(Namespace(**options))
+    assert (len(source.train), len(source.validation), source.labels) == (18, 9, ["n01", "n02", "n03"])
+    labels = {Path(path).name: label for path, label in samples(source.validation)}
+    assert labels == {f"val_{index}.png": index % 3 for index in range(9)}
+
+
+@pytest.mark.parametrize("scale", ["lab", "train.py"])
+def test_one_class_is_refused(tmp_path, scale):
+    """Also where the number of classes is given, as the paper's recipes do for train.py."""
+    def refused_by(root, message):
+        with pytest.raises(LabError, match=message):
+            options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
+
+    refused_by(image_folder(tmp_path / "a", "train", "val", classes=("all",)),
+               "split 'train' of .*: all images are of one class 'all': the images must be in train/CLASS/")
+    refused_by(image_folder(tmp_path / "b", "train", "val", classes=("",)), "all images are of one class: the images")
+    refused_by(image_folder(image_folder(tmp_path / "c", "train"), "val", classes=("cat",)),
+               "split 'validation' of .*: all images are of one class 'cat'")
+    refused_by(image_folder(tmp_path / "d", "train", "val", below="images"),
+               "class 'images' is in several folders, first 'cat/images' and 'dog/images'")
+
+
+def test_class_folder_without_images_is_refused_where_classes_are_given(tmp_path):
+    root = image_folder(tmp_path, "train", "val")
+    (tmp_path / "classes.txt").write_text("cat\nbird\n")
+    refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("cat\ndog\n\n", "line 3 of class_map .*classes.txt is blank"),
+    ("cat\n \ndog\n", "line 2 of class_map .*classes.txt is blank"),
+    ("cat\ndog\ncat\n", "line 1 of class_map .*classes.txt and line 3 have the same class 'cat'"),
+])
+def test_class_map_has_one_class_on_each_line(tmp_path, text, message):
+    """timm takes the line numbers as labels, so a class would have no name, or a label would be out of range."""
+    root = image_folder(tmp_path, "train", "val")
+    for path in (tmp_path / "classes.txt", root / "train" / "in_split.txt"):
+        path.write_text(text)
+    refused(message, root, class_map=str(tmp_path / "classes.txt"))
+    refused(message.replace("classes", "train/in_split"), root, class_map="in_split.txt")
+
+
+def test_torchvision_has_no_class_map(tmp_path):
+    """timm does not pass it on."""
+    (tmp_path / "classes.txt").write_text("dog\ncat\n")
+    refused("class_map has no effect on data set torch/image_folder", image_folder(tmp_path, "train", "val"),
+            dataset="torch/image_folder", class_map=str(tmp_path / "classes.txt"))
+
+
+def test_splits_of_different_classes_are_refused(tmp_path):
+    """timm numbers the classes of each split on its own, so that a label would mean two classes."""
+    root = image_folder(image_folder(tmp_path, "train", classes="abcd"), "val", classes="bcd")
+    refused(r"has other classes than split 'train', .*: 1 only in 'train' \(a\)", root)
+    (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
+    assert options_of(root, class_map=str(tmp_path / "classes.txt"))["num_classes"] == 4
+    image_folder(root, "val", classes="z")
+    refused(r"1 only in 'train' \(a\) and 1 only in 'validation' \(z\)", root)
+    image_folder(root, "val", classes="a")
+    refused(r": 1 only in 'validation' \(z\)", root)
+
+
+@pytest.mark.parametrize(("place", "message"), [
+    ("train/stray.png", "'cat' is inside '.', and both contain images"),
+    ("train/cat/.ipynb_checkpoints/0.png", r"folder .*/train/cat/\.ipynb_checkpoints is hidden"),
+    ("val/cat/more/small/0.png", "split 'validation' of .*'cat/more/small' is inside 'cat'"),
+])
+def test_image_between_class_folders_is_refused(tmp_path, place, message):
+    root = image_folder(tmp_path, "train", "val")
+    (root / place).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(root / place)
+    refused(message, root)
+
+
+def test_other_number_of_classes_is_refused(tmp_path):
+    """The paper's recipes have the number of classes of their own data set."""
+    root = image_folder(tmp_path / "data", "train", "val")
+    refused("num_classes is 200, but data set '.*' has 2 classes: give --option num_classes=2", root, num_classes=200)
+    with pytest.raises(LabError, match="num_classes is 200, but"):
+        plan.plan(for_train_py(tmp_path, root, num_classes=200))
+
+
+def test_classes_in_groups_are_allowed(tmp_path):
+    """timm ignores the folders above the innermost one."""
+    root = image_folder(image_folder(tmp_path, "train/pets", "val"), "train/birds", classes=("owl",))
+    image_folder(root, "val", classes=("owl",))
+    assert options_of(root)["num_classes"] == 3
+
+
+# ---------------------------------------------------------------------------------------------- the images
+@pytest.fixture
+def broken(tmp_path):
+    """A folder with one image that is cut off in its middle."""
+    root = image_folder(tmp_path / "data", "train", "val")
+    path = root / "val" / "dog" / "2.png"
+    path.write_bytes(path.read_bytes()[:400])
+    return root, path
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, dataset):
+    """timm's ImageDataset returns the next image, which would be counted twice."""
+    root, path = broken
+    folder = one_run(tmp_path / "out", dataset=dataset, data_dir=str(root), workers=workers, **WHOLE)
+    with pytest.raises(LabError, match=rf"^image {path} cannot be used \(.*\): remove or replace it$"):
+        run.run(folder)
+    assert read(folder / "sessions.json")[-1]["error"].startswith(f"image {path} cannot be used")
+    assert not (folder / "result.json").exists()
+
+
+def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
+    """timm 1.0.31 reads this variable; without it the script trains on the next image."""
+    seen = tmp_path / "seen"
+    script = tmp_path / "script.py"
+    script.write_text(STAND_IN.read_text().replace(
+        "    import timm\n", f"    Path({str(seen)!r}).write_text(os.environ['TIMM_DATASET_MAX_RETRIES'])\n"
+        "    import timm\n"))
+    found = planned(request(
+        written(tmp_path, grid={}, representation=False, connections=["linear"]), tmp_path / "out", train_py=script,
+        dataset="", data_dir="/nowhere", num_classes=10))
+    run.run(found.folder / "linear-seed0")
+    assert seen.read_text() == "1"
+
+
+def test_other_images_under_the_same_output_are_refused(tmp_path):
+    """Results of the images before would be reported as results of the images now."""
+    root = image_folder(tmp_path / "data", "train", "val")
+
+    def plan_again():
+        found = plan.plan(compared(str(tmp_path / "out"), ["linear"], dataset="", data_dir=str(root), **WHOLE))
+        found.write()
+
+    plan_again()
+    plan_again()
+    root.rename(tmp_path / "moved")
+    root = tmp_path / "moved"
+    plan_again()  # the same images elsewhere
+    (root / "val" / "cat" / "0.png").rename(root / "val" / "cat" / "other.png")
+    with pytest.raises(LabError, match=r"has runs on other images \(fingerprint is"):
+        plan_again()
+    image = (root / "train" / "cat" / "0.png").read_bytes()
+    (root / "train" / "cat" / "more.png").write_bytes(image)
+    with pytest.raises(LabError, match=r"has runs on other images \(train is 12 there and 13 here"):
+        plan_again()
+
+
+@pytest.mark.parametrize(("name", "dataset"), [("cifar10", "cifar10 (2 classes)"), ("mine", "mine")])
+def test_the_papers_numbers_are_not_put_beside_a_folder_of_another_data_set(tmp_path, name, dataset):
+    root = image_folder(tmp_path / name, "train", "val")
+    found = plan.plan(compared("unused", ["linear"], dataset="", data_dir=str(root), **WHOLE))
+    assert found.study["dataset"] == dataset
+
+
+def test_images_that_cannot_be_opened_are_refused_before_training(tmp_path, broken):
+    root, path = broken
+    path.write_bytes(b"")
+    refused(f"image {path} is empty", root)
+    path.unlink()
+    path.symlink_to("nowhere.png")
+    refused(rf"image {path} cannot be read \(No such file", root)
+    path.unlink()
+    first = root / "train" / "cat" / "0.png"
+    first.write_bytes(b"no image")
+    refused(rf"image {first} cannot be used \(UnidentifiedImageError", root)
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_16_bit_images_are_refused(tmp_path, dataset):
+    """Pillow's conversion to 8 bits makes nearly all pixels white."""
+    root = image_folder(tmp_path, "train", "val")
+    path = root / "train" / "cat" / "0.png"
+    pixels = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
+    Image.fromarray(pixels).save(path)
+    refused(f"image {path} cannot be used .*Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits", root,
+            dataset=dataset)
+
+
+def saved_as(path, suffix):
+    Image.open(path).save(path.with_suffix(suffix))
+    path.unlink()
+
+
+def test_images_that_timms_reader_skips_are_refused(tmp_path):
+    """A class without other images would be missing. Files that are no photographs are allowed."""
+    root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
+    for name in ("a.txt", "b.csv", "c.json", "d.pdf", "e.mpg", "f.h5", "Thumbs.db", ".DS_Store"):
+        (root / "train" / "cat" / name).write_text("")
+    assert options_of(root)["num_classes"] == 3
+    saved_as(root / "val" / "dog" / "5.png", ".TIFF")
+    refused(r"1 image of '.*/val' has a format that timm's reader skips \(.tiff: 1\)", root)
+    for path in (root / "train" / "emu").iterdir():
+        saved_as(path, ".webp")
+    saved_as(root / "train" / "dog" / "1.png", ".bmp")
+    refused(r"7 images of '.*/train' have formats that timm's reader skips \(.webp: 6, .bmp: 1\), first "
+            ".*/train/dog/1.bmp: convert them to PNG or JPEG", root)
+    (tmp_path / "classes.txt").write_text("cat\n")
+    refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
+
+
+def test_formats_of_torchvision_are_its_own(tmp_path):
+    root = image_folder(tmp_path, "train", "val")
+    saved_as(root / "train" / "dog" / "1.png", ".webp")
+    source = run.open_source(Namespace(**options_of(root, dataset="torch/image_folder")))
+    assert len(source.train) == 12
+
+
+@pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
+def test_hidden_images_are_refused(tmp_path, dataset):
+    root = image_folder(tmp_path / ".cache", "train", "val")
+    options_of(root, dataset=dataset)
+    (root / "val" / "dog" / "._1.jpg").write_bytes(b"macOS")
+    refused(r"file .*/\.cache/val/dog/\._1\.jpg is hidden, and would be read as an image: remove it", root,
+            dataset=dataset)
+    for split in ("train", "val"):
+        folder = root / split / ".ipynb_checkpoints"
+        shutil.copytree(root / split / "cat", folder)
+    refused(r"folder .*/train/\.ipynb_checkpoints is hidden, and would be read as images of a class: remove it", root,
+            dataset=dataset)
+
+
+@pytest.mark.parametrize(("key", "value"), [("in_chans", 4), ("in_chans", 2), ("input_size", [4, 32, 32])])
+def test_channels_are_one_or_three(tmp_path, key, value):
+    refused(f"option {key} sets [24] channels, but images have 1",
+            image_folder(tmp_path, "train", "val"), **{key: value})
+
+
+@pytest.mark.parametrize(("given", "mode"), [({}, "RGB"), ({"in_chans": 1}, "L")])
+def test_grey_and_colour_images_mix(tmp_path, given, mode):
+    """All have the channels of the model, whichever image comes first."""
+    root = image_folder(tmp_path, "train", "val")
+    for label in ("cat", "dog"):
+        path = root / "train" / label / "0.png"
+        Image.open(path).convert("L").save(path)
+    options = Namespace(**options_of(root, **given))
+    source = run.open_source(options)
+    assert {image.mode for part in (source.train, source.validation) for image, _ in part} == {mode}
+    assert source.in_chans == options.in_chans == len(mode)
+
+
+# ------------------------------------------------------------------------------------------------- the cache
+def epochs_of(options, count=2, after_first=None):
+    """Batches of the training loader, for each epoch with its own random numbers."""
+    source, stream, batches = data.open_source(options), data.DataStream(torch.device("cpu")), []
+    config = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear",
+              "crop_pct": 1.0}
+    train, _ = data.loaders(options, source, config, torch.device("cpu"))
+    for epoch in range(count):
+        stream.reseed(epoch)
+        batches.append(list(stream.iterate(train)))
+        if epoch == 0 and after_first:
+            after_first()
+    return source, batches
+
+
+def test_small_images_are_read_once(tmp_path, monkeypatch):
+    """The second epoch needs no files, and its batches are those of a loader that reads them again."""
+    root = image_folder(tmp_path, "train", "val")
+    options = Namespace(**options_of(root, aa="rand-m9-n4", color_jitter=0.4, reprob=0.5, workers=0))
+    monkeypatch.setattr(data, "_CACHE_BYTES", 0)
+    source, expected = epochs_of(options)
+    assert source.train.cache is None
+    monkeypatch.setattr(data, "_CACHE_BYTES", 12 * 16 * 16 * 4)
+    source, batches = epochs_of(options, after_first=lambda: shutil.rmtree(root / "train"))
+    assert len(source.train.cache) == 12
+    for epoch in range(2):
+        for (images, targets), (expected_images, expected_targets) in zip(batches[epoch], expected[epoch], strict=True):
+            assert torch.equal(images, expected_images)
+            assert torch.equal(targets, expected_targets)
+
+
+def test_large_data_sets_and_workers_have_no_cache(tmp_path, monkeypatch):
+    options = options_of(image_folder(tmp_path, "train", "val"))
+    assert epochs_of(Namespace(**{**options, "workers": 1}), count=0)[0].train.cache is None
+    monkeypatch.setattr(data, "_CACHE_BYTES", 12 * 16 * 16 * 4 - 1)
+    assert epochs_of(Namespace(**options), count=0)[0].train.cache is None

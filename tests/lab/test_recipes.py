@@ -1,0 +1,423 @@
+"""The paper's recipes: their keys, their values and headers against the paper, and what timm makes of them."""
+import csv
+import math
+import random
+import re
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import make_recipes
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from helpers.tiny_study import in_this_process
+from PIL import Image
+from timm.data import create_dataset, create_transform
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+
+import timm_ortho
+from timm_ortho import cli
+from timm_ortho.lab import paper, recipe
+from timm_ortho.models._build import SUFFIXES, on_meta
+
+ROOT = Path(__file__).parents[2]
+FIGURES = paper.figures()
+CONNECTION = {suffix.lstrip("_"): connection for suffix, connection in SUFFIXES.items()}
+NAMES = [
+    *(f"{vit}_{data}" for vit in ("vit_s", "vit_b") for data in ("cifar10", "cifar100", "tiny_imagenet", "imagenet1k")),
+    *(f"resnetv2_{depth}_{data}" for depth in (18, 34, 50, 101) for data in ("cifar10", "cifar100", "tiny_imagenet")),
+    "resnetv2_50_cifar100_initialisation",
+]
+SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # of another paper, see test_skip_studies.py
+
+
+def text(name):
+    return recipe.shipped()[name].read_text(encoding="utf-8")
+
+
+def values(name):
+    return yaml.safe_load(text(name))
+
+
+def cell(name):
+    """Architecture, data set and study as a recipe's name spells them."""
+    architecture, data, study = re.fullmatch(
+        r"(vit_[sb]|resnetv2_\d+)_(cifar100?|tiny_imagenet|imagenet1k)(_initialisation)?", name).groups()
+    return architecture, data, study
+
+
+def table(name):
+    """The paper's hyperparameters for a recipe."""
+    architecture, data, study = cell(name)
+    section = FIGURES["recipes"]["initialisation" if study else architecture.split("_")[0]]
+    return {**section, **section[data]}
+
+
+# ------------------------------------------------------------------------------------- keys and values
+def test_the_recipes_are_all_there():
+    assert list(paper.experiments()) == NAMES
+    assert set(recipe.shipped()) == {*NAMES, *SKIPNETS, "digits", "small_images", "vit_test_digits"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_are_timms(name):
+    known = (Path(__file__).parents[1] / "helpers" / "timm_train_options.txt").read_text().split()
+    assert len(known) == 176
+    assert set(values(name)) <= set(known)
+    assert values(name)["device_modules"] == ["timm_ortho"]
+
+
+def expected_vit(name):
+    given = table(name)
+    erasing, jitter = given["random_erasing"], given["color_jitter"]
+    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # what timm's rectangle is near to
+    return {
+        "model_kwargs": {"img_size": given["resolution"], "patch_size": given["patch"]},
+        "opt": given["optimizer"].lower(), "opt_betas": given["betas"], "sched": given["schedule"],
+        "hflip": given["hflip"], "mixup": given["mixup"]["alpha"], "mixup_prob": given["mixup"]["prob"],
+        "cutmix": given["cutmix"]["alpha"], "smoothing": given["smoothing"], "reprob": erasing["prob"],
+        "color_jitter": [jitter[key] for key in ("brightness", "contrast", "saturation", "hue")],
+        "clip_grad": None,
+    }
+
+
+def expected_resnet(name):
+    given = table(name)
+    assert (given["optimizer"], given["schedule"]) == ("SGD", "multi-step")
+    assert all(given[key] is None for key in ("mixup", "cutmix", "smoothing", "random_erasing", "randaugment"))
+    return {
+        "opt": "momentum", "momentum": given["momentum"], "sched": "multistep", "hflip": given["hflip"],
+        "decay_milestones": given["decay_epochs"], "decay_rate": given["decay_factor"],
+        "color_jitter": 0.0, "smoothing": 0.0, "clip_grad": 1.0,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_the_papers_or_explained(name):
+    architecture, data, study = cell(name)
+    given, found = table(name), values(name)
+    expected = {
+        "model": FIGURES["architectures"][architecture]["model"] + ("_orthog" if study else "_ortho"),
+        "num_classes": FIGURES["datasets"][data]["classes"],
+        "dataset": f"torch/{data}" if data.startswith("cifar") else "",
+        "img_size": given["resolution"], "epochs": given["epochs"], "batch_size": given["batch"], "lr": given["lr"],
+        "weight_decay": given["weight_decay"], "warmup_epochs": given["warmup_epochs"],
+        "opt_kwargs": {"filter_bias_and_bn": False},
+        **(expected_vit(name) if architecture.startswith("vit") else expected_resnet(name)),
+        **({"scale": given["crop"]["scale"], "ratio": given["crop"]["ratio"]} if given["crop"] != "pad 4" else {}),
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
+    # the rest is not in the paper: a comment beside it or above says why it is so, or the option above it does
+    rest = set(found) - set(expected) - {"device_modules"}
+    follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
+               "clip_mode": "clip_grad", "train_crop_mode": "scale"}
+    unexplained = {key for key in rest if not {key, follows.get(key, key)} & explained(name)}
+    assert unexplained <= ({"train_crop_mode"} if given["crop"] != "pad 4" else set())
+
+
+def explained(name):
+    """The keys that have a comment beside them or right above."""
+    lines = text(name).splitlines()
+    return {line.split(":")[0] for before, line in pairwise(lines)
+            if not line.startswith("#") and ("  # " in line or before.startswith("# "))} - {"device_modules"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_contradicts_itself_is_said(name):
+    said = " ".join(text(name).replace("\n# ", " ").split())
+    published = "the authors' published code has"
+    if name.endswith("initialisation"):
+        assert FIGURES["recipes"]["initialisation"]["clip_grad"] == {"table_8": 1.0}
+        assert "60,000 steps, Table 8 200 epochs, which are 78,000" in said
+        assert 50_000 // 128 * 200 == 78_000
+    elif name.startswith("resnet"):
+        assert FIGURES["recipes"]["resnetv2"]["clip_grad"] == {"section_4_1": 1.0, "table_6": None}
+        assert "clipped at this norm by Section 4.1, not at all by Table 6" in said
+    assert (f"scale: [0.08, 1.0] # {published}" in said) == (values(name)["scale"] == [0.08, 1.0])
+    assert (f"lr: 5.0e-4 # {published} 1e-4" in said) == (name == "vit_b_imagenet1k")
+
+
+# --------------------------------------------------------------------------------------------- headers
+@pytest.mark.parametrize("name", NAMES)
+def test_headers_are_the_papers(name):
+    architecture, data, study = cell(name)
+    header = text(name).split("\ndevice_modules")[0]
+    one_line = " ".join(header.replace("\n# ", " ").split())
+    section = FIGURES["initialisation" if study else "accuracy"]
+    assert one_line.startswith(f"# {FIGURES['architectures'][architecture]['name']} on "
+                               f"{FIGURES['datasets'][data]['name']}{', weight initialisation' if study else ''}: "
+                               f"{section['table']} of 'Revisiting Residual Connections'")
+    assert f"Values are those of {table(name)['table']}" in header
+
+    rows = re.findall(r"^#   (\S.*?)  +(\d+\.\d\d) \+- (\d+\.\d\d)   --model (\S+)(.*)$", header, re.MULTILINE)
+    found = {}
+    for label, mean, std, model, rest in rows:
+        base, _, suffix = model.rpartition("_")
+        start = label.split(", ")[0] if study else None
+        assert base == FIGURES["architectures"][architecture]["model"]
+        assert label.endswith(FIGURES["connections"][CONNECTION[suffix]])
+        assert rest == (f" --model-kwargs weight_init={start}" if study else "")
+        found.setdefault(start, {})[CONNECTION[suffix]] = [float(mean), float(std)]
+    if study:
+        assert found == {start: {connection: row[:2] for connection, row in section[start].items()}
+                         for start in ("orthogonal", "xavier", "kaiming")}
+    else:
+        assert found == {None: section[architecture][data]}
+    runs = section["runs_imagenet1k"] if data == "imagenet1k" else section["runs"]
+    assert f"standard deviation of {runs} runs" in one_line
+
+    compute = FIGURES["compute"][architecture][data]
+    hours = "hours not given" if compute["hours"] is None else f"about {compute['hours']} h a run"
+    assert f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}." in header
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_train_the_papers_batch(name):
+    """On one GPU and on two nodes of four, images at once x parts x processes are the batch."""
+    header = text(name).split("\ndevice_modules")[0].replace(" \\\n#      ", "")
+    batch = values(name)["batch_size"]
+    one, several = (re.search(start + r".*train\.py -c .*", header).group() for start in ("  python", "  torchrun"))
+    for command, processes in ((one, 1), (several, 8)):
+        at_once = int((re.search(r" -b (\d+)", command) or [0, batch])[1])
+        parts = int((re.search(r" --grad-accum-steps (\d+)", command) or [0, 1])[1])
+        assert at_once * parts * processes == batch
+        assert f'"$(timm-ortho recipe --path {name})"' in command
+    assert ("--sync-bn" in several) == name.startswith("resnet")
+    assert f"  scripts/train.sh {name} {values(name)['model']} DATA" in header
+    assert '--val-split ""' in header
+
+
+# ------------------------------------------------------------------------------------------- generator
+@pytest.fixture
+def check(monkeypatch):
+    monkeypatch.setattr(make_recipes.sys, "argv", ["make_recipes.py", "--check"])
+
+
+@pytest.mark.usefixtures("check")
+def test_the_files_are_what_the_generator_writes(capsys):
+    assert make_recipes.main() == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("check")
+def test_check_names_what_differs_and_writes_nothing(capsys, monkeypatch, tmp_path):
+    for name in NAMES[1:]:
+        (tmp_path / f"{name}.yaml").write_text(text(name), encoding="utf-8")
+    changed = tmp_path / f"{NAMES[2]}.yaml"
+    changed.write_text(text(NAMES[2]).replace("lr: 5.0e-4", "lr: 5.0e-3"), encoding="utf-8")
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(make_recipes, "FOLDER", tmp_path)
+    assert make_recipes.main() == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"{name}.yaml differs from what scripts/make_recipes.py writes" for name in (NAMES[0], NAMES[2])]
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+# ------------------------------------------------------------------------------------------------ lab
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lab_takes_them(name):
+    options = recipe.resolve(recipe.load(name))
+    assert (options.lr, options.epochs) == (values(name)["lr"], values(name)["epochs"])
+    with on_meta():
+        model = timm.create_model(options.model, num_classes=options.num_classes, **options.model_kwargs)
+    assert model.num_classes == FIGURES["datasets"][cell(name)[1]]["classes"]
+    assert timm_ortho.sites(model)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_compare_trains_by_one(tmp_path, monkeypatch):
+    """RandAugment, colour jitter as a list, MixUp, CutMix, erasing, per-update warm-up: all of it through the lab."""
+    in_this_process(monkeypatch)
+    generator = np.random.default_rng(0)
+    for index in range(24):
+        folder = tmp_path / "images" / ("train" if index < 16 else "val") / str(index % 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (32, 32, 3)).astype(np.uint8)).save(folder / f"{index}.png")
+    assert cli.main([
+        "compare", "--recipe", "vit_s_tiny_imagenet", "--data-dir", str(tmp_path / "images"), "--output",
+        str(tmp_path / "out"), "--connections", "feature", "--seeds", "1", "--epochs", "1", "-b", "8", "-j", "0",
+        "--device", "cpu", "-o", "num_classes=2", "--model-kwargs", "depth=1", "embed_dim=12", "num_heads=2"]) == 0
+    [summary] = (tmp_path / "out").rglob("summary.csv")
+    [row] = csv.DictReader(summary.read_text().splitlines())
+    assert math.isfinite(float(row["train_loss"]))
+    args = yaml.safe_load((summary.parent / "args.yaml").read_text())
+    assert args["color_jitter"] == [0.4, 0.4, 0.4, 0.1]
+    assert args["model_kwargs"] == {
+        "img_size": 64, "patch_size": 8, "depth": 1, "embed_dim": 12, "num_heads": 2, "connection": "feature"}
+
+
+# ----------------------------------------------------------------------------------- what timm makes of it
+def options(name):
+    return recipe.resolve(recipe.load(name))
+
+
+@pytest.mark.parametrize("name", ["vit_s_cifar10", "resnetv2_50_cifar100_initialisation"])
+def test_optimizer(name):
+    """Neither timm's Nesterov momentum nor its exceptions from weight decay."""
+    given = options(name)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = create_optimizer_v2(model, **optimizer_kwargs(given), **given.opt_kwargs)
+    groups = [(len(group["params"]), group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
+    assert groups == [(4, table(name)["weight_decay"], table(name)["lr"])]
+    if name.startswith("vit"):
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert tuple(optimizer.defaults["betas"]) == (0.9, 0.999)
+    else:
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (0.9, False)
+
+
+def learning_rates(name, updates_per_epoch):
+    """The rate of each update, as train.py and the lab step the schedule."""
+    given = options(name)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=given.lr)
+    scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(given), updates_per_epoch=updates_per_epoch)
+    rates = []
+    for update in range(epochs * updates_per_epoch):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step_update(num_updates=update + 1)
+        if (update + 1) % updates_per_epoch == 0:
+            scheduler.step((update + 1) // updates_per_epoch)
+    return rates
+
+
+@pytest.mark.parametrize("name", ["resnetv2_18_cifar10", "resnetv2_50_cifar100_initialisation"])
+def test_multi_step_decays_after_epochs_80_and_120_but_for_one_update(name):
+    steps, factor = 7, table(name)["decay_factor"]
+    rates = learning_rates(name, steps)
+    assert len(rates) == 200 * steps
+    exact = [0.1 * factor ** ((update >= 80 * steps) + (update >= 120 * steps)) for update in range(200 * steps)]
+    differing = [update for update in range(200 * steps) if not math.isclose(rates[update], exact[update])]
+    assert differing == [80 * steps - 1, 120 * steps - 1]
+
+
+@pytest.mark.parametrize("name", ["vit_s_cifar10", "vit_b_imagenet1k"])
+def test_cosine_with_linear_warm_up(name):
+    steps, peak = 4, table(name)["lr"]
+    rates = learning_rates(name, steps)
+    assert len(rates) == 300 * steps
+    assert rates[:10 * steps] == pytest.approx([peak * update / (10 * steps) for update in range(10 * steps)])
+    cosine = [peak * (1 + math.cos(math.pi * update / (300 * steps))) / 2 for update in range(300 * steps)]
+    assert rates[10 * steps:] == pytest.approx(cosine[10 * steps:])
+    assert 1 - rates[10 * steps] / peak == pytest.approx(0.003, abs=0.0005)  # the 0.3 % of the comment
+
+
+def transforms(name):
+    given = options(name)
+    chain = create_transform(
+        (3, given.img_size, given.img_size), is_training=True, train_crop_mode=given.train_crop_mode,
+        scale=given.scale, ratio=given.ratio, hflip=given.hflip, vflip=given.vflip, color_jitter=given.color_jitter,
+        auto_augment=given.aa, interpolation=given.train_interpolation, mean=tuple(given.mean), std=tuple(given.std))
+    return {type(step).__name__: step for step in chain.transforms}
+
+
+@pytest.mark.parametrize("name", ["vit_s_cifar10", "vit_b_imagenet1k"])
+def test_vits_are_augmented(name):
+    """Nine operations of magnitude N/30 on timm's scale of 10, and the colour jitter, with hue, in spite of them."""
+    steps, given = transforms(name), table(name)
+    augment, jitter = steps["RandAugment"], steps["ColorJitter"]
+    assert (augment.num_layers, augment.choice_weights) == (given["randaugment"]["operations"], None)
+    assert {op.magnitude for op in augment.ops} == {round(given["randaugment"]["magnitude"] / 3)}
+    assert {op.prob for op in augment.ops} == {0.93}  # 13 of 14
+    assert len(augment.ops) == 15
+    assert {"PosterizeIncreasing", "SolarizeIncreasing", "ColorIncreasing"} <= {op.name for op in augment.ops}
+    assert jitter.brightness == jitter.contrast == jitter.saturation == pytest.approx((0.6, 1.4))
+    assert jitter.hue == pytest.approx((-0.1, 0.1))
+    assert steps["RandomHorizontalFlip"].p == 0.5
+    assert list(steps).index("RandAugment") < list(steps).index("ColorJitter")
+    image = Image.new("RGB", (40, 40), (10, 200, 90))
+    assert augment(jitter(image)).size == (40, 40)
+
+
+@pytest.mark.parametrize("name", ["resnetv2_34_cifar10", "resnetv2_34_tiny_imagenet"])
+def test_resnets_are_only_cropped_and_flipped(name):
+    steps = transforms(name)
+    jitter = steps.pop("ColorJitter")
+    assert [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue] == [None] * 4
+    assert list(steps) == ["RandomResizedCropAndInterpolation", "RandomHorizontalFlip", "MaybeToTensor", "Normalize"]
+
+
+def test_crop_shows_as_much_as_the_papers():
+    crop = transforms("vit_s_cifar10")["RandomResizedCropAndInterpolation"]
+    random.seed(0)
+    sides = [crop.get_params(Image.new("RGB", (32, 32)), crop.scale, crop.ratio)[2:] for _ in range(4000)]
+    assert all(height == width for height, width in sides)
+    assert {height for height, _ in sides} == {28, 29, 30, 31, 32}
+    assert sum(height * width for height, width in sides) / 32 ** 2 / len(sides) == pytest.approx(0.88, abs=0.005)
+    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # of one side
+    assert padded ** 2 == pytest.approx(0.87, abs=0.005)
+
+
+def test_commands_for_tiny_imagenets_archive(tmp_path):
+    """The two lines in the header turn the archive's folders into those that timm reads."""
+    for label in ("n01", "n02"):
+        (tmp_path / "train" / label / "images").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "train" / label / "images" / f"{label}_0.JPEG")
+        (tmp_path / "train" / label / f"{label}_boxes.txt").write_text("boxes")
+    (tmp_path / "val" / "images").mkdir(parents=True)
+    for index in range(3):
+        Image.new("RGB", (4, 4)).save(tmp_path / "val" / "images" / f"val_{index}.JPEG")
+    (tmp_path / "val" / "val_annotations.txt").write_text(
+        "val_0.JPEG\tn02\t0\t0\t1\t1\nval_1.JPEG\tn01\t0\t0\t1\t1\nval_2.JPEG\tn02\t0\t0\t1\t1\n")
+    lines = re.findall(r"^#   ((?:for|while) .*)$", text("vit_s_tiny_imagenet"), re.MULTILINE)
+    assert len(lines) == 2
+    subprocess.run(["bash", "-euc", "\n".join(lines)], cwd=tmp_path, check=True)
+    train = create_dataset("", root=str(tmp_path), split="train")
+    validation = create_dataset("", root=str(tmp_path), split="validation")
+    assert train.reader.class_to_idx == validation.reader.class_to_idx == {"n01": 0, "n02": 1}
+    assert [target for _, target in train.reader.samples] == [0, 1]
+    assert sorted((Path(path).name, target) for path, target in validation.reader.samples) == [
+        ("val_0.JPEG", 1), ("val_1.JPEG", 0), ("val_2.JPEG", 1)]
+
+
+# ------------------------------------------------------------------------------------------------- CLI
+@pytest.mark.parametrize("name", ["vit_b_imagenet1k", "digits"])
+def test_recipe_prints_the_file(capsys, name):
+    assert cli.main(["recipe", name]) == 0
+    assert capsys.readouterr().out == text(name)
+    assert cli.main(["recipe", "--path", name]) == 0
+    assert Path(capsys.readouterr().out.strip()) == recipe.shipped()[name]
+
+
+def test_recipe_list(capsys):
+    assert cli.main(["recipe", "--list"]) == 0
+    rows = {line.split()[0]: re.split(r"  +", line)[1:] for line in capsys.readouterr().out.splitlines()}
+    assert list(rows) == ["name", *NAMES, *sorted({*recipe.shipped()} - {*NAMES})]
+    assert rows["resnetv2_34_cifar100"] == [
+        "resnetv2_34_cifar_ortho", "CIFAR-100", "Table 2",
+        "Linear 78.92 ± 0.31; Orthogonal-F 78.97 ± 0.04; Orthogonal-G 78.71 ± 0.24"]
+    assert rows["resnetv2_50_cifar100_initialisation"][2:] == [
+        "Table 7", "kaiming, Linear 77.78 ± 0.16; kaiming, Orthogonal-G 77.54 ± 0.20; xavier, Linear 77.43 ± 0.37; "
+        "xavier, Orthogonal-G 77.09 ± 0.31; orthogonal, Linear 77.40 ± 0.33; orthogonal, Orthogonal-G 77.22 ± 0.24"]
+    assert rows["digits"] == ["vit_small", "digits", "-", "-"]
+    assert rows["skipnet_svhn"][:3] == ["skipnet_20_branch4_linear", "SVHN", "Table 2 of Wang et al. (2017)"]
+    assert "Idempotent-MR 97.59 ± 0.05" in rows["skipnet_svhn"][3]
+
+
+def test_unknown_recipe(capsys):
+    assert cli.main(["recipe", "vit_s_cifar-10"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == ("timm-ortho: error: there is no recipe 'vit_s_cifar-10': the nearest is 'vit_s_cifar10', "
+                            "timm-ortho recipe --list shows all, and a file of your own is given by its path\n")
+
+
+# ----------------------------------------------------------------------------------------------- paper
+def test_figures_name_their_source():
+    sections = [value for value in FIGURES.values() if isinstance(value, dict) and "protocol" in value]
+    assert len(sections) >= 10
+    for section in [*sections, *FIGURES["recipes"].values(), FIGURES["flops"], FIGURES["gamma"]]:
+        assert re.match("(Table|Figure) [0-9]+", section["table"])
+        assert "version" in section["source"] or section["source"] == "Wang et al. (2017)"
+
+
+def test_accuracy():
+    experiments = paper.experiments()
+    assert list(experiments["resnetv2_34_cifar10"].top1().values()) == [(95.49, 0.09), (95.75, 0.13), (95.53, 0.12)]
+    assert list(experiments["vit_b_imagenet1k"].top1().values()) == [(73.27, 0.58), (77.05, 0.21)]
+    assert "resnetv2_34_imagenet1k" not in experiments

@@ -1,0 +1,88 @@
+"""The report in a browser, on a phone and on a desk: nothing is cut off, and the console stays empty.
+
+Runs where there is Chromium (Debian: `apt-get install chromium`).
+"""
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from helpers.made_up_runs import runs_of, study_of
+
+from timm_ortho.lab import report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = (400, 1200)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium in PATH")
+
+# A window is at least 500 pixels wide, a frame as wide as it is told. What is inside a box that scrolls may be wider.
+WRAPPER = """<!DOCTYPE html>
+<body>
+{frames}
+<script>
+addEventListener("load", () => {{
+  const measured = [...document.querySelectorAll("iframe")].map(frame => {{
+    const page = frame.contentDocument, width = frame.contentWindow.innerWidth;
+    const outside = [...page.body.querySelectorAll("*")].filter(element =>
+      !element.parentElement.closest(".scroll") && element.getBoundingClientRect().right > width + 0.5);
+    const still = [...page.querySelectorAll(".scroll")].filter(box => getComputedStyle(box).overflowX != "auto");
+    const squeezed = [...page.querySelectorAll(".sentences")].filter(table =>
+      table.parentElement.scrollWidth > table.parentElement.clientWidth);
+    const free = (page.querySelector("main") || page.body).clientWidth;
+    return {{width, scrollWidth: page.documentElement.scrollWidth, title: page.title,
+            images: [...page.images].map(image => image.naturalWidth),
+            shares: [...page.images].map(image => image.getBoundingClientRect().width / free),
+            scales: [...page.images].map(image => image.getBoundingClientRect().width / image.naturalWidth),
+            headers: [...page.querySelectorAll("thead tr")].map(row => row.getBoundingClientRect().height),
+            cut: [...outside, ...still, ...squeezed].map(element => element.outerHTML.slice(0, 80))}};
+  }});
+  document.body.textContent = JSON.stringify(measured);
+}});
+</script>
+"""
+
+
+def opened(text, folder):
+    """What a browser measures of a page at each width, and what it says on the console."""
+    frames = "\n".join(f'<iframe width="{width}" height="800" style="border: 0" srcdoc="{html.escape(text)}"></iframe>'
+                       for width in WIDTHS)
+    wrapper = folder / "wrapper.html"
+    wrapper.write_text(WRAPPER.format(frames=frames), encoding="utf-8")
+    done = subprocess.run(
+        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}", "--dump-dom", wrapper.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r"<body>(\[.*\])</body>", done.stdout, re.DOTALL)
+    assert found, done.stdout[-500:]
+    return json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.parametrize("name", [
+    "accuracy", "compare", pytest.param("dynamics", marks=pytest.mark.slow), "parameters"])
+def test_nothing_is_cut_off(name, tmp_path):
+    study = study_of(name, versions={"timm-ortho": "0.1.0", "commit": "0123456789abcdef" * 3})
+    report.write(study, runs_of(name), ["a-seed9"], tmp_path)
+    frames, console = opened((tmp_path / "report.html").read_text(encoding="utf-8"), tmp_path)
+    assert console == []
+    assert [frame["width"] for frame in frames] == list(WIDTHS)
+    for frame in frames:
+        assert frame["title"].startswith(f"What of {name}?")
+        assert frame["scrollWidth"] <= frame["width"]
+        assert frame["cut"] == []
+        assert all(frame["images"])
+        assert bool(frame["images"]) == (name != "parameters")
+        assert all(share > 0.7 for share in frame["shares"])  # of the width
+        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # letters of 8 points stay legible
+        assert all(height < 90 for height in frame["headers"])  # three lines
+
+
+def test_what_is_wrong_is_seen(tmp_path):
+    wide = '<p style="width: 900px">wide</p><div class="scroll" style="overflow: hidden">still</div>'
+    frames, console = opened(f"<title>wrong</title>{wide}<script>nothing()</script>", tmp_path)
+    assert any("nothing is not defined" in line for line in console)
+    narrow, broad = frames
+    assert narrow["scrollWidth"] > narrow["width"]
+    assert [re.sub(r"[\s>].*", "", element) for element in narrow["cut"]] == ["<p", "<div"]
+    assert (broad["scrollWidth"], len(broad["cut"])) == (broad["width"], 1)

@@ -1,0 +1,240 @@
+"""The figures of reports: what they draw, and that nothing is cut off or runs into something else."""
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import scipy.stats
+from helpers.made_up_runs import GRIDS, RECORDED, run_of, runs_of, study_of, train_py_run
+
+from timm_ortho.lab import figures, report
+from timm_ortho.lab.figures import STYLES, Panel, lines_chart, style
+
+RESULTS = Path(__file__).parents[2] / "model_cards" / "results" / "studies"
+COMMITTED = ["accuracy-digits-small", "switch_kept-digits-small", "learning_rate-digits-small", "hybrid-digits-small"]
+
+
+def drawn(study, runs):
+    """All plots of a report, by name."""
+    return {drawing.name: drawing.draw() for drawing in drawings(study, runs)}
+
+
+def drawings(study, runs):
+    part = report.Part.of(study, runs, [])
+    of_layout = figures.drawings(figures.Scene(part.runs, part.layout, part.recorded))
+    return [*of_layout, *figures.forest([(report._label(entry), entry) for entry in part.entries])]
+
+
+def extents(artists):
+    return [artist.get_window_extent() for artist in artists if artist.get_visible() and getattr(artist, "_text", True)]
+
+
+def assert_fits(name, figure):
+    """Legends, titles and labels of ticks are inside the figure; no two labels of one axis overlap."""
+    figure.draw_without_rendering()
+    width, height = figure.bbox.width, figure.bbox.height
+    texts = [text for axes in figure.axes for text in (axes.title, axes._left_title, axes.xaxis.label)]
+    for box in extents([*figure.legends, *texts]):
+        assert box.x0 >= -1, name
+        assert box.y0 >= -1, name
+        assert box.x1 <= width + 1, name
+        assert box.y1 <= height + 1, name
+    for axes in figure.axes:
+        low, high = sorted(axes.get_xlim())
+        labels = [label for label in axes.get_xticklabels()
+                  if low <= label.get_position()[0] <= high and label.get_text() and not label.get_rotation()]
+        boxes = sorted(extents(labels), key=lambda box: box.x0)
+        assert all(left.x1 <= right.x0 for left, right in pairwise(boxes)), name
+    titles = sorted(extents([axes._left_title for axes in figure.axes]), key=lambda box: (-round(box.y0), box.x0))
+    assert all(left.x1 <= right.x0 for left, right in pairwise(titles) if abs(left.y0 - right.y0) < 2), name
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("name", GRIDS)
+def test_nothing_is_cut_off(name, narrow):
+    found = {drawing.name: drawing.draw(narrow=narrow) for drawing in drawings(study_of(name), runs_of(name))}
+    assert found
+    for figure_name, figure in found.items():
+        assert_fits(figure_name, figure)
+        assert not narrow or (figure.get_figwidth() == 4.0 and all(axes.get_subplotspec().colspan.start == 0
+                                                                  for axes in figure.axes))
+        labels = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
+        assert len(figure.legends) == bool(labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMITTED)
+def test_nothing_is_cut_off_of_what_is_committed(name):
+    values = json.loads((RESULTS / name / "results.json").read_text())
+    for figure_name, figure in drawn(values["study"], values["runs"]).items():
+        assert_fits(figure_name, figure)
+
+
+def test_every_learning_rate_of_the_paper_fits():
+    rates = [5e-4, 6e-4, 7e-4, 8e-4, 9e-4, 1e-3, 2e-3, 5e-3]
+    runs = [run_of(connection, 0, {"lr": rate}) for rate in rates for connection in ("linear", "feature")]
+    found = drawn(study_of("learning_rate", axes={"lr": rates}), runs)["learning_rate"]
+    assert_fits("learning_rate", found)
+    assert [label.get_text() for label in found.axes[0].get_xticklabels()][::4] == ["5e-4", "5e-3"]
+
+
+def test_long_names_make_more_rows_of_the_legend():
+    names = [f"a rather long name of a line, number {index}" for index in range(8)]
+    figure = lines_chart([Panel("title", {name: ({"color": "k"}, [0, 1], [[1.0, 2.0]]) for name in names})], "epoch")
+    assert_fits("legend", figure)
+    assert len(figure.legends[0].get_texts()) == 8
+
+
+def test_lines_are_means_and_shades_ranges_with_gaps():
+    curves = [[1.0, None, math.nan, 4.0], [3.0, 5.0]]
+    axes = lines_chart([Panel("", {"a": ({"color": "k"}, [1, 2, 3, 4], curves)})], "epoch").axes[0]
+    x, y = axes.lines[0].get_data()
+    assert list(x) == [1, 2, 3, 4]
+    assert [value for value in y if not math.isnan(value)] == [2.0, 5.0, 4.0]
+    assert math.isnan(y[2])
+    shade = axes.collections[0].get_paths()[0].vertices
+    assert (shade[:, 1].min(), shade[:, 1].max()) == (1.0, 5.0)
+
+
+def test_the_second_half_of_training_has_the_axes():
+    runs = [run_of(connection, 0, epochs=11) for connection in ("linear", "feature")]  # 10 points more each epoch
+    axes = drawn(study_of("dynamics"), runs)["training"].axes[1]
+    assert axes.lines[0].get_ydata()[0] == -10.0
+    assert axes.get_ylim() == (40.0 - 2.5, 90.0 + 2.5)
+    captions = {drawing.name: drawing.caption for drawing in drawings(study_of("dynamics"), runs)}
+    assert "second half of training" in captions["training"]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 9])
+def test_of_a_short_training_everything_is_inside_the_axes(epochs):
+    runs = [run_of(connection, 0, epochs=epochs) for connection in ("linear", "feature")]
+    training = next(drawing for drawing in drawings(study_of("compare"), runs) if drawing.name == "training")
+    for axes in training.draw().axes:
+        low, high = axes.get_ylim()
+        assert all(low <= value <= high for line in axes.lines for value in line.get_ydata())
+    assert "second half" not in training.caption
+
+
+def test_captions_say_what_is_drawn():
+    captions = {drawing.name: drawing.caption for drawing in drawings(study_of("compare"), runs_of("compare"))}
+    assert all("x ax" in caption for caption in captions.values())
+    assert "Lines: means over 3 runs. Shaded: their range." in captions["training"]
+    assert "paper" not in " ".join(captions.values())
+    one = {drawing.name: drawing.caption for drawing in drawings(study_of("compare"), runs_of("compare", seeds=[0]))}
+    assert "Each line is one run." in one["training"]
+    mixed = drawings(study_of("compare"), runs_of("compare")[:-1])
+    assert "Lines: means over up to 3 runs." in mixed[0].caption
+    with_paper = {drawing.name: drawing.caption for drawing in drawings(study_of("accuracy"), runs_of("accuracy"))}
+    assert "diamonds" in with_paper["differences"]
+
+
+def test_differences_without_variance_have_a_point_without_a_bar():
+    runs = [run_of(connection, seed, {"index": index}, epochs=1,
+                   top1=90.0 + seed + (connection == "feature") * (1.0 + index * seed))
+            for index in range(2) for connection in ("linear", "feature") for seed in range(2)]
+    study = study_of("mine", paper="", table="", axes={"index": [0, 1]}, report={"measures": ["top1"]})
+    drawing = drawings(study, runs)[-1]
+    paired, pooled = drawing.draw().axes[0].containers
+    bars = [segment for segment in paired.lines[2][0].get_segments() if len(segment)]
+    assert [list(bar[:, 1]) for bar in bars] == [[0.88, 0.88]]
+    assert list(paired.lines[0].get_xdata()) == [1.0, 1.5]
+    assert len(pooled.lines[2][0].get_segments()) == 2  # the residuals of cell 1 give the variance of both
+    assert "A point without a bar has no interval." in drawing.caption
+
+
+def test_a_single_run_has_no_bar():
+    figure = drawn(study_of("layer_pattern"), runs_of("layer_pattern", seeds=[0]))["layers"]
+    bars = [bar for container in figure.axes[0].containers for bar in container.lines[2][0].get_segments()]
+    assert bars
+    assert not any(map(len, bars))
+
+
+def test_a_perfect_correlation_has_no_p():
+    runs = [run_of("feature", seed, {"lr": float(seed)}, top1=90.0 + 2 * seed) for seed in range(3)]
+    assert figures.correlation(runs, "lr", lambda run: run["top1"]) == "r = +1.00, no p without residuals, 3 runs"
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_runs_of_train_py_have_what_can_be_drawn(name):
+    axes = GRIDS[name][1]
+    cell = {axis: values[0] for axis, values in axes.items()}
+    runs = [train_py_run(connection, seed, cell) for connection in ("linear", "feature") for seed in range(2)]
+    assert {figure_name.partition("_")[0] for figure_name in drawn(study_of(name), runs)} == {"training", "differences"}
+
+
+def test_no_line_is_of_two_networks():
+    """Each axis of a study is told by the lines, if not by the panels, where its layout says nothing."""
+    cells = [{"mixer": mixer, "where": where} for mixer in ("one", "two") for where in ("all", "none")]
+    runs = [run_of("feature", 0, cell) for cell in cells]
+    study = {**study_of("compare"), "axes": {"mixer": ["one", "two"], "where": ["all", "none"]},
+             "report": {"rows": ["mixer"], "columns": ["where"], "measures": ["top1"]}}
+    for figures_of, count in (({}, 4), ({"figures": [{"training": {"by": "mixer"}}]}, 2)):
+        found = drawn({**study, "report": {**study["report"], **figures_of}}, runs)
+        axes = next(figure for name, figure in found.items() if name.startswith("training")).axes[0]
+        assert len([line for line in axes.lines if len(line.get_xdata()) > 1]) == count
+
+
+def test_two_probes_are_no_curve():
+    """Of a published run the first and the last are kept."""
+    runs = [{**run, "probe": [run["probe"][0], run["probe"][-1]]} for run in runs_of("compare")]
+    assert "stream_by_epoch" in drawn(study_of("compare"), runs_of("compare"))
+    assert "stream_by_epoch" not in drawn(study_of("compare"), runs)
+    assert "profile" in drawn(study_of("compare"), runs)
+
+
+def test_switches_are_marked():
+    runs = [{**run, "switch_epoch": 2} for run in runs_of("switch_kept")]
+    axes = drawn(study_of("switch_kept"), runs)["switch"].axes[0]
+    assert list(axes.lines[-1].get_xdata()) == [2, 2]
+    assert [line.get_label() for line in axes.lines[:2]] == ["Linear → Linear", "Linear → Orthogonal"]
+
+
+def test_transitions_are_marked():
+    found = drawn(study_of("dynamics"), runs_of("dynamics"))["stream_mlp"]
+    assert [list(axes.lines[-1].get_xdata()) for axes in found.axes] == [[30, 30]] * 2
+
+
+def test_forest_has_the_intervals_and_the_papers_effects():
+    runs = [run_of(connection, seed, {"model": model}, top1=90.0 + seed + gain * (connection == "feature"), epochs=1)
+            for model, gains in (("vit_s", (1.0, 2.0)), ("resnetv2_18", (0.5, 0.0))) for seed, gain in enumerate(gains)
+            for connection in ("linear", "feature")]
+    figure = drawn(study_of("accuracy", dataset="torch/cifar10", seeds=[0, 1]), runs)["differences"]
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "ViT-S, Orthogonal-F, CIFAR-10", "ResNetV2-18, Orthogonal-F, CIFAR-10"]
+    paired, pooled = axes.containers
+    assert list(paired.lines[0].get_xdata()) == pytest.approx([1.5, 0.25])
+    half = scipy.stats.t.ppf(0.975, 1) * 0.5  # of 1.0 and 2.0
+    assert [end[0] for end in paired.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
+    half = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.5 + 0.125) / 2 / 2)  # variances of the pairs, over two
+    assert [end[0] for end in pooled.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
+    assert axes.collections[-1].get_offsets().tolist() == [[pytest.approx(0.79), 0.0], [pytest.approx(0.2), 1.0]]
+    assert "differences" not in drawn(study_of("accuracy"), runs[:1])
+
+
+def test_points_are_runs_with_mean_and_deviation():
+    figure = drawn(study_of("layer_pattern"), runs_of("layer_pattern"))["layers"]
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["none", "0,1", "all"]
+    linear, feature = axes.containers
+    assert (list(linear.lines[0].get_ydata()), list(feature.lines[0].get_ydata())) == ([81.0], [82.0, 83.0])
+    assert sorted(point[1] for point in axes.collections[1].get_offsets().tolist()) == [80.0, 81.0, 82.0]
+
+
+def test_stream_is_that_of_the_probes():
+    found = drawn(study_of("compare"), runs_of("compare"))
+    norm, cosine = found["profile"].axes
+    assert list(norm.lines[0].get_ydata()) == [math.sqrt(7.0)] * 4  # the last epoch's, of three
+    assert [label.get_text() for label in norm.get_xticklabels()] == ["0 attention", "0 mlp", "1 attention", "1 mlp"]
+    assert all(math.isnan(value) for value in cosine.lines[1].get_ydata())
+    linear = found["stream_by_epoch"].axes[0]
+    assert list(linear.lines[0].get_xdata()) == [0, 1, 2, 3]
+    assert list(linear.lines[0].get_ydata()) == [math.sqrt(4.0 + epoch) for epoch in range(4)]
+
+
+def test_colours_and_markers_of_connections_differ():
+    for key in ("color", "linestyle", "marker"):
+        assert len({look[key] for look in STYLES.values()}) == 4
+    names = [f"series {index}" for index in range(28)]
+    assert len({tuple(style(name, names)[key] for key in ("color", "linestyle")) for name in names}) == 28

@@ -1,0 +1,89 @@
+"""The recipes and studies of Wang et al. (2017) against the paper's figures, and two of them from run to report."""
+import json
+
+import pytest
+import timm
+import yaml
+from helpers.tiny_study import in_this_process
+
+from timm_ortho import cli, sites
+from timm_ortho.lab import design, layout, paper, recipe
+from timm_ortho.models._build import on_meta
+
+FIGURES = paper.figures()
+TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
+def test_recipe_is_the_papers(data):
+    path = recipe.shipped()[f"skipnet_{data}"]
+    values, given = yaml.safe_load(path.read_text()), {**FIGURES["skip_recipe"], **FIGURES["skip_recipe"][data]}
+    assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])  # Nesterov's
+    assert (values["weight_decay"], values["batch_size"]) == (given["weight_decay"], given["batch"])
+    assert (values["epochs"], values["decay_rate"]) == (given["epochs"], given["decay_factor"])
+    assert values["decay_milestones"] == [share * given["epochs"] for share in given["decay_at"]]
+    assert values["hflip"] == given["hflip"]
+    assert values.get("no_aug", False) is (given["crop"] is None)
+    for skip, figures in FIGURES["skips_branch4"]["20"].items():
+        mean, std = figures[data]
+        assert f"{FIGURES['skips'][skip]:<20} {mean:.2f} +- {std:.2f}" in path.read_text()
+    assert timm.is_model(values["model"])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_study_has_the_cells_of_the_table(name):
+    """Depths and skips are the table's, and so are the networks: depth, branches and the transform at every site."""
+    found, table = design.load(name, "paper"), FIGURES[name]
+    depths = [depth for depth in table if depth.isdecimal()]
+    assert [str(depth) for depth in found.axes["depth"]] == depths
+    assert found.axes["skip"] == list(table[depths[0]])
+    assert found.seeds == table["runs"]
+    for variant in found.variants({"dataset": "cifar10", "device": "cpu"}):
+        assert variant.options.epochs == 300
+        assert f"_{variant.cell['depth']}" in variant.options.model
+        with on_meta():
+            model = timm.create_model(variant.options.model, **variant.options.model_kwargs)
+        names = {getattr(site.connection.skip, "name", "identity") for site in sites(model)}
+        assert names == {variant.cell["skip"]}
+        branches = {site.connection.skip.branches for site in sites(model) if site.connection.skip is not None}
+        if variant.cell["skip"].startswith("idempotent"):
+            assert branches == ({4} if name == "skips_branch4" else set(model.stages and [
+                block.conv2.out_channels for stage in model.stages for block in stage.blocks]))
+
+
+@pytest.mark.parametrize("scale", design.SCALES)
+def test_ranks_are_what_the_axis_says(scale):
+    data, trainer = ("cifar10", "train.py") if scale == "paper" else ("digits", "lab")
+    for variant in design.load("skip_rank", scale).variants({"dataset": data, "device": "cpu"}, trainer):
+        with on_meta():
+            model = timm.create_model(variant.options.model, **variant.options.model_kwargs)
+        skips = [site.connection.skip for site in sites(model)]
+        shares = {1.0 if skip is None else skip.rank / skip.width for skip in skips}
+        assert shares == {float(variant.cell["rank"])}
+
+
+def test_paper_figures_stand_where_the_runs_do():
+    """Each cell of a table meets the runs on its data set; a figure, typed from the paper's text."""
+    study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
+             "dataset": "torch/cifar100"}
+    run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}
+    laid_out = layout.Layout.of(study)
+    assert laid_out.stated[laid_out.place(laid_out.keys(run, "top1"))] == [72.716, 0.314]
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["skips_depthwise", "skip_rank"])
+def test_from_run_to_report(name, tmp_path, monkeypatch, capsys):
+    in_this_process(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["study", "run", name, "--scale", "smoke", "--output", "out"]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    said = capsys.readouterr().out
+    report = (tmp_path / "out" / "report.md").read_text()
+    if name == "skips_depthwise":
+        assert "Orthogonal-Random" in said
+        assert "83.31 ± 0.24" in report
+    else:
+        assert "rank / width" in said
+    assert "Wang et al. (2017)" in report
+    assert results["study"]["paper"] == paper.section(name)["table"] + " of Wang et al. (2017)"

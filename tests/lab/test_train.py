@@ -1,0 +1,513 @@
+"""The lab's own loop: what a run sees, and that stopping it changes nothing. All in this process, on models that are
+hardly ones."""
+import errno
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from helpers.tiny_study import (
+    BATCHES,
+    SMALL,
+    assert_same_run,
+    compared,
+    one_run,
+    only_run,
+    planned,
+    rates,
+    read,
+    request,
+    state,
+    stopped,
+    switching,
+    trained,
+    written,
+)
+from PIL import Image
+
+from timm_ortho.lab import LabError, data, features, plan, recipe, run, study as commands, train, whole_file, write_json
+from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
+from timm_ortho.runs.folders import CheckpointRun, read_history
+
+KWARGS = SMALL["model_kwargs"]
+WHOLE = dict(train_num_samples=None, val_num_samples=None)
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory):
+    """48 images of two classes, bright and dark, in the layout that timm reads."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 16), ("val", 8)):
+        for label, low in (("bright", 16), ("dark", 0)):
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(low, low + 240, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+    return root
+
+
+def planned_options(**given):
+    """The options of a run that is planned and not written, and what is planned with it."""
+    found = plan.plan(compared("unused", ["linear"], **given))
+    return Namespace(**found.runs["linear-seed0"].stages[0].options)
+
+
+# ------------------------------------------------------------------------------------------ what a run leaves
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    return trained(request(written(folder, grid={}), folder / "out"))
+
+
+def test_files(study):
+    for name in ("linear-seed0", "feature-seed0"):
+        folder = study / name
+        assert {path.name for path in folder.iterdir()} - {".lock"} == {
+            "run.yaml", "args.yaml", "probe.jsonl", "records.jsonl", "summary.csv", "last.pth.tar",
+            "sessions.json", "result.json", "features.npy"}
+        header, *rows = (folder / "summary.csv").read_text().splitlines()
+        assert header.split(",") == [
+            "epoch", "train_loss", *(f"train_{key}" for key in ("images_per_second", "seconds", "peak_memory")),
+            "eval_loss", "eval_top1", "eval_top5", "lr"]
+        assert [row.split(",")[0] for row in rows] == ["0", "1"]
+        history, result = read_history(folder), read(folder / "result.json")
+        assert [row["epoch"] for row in history] == [0, 1]
+        assert result["top1"] == history[-1]["eval_top1"] == float(rows[-1].split(",")[6])
+        assert result["images_per_second"] > 0
+        assert (result["trainer"], result["connection"], result["seed"]) == ("lab", name.split("-")[0], 0)
+        assert 1.0 <= result["representation"]["effective_rank"] <= 16.0
+        # 64 images in batches of 16, twice, every second step, two sites in two blocks
+        records = read_lines(folder / "records.jsonl")
+        assert [row["step"] for row in records] == [step for step in (0, 2, 4, 6) for _ in range(4)]
+        probes = read_lines(folder / "probe.jsonl")
+        assert [row["epochs_done"] for row in probes] == [0, 1, 2]
+        assert [(site["layer"], site["kind"]) for site in probes[0]["sites"]] == [
+            (0, "attention"), (0, "mlp"), (1, "attention"), (1, "mlp")]
+        assert result["made_with"]["continued"] == []
+        assert result["made_with"]["begin"] <= result["made_with"]["end"]
+
+
+def test_connections_train_to_different_weights(study):
+    one, other = (state(study / f"{name}-seed0")["state_dict"] for name in ("linear", "feature"))
+    assert not all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_args_are_timms(study):
+    args = read_yaml(study / "feature-seed0" / "args.yaml")
+    assert set(args) == set(recipe.known_options())
+    assert (args["seed"], args["model"], args["device_modules"]) == (0, "vit_small_ortho", ["timm_ortho"])
+    assert args["model_kwargs"] == {**KWARGS, "img_size": 16, "connection": "feature"}
+
+
+def test_checkpoints_are_timms(study):
+    folder = study / "feature-seed0"
+    checkpoint = state(folder)
+    assert (checkpoint["epoch"], checkpoint["arch"], checkpoint["version"]) == (1, "vit_small_ortho", 2)
+    model = timm.create_model(
+        checkpoint["arch"], num_classes=10, in_chans=1, checkpoint_path=str(folder / "last.pth.tar"),
+        **read_yaml(folder / "args.yaml")["model_kwargs"])
+    assert all(torch.equal(value, checkpoint["state_dict"][key]) for key, value in model.state_dict().items())
+
+
+def test_finished_runs_are_not_repeated(study, monkeypatch):
+    monkeypatch.setattr(train.Training, "train", lambda *_: pytest.fail("trained again"))
+    assert run.run(study / "linear-seed0") == read(study / "linear-seed0" / "result.json")
+
+
+# ------------------------------------------------------------------------------------------------ pairing
+def batches(connection, seed, **given):
+    """What a run is given to train on, and what it starts from."""
+    found = plan.plan(compared("unused", [connection], [seed], **given))
+    (planned_run,) = found.runs.values()
+    options = Namespace(**planned_run.stages[0].options)
+    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
+    seen = []
+    forward = one.model.forward
+    one.forward = one.model
+    one.model.forward = lambda x: (seen.append(x.clone()), forward(x))[1]
+    start = {key: value.clone() for key, value in one.model.state_dict().items()}
+    for epoch in range(2):
+        train.random_seed(data.epoch_seed(seed, epoch, 0))
+        one.data.reseed(data.epoch_seed(seed, epoch, 1))
+        one._train_epoch(epoch)
+    return start, torch.stack(seen)
+
+
+def test_runs_of_one_seed_are_paired():
+    """Weights, order, augmentation, erasing and mixing agree although one connection draws random numbers and one
+    does not; they differ between seeds and epochs."""
+    given = dict(mixup=0.4, cutmix=1.0, reprob=0.5, drop_path=0.2)
+    start, seen = batches("linear", 0, **given)
+    other_start, other_seen = batches("feature", 0, model_kwargs={"connection_prob": 0.5}, **given)
+    assert all(torch.equal(start[key], other_start[key]) for key in start)
+    assert torch.equal(seen, other_seen)
+    third_start, third_seen = batches("linear", 1, **given)
+    assert not all(torch.equal(start[key], third_start[key]) for key in start)
+    assert not torch.equal(seen, third_seen)
+    assert not torch.equal(seen[:BATCHES], seen[BATCHES:])
+
+
+# --------------------------------------------------------------------------------------------- continuing
+@pytest.mark.parametrize("given", [
+    dict(mixup=0.4, reprob=0.3, drop_path=0.2, model_ema=True, model_ema_decay=0.9),
+    dict(grad_accum_steps=3, sched="step", decay_epochs=1, sched_on_updates=False),
+    dict(sched_on_updates=True, opt="sgd", smoothing=0.0, lr_noise=[0.5, 1.0], warmup_epochs=1),
+], ids=["mixup-ema", "step-accumulation", "per-update"])
+def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, given):
+    given = dict(epochs=4, model_kwargs={"connection_prob": 0.7}, **given)
+    whole, parts = (one_run(tmp_path / name, **given) for name in ("whole", "parts"))
+    run.run(whole)
+    stopped(parts, monkeypatch, 2 * BATCHES + 2)
+    assert state(parts)["epoch"] == 1
+    assert not (parts / "result.json").exists()
+    run.run(parts)
+    assert_same_run(parts, whole)
+    made = read(parts / "result.json")["made_with"]
+    assert len(made["continued"]) == 1
+    assert made["begin"] <= made["continued"][0]["begin"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody stopped."""
+    folder = one_run(tmp_path_factory.mktemp("whole") / "out")
+    run.run(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def switches(tmp_path_factory):
+    """Of both kinds: the study's file, and its run that nobody stopped."""
+    found = {}
+    for optimizer, given in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
+                             ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
+        folder = tmp_path_factory.mktemp(optimizer)
+        path = written(folder, **switching(optimizer, **given))
+        found[optimizer] = path, only_run(request(path, folder / "whole"))
+        run.run(found[optimizer][1])
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "epoch"), [
+    *(("kept", epoch) for epoch in range(4)), *(("reinitialised", epoch) for epoch in range(8))])
+def test_a_switch_continues_from_any_epoch(optimizer, epoch, tmp_path, switches, monkeypatch):
+    """The connection changes after the second epoch of four, or the fourth of eight: before it, at it and after it
+    the checkpoints mean something else."""
+    path, whole = switches[optimizer]
+    parts = only_run(request(path, tmp_path / "parts"))
+    stopped(parts, monkeypatch, BATCHES * epoch + 2)
+    run.run(parts)
+    assert_same_run(parts, whole)
+
+
+def test_switch_kept_goes_on_and_reinitialised_begins_anew(switches):
+    """The schedule tells them apart: a cosine over all epochs, or one over each half."""
+    again, kept = (rates(switches[optimizer][1]) for optimizer in ("reinitialised", "kept"))
+    assert len(again) == 8
+    assert again[:4] == again[4:]
+    assert again[0] > again[3]
+    assert len(kept) == 4
+    assert kept == sorted(kept, reverse=True)
+    assert kept == pytest.approx(again[:4], rel=0.2)
+    for optimizer, updates in (("reinitialised", 4 * BATCHES), ("kept", 4 * BATCHES // 2)):
+        groups = state(switches[optimizer][1] / "switched")["optimizer"]["state"].values()
+        assert {group["step"].item() for group in groups} == {updates}  # of the second optimizer
+
+
+@pytest.mark.parametrize("optimizer", ["kept", "reinitialised"])
+def test_what_is_published_of_a_switch_is_of_its_last_weights(optimizer, switches):
+    """With a new optimizer epochs are counted anew: the row of the first stage's last epoch has the same number."""
+    folder = switches[optimizer][1]
+    found = CheckpointRun(folder, ema=True)
+    assert found.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
+    assert not found.chosen_on_validation
+
+
+def test_switch_replaces_the_connections_and_nothing_else(switches):
+    """The first look of the second stage is at the weights of the first stage's end, with other connections."""
+    for optimizer in ("reinitialised", "kept"):
+        folder = switches[optimizer][1]
+        assert [state(folder / place)["args"].model_kwargs["connection"] for place in (".", "switched")] == [
+            "global", "feature"]
+        result = read(folder / "result.json")
+        assert (result["connection"], result["switch_epoch"]) == ("feature", 4 if optimizer == "reinitialised" else 2)
+        planned_run = RunPlan.read(folder)
+        stage = planned_run.stages[1]
+        options = run._options(planned_run, stage, folder)
+        one = train.Training(planned_run, stage, folder, data.open_source(options), options)
+        assert {(site.connection.name, site.connection.prob) for site in one.sites} == {("feature", 0.7)}
+        if optimizer == "reinitialised":
+            before = state(folder)["state_dict_ema"]  # timm takes the EMA weights of a checkpoint
+            assert all(torch.equal(value, before[key]) for key, value in one.model.state_dict().items())
+
+
+# -------------------------------------------------------------------------------------------------- trouble
+def test_damaged_checkpoint_is_one_line(tmp_path, monkeypatch, capsys):
+    folder = one_run(tmp_path / "out")
+    stopped(folder, monkeypatch, BATCHES + 1)
+    last = folder / "last.pth.tar"
+    last.write_bytes(last.read_bytes()[:1000])
+    assert run.main([str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"timm-ortho: {last} cannot be continued (")
+    assert line.endswith(f"; remove {folder} to train it anew")
+    assert last.stat().st_size == 1000
+    assert read(folder / "sessions.json")[-1]["error"] == line.removeprefix("timm-ortho: ")
+
+
+def test_a_line_that_was_cut_short_is_written_again(tmp_path, monkeypatch, whole):
+    parts = one_run(tmp_path / "parts")
+    stopped(parts, monkeypatch, BATCHES + 1)
+    for name in ("summary.csv", "probe.jsonl"):
+        with open(parts / name, "a") as file:
+            file.write('{"epoch": 1, "tr')
+    run.run(parts)
+    assert_same_run(parts, whole)
+
+
+@pytest.mark.parametrize("left", ["epoch,train_loss\n", None])
+def test_a_file_that_lost_rows_is_not_gone_on_with(tmp_path, monkeypatch, capsys, left):
+    folder = one_run(tmp_path / "out")
+    stopped(folder, monkeypatch, BATCHES + 1)
+    if left is None:
+        (folder / "summary.csv").unlink()
+    else:
+        (folder / "summary.csv").write_text(left)
+    assert run.main([str(folder)]) == 2
+    assert capsys.readouterr().err == (
+        f"timm-ortho: {folder / 'summary.csv'} has lost rows; remove {folder} to train it anew\n")
+
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+TORCHS_WORDS = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+
+
+@pytest.mark.parametrize(("where", "error"), [
+    ("last.pth.tar", NO_SPACE), ("last.pth.tar", TORCHS_WORDS), ("summary.csv", NO_SPACE), ("result.json", NO_SPACE)])
+def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, whole, where, error):
+    folder = one_run(tmp_path / "out")
+    stopped(folder, monkeypatch, BATCHES + 1)
+    with monkeypatch.context() as context:
+        fill_disk(context, where, error)
+        assert run.main([str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (f"timm-ortho: cannot write in {folder} ({error.args[-1]}): make room, or see to the folder; the "
+                    "same command again continues from the last checkpoint")
+    assert not list(folder.glob(".*partial"))
+    run.run(folder)
+    assert_same_run(folder, whole)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+    folder = one_run(tmp_path / "out")
+    fill_disk(monkeypatch, "summary.csv", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "elsewhere"))
+    assert run.main([str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'elsewhere'" in said
+    assert "cannot write" not in said
+
+
+def test_a_clusters_variables_do_not_make_a_run_one_of_train_py(tmp_path, monkeypatch, whole):
+    monkeypatch.setenv("NODE_RANK", "1")
+    folder = one_run(tmp_path / "out")
+    run.run(folder)
+    assert_same_run(folder, whole)
+
+
+def test_a_system_that_does_not_say_how_much_memory_was_used(monkeypatch):
+    """Windows has no module `resource`."""
+    assert train._peak_memory(torch.device("cpu")) > 2**27
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert train._peak_memory(torch.device("cpu")) is None
+
+
+def fill_disk(context, where, error):
+    """No room for a file's last bytes: for checkpoints in torch's writer, for the others when they are written."""
+    def full(*_, **__):
+        raise error
+
+    if where == "last.pth.tar":
+        def save(_, path):
+            Path(path).write_bytes(b"half")
+            full()
+
+        context.setattr("timm_ortho.lab.train.torch.save", save)
+    elif where == "summary.csv":
+        context.setattr("timm_ortho.lab.train.update_summary", full)
+    else:
+        original = os.fsync
+        context.setattr("os.fsync", lambda descriptor: full() if f".{where}" in os.readlink(
+            f"/proc/self/fd/{descriptor}") else original(descriptor))
+
+
+def test_what_is_still_open_takes_no_room(tmp_path):
+    """torch's writer keeps a checkpoint that did not fit open for as long as its exception lives."""
+    def write():
+        with whole_file(tmp_path / "a") as partial:
+            held.write(b"x" * 100_000)
+            assert partial.stat().st_size == 100_000
+            raise NO_SPACE
+
+    with open(tmp_path / ".a.partial", "wb", buffering=0) as held:
+        with pytest.raises(OSError, match="No space left"):
+            write()
+        assert (os.fstat(held.fileno()).st_size, list(tmp_path.iterdir())) == (0, [])
+
+
+def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):
+    def save(file, _):
+        file.write(b"half")
+        raise NO_SPACE
+
+    monkeypatch.setattr("timm_ortho.lab.features.np.save", save)
+    monkeypatch.setattr("timm_ortho.lab.features.representation.features", lambda model, batches: torch.rand(4, 3))
+    with pytest.raises(OSError, match="No space left"):
+        features.measure_features(torch.nn.Identity(), [], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_processes_may_write_the_same_file(tmp_path):
+    path = tmp_path / "study.yaml"
+    with whole_file(path, ".1") as first, whole_file(path, ".2") as second:
+        first.write_text("one")
+        second.write_text("two")
+    assert path.read_text() == "one"
+    assert [item.name for item in tmp_path.iterdir()] == ["study.yaml"]
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_json(path, {"a": float("nan"), "b": [1.0]})
+    assert json.loads(path.read_text()) == {"a": None, "b": [1.0]}
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", die)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": None, "b": [1.0]}
+
+
+# --------------------------------------------------------------------------------------------------- the data
+def test_digits_are_split_by_class_and_without_overlap():
+    training, validation = data.Digits(True), data.Digits(False)
+    assert (len(training), len(validation)) == (1437, 360)
+    assert min(np.bincount(validation.targets)) >= 34
+    assert not {image.tobytes() for image in training.images} & {image.tobytes() for image in validation.images}
+    assert training[0][0].mode == "L"
+    assert training[0][0].size == (8, 8)
+
+
+@pytest.mark.parametrize(("given", "channels"), [
+    ({}, 1), ({"in_chans": 3}, 3), ({"input_img_mode": "RGB"}, 3), ({"in_chans": 1}, 1)])
+def test_grey_images_reach_the_model_in_its_channels(given, channels):
+    options = planned_options(**given)
+    source = data.open_source(options)
+    assert (options.in_chans, options.num_classes) == (source.in_chans, source.num_classes) == (channels, 10)
+    (planned_run,) = plan.plan(compared("unused", ["linear"], **given)).runs.values()
+    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), source, options)
+    assert next(iter(one.train_loader))[0].shape == (16, channels, 16, 16)
+
+
+@pytest.mark.parametrize("model", ["vit_test", "resnetv2_18_cifar"])
+def test_grey_images_have_the_size_of_any_model(model):
+    """No recipe says one where the model is another than its own."""
+    given = dict(model=model, img_size=None, in_chans=1, model_kwargs={})
+    request = commands.Request(commands.comparison(["linear"], None), {"device": "cpu", **given}, seeds=1)
+    (planned_run,) = plan.plan(request).runs.values()
+    options = planned_run.stages[0].options
+    size = timm.get_pretrained_cfg(f"{model}_ortho").input_size[1:]
+    assert tuple(options["input_size"]) == (1, *size)  # which train.py reads as well
+    source = data.open_source(Namespace(**options))
+    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), source, Namespace(**options))
+    assert next(iter(one.train_loader))[0].shape[1:] == (1, *size)
+
+
+@pytest.mark.parametrize("given", [{}, {"dataset": ""}], ids=["digits", "folder"])
+def test_fewer_images_are_taken_evenly(images, given):
+    """In a folder the classes follow one another: the first images would all be of one."""
+    given = {"batch_size": 8, **given, **({"data_dir": str(images)} if given else {})}
+    whole = data.open_source(planned_options(**given, **WHOLE))
+    part = data.open_source(planned_options(**given, train_num_samples=8, val_num_samples=1000))
+    assert (len(part.train), len(part.validation)) == (8, len(whole.validation))
+    assert part.num_classes == whole.num_classes
+    step = len(whole.train) / 8
+    for index in range(8):
+        assert part.train[index] == whole.train[int(index * step)]
+
+
+def test_held_out_images_are_those_of_training_that_take_no_part_in_it(images):
+    options = planned_options(dataset="", data_dir=str(images), **WHOLE)
+    whole = data.open_source(options)
+    source = data.open_source(options, hold_out=4)
+    train_on, held_out = ([part.index.tolist() for part in (source.train, source.validation)])
+    assert len(held_out) == 4
+    assert sorted(train_on + held_out) == list(range(len(whole.train)))
+    assert source.validation[0] == whole.train[held_out[0]]
+    assert {target for _, target in (source.validation[i] for i in range(4))} == set(range(source.num_classes))
+    with pytest.raises(LabError, match=f"hold_out is 500, but must be from 1 to {len(whole.train) - 1}"):
+        data.open_source(options, hold_out=500)
+
+
+def test_a_study_may_hold_images_out(tmp_path, monkeypatch):
+    """What a run evaluates then are images of the training split."""
+    path = written(tmp_path, grid={}, connections=["feature"], hold_out=40)
+    found = planned(request(path, tmp_path / "out", val_num_samples=None))
+    assert found.study["validation"] == "hold-out"
+    sources = []
+    monkeypatch.setattr(run, "open_source", lambda *given: sources.append(data.open_source(*given)) or sources[-1])
+    result = run.run(found.folder / "feature-seed0")
+    assert result["hold_out"] == 40
+    (source,) = sources
+    training = {image.tobytes() for image in data.Digits(True).images}
+    assert len(source.validation) == 40
+    assert all(source.validation.dataset.images[index].tobytes() in training for index in source.validation.index)
+
+
+def test_class_folders_are_trained_on(images, tmp_path):
+    folder = one_run(tmp_path / "out", dataset="", data_dir=str(images), batch_size=8, epochs=1, **WHOLE)
+    assert run.run(folder)["labels"] == ["bright", "dark"]
+    assert state(folder)["args"].in_chans == 3
+
+
+# --------------------------------------------------------------------------------------------------- the rest
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_last(channels_last):
+    given = dict(channels_last=channels_last, in_chans=3)
+    (planned_run,) = plan.plan(compared("unused", ["linear"], **given)).runs.values()
+    options = planned_options(**given)
+    one = train.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
+    for tensor in (one.model.patch_embed.proj.weight, one.model.patch_embed.proj(next(iter(one.train_loader))[0])):
+        assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+def test_amp_on_the_cpu(tmp_path, monkeypatch):
+    dtypes = []
+    original = train.record_dynamics
+    monkeypatch.setattr(train, "record_dynamics", lambda *given: dtypes.append(
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))) or original(*given))
+    folder = one_run(tmp_path / "out", epochs=1, amp=True)
+    run.run(folder)
+    assert read_yaml(folder / "args.yaml")["amp_dtype"] == "bfloat16"
+    assert set(dtypes) == {(True, torch.bfloat16)}
+
+
+@pytest.mark.slow
+def test_compiled_model_trains_to_what_the_model_trains_to(tmp_path):
+    folders = [one_run(tmp_path / str(backend), epochs=1, torchcompile=backend) for backend in (None, "aot_eager")]
+    for folder in folders:
+        run.run(folder)
+    one, other = (state(folder)["state_dict"] for folder in folders)
+    assert one.keys() == other.keys()
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-3, atol=1e-4)

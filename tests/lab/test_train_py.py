@@ -1,0 +1,333 @@
+"""Runs that timm's train.py trains, here a stand-in for it: planned, launched, continued, switched, collected."""
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.tiny_study import SMALL, only_run, planned, read, request, state, written
+
+from timm_ortho import cli
+from timm_ortho.lab import LabError, collect, folder as folders, launch, plan, run, study, train_py
+from timm_ortho.lab.folder import RunPlan, read_yaml
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
+STOPS = 'parser.add_argument("--stop-epoch", type=int, default=None)'
+DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # nobody reads it
+
+
+def tiny(folder, output, *, train_py=STAND_IN, gpus=0, seeds=1, only=(), changes=None, **given):
+    path = written(folder, **{"grid": {}, "representation": False, **(changes or {})})
+    return request(path, output, seeds=seeds, train_py=train_py, gpus=gpus, only=only, **{**DATA, **given})
+
+
+def switched(folder, output, optimizer, **given):
+    """One run of two stages."""
+    changes = dict(
+        grid={"switch": {"LO": {"connection": "linear", "switch": {"to": "feature", "optimizer": optimizer}}}},
+        baseline={"switch": "LO"})
+    return tiny(folder, output, changes=changes, **given)
+
+
+@pytest.fixture
+def stopping(tmp_path):
+    """A script of a release that has --stop-epoch."""
+    path = tmp_path / "train.py"
+    path.write_text(STAND_IN.read_text().replace("# MORE", STOPS))
+    return path
+
+
+# ---------------------------------------------------------------------------------------- trained and collected
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory):
+    """Two connections and two seeds, of which one run is killed in its second epoch."""
+    folder = tmp_path_factory.mktemp("train_py")
+    asked = tiny(folder, folder / "out", seeds=2)
+    found = planned(asked)
+    killed = found.folder / "feature-seed0" / "killed"
+    for name in found.runs:
+        if name != "feature-seed0":
+            (found.folder / name / "killed").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAND_IN_KILL", "1")
+        failed = launch.local(found.folder, found.runs, parallel=2)
+    assert killed.exists()
+    assert failed == {}  # a script that was killed is started again
+    assert "ended with exit status -9 after 1 of 2 epochs" in killed.with_name("log.txt").read_text()
+    return found.folder
+
+
+@pytest.mark.slow
+def test_two_connections_and_two_seeds(two_by_two):
+    (about, runs, unfinished), = collect.collect([two_by_two])
+    assert unfinished == []
+    assert [(item["connection"], item["seed"], item["top1"]) for item in runs] == [
+        ("linear", 0, 20), ("feature", 0, 20), ("linear", 1, 21), ("feature", 1, 21)]
+    for item in runs:
+        assert (item["trainer"], item["epochs"], item["model"], item["seconds"]) == (
+            "train.py", 2, "vit_small_ortho", None)
+        assert [(row["epoch"], row["eval_top1"]) for row in item["history"]] == [
+            (0, 10 + item["seed"]), (1, 20 + item["seed"])]
+        args = state(two_by_two / f"{item['connection']}-seed{item['seed']}")["args"]
+        assert args.model_kwargs == {**SMALL["model_kwargs"], "img_size": 16, "connection": item["connection"]}
+        assert (args.seed, args.device_modules, args.epochs) == (item["seed"], ["timm_ortho"], 2)
+    assert about["seeds"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_killed_script_is_continued(two_by_two):
+    """With the weights and the optimizer of its last checkpoint; the table has its header again."""
+    folder = two_by_two / "feature-seed0"
+    assert state(folder)["optimizer"] == {"epochs": 2}
+    assert (folder / "summary.csv").read_text().count("epoch,") == 2
+    assert state(folder)["args"].resume == str(folder / "last.pth.tar")
+    assert len(read(folder / "result.json")["made_with"]["continued"]) == 1
+
+
+@pytest.fixture(scope="module")
+def one_finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one_finished")
+    found = planned(tiny(folder, folder / "out"))
+    run.run(found.folder / "linear-seed0")
+    return found.folder
+
+
+@pytest.fixture
+def unfinished(one_finished, tmp_path):
+    """A study of one finished run, linear of seed 0, as the stand-in leaves it."""
+    return shutil.copytree(one_finished, tmp_path / "out")
+
+
+def by_hand(study_folder, folder, **changes):
+    """What somebody leaves who gave train.py a planned run's options with others on top."""
+    folder.mkdir()
+    args = {**read_yaml(study_folder / "feature-seed0" / "args.yaml"), "seed": 7, **changes}
+    (folder / "args.yaml").write_text(yaml.safe_dump(args))
+    rows = "".join(f"{epoch},1.0,1.0,{40 + epoch},99.0,0.001\n" for epoch in range(args["epochs"]))
+    (folder / "summary.csv").write_text(f"epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n{rows}")
+    return folder
+
+
+def test_a_run_by_hand_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
+    hand = by_hand(unfinished, tmp_path / "hand")
+    (about, runs, left), = collect.collect([unfinished, hand])
+    assert (about["seeds"], left) == ([0, 7], ["feature-seed0"])
+    assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in runs] == [
+        ("linear", 0, 20, "train.py"), ("feature", 7, 41, "train.py")]
+    monkeypatch.setattr(study.report, "write_many", lambda parts, to: f"{len(parts[0][1])} runs in {to.name}")
+    assert cli.main(["study", "report", str(unfinished), str(hand), "--output", str(tmp_path / "report")]) == 0
+    assert capsys.readouterr().out.endswith("2 runs in report\n")
+
+
+def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
+    """Whoever gives train.py no --seed has timm's in every run."""
+    hands = [by_hand(unfinished, tmp_path / name) for name in ("one", "two")]
+    with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: leave one out"):
+        collect.collect([unfinished, *hands])
+
+
+def test_epochs_without_validation_have_no_row(unfinished, tmp_path):
+    """timm's train.py with `val_interval`, of a study and by hand."""
+    folder = unfinished / "linear-seed0"
+    hand = by_hand(unfinished, tmp_path / "hand")
+    for place in (folder, hand):
+        header, _, *rows = (place / "summary.csv").read_text().splitlines(keepends=True)
+        (place / "summary.csv").write_text("".join([header, *rows]))
+    (folder / "result.json").unlink()
+    assert "stopped  epoch 2 of 2, top-1 20.00 %" in collect.status(unfinished)
+    assert [run.run(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
+    (_, runs, _), = collect.collect([unfinished, hand])
+    assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
+
+
+def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
+    folder = planned(tiny(tmp_path, tmp_path / "out")).folder
+    for number, changes in enumerate([
+            dict(epochs=3), dict(lr=0.5), dict(model="vit_base_ortho"), dict(model_kwargs={"connection": "feature"}),
+            dict(model_kwargs={**SMALL["model_kwargs"], "img_size": 16, "connection": "global"})]):
+        hand = by_hand(folder, tmp_path / str(number), **changes)
+        assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+        assert f"error: {hand} (" in (said := capsys.readouterr().err)
+        assert "fits no cell of these studies" in said
+    assert cli.main(["study", "report", str(hand)]) == 2
+    assert "has no study.yaml: give the --output of timm-ortho study or compare" in capsys.readouterr().err
+    (hand / "args.yaml").write_text("lr: 0.5\n")
+    assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+    assert f"{hand / 'args.yaml'} names no model, so it is not train.py's" in capsys.readouterr().err
+    (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # trained without a validation split
+    assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+    assert "has epochs without eval_top1 in its summary.csv" in capsys.readouterr().err
+    (hand / "summary.csv").unlink()
+    assert cli.main(["study", "report", str(folder), str(hand)]) == 2
+    assert "is no study's output, nor a run of train.py (args.yaml, summary.csv)" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- switches
+def epochs_seen(folder):
+    """By the weights of the last checkpoint, and by its optimizer."""
+    found = state(folder)
+    return round(found["state_dict"]["head.bias"].mean().item()), found["optimizer"]["epochs"], found["epoch"] + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_option", [False, True])
+def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
+    """Without --stop-epoch the first stage is stopped at the right epoch; the second goes on with everything."""
+    if not with_option:
+        monkeypatch.setenv("STAND_IN_SECONDS", "4")
+    folder = only_run(switched(
+        tmp_path, tmp_path / "out", "kept", epochs=2, train_py=stopping if with_option else STAND_IN))
+    result = run.run(folder)
+    assert epochs_seen(folder) == (1, 1, 1)
+    assert epochs_seen(folder / "switched") == (2, 2, 2)
+    assert [state(folder / place)["args"].model_kwargs["connection"] for place in (".", "switched")] == [
+        "linear", "feature"]
+    assert (result["epochs"], result["switch_epoch"], result["connection"]) == (2, 1, "feature")
+    assert [row["epoch"] for row in folders.history(folder, RunPlan.read(folder))] == [0, 1]
+
+
+@pytest.mark.slow
+def test_switch_reinitialised(tmp_path):
+    """The second stage begins with the weights, and with nothing else."""
+    folder = only_run(switched(tmp_path, tmp_path / "out", "reinitialised", epochs=1))
+    result = run.run(folder)
+    assert epochs_seen(folder) == (1, 1, 1)
+    assert epochs_seen(folder / "switched") == (2, 1, 1)
+    assert (result["epochs"], result["switch_epoch"], result["connection"]) == (2, 1, "feature")
+    assert [row["epoch"] for row in folders.history(folder, RunPlan.read(folder))] == [0, 1]
+
+
+def test_a_stage_that_went_on_for_too_long_is_refused(tmp_path, monkeypatch):
+    """Its checkpoint is not the one at which the connection was to change."""
+    folder = only_run(switched(tmp_path, tmp_path / "out", "kept", epochs=4))
+    (folder / "last.pth.tar").touch()
+    monkeypatch.setattr(train_py, "_epochs", lambda _: 3)
+    with pytest.raises(LabError, match=r"last.pth.tar has seen 3 epochs, and its stage ends after 2: remove "):
+        run.run(folder)
+
+
+def test_commands_of_the_stages(tmp_path, stopping):
+    """By their files: what there is of a run decides how its next command begins."""
+    def words(stage):
+        python, script, *rest = train_py.command(found, found.stages[stage], folder)
+        assert (python, script) == (sys.executable, str(stopping))
+        options = dict(zip(rest[::2], rest[1::2], strict=True))
+        place = Path(folder.name, found.stages[stage].folder)
+        assert (options.pop("-c"), options.pop("--output"), options.pop("--experiment")) == (
+            str(folder.parent / place / "args.yaml"), str(folder.parent), str(place))
+        return options
+
+    folder = only_run(switched(tmp_path, tmp_path / "kept", "kept", epochs=4, train_py=stopping))
+    found, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
+    assert words(0) == {"--stop-epoch": "2"}
+    assert words(1) == {"--resume": first}
+    Path(first).touch()
+    assert words(0) == {"--stop-epoch": "2", "--resume": first}
+    Path(second).touch()
+    assert words(1) == {"--resume": second}
+    folder = only_run(switched(tmp_path, tmp_path / "again", "reinitialised", epochs=4, train_py=stopping))
+    found, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
+    assert (words(0), words(1)) == ({}, {"--initial-checkpoint": first})
+    Path(second).touch()
+    assert words(1) == {"--initial-checkpoint": first, "--resume": second}
+
+
+# ------------------------------------------------------------------------------------------------- the batch
+@pytest.mark.parametrize(("gpus", "nodes", "steps", "each"), [(0, 1, 1, 64), (4, 1, 1, 16), (4, 2, 2, 4)])
+def test_the_batch_is_divided(tmp_path, capsys, gpus, nodes, steps, each):
+    arguments = [
+        "study", "plan", written(tmp_path, grid={}, representation=False), "--scale", "smoke", "--dataset", "",
+        "--data-dir", "/nowhere", "--train-py", str(STAND_IN), "--gpus", str(gpus), "--nodes", str(nodes),
+        "-o", "batch_size=64", "-o", f"grad_accum_steps={steps}", "-o", "num_classes=10",
+        "--output", str(tmp_path / "out")]
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out
+    processes = max(1, gpus) * nodes
+    assert f"linear-seed0: 64 images an update = {processes} processes x {steps} accumulated x {each}\n" in said
+    where = {(0, 1): "", (4, 1): "-m torch.distributed.run --standalone --nproc-per-node 4 ",
+             (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr localhost --master-port 29500 "
+                     "--nproc-per-node 4 "}[gpus, nodes]
+    assert f"    {sys.executable} {where}{STAND_IN} -c {tmp_path / 'out' / 'linear-seed0' / 'args.yaml'} " in said
+    args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
+    assert (args["batch_size"], args["device"]) == (each, "cuda" if gpus else args["device"])
+    assert RunPlan.read(tmp_path / "out" / "linear-seed0").whole_batch(
+        RunPlan.read(tmp_path / "out" / "linear-seed0").stages[0]) == 64
+
+
+def test_the_same_batch_divided_otherwise_is_the_same_run(tmp_path):
+    """A run that was begun on two GPUs may go on where there are four."""
+    for gpus in (2, 4):
+        folder = only_run(tiny(
+            tmp_path, tmp_path / "out", gpus=gpus, only=[("connection", "feature")], batch_size=64, device="cuda"))
+        assert read_yaml(folder / "args.yaml")["batch_size"] == 64 // gpus
+    with pytest.raises(LabError, match=r"a batch of 64 does not divide into 3 parts \(3 processes, grad_accum_steps 1"):
+        plan.plan(tiny(tmp_path, None, gpus=3, batch_size=64, device="cuda"))
+
+
+# ---------------------------------------------------------------------------------------------------- trouble
+def test_errors(tmp_path):
+    """Before anything is written."""
+    def refused(message, changes=None, **given):
+        with pytest.raises(LabError, match=message):
+            planned(tiny(tmp_path, tmp_path / "out", changes=changes, **given))
+        assert not (tmp_path / "out").exists()
+
+    script = tmp_path / "script.py"
+    refused(r"there is no .*nowhere.py: give timm's train.py with --train-py, or its folder as TIMM_DIR: git clone",
+            train_py=Path("nowhere.py"))
+    script.write_text("print('hello')")
+    refused(r"script.py is not timm's train.py \(AttributeError: .*parser", train_py=script)
+    script.write_text("import argparse\nparser = argparse.ArgumentParser()\n")
+    refused("script.py is older than timm's option device_modules: give timm's train.py", train_py=script)
+    refused("timm's train.py has no option 'mixpu'; the nearest is 'mixup'", mixpu=1)
+    refused("train.py has no option stop_epoch: it is of another release of timm", stop_epoch=1)
+    refused("train.py holds no images out: leave --train-py away, or give", changes={"hold_out": 8})
+    refused("train.py has no data set digits: give another --dataset, or leave", dataset="digits", data_dir=None)
+    refused("vit_small_ortho with connection 'linear': .*depht", model_kwargs={"depht": 3})
+
+
+def test_options_that_the_script_lacks_are_left_to_it(tmp_path, stopping):
+    one, other = (only_run(tiny(tmp_path, tmp_path / name, train_py=script, only=[("connection", "linear")]))
+                  for name, script in (("one", STAND_IN), ("other", stopping)))
+    assert set(read_yaml(other / "args.yaml")) - set(read_yaml(one / "args.yaml")) == {"stop_epoch"}
+
+
+def test_images_that_train_py_does_not_leave_out_are_told(tmp_path, capsys):
+    """timm hands train_num_samples to data sets that are streams, and to no others."""
+    said = "train.py has no use for train_num_samples where a data set is no stream, and takes all images of"
+    for dataset, told in (("torch/fashion_mnist", True), ("wds/somewhere", False)):
+        planned(tiny(tmp_path, tmp_path / dataset, dataset=dataset, train_num_samples=256, val_num_samples=None))
+        assert (f"{said} '{dataset}'\n" in capsys.readouterr().err) == told
+
+
+def test_options_that_the_labs_loop_lacks_are_train_pys(tmp_path):
+    found = plan.plan(tiny(tmp_path, None, sched="plateau", kd_model_name="resnet18"))
+    assert found.runs["linear-seed0"].stages[0].options["sched"] == "plateau"
+
+
+def test_a_run_of_one_trainer_does_not_go_on_with_the_other(tmp_path):
+    path = written(tmp_path, grid={}, representation=False)
+    given = dict(dataset="torch/fashion_mnist", data_dir="/nowhere", num_classes=10)
+    found = planned(request(path, tmp_path / "out", train_py=STAND_IN, **given))
+    there = found.runs["linear-seed0"]
+    found.runs = {"linear-seed0": folders.replace(there, trainer="lab")}
+    with pytest.raises(LabError, match=r"is a run of other options \(trainer is 'train.py' there and 'lab' here"):
+        found.write()
+    found.runs = {"linear-seed0": folders.replace(there, trainer="/elsewhere/train.py")}
+    found.write()
+
+
+def test_a_script_that_fails_says_what_it_said(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(STAND_IN.read_text().replace("    import timm\n", "    raise SystemExit('no driver')\n"))
+    found = planned(tiny(tmp_path, tmp_path / "out", train_py=script, only=[("connection", "linear")]))
+    failed = launch.local(found.folder, found.runs)
+    assert failed == {"linear-seed0": f"{script} ended with exit status 1 after 0 of 2 epochs; no driver, see "
+                                      f"{found.folder / 'linear-seed0' / 'log.txt'}"}
+
+
+def test_more_nodes_need_slurm(tmp_path):
+    asked = tiny(tmp_path, tmp_path / "out", gpus=2, batch_size=64)
+    with pytest.raises(LabError, match="a run needs 2 GPUs on each of 1 nodes, and this machine has 0: give"):
+        study.run(asked)

@@ -1,0 +1,305 @@
+"""timm's own train.py and validate.py, unmodified, on the variants.
+
+Runs where TIMM_DIR points at a checkout of timm's repository, or at a folder with its train.py and validate.py: the
+scripts are in no wheel. They are copied, so that they import the installed timm and not the checkout's. The images are
+Fashion-MNIST's test set where TIMM_DATA points at a folder that torchvision reads it from (FashionMNIST/raw/ in it),
+else a few that are made here.
+"""
+import csv
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from helpers.authors_vit import SMALL, SMALL_ARGUMENTS, described, put_into_cache
+from PIL import Image
+from safetensors.torch import save_file
+
+import timm_ortho
+from timm_ortho.lab.paper import experiments
+from timm_ortho.lab.recipe import shipped
+
+TIMM_DIR = os.environ.get("TIMM_DIR")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not TIMM_DIR, reason="TIMM_DIR does not point at a checkout of timm, which has train.py"),
+]
+
+# Small enough for a CPU. The ResNet is the architecture as it is.
+MODELS = {
+    "vit_small_ortho": ["--model-kwargs", "img_size=28", "patch_size=7", "embed_dim=48", "depth=2", "num_heads=3"],
+    "resnetv2_18_orthog": [],
+}
+
+# timm hands DDP a device id, which PyTorch refuses for modules on the CPU. This drops it and starts the script.
+LAUNCH = """
+import runpy
+import sys
+
+from torch.nn import parallel
+
+
+class CpuDistributedDataParallel(parallel.DistributedDataParallel):
+    def __init__(self, module, device_ids=None, **kwargs):
+        super().__init__(module, **kwargs)
+
+
+parallel.DistributedDataParallel = CpuDistributedDataParallel
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("timm_scripts")
+    for name in ("train.py", "validate.py"):
+        source = Path(TIMM_DIR) / name
+        assert source.is_file(), f"TIMM_DIR is {TIMM_DIR}, where there is no {name}"
+        shutil.copy(source, folder)
+    (folder / "launch.py").write_text(LAUNCH)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Folders of images, train/ and validation/, ten classes: of Fashion-MNIST, or made up."""
+    folder = tmp_path_factory.mktemp("images")
+    if os.environ.get("TIMM_DATA"):
+        from torchvision.datasets import FashionMNIST
+
+        data = FashionMNIST(os.environ["TIMM_DATA"], train=False)
+        examples = [(image, label) for image, label in zip(data.data.numpy(), data.targets.tolist(), strict=True)]
+    else:  # a bright row that stands elsewhere in each class
+        generator = np.random.default_rng(0)
+        pixels = generator.integers(0, 120, size=(600, 28, 28)).astype(np.uint8)
+        examples = [(image, index % 10) for index, image in enumerate(pixels)]
+        for image, label in examples:
+            image[2 * label + 3] = 255
+    for index, (image, label) in enumerate(examples[:600]):
+        target = folder / ("train" if index < 400 else "validation") / str(label)
+        target.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(target / f"{index}.png")
+    return folder
+
+
+def call(command, cwd, **variables):
+    """Runs it in a clean environment, returns its output; its output is in the message if it fails."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env.update(variables)
+    process = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, text=True, timeout=900,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.returncode == 0, f"{' '.join(map(str, command))}\n{process.stdout[-4000:]}"
+    return process.stdout
+
+
+def common(model, images):
+    return ["--data-dir", images, "--model", model, *MODELS[model], "--num-classes", "10",
+            "--input-size", "3", "28", "28", "--crop-pct", "1.0",
+            "--batch-size", "40", "--workers", "0", "--no-prefetcher", "--device", "cpu"]
+
+
+def train(scripts, images, output, model, *options, processes=1, epochs=1, resume=None):
+    """Trains; returns the rows of its summary.csv."""
+    command = [scripts / "train.py", *common(model, images), "--device-modules", "timm_ortho",
+               "--epochs", str(epochs), "--warmup-epochs", "0", "--opt", "adamw", "--lr", "1e-3", "--no-aug",
+               "--output", output, "--experiment", "run", *options]
+    if resume:
+        command += ["--resume", resume]
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = ["-m", "torch.distributed.run", "--nproc-per-node", processes, "--master-addr", "127.0.0.1",
+                   "--master-port", port, scripts / "launch.py", *command]
+    log = call(command, scripts)
+    assert processes == 1 or f"Process 0, total {processes}" in log
+    with open(output / "run" / "summary.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def validate(scripts, images, model, checkpoint, output):
+    """The top-1 accuracy that validate.py, started through the runner, finds."""
+    call(["-m", "timm_ortho", "run", scripts / "validate.py", *common(model, images), "--checkpoint", checkpoint,
+          "--results-file", output, "--results-format", "json"], scripts)
+    results = json.loads(output.read_text())
+    return (results[0] if isinstance(results, list) else results)["top1"]
+
+
+def test_the_authors_pair_is_evaluated_as_their_cards_say(scripts, images, tmp_path):
+    """The command of the cards, on narrow models in the authors' layout that lie in the cache."""
+    card = (Path(__file__).parents[2] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
+    command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
+    command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
+    torch.manual_seed(0)
+    for kind, add in (("ortho", None), ("linear", torch.add)):
+        save_file(described(**SMALL, add=add).state_dict(), tmp_path / "model.safetensors")
+        put_into_cache(tmp_path, tmp_path / "model.safetensors", kind)
+    kwargs = [f"{key}={value}" for key, value in SMALL_ARGUMENTS.items()]
+    call([*command, "--model-kwargs", *kwargs, "--img-size", "64", "--device", "cpu", "--workers", "0",
+          "--no-prefetcher", "--results-file", tmp_path / "results.json", "--results-format", "json"],
+         scripts, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["model"] for row in results} == {"vit_base_ortho.authors_in1k", "vit_base_linear.authors_in1k"}
+    assert all(row["crop_pct"] == 1.0 and row["img_size"] == 64 for row in results)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_trains_resumes_and_validates(scripts, images, tmp_path, model):
+    first = train(scripts, images, tmp_path / "first", model, epochs=1)
+    checkpoint = tmp_path / "first" / "run" / "last.pth.tar"
+    assert [row["epoch"] for row in first] == ["0"]
+    found = validate(scripts, images, model, checkpoint, tmp_path / "first.json")
+    assert found == pytest.approx(float(first[0]["eval_top1"]), abs=0.01)
+
+    more = train(scripts, images, tmp_path / "more", model, epochs=3, resume=checkpoint)
+    assert [row["epoch"] for row in more] == ["1", "2"]
+    assert float(more[-1]["train_loss"]) < float(first[0]["train_loss"])
+    found = validate(scripts, images, model, tmp_path / "more" / "run" / "last.pth.tar", tmp_path / "more.json")
+    assert found == pytest.approx(float(more[-1]["eval_top1"]), abs=0.01)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_what_it_wrote_is_pushed(scripts, images, tmp_path, ema):
+    """The checkpoint as a repository: its weights, its model's arguments, and its top-1 on the card."""
+    [row] = train(scripts, images, tmp_path, "vit_small_ortho", *(["--model-ema"] if ema else []))
+    checkpoint, folder = tmp_path / "run" / "last.pth.tar", tmp_path / "pushed"
+    card = call(["-m", "timm_ortho", "push", checkpoint, "me/model", "--dry-run", "--output", folder,
+                 *(["--ema"] if ema else [])], tmp_path)
+    assert f"| top-1 of these weights, % | {float(row['eval_top1']):.2f} |" in card
+    saved = torch.load(checkpoint, weights_only=False)["state_dict_ema" if ema else "state_dict"]
+    loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert [type(site.connection).__name__ for site in timm_ortho.sites(loaded)] == 4 * ["FeatureConnection"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
+    assert sorted(os.listdir(folder)) == ["README.md", "config.json", "model.safetensors", "training.png"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_trains_with_two_processes(scripts, images, tmp_path, model):
+    rows = train(scripts, images, tmp_path / "two", model, processes=2)
+    assert np.isfinite(float(rows[0]["train_loss"]))
+    found = validate(scripts, images, model, tmp_path / "two" / "run" / "last.pth.tar", tmp_path / "two.json")
+    assert found == pytest.approx(float(rows[0]["eval_top1"]), abs=0.01)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_records_what_the_environment_asks_for(scripts, images, tmp_path, monkeypatch, processes):
+    path = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("TIMM_ORTHO_RECORD", str(path))
+    monkeypatch.setenv("TIMM_ORTHO_RECORD_EVERY", "4")
+
+    def steps():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [row["kind"] for row in rows[:4]] == ["attention", "mlp"] * 2
+        return [row["step"] for row in rows[::4]]  # each four times: two blocks, and the first process only
+
+    train(scripts, images, tmp_path / "first", "vit_small_ortho", processes=processes)
+    first = [0, 4, 8] if processes == 1 else [0, 4]  # of 10 and of 5 steps
+    assert steps() == first
+    train(scripts, images, tmp_path / "more", "vit_small_ortho", processes=processes, epochs=2,
+          resume=tmp_path / "first" / "run" / "last.pth.tar")
+    assert steps() == [*first, *(first[-1] + 4 + step for step in first)]
+
+
+def test_a_variant_is_unknown_without_the_device_module(scripts, images, tmp_path):
+    """What --device-modules timm_ortho does, and that the test above would notice if it did nothing."""
+    command = [sys.executable, scripts / "train.py", *common("vit_small_ortho", images), "--output", tmp_path]
+    process = subprocess.run(list(map(str, command)), cwd=scripts, text=True, capture_output=True, timeout=300)
+    assert process.returncode != 0
+    assert "Unknown model (vit_small_ortho)" in process.stderr
+
+
+# ---------------------------------------------------------------------------------------- the paper's recipes
+PARSE = """
+import importlib.util, json, sys
+
+spec = importlib.util.spec_from_file_location("train", sys.argv[1])
+train = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train)
+paths, sys.argv = sys.argv[2:], ["train.py"]
+parsed = {"": vars(train._parse_args()[0])}
+for path in paths:
+    train.parser.set_defaults(**parsed[""])  # what the recipe before has left there
+    sys.argv = ["train.py", "-c", path]
+    parsed[path] = vars(train._parse_args()[0])
+print(json.dumps(parsed))
+"""
+
+
+def test_every_recipe_is_parsed(scripts, tmp_path):
+    """By train.py's own parser: every key is one of its options, and holds what the file says."""
+    (tmp_path / "parse.py").write_text(PARSE)
+    paths = {name: str(shipped()[name]) for name in experiments()}
+    parsed = json.loads(call([tmp_path / "parse.py", scripts / "train.py", *paths.values()], tmp_path).splitlines()[-1])
+    plain = parsed.pop("")
+    assert len(parsed) == len(paths) == 21
+    for path in paths.values():
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        assert parsed[path] == {**plain, **values}
+        assert set(parsed[path]) == set(plain)
+
+
+SHRUNK = {
+    "vit_s_cifar10": ["img_size=32", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=3"],
+    "resnetv2_50_cifar100_initialisation": ["weight_init=xavier", "layers=(1,1,1,1)", "channels=(32,64,128,256)"],
+}
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+@pytest.mark.parametrize("sibling", ["", "_linear"])
+def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
+    """All of a recipe but its data set, the size of the model and the number of epochs."""
+    model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
+    if sibling:
+        model = model.rsplit("_", 1)[0] + sibling
+    call([scripts / "train.py", "-c", shipped()[name], "--model", model, "--data-dir", images, "--dataset", "",
+          "--device", "cpu", "--epochs", "1", "-b", "40", "--workers", "0", "--model-kwargs", *SHRUNK[name],
+          "--output", tmp_path, "--experiment", "run"], scripts)
+    with open(tmp_path / "run" / "summary.csv", newline="") as file:
+        [row] = csv.DictReader(file)
+    assert np.isfinite([float(row["train_loss"]), float(row["eval_loss"])]).all()
+    args = yaml.safe_load((tmp_path / "run" / "args.yaml").read_text())
+    assert args["model"] == model
+    assert args["color_jitter"] == ([0.4, 0.4, 0.4, 0.1] if name.startswith("vit") else 0.0)
+
+
+def smoke_command(name):
+    """The smoke run of a recipe's header, as one line."""
+    header = shipped()[name].read_text(encoding="utf-8").split("\ndevice_modules")[0].replace(" \\\n#      ", "")
+    return re.search(r"# Smoke run.*\n#   (python train\.py .*)", header)[1]
+
+
+@pytest.mark.parametrize("name", ["vit_s_cifar100", "resnetv2_18_tiny_imagenet"])
+def test_smoke_runs(scripts, images, tmp_path, name):
+    if "--train-batches-per-epoch" not in (scripts / "train.py").read_text():
+        pytest.skip("this train.py is older than --train-batches-per-epoch")
+    command = smoke_command(name).replace(f'"$(timm-ortho recipe --path {name})"', str(shipped()[name]))
+    command = command.replace("DATA", str(images)).replace("python ", f"{sys.executable} ", 1)
+    done = subprocess.run(["bash", "-c", f'{command} --dataset "" --output {tmp_path}'], cwd=scripts, text=True,
+                          capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Train: 0 [   2/3 (100%)]" in done.stdout + done.stderr
+
+
+def test_train_sh_starts_it(scripts, images, tmp_path):
+    """scripts/train.sh with the real train.py, on the CPU."""
+    folder = os.path.dirname(sys.executable)
+    script = Path(__file__).parents[2] / "scripts" / "train.sh"
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable,
+           "TIMM_DIR": str(scripts), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", script, "vit_s_cifar10", "vit_small_linear", images, "--dataset", "", "--epochs", "1", "-b", "40",
+         "--workers", "0", "--model-kwargs", *SHRUNK["vit_s_cifar10"], "--output", tmp_path, "--experiment", "run"],
+        env=env, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "run" / "summary.csv").is_file()

@@ -1,0 +1,323 @@
+"""Every registered architecture: its name, configuration and arguments, and that its linear form is timm's model."""
+import dataclasses
+import json
+from functools import partial
+
+import pytest
+import timm
+import torch
+from helpers.host_comparison import compare_with_host, model_on_meta
+from timm.layers import GroupNorm1
+from timm.models import MetaFormer, MlpMixer, get_pretrained_cfg, list_models, model_entrypoint
+
+import timm_ortho
+from timm_ortho import sites
+from timm_ortho.models import coverage
+from timm_ortho.models.coverage import bases
+from timm_ortho.models.paper import ARCHITECTURES
+
+# the paper's families, each architecture of them; of the others blocks/test_timm.py has one for each block class
+MODULES = ("vision_transformer", "deit", "resnetv2")
+BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
+VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
+COVERED = {base: count for row in coverage.rows() for base, count in row.covered.items()}
+PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
+SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
+          "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
+
+# A twelfth is built on the meta device and its sites counted, with -m slow a third; some of the smallest are run, in
+# full width and depth, with -m slow the others of them. With -m whole all are built, and those up to so many parameters
+# run; scripts/check_linear.py runs the rest.
+SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
+RUN_UP_TO = 30e6
+
+
+def blocks(model):
+    return len(model.blocks) if hasattr(model, "blocks") else sum(len(stage.blocks) for stage in model.stages)
+
+
+def test_all_names_are_registered():
+    assert len(BASES) > 150
+    assert set(VARIANTS + PAPER) <= set(list_models())
+    assert {"vit_base_patch16_224_ortho", "resnetv2_50_orthog", "resnetv2_101_cifar_linear"} <= set(list_models())
+
+
+def whole_but(quick, slow, of=BASES):
+    """All architectures, marked unless they are among the quick ones."""
+    marks = dict.fromkeys(of, pytest.mark.whole) | dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(quick, ())
+    return [pytest.param(base, marks=marks[base]) for base in of]
+
+
+@pytest.mark.parametrize("base", whole_but(BASES[::12], BASES[::3]))
+def test_built_on_meta(base):
+    suffix, connection = (("_ortho", "FeatureConnection"), ("_orthog", "GlobalConnection"))[BASES.index(base) % 2]
+    host, variant = model_on_meta(base), model_on_meta(base + suffix)  # the scopes in turn
+    per_block = {"Block": 2, "ResPostBlock": 2, "ParallelThingsBlock": 2}
+    layers = host.blocks if hasattr(host, "blocks") else [block for stage in host.stages for block in stage.blocks]
+    assert len(sites(variant)) == sum(per_block.get(type(block).__name__, 1) for block in layers) > 0
+    assert list(variant.state_dict()) == list(host.state_dict())
+    assert all(a.shape == b.shape for a, b in zip(variant.parameters(), host.parameters(), strict=True))
+    assert {type(s.connection).__name__ for s in sites(variant)} == {connection}
+
+
+# the sizes of these are not their own arguments: timm finds them by the tag of their weights
+BY_TAG = [base for base in bases() if base.startswith(("deepseek_vit", "qwen3_vit")) and not base.endswith("m")]
+
+
+# and some whose sites are easily miscounted: stages of shared or nested blocks
+NESTED = [base for base in ("mobilevit_xxs", "pit_ti_224", "hardcorenas_a", "hrnet_w18_small") if base in bases()]
+
+
+@pytest.mark.parametrize("base", whole_but(bases()[::200] + BY_TAG[:1] + NESTED, bases()[::40] + BY_TAG, of=bases()))
+def test_made_as_timms(base):
+    host = model_on_meta(base).state_dict()
+    for suffix in ("_ortho", "_orthog"):
+        variant = model_on_meta(base + suffix)
+        assert {name: tensor.shape for name, tensor in variant.state_dict().items()} == {
+            name: tensor.shape for name, tensor in host.items()}
+        assert len(sites(variant)) == COVERED.get(base, len(sites(variant))) > 0
+        assert not variant.pretrained_cfg.get("tag")
+
+
+def test_made_as_the_tag_that_is_given_says():
+    base, tag = "deepseek_vit_412m_enc", "deepseek_v4_flash_vision_exp"
+    if base not in bases():
+        pytest.skip(f"this timm has no {base}")
+    variant = model_on_meta(base + "_ortho", pretrained_cfg={"tag": tag})
+    assert variant.aligner.out_features == model_on_meta(f"{base}.{tag}").aligner.out_features
+    assert variant.pretrained_cfg["tag"] == tag
+
+
+@pytest.mark.parametrize("base", whole_but(SMALLEST[::3], SMALLEST))
+def test_linear_is_timms_model_bit_for_bit(base):
+    if sum(p.numel() for p in model_on_meta(base).parameters()) > RUN_UP_TO:
+        pytest.skip("large: run by scripts/check_linear.py")
+    compare_with_host(base)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_configuration(name):
+    base = name.rpartition("_ortho")[0]
+    cfg, host = get_pretrained_cfg(name), get_pretrained_cfg(base)
+    assert cfg.architecture == name
+    assert not cfg.has_weights
+    assert not any((cfg.url, cfg.file, cfg.hf_hub_id, cfg.hf_hub_filename, cfg.state_dict, cfg.source, cfg.custom_load))
+    for field in ("input_size", "mean", "std", "interpolation", "crop_pct", "num_classes", "first_conv", "classifier",
+                  "pool_size", "fixed_input_size"):
+        assert getattr(cfg, field) == getattr(host, field), field
+    json.dumps(dataclasses.asdict(cfg))
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_no_weights_of_the_linear_model_sneak_in(name):
+    assert not timm.is_model_pretrained(name)
+    with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
+        timm.create_model(name, pretrained=True)
+
+
+def test_unknown_pretrained_tag():
+    with pytest.raises(RuntimeError, match=r"Invalid pretrained tag \(augreg_in21k\) for vit_tiny_patch16_224_ortho"):
+        timm.create_model("vit_tiny_patch16_224_ortho.augreg_in21k", pretrained=True)
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+@pytest.mark.parametrize("name", SPREAD)
+def test_arguments_of_the_base(name):
+    size = 32 if "cifar" in name else 64
+    kwargs = {"img_size": size} if "resnet" not in name else {}
+    model = timm.create_model(name, num_classes=0, in_chans=1, drop_path_rate=0.2, **kwargs).eval()
+    x = torch.randn(2, 1, size, size)
+    assert model(x).shape == (2, model.num_features)
+    assert any(module.drop_prob > 0 for module in model.modules() if isinstance(module, timm.layers.DropPath))
+    model.reset_classifier(7)
+    y = model(x)
+    assert (y[0] if isinstance(y, tuple) else y).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_gradient_checkpointing_changes_nothing(name):
+    torch.manual_seed(0)
+    kwargs = {"img_size": 64} if "resnet" not in name else {}
+    model = timm.create_model(name, num_classes=3, **kwargs).train()
+    x = torch.randn(2, 3, 64, 64)
+    gradients = []
+    for enable in (False, True):
+        model.zero_grad()
+        model.set_grad_checkpointing(enable)
+        y = model(x)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224_ortho", "resnetv2_50_orthog", "resnetv2_18_cifar_ortho"])
+def test_features_only(name):
+    base = name.rpartition("_ortho")[0]
+    base = base + "_linear" if base in ARCHITECTURES else base
+    kwargs = {"img_size": 64} if "vit" in name else {}
+    torch.manual_seed(0)
+    host = timm.create_model(base, features_only=True, **kwargs)
+    model = timm.create_model(name, features_only=True, connection="linear", **kwargs)
+    model.load_state_dict(host.state_dict())
+    assert model.feature_info.channels() == host.feature_info.channels()
+    x = torch.randn(2, 3, 64, 64)
+    assert sites(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.eval()(x), host.eval()(x), strict=True))
+    orthogonal = timm.create_model(name, features_only=True, **kwargs).eval()
+    orthogonal.load_state_dict(host.state_dict())
+    assert not torch.equal(orthogonal(x)[-1], host(x)[-1])
+
+
+def test_features_only_with_layers_that_are_cut_off():
+    model = timm.create_model(
+        "vit_tiny_patch16_224_ortho", features_only=True, out_indices=[2], img_size=32, connection_layers=[0, 11])
+    chosen = [s.layer for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
+    assert chosen == [0, 0]
+
+
+def test_connection_arguments():
+    model = timm.create_model(
+        "test_vit_orthog", connection="feature", connection_eps=1e-4, connection_prob=0.5, connection_layers=[0, 2])
+    found = [s.connection for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
+    assert len(found) == 4
+    assert {(c.eps, c.prob) for c in found} == {(1e-4, 0.5)}
+    model = timm.create_model("test_vit_ortho", connection="hybrid", connection_start="linear")
+    assert {s.connection.start for s in sites(model)} == {"linear"}
+    model = timm.create_model("test_vit_ortho", connection_layers=1)
+    assert [s.layer for s in sites(model) if s.connection.name == "feature"] == [1, 1]
+    for name in ("test_vit_ortho", "test_resnet_orthog"):  # of these connections half keep the branch anyway
+        model = timm.create_model(name, connection_keep="branch")
+        assert {(s.connection.keep, s.connection.asked_keep) for s in sites(model)} == {("branch", "branch")}
+
+
+def test_unknown_connection_argument():
+    with pytest.raises(ValueError, match=r"unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"):
+        timm.create_model("test_vit_ortho", connection_epsilon=1e-6)
+    with pytest.raises(ValueError, match=r"unknown connection 'liner'.*did you mean 'linear'"):
+        timm.create_model("test_vit_ortho", connection="liner")
+    with pytest.raises(ValueError, match=r"unknown connection 'mine'.*is the module that registers it imported"):
+        timm.create_model("test_vit_ortho", connection="mine")
+    with pytest.raises(TypeError):
+        timm.create_model("test_vit_ortho", no_such_argument=1)
+
+
+def test_entry_points_are_importable_and_documented():
+    entry = model_entrypoint("vit_base_patch16_224_ortho")
+    assert entry is timm_ortho.variants.vit_base_patch16_224_ortho
+    assert entry.__name__ == "vit_base_patch16_224_ortho"
+    assert "feature" in entry.__doc__
+
+
+# ------------------------------------------------------------------------------ the papers' own architectures
+@pytest.mark.parametrize(("name", "millions"), [
+    ("vit_small_linear", 11.4), ("vit_base_linear", 86.5), ("resnetv2_18_cifar_linear", 11.2),
+    ("resnetv2_34_cifar_linear", 21.3), ("resnetv2_50_cifar_linear", 23.5), ("resnetv2_101_cifar_linear", 42.6),
+])
+def test_sizes(name, millions):
+    assert sum(p.numel() for p in model_on_meta(name).parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_vit_is_the_papers():
+    model = timm.create_model("vit_small_ortho", img_size=32, patch_size=4, num_classes=10)
+    assert (model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads) == (384, 6, 6)
+    assert model.pos_embed.shape == (1, 64, 384)  # patches only
+    assert not model.cls_token.any()
+    assert all(block.norm1.weight is None and block.norm2.bias is None for block in model.blocks)
+    assert model.norm.weight is not None
+    assert {norm.eps for norm in model.modules() if isinstance(norm, torch.nn.LayerNorm)} == {1e-6}
+    x = torch.linspace(-3, 3, 50)
+    assert torch.equal(model.blocks[0].mlp.act(x), torch.nn.functional.gelu(x, approximate="tanh"))
+    assert model.blocks[0].attn.qkv.bias is not None
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["resnetv2_18_cifar_ortho", "resnetv2_50_cifar_ortho"])
+def test_resnetv2_is_the_papers(name):
+    model = timm.create_model(name)
+    assert model.stem.conv.kernel_size == (3, 3)
+    assert model.stem.conv.stride == (1, 1)
+    assert len(model.stem) == 2  # no pooling
+    assert isinstance(model.norm, torch.nn.Identity)
+    assert all(m.bias is not None for m in model.modules() if isinstance(m, torch.nn.Conv2d))
+    x = torch.randn(2, 3, 32, 32)
+    assert model.forward_features(x).shape[-2:] == (4, 4)
+    assert model(x).shape == (2, 10)
+    widths = [info["num_chs"] for info in model.feature_info]
+    assert widths == ([64, 64, 128, 256, 512] if "18" in name else [64, 256, 512, 1024, 2048])
+    features = timm.create_model(name, features_only=True)
+    info = features.feature_info
+    sizes = [(c, 32 // r, 32 // r) for c, r in zip(info.channels(), info.reduction(), strict=True)]
+    assert [tuple(f.shape[1:]) for f in features(x)] == sizes
+
+
+def test_norm_before_the_classifier():
+    model = timm.create_model("resnetv2_18_cifar_linear", head_norm=True).eval()
+    assert {"head.norm.weight", "head.norm.bias"} == set(model.state_dict()) - set(
+        timm.create_model("resnetv2_18_cifar_linear").state_dict())
+    pooled = model.forward_head(model.forward_features(torch.randn(4, 3, 32, 32)), pre_logits=True)
+    torch.testing.assert_close(pooled.mean(1), torch.zeros(4), atol=1e-5, rtol=0)
+    model.reset_classifier(3)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 3)
+
+
+def test_weight_init():
+    """The paper's Table 7: what the weights of convolutions look like, and that nothing else changes."""
+    def convolution(weight_init):
+        model = timm.create_model("resnetv2_18_cifar_ortho", weight_init=weight_init)
+        convs = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+        assert all(not m.bias.any() for m in convs)
+        return model.stages[1].blocks[1].conv1.weight.flatten(1)  # 128 filters of 128 x 3 x 3
+
+    orthogonal = convolution("orthogonal")
+    torch.testing.assert_close(orthogonal @ orthogonal.T, torch.eye(128), atol=1e-4, rtol=0)
+    fan_in = fan_out = 128 * 9
+    assert convolution("xavier").std().item() == pytest.approx((2 / (fan_in + fan_out)) ** 0.5, rel=0.02)
+    assert convolution("kaiming").std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.02)
+    with pytest.raises(ValueError, match="unknown weight_init 'xavir', known are 'kaiming', 'xavier', 'orthogonal'"):
+        timm.create_model("resnetv2_18_cifar_ortho", weight_init="xavir")
+
+
+def test_weight_init_is_timms_unless_said_otherwise():
+    torch.manual_seed(0)
+    default = timm.create_model("resnetv2_18_cifar_ortho").state_dict()
+    torch.manual_seed(0)
+    kaiming = timm.create_model("resnetv2_18_cifar_ortho", weight_init="kaiming").state_dict()
+    assert all(torch.equal(default[key], kaiming[key]) for key in default)
+
+
+def test_suffix_is_only_the_default():
+    torch.manual_seed(0)
+    baseline = timm.create_model("vit_small_linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
+    torch.manual_seed(0)
+    control = timm.create_model("vit_small_ortho", connection="linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(baseline(x), control(x))
+
+
+# what poolformer_s12 says of its class, beside its sizes
+POOLFORMER = dict(
+    downsample_norm=None, mlp_act=torch.nn.GELU, mlp_bias=True, norm_layers=GroupNorm1, layer_scale_init_values=1e-5,
+    res_scale_init_values=None, use_mlp_head=False)
+
+
+@pytest.mark.parametrize(("name", "plain", "sizes", "count"), [
+    ("mixer_s32_224", MlpMixer, dict(patch_size=8, num_blocks=2, embed_dim=32), 4),
+    ("poolformer_s12", partial(MetaFormer, **POOLFORMER), dict(depths=[1, 2], dims=[16, 32]), 6),
+])
+def test_sizes_that_an_entry_point_of_timm_fixes_can_be_given(name, plain, sizes, count):
+    """timm refuses them; here they win, and all else stays what the entry point says."""
+    with pytest.raises(TypeError, match="multiple values"):
+        timm.create_model(name, **sizes)
+    torch.manual_seed(0)
+    model = timm.create_model(f"{name}_ortho", connection="linear", num_classes=5, **sizes).eval()
+    torch.manual_seed(0)
+    plain = plain(num_classes=5, **sizes).eval()
+    x = torch.randn(2, 3, 224, 224)
+    assert torch.equal(model(x), plain(x))
+    assert len(sites(model)) == count
+    assert model.pretrained_cfg["architecture"] == f"{name}_ortho"
+
+
+def test_an_argument_that_no_model_has_is_refused_as_by_timm():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'embed_dims'"):
+        timm.create_model("mixer_s32_224_ortho", embed_dim=32, embed_dims=3)

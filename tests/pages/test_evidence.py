@@ -1,0 +1,446 @@
+"""scripts/contrasts.py, hypotheses.py, provenance.py and evidence.py: what docs/evidence.md says of the runs."""
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+
+import contrasts
+import evidence
+import hypotheses
+import provenance
+import pytest
+from scipy import stats
+
+from timm_ortho.lab import design
+from timm_ortho.lab.statistics import holm, paired_difference
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Sets the runs of studies: from study -> setting -> values by seed."""
+    made = {}
+
+    def put(study, settings, axis="lr"):
+        """Settings that are one connection alone have no axis."""
+        made[study] = [
+            {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
+             "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
+
+    monkeypatch.setattr(contrasts, "runs_of", made.__getitem__)
+    return put
+
+
+def contrast(weights, *studies):
+    return contrasts.Contrast("", [(study, weights) for study in studies or ("study",)])
+
+
+LINEAR, FEATURE = [80.0, 81.5, 79.0, 80.5], [80.5, 81.0, 80.5, 81.5]
+
+
+def test_a_difference_is_the_reports(runs):
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
+    found = contrast(contrasts.difference())
+    assert found.found == paired_difference(FEATURE, LINEAR)
+    assert found.found.p == pytest.approx(stats.ttest_rel(FEATURE, LINEAR).pvalue)
+    assert found.pooled.half_width == pytest.approx(found.found.half_width)  # of two settings they are one analysis
+    interval = stats.ttest_rel(FEATURE, LINEAR).confidence_interval(0.9)
+    bound = max(map(abs, interval))
+    assert found.within(bound * 1.001)
+    assert not found.within(bound * 0.999)
+    assert contrast({("linear",): 1.0}).pooled is None  # no difference
+
+
+def test_a_slope_is_least_squares(runs):
+    rates, lead = (1e-3, 1e-2, 5e-2), [[0.1, 1.2, 1.5], [-0.3, 0.9, 2.8]]
+    runs("study", {**{(rate, "linear"): [70.0, 71.0] for rate in rates},
+                   **{(rate, "feature"): [70.0 + lead[0][i], 71.0 + lead[1][i]] for i, rate in enumerate(rates)}})
+    found = contrast(contrasts.rates_slope(rates))
+    expected = [stats.linregress([-3, -2, stats.linregress([0, 1], [0, 1]).slope * -1.3010299956639813], of).slope
+                for of in lead]
+    assert found.values == pytest.approx(expected)
+
+
+def test_main_effects(runs):
+    values = {("LL", "linear"): [1.0], ("LO", "feature"): [2.0], ("OL", "linear"): [5.0], ("OO", "feature"): [8.0]}
+    runs("study", values, axis="switch")
+    assert contrast(contrasts.switch(1, 0)).values == [5.0]  # ((5 + 8) - (1 + 2)) / 2
+    assert contrast(contrasts.switch(0, 1)).values == [2.0]
+
+
+def test_equal_differences_decide_nothing(runs, only_study):
+    """The variance of a few equal differences is unknown, not zero."""
+    runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
+    equal = contrast({("feature",): 1.0, ("linear",): -1.0})
+    assert str(equal) == "+1.00"
+    assert equal.ends(0.9) == (-float("inf"), float("inf"))
+    assert not equal.within(5.0)
+    assert equal.pooled.half_width is None
+    assert contrasts.unpaired([1.0, 1.0], [2.0, 2.0]).p is None
+    for claims, equivalent in (("above", None), ("different", None), ("equal", 5.0)):
+        hypothesis = hypotheses.Hypothesis("H", "says", equal, claims, equivalent)
+        for adjust in (holm, list):
+            assert hypotheses.decided([hypothesis], adjust)[0]["decision"] == "not confirmed"
+
+
+def test_seeds_that_are_not_complete_take_no_part(runs):
+    runs("one", {("linear",): LINEAR, ("feature",): FEATURE[:3]})
+    runs("two", {("linear",): LINEAR, ("feature",): LINEAR})
+    assert len(contrast(contrasts.difference(), "one").values) == 3
+    both = contrast(contrasts.difference(), "two", "one")
+    assert both.values == pytest.approx([(feature - linear) / 2 for feature, linear in zip(FEATURE[:3], LINEAR)])  # noqa: B905
+
+
+def test_pooled_is_over_all_cells_of_the_study(runs):
+    """hypotheses.md: pooled over all cells after removing each seed's mean; a third connection takes part."""
+    other = [79.0, 82.5, 80.0, 79.5]
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
+    found = contrast(contrasts.difference()).pooled
+    table = [[LINEAR[i], FEATURE[i], other[i]] for i in range(4)]
+    total = sum(map(sum, table)) / 12
+    rest = sum((table[i][j] - sum(table[i]) / 3 - sum(row[j] for row in table) / 4 + total) ** 2
+               for i, j in itertools.product(range(4), range(3)))
+    assert found.half_width == pytest.approx(stats.t.ppf(0.975, 6) * (rest / 6 * 2 / 4) ** 0.5)
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # a seed less for the variance
+    assert contrast(contrasts.difference()).pooled.pairs == 4
+
+
+def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
+    settings = {("linear",): LINEAR, ("feature",): FEATURE}
+    runs("one", settings)
+    runs("two", settings)
+    one, both = contrast(contrasts.difference(), "one").pooled, contrast(contrasts.difference(), "one", "two").pooled
+    scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5  # twice the values, twice the freedom
+    assert both.half_width == pytest.approx(one.half_width * scale)
+
+
+@pytest.mark.parametrize(("paper", "said"), [
+    ({"one": 2.0, "other": 3.0}, "untestable: 100 % accuracy would give +1.50 (+2.00 to +3.00)"),
+    ({"one": 1.0, "other": 3.0}, "no (+1.00 to +3.00)"),
+    ({"one": 0.1}, "yes (+0.10), and zero"),
+    ({"one": 0.1, "other": 1.0}, "in part (+0.10 to +1.00), and zero"),
+    ({}, "the paper has no number"),
+])
+def test_an_effect_of_the_papers_size_is_compatible_or_untestable(runs, paper, said):
+    runs("study", {("linear",): [98.4, 98.5, 98.6], ("feature",): [98.5, 98.5, 98.6]})
+    found = contrasts.Contrast("", [("study", contrasts.difference())], paper=paper)
+    assert found.room == pytest.approx(1.5)
+    assert found.compatible() == said
+
+
+def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
+    runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
+    one = contrasts.difference(1e-3)
+    assert contrast(one).room == pytest.approx(1.5)
+    assert contrasts.Contrast("", [("study", one)], read=lambda run: run["top1"]).room == float("inf")
+    for weights in ({(1e-3, "linear"): 1.0}, contrasts.rates_slope([1e-3, 1e-2])):
+        assert contrast(weights).room == float("inf")
+
+
+def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
+    """Best for F: 100 % at the rates above the mean, and linear's accuracy at those below."""
+    runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
+    found = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
+    assert found.room == pytest.approx(1.5)  # over one decade
+    assert found.compatible() == "untestable: 100 % accuracy would give +1.50 (+6.00)"
+
+
+def test_the_papers_effects_are_one_for_a_data_set():
+    accuracy = hypotheses.section("accuracy")["vit_s"]
+    assert {"imagenet1k", "imagenet1k_first_version"} <= accuracy.keys()
+    found = hypotheses.of_paper("accuracy", hypotheses.minus("feature", "linear"), "vit_s")
+    assert len(found) == len([key for key in accuracy if isinstance(accuracy[key], dict)]) - 1
+    assert max(found.values()) < 2
+
+
+HIGHER, EQUAL, WIDE = [0.5, 0.6, 0.55, 0.45, 0.5], [0.1, -0.1, 0.05, -0.05, 0.0], [0.6, -0.1, 0.6, -0.2, 0.4]
+LOWER = [-value for value in HIGHER]
+
+
+@pytest.fixture
+def only_study(monkeypatch):
+    """There are results of `study` and of no other."""
+    monkeypatch.setattr(contrasts, "results_file", lambda study: ROOT / {"study": "README.md"}.get(study, "nothing"))
+
+
+@pytest.mark.parametrize(("values", "claims", "equivalent", "said"), [
+    (HIGHER, "above", 0.2, "confirmed"),
+    (LOWER, "above", 0.2, "contradicted"),
+    (EQUAL, "above", 0.2, "equivalent within 0.2"),
+    (EQUAL, "above", None, "not confirmed"),
+    (WIDE, "above", 0.2, "not confirmed"),
+    (HIGHER, "equal", 0.2, "contradicted"),
+    (LOWER, "equal", 0.2, "contradicted"),
+    (EQUAL, "equal", 0.2, "equivalent within 0.2"),
+    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # significant, and near zero
+    (WIDE, "equal", 0.2, "not confirmed"),
+    (HIGHER, "different", None, "above zero"),
+    (LOWER, "different", None, "below zero"),
+    (WIDE, "different", None, "not confirmed"),
+])
+def test_decisions(runs, only_study, values, claims, equivalent, said):
+    runs("study", {("linear",): [0.0] * 5, ("feature",): values})
+    run = hypotheses.Hypothesis("H1", "", contrast(contrasts.difference()), claims, equivalent)
+    other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
+    first, second = hypotheses.decided([run, other], holm)
+    assert (first["decision"], second["decision"]) == (said, "not run yet")
+    # a hypothesis that is not run counts with p = 1
+    assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.found.p))
+
+
+@pytest.mark.parametrize(("of_interest", "said"), [
+    (0.4, ""), (3.0, "below the 3-point threshold of interest")])
+def test_what_is_confirmed_and_smaller_than_it_was_to_be_is_said(runs, only_study, of_interest, said):
+    runs("study", {("linear",): [0.0] * 5, ("feature",): HIGHER})
+    run = hypotheses.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)
+    (row,) = hypotheses.decided([run], holm)
+    assert (row["decision"], row["remark"]) == ("confirmed", said)
+
+
+def test_effects_of_the_paper():
+    assert hypotheses.GAINS["vit_s"]["CIFAR-10"] == pytest.approx(0.79)
+    assert [found.contrast.of_paper for found in hypotheses.PART_TWO] == ["+0.79", "+1.27", "", ""]
+    starts = hypotheses.of_paper("connection_switch_reinitialised", hypotheses.of_switch(1, 0))
+    assert starts["CIFAR-10"] == pytest.approx((93.89 + 94.10 - 92.78 - 92.88) / 2)
+
+
+def test_what_is_outside_the_family_is_never_called_confirmed():
+    """hypotheses.md: everything else is called exploratory."""
+    assert {found.claims for found in hypotheses.BESIDE} == {"different", "equal"}
+
+
+@pytest.mark.parametrize(
+    "hypothesis", [*hypotheses.PART_TWO, *hypotheses.PART_ONE, *hypotheses.BESIDE], ids=lambda found: found.name)
+def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
+    for study, weights in hypothesis.contrast.parts:
+        variants = design.load(study.partition("-")[0], "small").variants({"dataset": "digits"})
+        assert set(weights) <= {(*variant.cell.values(), variant.final_connection) for variant in variants}
+
+
+@pytest.mark.parametrize(("page", "said", "changed"), [
+    ("docs/evidence.md", "411 runs", "412 runs"), ("README.md", "expect little", "expect much")])
+def test_the_pages_are_what_the_runs_say(tmp_path, page, said, changed):
+    evidence.main(check=True)
+    for copied in ("docs/evidence.md", "README.md"):
+        (tmp_path / copied).parent.mkdir(exist_ok=True)
+        text = (ROOT / copied).read_text(encoding="utf-8")
+        assert copied != page or said in text
+        (tmp_path / copied).write_text(text.replace(said, changed) if copied == page else text)
+    with pytest.raises(SystemExit, match="differs from the runs"):
+        evidence.main(check=True, root=tmp_path)
+
+
+def test_every_hypothesis_that_was_written_down_has_a_row():
+    text = (ROOT / "docs" / "hypotheses.md").read_text(encoding="utf-8")
+    for found in (*hypotheses.PART_ONE, *hypotheses.PART_TWO):
+        assert f"**{found.name}**" in text
+        assert found.contrast.label.startswith(found.name)
+    for found in hypotheses.BESIDE:
+        assert f"{found.name.partition(' ')[0]}" in text
+
+
+# ---------------------------------------------------------------------------------- the factors of a half fraction
+CELLS = list(design.load("cifar_factors", "small").grid["cell"])
+
+
+def sign(cell, factor):
+    return 1 if contrasts.FACTORS[factor][1] in cell.split("-") else -1
+
+
+def test_the_half_fraction_has_its_defining_relation():
+    """I = ABCDE: the product of the five signs is +1 in each of the 16 cells, and each cell has what its name says."""
+    assert len(CELLS) == 16
+    for cell in CELLS:
+        product = 1
+        for factor in contrasts.FACTORS:
+            product *= sign(cell, factor)
+        assert product == 1, cell
+    for factor, other in itertools.combinations(contrasts.FACTORS, 2):
+        assert sum(sign(cell, factor) * sign(cell, other) for cell in CELLS) == 0
+    best = {variant.options.lr for variant in design.load("cifar_factors", "small").variants({})
+            if "-r1-" in variant.cell["cell"]}
+    for variant in design.load("cifar_factors", "small").variants({}):
+        width, blocks, epochs, rate, recipe = variant.cell["cell"].split("-")
+        kwargs, options = variant.options.model_kwargs, variant.options
+        assert (f"w{kwargs['embed_dim']}", f"b{kwargs['depth']}", f"e{options.epochs}") == (width, blocks, epochs)
+        assert options.lr / int(rate[1:]) in best
+        assert (options.weight_decay, options.clip_grad) == {"paper": (1e-4, None), "clipped": (0.05, 1.0)}[recipe]
+
+
+def test_effects_of_the_half_fraction(runs):
+    """The least-squares estimates of a model with the main effects, and the variance without cells and seeds."""
+    noise = random.Random(0)
+    lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
+            for cell in CELLS}
+    runs("study", {(cell, which): [70.0 + seed + (lead[cell][seed] if which == "feature" else 0.0) for seed in (0, 1)]
+                   for cell in CELLS for which in ("linear", "feature")}, axis="cell")
+    effects = {factor: contrasts.Effect("", "study", factor) for factor in contrasts.FACTORS}
+    assert effects["rate"].found.mean == pytest.approx(1.0, abs=0.2)
+    assert effects["width"].found.mean == pytest.approx(-0.5, abs=0.2)
+    high = [value for cell in CELLS if sign(cell, "rate") > 0 for value in lead[cell]]
+    low = [value for cell in CELLS if sign(cell, "rate") < 0 for value in lead[cell]]
+    assert effects["rate"].found.mean == pytest.approx(sum(high) / 16 - sum(low) / 16)
+    total = sum(high + low) / 32
+    by_seed = [sum(lead[cell][seed] for cell in CELLS) / 16 for seed in (0, 1)]
+    rest = sum((lead[cell][seed] - sum(lead[cell]) / 2 - by_seed[seed] + total) ** 2
+               for cell in CELLS for seed in (0, 1))
+    error = (rest / 15 * (1 / 16 + 1 / 16)) ** 0.5
+    assert effects["rate"].found.half_width == pytest.approx(stats.t.ppf(0.975, 15) * error)
+    assert effects["rate"].found.p == pytest.approx(2 * stats.t.sf(effects["rate"].found.mean / error, 15))
+    assert effects["rate"].seeds == 2
+
+
+# ------------------------------------------------------------------------------------------------ provenance
+def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
+    made = {seed: {"commit": commit, "end": "2026-01-02T03:04:05", "cpu": cpu, "torch": "2"} for seed, commit, cpu in (
+        (100, "aaaaaaaa", "one"), (101, "bbbbbbbb", "one"), (102, "cccccccc", "one"))}
+    runs("confirm_x-digits-small", {("linear",): LINEAR[:3], ("feature",): FEATURE[:3]})
+    for run in contrasts.runs_of("confirm_x-digits-small"):
+        other = run["seed"] == 102 and run["connection"] == "feature"
+        run["made_with"] = {**made[run["seed"]], **({"cpu": "other"} if other else {})}
+    monkeypatch.setattr(provenance, "runs_of", contrasts.runs_of)
+    monkeypatch.setattr(provenance, "studies_of", lambda part: ["confirm_x-digits-small"])
+    monkeypatch.setattr(provenance, "results_file", lambda study: Path(__file__))
+    history = {"one": {"commits": {"aaaaaaaa": "not in the history", "bbbbbbbb": "before", "cccccccc": "after"}}}
+    assert provenance.elsewhere("one", history) == {"confirm_x-digits-small": {
+        "runs": 4, "seeds": [100, 101], "commits": ["aaaaaaa", "bbbbbbb"], "last": "2026-01-02 03:04"}}
+    assert provenance.mixed_pairs("one") == [
+        {"study": "confirm_x-digits-small", "seed": 102, "cpus": ["one", "other"], "torches": ["2"]}]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_recorded_commits_are_the_histories():
+    found = provenance.read_history()
+    if found is None:
+        pytest.skip("a checkout without its history")
+    recorded = json.loads(provenance.FILE.read_text(encoding="utf-8"))
+    assert {part: values["commits"] for part, values in found.items()} == {
+        part: values["commits"] for part, values in recorded.items()}
+
+
+def test_a_mean_without_some_seeds(runs):
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
+    found, (low, high) = contrast(contrasts.difference()).without(100)
+    assert found == paired_difference(FEATURE[1:], LINEAR[1:])
+    assert (low, high) == pytest.approx(tuple(stats.ttest_rel(FEATURE[1:], LINEAR[1:]).confidence_interval(0.9)))
+
+
+# ------------------------------------------------------------------------------------------------- the answers
+@pytest.mark.parametrize(("decisions", "said"), [
+    (["equivalent within 0.2", "not confirmed"], "no measurable accuracy gain at this scale"),
+    (["not confirmed", "confirmed"], "more accurate in C1"),
+    (["contradicted", "confirmed"], "more accurate in C1; less accurate in H1"),
+])
+def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisions, said):
+    history = [{"train_loss": 1.0, "eval_loss": 1.0, "eval_top1": 50.0}] * 4
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
+    for run in contrasts.runs_of("study"):
+        run["history"] = history if run["connection"] == "linear" else [
+            {**row, "train_loss": 0.9 - 0.01 * run["seed"]} for row in history]
+    rows = [{"hypothesis": hypotheses.Hypothesis(name, "", contrast(contrasts.difference())), "decision": decision}
+            for name, decision in zip(("H1", "C1"), decisions, strict=True)]
+    assert evidence.verdict(rows).startswith(f"{said}, faster fitting, untested")
+
+
+def sweep(runs, monkeypatch, leads):
+    """Made-up results of a learning-rate study: linear is best at 1e-3, and F − linear is `leads` there."""
+    levels = {5e-4: 80.0, 1e-3: 82.0, 4e-3: 75.0}
+    made = {rate: [levels[rate] + value for value in lead] for rate, lead in leads.items()}
+    runs("study-digits-small", {setting: values for rate in leads for setting, values in (
+        ((rate, "linear"), [levels[rate]] * 5), ((rate, "feature"), made[rate]))})
+    adjusted = holm([paired_difference(lead, [0.0] * 5).p for lead in [*leads.values()] * 2])  # top-1 and top-5
+    summary = [{"measure": "top1", "cell": {"lr": rate}, "difference": {"p_holm": p}}
+               for rate, p in zip(leads, adjusted, strict=False)]
+    monkeypatch.setattr(hypotheses, "results", lambda study: {"summary": [
+        *summary, {"measure": "top1", "cell": {"lr": 5e-4}, "difference": None},
+        {"measure": "top5", "cell": {"lr": 4e-3}, "difference": {"p_holm": 0.0}}]})
+    return hypotheses.Sweep.of("study", "digits", tuple(leads))
+
+
+def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
+    """Holm's method over all differences of the study, as its report does; unadjusted intervals are named as such."""
+    weak = [0.05, 0.3, 0.1, 0.25, 0.2]
+    found = sweep(runs, monkeypatch, {5e-4: [-value for value in weak], 1e-3: WIDE, 4e-3: [3.0, 3.1, 2.9, 3.05, 3.2]})
+    assert found.best == 1e-3
+    assert (found.excluding_zero(1), found.excluding_zero(-1)) == ([4e-3], [5e-4])
+    assert (found.significant(1), found.significant(-1)) == ([4e-3], [])
+    assert ": " not in found.up_to_best()
+    assert "significant" not in found.up_to_best()
+    other = sweep(runs, monkeypatch, {5e-4: [-3.0, -3.1, -2.9, -3.05, -3.2], 1e-3: WIDE, 4e-3: weak})
+    assert (other.significant(1), other.significant(-1)) == ([], [5e-4])
+    assert other.up_to_best().endswith(", significant at 0.0005")
+    assert "more accurate only at 4 (digits) and none (Fashion-MNIST)" in evidence.lead([found, other])
+    assert "less accurate at none (digits) and 0.5 (Fashion-MNIST)" in evidence.lead([found, other])
+    assert evidence.lead([found, found]).endswith("and less accurate at no rate.")
+
+
+def test_the_published_sweeps_are_significant_where_their_reports_say_so():
+    found = [hypotheses.Sweep.of(study, data, rates) for _, study, data, rates in hypotheses.RATE_STUDIES]
+    for of, (_, study, data, _) in zip(found, hypotheses.RATE_STUDIES, strict=True):
+        reported = [entry["difference"] for entry in contrasts.results(f"{study}-{data}-small")["summary"]
+                    if entry["measure"] == "top1" and entry["difference"] and entry["difference"]["p_holm"] < 0.05]
+        assert [of.found[rate].found.mean for rate in (*of.significant(-1), *of.significant(1))] == pytest.approx(
+            [difference["mean"] for difference in reported], abs=1e-5)
+
+
+def test_the_cost_is_the_median_of_the_pairs(runs):
+    runs("study", {("linear",): [10.0, 20.0, 30.0], ("feature",): [11.0, 30.0, 36.0]})
+    for run in contrasts.runs_of("study"):
+        run["seconds"] = run["top1"]
+    assert evidence.slower(contrast(contrasts.difference())) == pytest.approx(20)
+
+
+@pytest.fixture
+def part_two(tmp_path, monkeypatch):
+    """Made-up results of S0 to S4 beside the published ones."""
+    studies = tmp_path / "studies"
+    studies.mkdir()
+    for path in contrasts.RESULTS.iterdir():
+        if path.name != "studies":
+            (tmp_path / path.name).symlink_to(path)
+    for path in (contrasts.RESULTS / "studies").iterdir():
+        (studies / path.name).symlink_to(path)
+    noise = random.Random(0)
+    for name, data, classes in (("cifar_rates", "cifar10", 10), ("cifar_accuracy", "cifar10", 10),
+                                ("tiny_imagenet_accuracy", "tiny_imagenet", 200), ("cifar_factors", "cifar10", 10),
+                                ("cifar_width", "cifar10", 10)):
+        found, made = design.load(name, "small"), []
+        for seed, variant in itertools.product(range(found.seeds), found.variants({})):
+            top1 = 70 + noise.gauss(0, 0.3) + 2 * (variant.connection == "feature")
+            history = [{"train_loss": 1.0 - epoch / 100, "eval_loss": 1.0, "eval_top1": top1} for epoch in range(8)]
+            made.append({
+                "cell": dict(variant.cell), "connection": variant.connection, "seed": 200 + seed, "top1": top1,
+                "history": history, "labels": [str(label) for label in range(classes)], "seconds": 10.0, "loss": 1.0,
+                "parameters": 1,
+                "made_with": {"commit": "c" * 40, "cpu": "one", "torch": "2", "end": "2026-12-01T00:00"}})
+        (studies / f"{name}-{data}-small").mkdir()
+        (studies / f"{name}-{data}-small" / "results.json").write_text(json.dumps({
+            "study": {"kind": "training"}, "runs": made, "summary": []}))
+    for module in (contrasts, evidence, provenance):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    contrasts.results.cache_clear()
+    yield
+    contrasts.results.cache_clear()
+
+
+def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
+    history = provenance.recorded()
+    before = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "before"}}})
+    after = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "after"}}})
+    assert "runs name commits that do not come after the rules of part two" in before
+    assert "runs name commits that do not come after the rules of part two" not in after
+    rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith("| C")}
+    assert "**confirmed** | no (+0.79)" in rows["C1"]
+    assert "**confirmed**" in rows["C2"]
+    assert "**not confirmed**" in rows["C3"]
+    assert "| 2 |" in rows["C4"]
+    assert "not run yet" not in after
+    assert "more accurate in C1, C2" in evidence.readme()
+    assert "C2's runs: F − linear after 2 of 8 epochs" in after
+    assert "ViT: F − linear, 384 minus 128 wide, CIFAR-10" in after
+    assert "Recipe of S1, S2 and S4: " in after
+    assert "\n| setting | C1 | C2 | H1 | paper |\n" in after
+    assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 |\n" in after
+    assert set(evidence.pictures()) == {"questions", "differences", "by_epoch"}

@@ -1,0 +1,207 @@
+"""The pages that people read: README's length, links, and that code and commands on them do what they say."""
+import argparse
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import make_cards
+import pytest
+import timm
+import yaml
+
+import timm_ortho
+from timm_ortho import cli
+from timm_ortho.lab import design, recipe
+from timm_ortho.models import _build
+
+ROOT = Path(__file__).parents[2]
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
+PAGES.remove(ROOT / "model_cards" / "template.md")
+BY_HAND = [path for path in PAGES if path.parent in (ROOT, ROOT / "docs") or path.name in make_cards.BY_HAND]
+IMPORTS = "import runpy, timm, torch; import timm_ortho"
+
+
+def ids(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
+def without_blocks(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+    """As GitHub makes them of headings: lower case, no punctuation, hyphens for spaces, a number for the second."""
+    found = []
+    for heading in re.findall(r"^#+ (.+)$", without_blocks(text_of(path)), re.MULTILINE):
+        heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", heading.lower().strip()).replace(" ", "-")
+        found.append(slug if slug not in found else f"{slug}-{found.count(slug)}")
+    return found
+
+
+def targets(path):
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "`", without_blocks(text_of(path))))
+
+
+# -------------------------------------------------------------------------------------------------- the pages
+def test_readme_is_short():
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 200
+
+
+def test_readme_begins_with_what_people_trip_over():
+    """On the first screen; the message is timm's own."""
+    screen = "\n".join(text_of(ROOT / "README.md").splitlines()[:30])
+    assert "Unknown model (..._ortho)" in screen
+    for answer in ("import timm_ortho", "--device-modules timm_ortho", "timm-ortho run"):
+        assert answer in screen
+
+
+def test_readme_has_every_argument_with_its_default():
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| ([^|]+) \|$", text_of(ROOT / "README.md"), re.MULTILINE)
+    assert {argument: of_connect for argument, of_connect, _ in rows} == _build._ARGUMENTS
+    defaults = {name: one.default for name, one in inspect.signature(timm_ortho.connect).parameters.items()}
+    assert defaults.keys() - {of_connect for _, of_connect, _ in rows} == {"model"}
+    for argument, of_connect, said in rows[1:]:  # the connection's is in the suffix
+        default = defaults[of_connect]
+        assert default is None or yaml.safe_load(said.strip(" `").replace("1e-6", "1.0e-6")) == default, argument
+
+
+def test_train_pys_model_kwargs_are_those_of_the_readme():
+    """As its own parser reads them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
+    given = parser.parse_args([
+        "--model-kwargs", "connection=hybrid", "connection_start=linear", "connection_layers=[0,2]",
+        "connection_kinds=mlp", "connection_eps=1e-3", "connection_keep=branch", "skip=scaled"]).model_kwargs
+    model = timm.create_model("vit_test_ortho", **given)
+    learned = [site for site in timm_ortho.sites(model) if site.connection.name == "hybrid"]
+    assert [(site.layer, site.kind) for site in learned] == [(0, "mlp"), (2, "mlp")]
+    assert {site.connection.keep for site in learned} == {"branch"}
+    for site in learned:
+        assert (site.connection.start, site.connection.eps, site.connection.skip.name) == ("linear", 1e-3, "scaled")
+
+
+def test_every_page_is_one_click_from_readme():
+    linked = {(ROOT / target.partition("#")[0]).resolve() for target in targets(ROOT / "README.md")}
+    assert {path for path in BY_HAND if path.name != "README.md"} <= linked
+    assert ROOT / "docs" / "evidence.md" in linked
+
+
+@pytest.mark.parametrize("path", PAGES, ids=ids)
+def test_links_lead_somewhere(path):
+    for target in targets(path):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        place = (path.parent / name).resolve() if name else path
+        assert place.exists(), f"there is no {target}"
+        assert place.is_relative_to(ROOT)
+        if anchor:
+            assert anchor in anchors(place), f"{target}: the anchors there are {anchors(place)}"
+
+
+def test_anchors_are_made_as_on_github(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One, two & `three`\n```sh\n# no heading\n```\n## A [link](x.md)'s\n## Same\n## Same\n")
+    assert anchors(page) == ["one-two--three", "a-links", "same", "same-1"]
+
+
+# ------------------------------------------------------------------------------------------------ what they say to run
+def commands(path):
+    """Of blocks, of indented lines, and with options between backticks: without comments, each in one line."""
+    text = text_of(path)
+    prose = without_blocks(text)
+    blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    blocks += "".join(re.findall(r"^ {4}\S.*\n(?: {4}.*\n)*", prose, re.MULTILINE))
+    lines = [line.strip() for line in blocks.replace("\\\n", " ").splitlines()]
+    inline = [" ".join(span.split()) for span in re.findall(r"`([^`]+ --[^`]+)`", prose)]
+    return [re.sub(r"\s+#.*", "", line) for line in lines + inline]
+
+
+def arguments_of(command):
+    """Of the command line of this package in a command, or None."""
+    found = re.search(r"(?:^|&& |^torchrun .*-m )(?:python -m timm_ortho|timm-ortho|timm_ortho) (.*)", command)
+    return shlex.split(found[1]) if found else None
+
+
+@pytest.mark.parametrize("path", BY_HAND, ids=ids)
+def test_commands_are_understood(path):
+    """Every option and every name of a study or recipe is one that there is."""
+    parser, options = cli._parser(), text_of(ROOT / "tests" / "helpers" / "timm_train_options.txt").split()
+    for command in commands(path):
+        arguments = arguments_of(command)
+        if arguments and arguments[0] != "run" and "--help" not in arguments:
+            parsed = vars(parser.parse_args(arguments))
+            if arguments[:2] in (["study", "run"], ["study", "plan"]):
+                assert parsed["name"] in design.shipped(), command
+        for name in re.findall(r"(?:recipe --path|--recipe|scripts/train\.\w+) ([a-z]\w+)(?![\w.])", command):
+            assert name in recipe.shipped(), command
+        if re.search(r"(^|\s)train\.py ", command):
+            given = re.findall(r"--([a-z][\w-]*)", command.partition("train.py ")[2].partition("$(")[0])
+            assert {name.removeprefix("no-").replace("-", "_") for name in given} <= {
+                *options, *(name.removeprefix("no_") for name in options)}, command
+        for script in re.findall(r"\b((?:scripts|tests)/[\w./]+)", command):
+            assert (ROOT / script).is_file(), command
+
+
+def test_the_commands_are_found():
+    assert arguments_of('pip install -e ".[lab]" && timm-ortho compare') == ["compare"]
+    found = [arguments_of(command) for path in BY_HAND for command in commands(path)]
+    assert sum(arguments is not None for arguments in found) > 30
+    assert ["run", "my_training.py", "..."] in found
+
+
+# ------------------------------------------------------------------------------------------------------ snippets
+X_AND_F = "x, f = torch.randn(2, 5, 8), torch.randn(2, 5, 8)"
+BEFORE = {  # what the snippets of a page take from their reader
+    "README.md": X_AND_F,
+    "docs/coverage.md": f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool)",
+    "docs/transformations.md": "model = timm.create_model('vit_test_linear')",
+    "docs/hub.md":
+        "import transformers\n"
+        "torch.save(timm.create_model('vit_test_linear', num_classes=7).state_dict(), 'last.pth.tar')\n"
+        "config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32)\n"
+        "timm_ortho.connect(transformers.ViTForImageClassification(config), 'hybrid').save_pretrained('my-folder')\n"
+        "new_model = transformers.ViTForImageClassification(config)",
+    "docs/diagnostics.md":
+        "model, other = (timm.create_model(f'vit_test_{name}', pretrained=True) for name in ('linear', 'ortho'))\n"
+        "features, x, y = torch.randn(9, 4), torch.randn(9, 4), torch.randn(9, 4)\n"
+        "loader = [(torch.randn(8, 3, 8, 8), torch.zeros(8))]",
+}
+
+
+def snippets(path):
+    return re.findall(r"^```python\n(.*?)^```", text_of(path), re.DOTALL | re.MULTILINE)
+
+
+def test_every_page_with_snippets_is_run():
+    """own_blocks.md in blocks/test_open_door.py."""
+    with_snippets = {ids(path) for path in BY_HAND if snippets(path)}
+    assert with_snippets == {*BEFORE, "docs/own_blocks.md"}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_snippets_run(name, server, client, tmp_path):
+    """From a file, as a reader would run them, against a Hub on this machine. Large weights are not loaded."""
+    path = ROOT / name
+    begin = f"import os, timm, timm_ortho, torch; os.chdir({str(tmp_path)!r})"
+    code = "\n".join([begin, BEFORE[name], *snippets(path)])
+    code = re.sub(r'("vit_base_\w+"), pretrained=True', r"\1", code)
+    code = code.replace("timm_ortho.hub.push(", "model = timm.create_model('vit_test_ortho')\ntimm_ortho.hub.push(")
+    file = tmp_path / "snippets.py"
+    file.write_text(code, encoding="utf-8")
+    if name.endswith("hub.md"):
+        pytest.importorskip("transformers", minversion="5")
+        for revision in ("main", "v1"):
+            pushed = client.run("timm_ortho.hub.push(timm.create_model('vit_test_ortho'), 'me/my-model', "
+                                f"revision={revision!r})")
+            assert pushed.error is None, pushed.output
+    result = client.run(f"answer(sorted(runpy.run_path({str(file)!r})))")
+    assert result.error is None, result.output
+    assert "timm_ortho" in result.answer

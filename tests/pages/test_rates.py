@@ -1,0 +1,61 @@
+"""scripts/rates.py: the rules that choose rates and a recipe, and the gate."""
+import math
+
+import pytest
+import rates
+from helpers.tiny_study import STUDY, planned, request, written
+
+
+def run(recipe, connection, lr, top1, loss=1.0):
+    return {"cell": {"recipe": recipe, "lr": lr}, "connection": connection, "top1": top1,
+            "history": [{"train_loss": 9.0}, {"train_loss": loss}]}
+
+
+def test_of_rates_that_are_nearly_as_good_the_lowest_is_chosen():
+    assert rates.choose({1e-3: 80.5, 2e-3: 80.55, 4e-3: 80.1}, 0.1) == 1e-3
+    assert rates.choose({1e-3: 80.5, 2e-3: 80.65, 4e-3: 80.66}, 0.1) == 2e-3
+
+
+def test_the_floor_of_the_loss_is_the_entropy_of_the_labels():
+    assert rates.smoothing_floor(0.1, 10) == pytest.approx(-(0.91 * math.log(0.91) + 0.09 * math.log(0.01)))
+    assert rates.smoothing_floor(0.0, 10) == 0
+
+
+def test_means_rates_and_the_shared_rate():
+    made = [run("paper", which, lr, value + seed, loss=1 + lr) for which, values in (
+        ("linear", (50, 54, 52)), ("feature", (51, 54, 58))) for lr, value in zip((1, 2, 4), values, strict=True)
+        for seed in (0, 1)]
+    found = rates.Chosen.of(made, ridge=38.0, floor=0.5)
+    assert found.means["linear"] == {1: 50.5, 2: 54.5, 4: 52.5}
+    assert found.rates == {"linear": 2, "feature": 4}
+    assert found.shared == 4  # 51, 54.5, 55.5
+    assert found.edges == ["feature"]
+    assert found.margins("linear") == (16.5, 2.5)
+
+
+@pytest.mark.parametrize(("ridge", "floor", "passed"), [(39.5, 0.85, True), (39.6, 0.85, False), (39.5, 0.86, False)])
+def test_the_gate_needs_accuracy_and_room(ridge, floor, passed):
+    found = rates.Chosen.of([run("paper", "linear", 1, 54.5, loss=1.0)], ridge, floor)
+    assert found.passes("linear") is passed
+
+
+@pytest.mark.parametrize(("clipped", "said"), [(60.4, "paper"), (60.6, "clipped"), (50.0, "paper")])
+def test_linear_chooses_the_recipe(clipped, said):
+    made = [run("paper", "linear", 1, 60.0), run("clipped", "linear", 1, clipped),
+            run("paper", "feature", 1, 1.0), run("clipped", "feature", 1, 99.0)]
+    assert rates.recipe_of(rates.by_recipe(made, 40.0, 0.5)) == said
+
+
+def test_the_command_reads_the_folders_of_runs(tmp_path, capsys, undrawn):
+    from timm_ortho.lab import run as one_run
+    grid = {"recipe": {"paper": {}, "clipped": {"clip_grad": 1.0}}, "lr": [1e-3, 1e-2]}
+    folder = planned(request(written(tmp_path, STUDY, grid=grid, record=None, representation=False),
+                             tmp_path / "out", epochs=1)).folder
+    names = sorted(path.parent.name for path in folder.glob("*/run.yaml"))
+    for name in names[1:]:
+        one_run.run(folder / name)
+    assert rates.main([folder]) == 1
+    printed = capsys.readouterr()
+    assert f"not finished: {names[0]}" in printed.err
+    assert "| recipe | connection | 0.001 | 0.01 | rate | above ridge | loss above floor | gate |" in printed.out
+    assert printed.out.count("not passed") == 4

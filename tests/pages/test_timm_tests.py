@@ -1,0 +1,133 @@
+"""scripts/timm_tests.py: which tests it runs of a file like timm's, what it makes of them, and where it goes on."""
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import timm_tests
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow  # each process that is started imports timm
+
+TEST_MODELS = """
+import os, pathlib, pytest, timm
+
+with open(pathlib.Path(__file__).with_name("processes"), "a") as file:
+    file.write("one\\n")
+every_model = pytest.mark.parametrize("model_name", timm.list_models())
+
+@pytest.mark.base
+@every_model
+def test_sound(model_name):
+    assert timm.is_model(model_name)
+
+@pytest.mark.cfg
+@every_model
+def test_left_out(model_name):
+    pytest.skip("too large")
+
+@every_model
+def test_without_a_marker(model_name):
+    pass
+"""
+FAILING = TEST_MODELS + """
+@pytest.mark.base
+@every_model
+def test_fatal(model_name):
+    if model_name == "test_vit_ortho":
+        os._exit(9)
+
+@pytest.mark.base
+@every_model
+def test_hard(model_name):
+    assert "vit" not in model_name, "too hard"
+
+@pytest.mark.base
+@every_model
+def test_unlike_its_base(model_name):
+    assert "vit_ortho" not in model_name, "not what timm gives"
+
+@pytest.mark.base
+@pytest.mark.parametrize("model_name", [name for name in timm.list_models() if name != "test_vit"])
+def test_timm_knows_better(model_name):
+    assert "vit" not in model_name, "never for ViTs"
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where the script finds tests that it need not download."""
+    folder = tmp_path / f"timm-{timm.__version__}"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "pytest.ini").write_text(timm_tests.PYTEST_INI)
+    (folder / "tests" / "test_models.py").write_text(TEST_MODELS)
+    monkeypatch.setenv(timm_tests.SKIP, "")  # the script sets it, for processes of its own
+    bases = {"test_vit_ortho": "test_vit", "test_vit_orthog": "test_vit", "test_resnet_ortho": "test_resnet"}
+    monkeypatch.setattr(timm_tests, "variants_and_bases", lambda: bases)  # asks what an import of timm_ortho adds
+    return tmp_path
+
+
+def script(cache, capsys, *words):
+    """Exit status, lines printed, and how many processes with tests were started."""
+    started = cache / f"timm-{timm.__version__}" / "tests" / "processes"
+    started.write_text("")
+    status = timm_tests.main([*words, "--cache", str(cache)])
+    return status, capsys.readouterr().out.splitlines(), len(started.read_text().splitlines())
+
+
+def test_tests_without_a_marker_are_run_unless_they_are_not_asked_for(cache, capfd):
+    names = ("test_vit_ortho", "test_resnet_ortho")
+    status, lines, processes = script(cache, capfd, "--only", *names)
+    assert (status, lines[-1], processes) == (0, "timm's tests on 2 variants: 4 passed, 2 skipped", 1)
+    status, lines, processes = script(cache, capfd, "--only", *names, "--marked")
+    assert (status, lines[-1], processes) == (0, "timm's tests on 2 variants: 2 passed, 2 skipped", 1)
+
+
+def test_a_variant_is_held_against_its_architecture(cache, capfd):
+    (cache / f"timm-{timm.__version__}" / "tests" / "test_models.py").write_text(FAILING)
+    status, lines, processes = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
+    told = {line.split(": ")[2]: line for line in lines if line.startswith(("EXCUSED", "FAILED: "))}
+    assert told["test_hard"].startswith("EXCUSED: test_vit_ortho: test_hard: test_vit fails it too; ")
+    assert told["test_timm_knows_better"].startswith(
+        "EXCUSED: test_vit_ortho: test_timm_knows_better: timm leaves test_vit out of it; ")
+    assert told["test_unlike_its_base"].startswith(
+        "FAILED: test_vit_ortho: test_unlike_its_base: AssertionError: not what timm gives")
+    assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in it (exit status 9)"
+    assert lines[-1] == "timm's tests on 2 variants: 6 passed, 2 skipped, 2 excused, 2 failed"
+    # one that dies, one that dies in the same test again, one for what is left, one for the architecture
+    assert (status, processes) == (1, 4)
+
+
+def test_a_variant_without_tests_is_excused_only_if_its_architecture_has_none_either(cache, capfd):
+    tests = cache / f"timm-{timm.__version__}" / "tests" / "test_models.py"
+    for left_out, outcome, status in (("test_vit*", "EXCUSED", 0), ("test_vit_*", "FAILED", 1)):
+        tests.write_text(TEST_MODELS.replace("timm.list_models()", f"timm.list_models(exclude_filters={left_out!r})"))
+        found, lines, _ = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
+        reason = "timm leaves test_vit out of it; " if outcome == "EXCUSED" else ""
+        assert f"{outcome}: test_vit_ortho: any test: {reason}no test was run" in lines
+        assert found == status
+
+
+def test_a_full_run_goes_on_where_it_stopped(cache, capfd, monkeypatch):
+    sizes = {"test_vit_ortho": 370_000, "test_resnet_ortho": 470_000}
+    monkeypatch.setattr(timm_tests, "parameters", lambda name, *others: sizes[name])
+    status, lines, processes = script(cache, capfd, "--marked", "--above", "0.4")
+    assert (status, processes) == (0, 1)
+    assert lines[1:] == ["[1/2] test_resnet: 1 passed, 1 skipped", "timm's tests on 1 variants: 1 passed, 1 skipped"]
+    status, lines, processes = script(cache, capfd, "--marked")
+    assert (status, processes) == (0, 1)
+    (state_file,) = cache.glob("state-*-marked.json")
+    assert lines == [
+        f"1 of 2 architectures are finished in {state_file}", "[2/2] test_vit: 2 passed, 2 skipped",
+        "timm's tests on 3 variants: 3 passed, 3 skipped"]
+    assert json.loads(state_file.read_text()).keys() == {"test_vit", "test_resnet"}
+    status, lines, processes = script(cache, capfd, "--marked")
+    assert (lines[-1], processes) == ("timm's tests on 3 variants: 3 passed, 3 skipped", 0)
+    assert script(cache, capfd, "--marked", "--fresh")[2] == 1
+
+
+def test_architectures_share_a_process_until_they_are_too_large():
+    sizes = {"huge": 9e9, "large": 700e6, "small": 200e6, **{f"tiny{i:02}": i * 1e3 for i in range(12)}}
+    tiny = [f"tiny{i:02}" for i in range(12)]
+    assert timm_tests.batches(sizes) == [tiny[:10], [*tiny[10:], "small", "large"], ["huge"]]

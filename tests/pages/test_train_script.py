@@ -1,0 +1,191 @@
+"""scripts/train.sh and scripts/train.sbatch: what they start and what they refuse, with nothing started."""
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from timm_ortho.lab import LabError, recipe
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """The arguments that Python is started with: on four GPUs, with a recipe, in a folder of its own."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text("batch_size: 1024\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name in ("TIMM_DIR", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(*options, data="DATA", name="recipe.yaml", gpus=4, **environment):
+        from by_hand import command
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        return command(name, "vit_small_linear", data, *options)
+
+    return make
+
+
+def train_py(data="DATA", file="recipe.yaml"):
+    return ["train.py", "-c", file, "--model", "vit_small_linear", "--data-dir", data]
+
+
+# ------------------------------------------------------------------------------------------ what is started
+@pytest.mark.parametrize(("gpus", "options", "launched", "added"), [
+    (4, ["--epochs", "3", "--experiment", "a b"], [*TORCHRUN, "--standalone", "--nproc-per-node", "4"],
+     ["--batch-size", "256"]),
+    (1, [], [*TORCHRUN, "--standalone", "--nproc-per-node", "1"], []),
+    (0, [], [], ["--device", "cpu"]),
+    (0, ["--device=cpu"], [], []),
+])
+def test_a_machine_shares_the_batch_among_its_gpus_or_has_the_cpu(command, gpus, options, launched, added):
+    assert command(*options, data="my data", gpus=gpus) == [*launched, *train_py("my data"), *added, *options]
+
+
+def test_several_machines(command):
+    started = command("--sync-bn", NNODES="2", NODE_RANK="1", MASTER_ADDR="node7")
+    assert started == [
+        *TORCHRUN, "--nnodes", "2", "--node-rank", "1", "--master-addr", "node7", "--master-port", "29500",
+        "--nproc-per-node", "4", *train_py(), "--batch-size", "128", "--sync-bn"]
+
+
+@pytest.mark.parametrize(("options", "environment", "added"), [
+    (["--batch-size=64"], {}, []),
+    (["--batch-size", "64"], {}, []),
+    (["--grad-accum-steps", "8"], {}, ["--batch-size", "32"]),
+    (["--validation-batch-size", "500"], {"NPROC_PER_NODE": "2"}, ["--batch-size", "512"]),
+])
+def test_batch_is_divided_unless_it_is_given(command, options, environment, added):
+    assert command(*options, **environment)[6:] == [*train_py()[1:], *added, *options]
+
+
+def test_a_recipe_without_a_batch_has_timms(command):
+    Path("recipe.yaml").write_text("lr: 0.1\n", encoding="utf-8")
+    assert command()[-2:] == ["--batch-size", "32"]  # of train.py's 128
+
+
+@pytest.mark.parametrize(("options", "folder", "resumed"), [
+    (["--experiment", "mine"], "output/train/mine", True),
+    (["--output", "there", "--experiment=mine"], "there/mine", True),
+    (["--experiment", "mine"], "output/train/other", False),
+    ([], "output/train/mine", False),
+    (["--experiment", "mine", "--resume", "x"], "output/train/mine", False),
+])
+def test_a_run_with_a_checkpoint_is_resumed(command, options, folder, resumed):
+    checkpoint = Path(folder, "last.pth.tar")
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    added = ["--resume", str(checkpoint)] if resumed else []
+    assert command(*options, gpus=0) == [*train_py(), *added, "--device", "cpu", *options]
+
+
+def test_shipped_recipe_and_a_checkout_elsewhere(command, tmp_path):
+    started = command(name="vit_s_cifar10", gpus=0, TIMM_DIR=str(tmp_path))
+    assert started[:3] == [str(tmp_path / "train.py"), "-c", str(recipe.shipped()["vit_s_cifar10"])]
+
+
+# --------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(("options", "given", "words"), [
+    ([], {"NNODES": "3", "NODE_RANK": "0"}, "NNODES is 3: set NODE_RANK (0 to 2, one on each) and MASTER_ADDR"),
+    ([], {"NNODES": "two"}, "NNODES is 'two', but must be a number"),
+    ([], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE is '0', but must be a number"),
+    ([], {"gpus": 0, "NPROC_PER_NODE": "2"}, "PyTorch sees no GPU here"),
+    ([], {"NPROC_PER_NODE": "3"}, "a batch of 1024 does not divide into 3 parts (3 processes, grad_accum_steps 1)"),
+    ([], {"TIMM_DIR": "/nowhere"}, "there is no /nowhere/train.py: give timm's train.py"),
+    ([], {"name": "vit_s_cifr10"}, "there is no recipe 'vit_s_cifr10': the nearest is 'vit_s_cifar10'"),
+])
+def test_errors(command, options, given, words):
+    with pytest.raises(LabError) as raised:
+        command(*options, **given)
+    assert words in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------- the scripts
+RECORD = f"""#!{sys.executable}
+import json, os, sys
+names = "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps([sys.argv[1:], {{name: os.environ.get(name) for name in names}}]) + "\\n")
+"""
+SRUN = """#!/usr/bin/env bash
+[[ $1 == --kill-on-bad-exit=1 ]] && shift
+for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || exit; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+[[ "$*" == "show hostnames node[7-8]" ]] && printf 'node7\\nnode8\\n'
+"""
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+def bash(script, *arguments, **environment):
+    return subprocess.run(["bash", str(SCRIPTS / script), *arguments], env={**os.environ, **environment},
+                          capture_output=True, text=True)
+
+
+@needs_bash
+def test_a_refusal_is_one_line():
+    process = bash("train.sh", "recipe", PYTHON=sys.executable)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "train.sh: usage: scripts/train.sh RECIPE MODEL DATA [options of train.py ...]\n"
+
+
+@needs_bash
+def test_what_is_shown_is_started(tmp_path):
+    (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text("batch_size: 8\ndevice_modules: [timm_ortho]\n", encoding="utf-8")
+    process = bash(
+        "train.sh", str(tmp_path / "recipe.yaml"), "vit_test_ortho", "my data", "--epochs", "1", "--output",
+        str(tmp_path), "--experiment", "run", PYTHON=sys.executable, TIMM_DIR=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert process.returncode == 0, process.stderr
+    assert f"train.sh: {sys.executable} {tmp_path / 'train.py'} -c {tmp_path / 'recipe.yaml'}" in process.stderr
+    options = yaml.safe_load((tmp_path / "run" / "args.yaml").read_text(encoding="utf-8"))
+    assert [options[key] for key in ("model", "data_dir", "batch_size", "device")] == [
+        "vit_test_ortho", "my data", 8, "cpu"]
+    assert (tmp_path / "run" / "summary.csv").is_file()
+
+
+@needs_bash
+def test_slurm(tmp_path):
+    for name, content in {"record": RECORD, "srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    process = bash(
+        "train.sbatch", "recipe.yaml", "vit_small_linear", "my data", "--sync-bn", PYTHON="record",
+        PATH=f"{tmp_path}:{os.environ['PATH']}", RECORD=str(tmp_path / "calls"), SLURM_SUBMIT_DIR=str(SCRIPTS.parent),
+        SLURM_JOB_NODELIST="node[7-8]", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="4000123")
+    assert process.returncode == 0, process.stderr
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text(encoding="utf-8").splitlines()]
+    given = ["recipe.yaml", "vit_small_linear", "my data", "--sync-bn", "--experiment", "job-4000123"]
+    assert calls == [
+        [[str(SCRIPTS / "by_hand.py"), *given],
+         {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "node7", "MASTER_PORT": "20123"}] for rank in "01"]
+
+
+@needs_bash
+def test_slurm_elsewhere(tmp_path):
+    process = bash("train.sbatch", "r", "m", "d", SLURM_SUBMIT_DIR=str(tmp_path))
+    assert process.returncode == 2
+    assert process.stderr == (
+        f"train.sbatch: there is no {tmp_path}/scripts/train.sh: call sbatch in the root of the repository\n")
+
+
+@needs_bash
+@pytest.mark.parametrize("name", ["train.sh", "train.sbatch"])
+def test_scripts_are_sound(name):
+    subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(SCRIPTS / name)], check=True)
+    assert name == "train.sbatch" or (SCRIPTS / name).stat().st_mode & stat.S_IXUSR

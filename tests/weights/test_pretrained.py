@@ -1,0 +1,380 @@
+"""Weights: the authors' layout read exactly, the small ones that ship, and the list of what there is."""
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers.authors_vit import REPOSITORY, SMALL, SMALL_ARGUMENTS, described, put_into_cache
+from helpers.hub_client import HubClient
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from timm.models import _registry, get_pretrained_cfg
+
+import timm_ortho
+from timm_ortho import WeightsError, cli, sites
+from timm_ortho.lab import recipe
+from timm_ortho.lab.data import Digits
+from timm_ortho.models._build import on_meta, register
+from timm_ortho.models.paper import ARCHITECTURES
+from timm_ortho.weights import pretrained
+
+TESTED = ["vit_test_ortho", "vit_test_orthog", "vit_test_linear"]
+ROOT = Path(__file__).parents[2]
+
+
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A narrow model in the layout, and its file."""
+    model = described(**SMALL)
+    path = tmp_path_factory.mktemp("small") / "model.safetensors"
+    save_file(model.state_dict(), path)
+    return model, path
+
+
+OFFLINE = """
+import socket
+def refuse(*args, **kwargs): raise AssertionError("asked the network")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
+import timm, timm_ortho, torch
+from safetensors.torch import load_file
+from timm_ortho import cli
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """Starts processes that cannot reach any network."""
+    with HubClient(tmp_path_factory.mktemp("offline"), "http://127.0.0.1:9", imports=OFFLINE) as client:
+        yield client
+
+
+@pytest.fixture
+def offline(processes):
+    """These, with an empty home of huggingface_hub's."""
+    processes.forget()
+    return processes
+
+
+def from_file(path, name="vit_base_ortho", **arguments):
+    """What `pretrained=True` does, with the file beside the configuration instead of on the Hub."""
+    return timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=dict(file=str(path)), **{**SMALL_ARGUMENTS, **arguments}).eval()
+
+
+def images(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_path):
+    theirs = described()
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
+    assert len(shapes) == 2 + 2 + 12 * 12 + 2 + 2
+    assert shapes["vit.embeddings.position_embeddings"] == (1, 197, 768)
+    assert shapes["vit.encoder.layer.11.attention.attention.key.weight"] == (768, 768)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    x = images(1, 3, 224, 224)
+    expected = theirs(x)
+    overlay = dict(file=str(tmp_path / "model.safetensors"))
+    ours = timm.create_model(
+        "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()  # a faster start
+    assert expected.std() > 0.3
+    torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_the_linear_twin_has_the_same_layout(tmp_path):
+    theirs = described(**SMALL, add=torch.add)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    x = images(2, 3, 64, 64)
+    torch.testing.assert_close(
+        from_file(tmp_path / "model.safetensors", "vit_base_linear")(x), theirs(x), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_transformers_own_vit_with_connections_gives_these_logits(small, tmp_path):
+    """Loaded by transformers from a folder in the authors' layout, connected, and compared with `vit_base_ortho`."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    tensors = load_file(small[1])
+    classes = tensors["classifier.bias"].shape[0]
+    config = transformers.ViTConfig(
+        image_size=64, patch_size=16, hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=192,
+        hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6, num_labels=classes)
+    config.save_pretrained(tmp_path)
+    norms = {f"vit.encoder.layer.{layer}.layernorm_{which}.{kind}": value * torch.ones(48)
+             for layer in range(2) for which in ("before", "after") for kind, value in (("weight", 1.0), ("bias", 0.0))}
+    save_file({**tensors, **norms}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.ViTForImageClassification.from_pretrained(tmp_path).eval()
+    x = images(2, 3, 64, 64)
+    linear = model(x).logits
+    torch.testing.assert_close(linear, from_file(small[1], connection="linear")(x), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        timm_ortho.connect(model, "feature")(x).logits, from_file(small[1])(x), atol=1e-4, rtol=0)
+    assert (model(x).logits - linear).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_nothing_of_the_position_embedding_is_lost(small):
+    theirs, path = small
+    model, tensors = from_file(path), load_file(path)
+    position = tensors["vit.embeddings.position_embeddings"]
+    assert torch.equal(model.cls_token, tensors["vit.embeddings.cls_token"] + position[:, :1])
+    assert torch.equal(model.pos_embed, position[:, 1:])
+    x = images(2, 3, 64, 64)
+    torch.testing.assert_close(model(x), theirs(x), atol=1e-4, rtol=0)
+    unfolded = from_file(path, no_embed_class=False)  # timm's own way has a row for the class token
+    assert torch.equal(unfolded.pos_embed, position)
+    torch.testing.assert_close(unfolded(x), theirs(x), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_other_resolutions_are_resampled_as_timm_does_it(small):
+    _, path = small
+    model = from_file(path, img_size=96)
+    position = load_file(path)["vit.embeddings.position_embeddings"]
+    resampled = timm.layers.resample_abs_pos_embed(position[:, 1:], (6, 6), num_prefix_tokens=0)
+    assert torch.equal(model.pos_embed, resampled)
+    assert model(images(1, 3, 96, 96)).isfinite().all()
+    patch = from_file(path, patch_size=8).patch_embed.proj.weight
+    assert patch.shape[-2:] == (8, 8)
+    assert torch.equal(patch, timm.layers.resample_patch_embed(
+        load_file(path)["vit.embeddings.patch_embeddings.projection.weight"], [8, 8]))
+
+
+@torch.no_grad()
+def test_channels_and_classes_adapt_as_timms_do(small):
+    theirs, path = small
+    x = images(2, 1, 64, 64)
+    expected = theirs(x.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(from_file(path, in_chans=1)(x), expected, atol=1e-4, rtol=0)
+    model = from_file(path, num_classes=7)
+    assert model(x.expand(-1, 3, -1, -1)).shape == (2, 7)
+    assert torch.equal(model.norm.weight, theirs.vit.layernorm.weight)
+    headless = from_file(path, num_classes=0)(x.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(theirs.classifier(headless), expected, atol=1e-4, rtol=0)
+    features = from_file(path, features_only=True, out_indices=[1])(x.expand(-1, 3, -1, -1))
+    assert [tuple(f.shape) for f in features] == [(2, 48, 4, 4)]
+
+
+@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+@pytest.mark.parametrize(("name", "arguments"), [
+    ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
+    ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])
+def test_a_new_classifier_in_place_of_one_that_fits_is_told(tmp_path, name, arguments, connection):
+    """timm looks at the configuration, which has 1000 classes here or 10, and not at the checkpoint."""
+    trained = timm.create_model(name, num_classes=7, **arguments)
+    classifier = f"{trained.pretrained_cfg['classifier']}.weight"
+    torch.save(trained.state_dict(), tmp_path / "trained.pth")
+    overlay = dict(file=str(tmp_path / "trained.pth"))
+
+    def loaded(overlay=overlay, **changes):
+        return timm.create_model(
+            name, pretrained=True, pretrained_cfg_overlay=overlay, **{**arguments, "connection": connection, **changes})
+
+    for classes in (-1, None):  # -1: train.py's --pretrained-path
+        given = overlay if classes is None else {**overlay, "num_classes": classes}
+        with pytest.warns(UserWarning, match=rf"trained.pth: the classifier \({classifier}.*fits.* num_classes=7"):
+            model = loaded(given, num_classes=7)
+        assert not torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
+    model = loaded({**overlay, "num_classes": 7}, num_classes=7)
+    assert torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
+    for changes in (dict(num_classes=5), dict(num_classes=0), dict(features_only=True, out_indices=[0])):
+        loaded(**changes)  # no warning
+
+
+@torch.no_grad()
+def test_any_connection_starts_from_the_weights(small):
+    theirs, path = small
+    x = images(2, 3, 64, 64)
+    hybrid = from_file(path, connection="hybrid")  # starts as the orthogonal form
+    assert any(".connection_" in name for name in hybrid.state_dict())
+    torch.testing.assert_close(hybrid(x), theirs(x), atol=1e-4, rtol=0)
+    linear = from_file(path, connection="linear")(x)
+    assert (linear - theirs(x)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("num_classes", [1000, 7])
+def test_a_checkpoint_that_is_not_whole_is_refused_whatever_the_head(small, tmp_path, num_classes):
+    tensors = load_file(small[1])
+    gone = "vit.encoder.layer.1.attention.attention.key.bias"
+    lacking, surplus = tmp_path / "lacking.safetensors", tmp_path / "surplus.safetensors"
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, lacking)
+    save_file({**tensors, "vit.encoder.layer.0.layernorm_before.weight": torch.ones(48)}, surplus)
+    with pytest.raises(WeightsError, match=r"missing are blocks.1.attn.qkv.bias; too many are vit.encoder.*query.bias"):
+        from_file(lacking, num_classes=num_classes)
+    with pytest.raises(WeightsError, match=r"too many are vit.encoder.layer.0.layernorm_before.weight$"):
+        from_file(surplus, num_classes=num_classes)
+    with pytest.raises(WeightsError, match=r"missing are blocks.2.* and 5 more"):
+        from_file(small[1], depth=3, num_classes=num_classes)
+    for name, own in (("vit.layernorm.bias", "norm.bias"), ("vit.embeddings.position_embeddings", "pos_embed")):
+        save_file({key: tensor for key, tensor in tensors.items() if key != name}, lacking)
+        with pytest.raises(WeightsError, match=f"missing are {own}"):
+            from_file(lacking, num_classes=num_classes)
+    save_file({**tensors, "vit.layernorm.weight": torch.ones(3)}, lacking)
+    with pytest.raises(WeightsError, match=r"of another shape are norm\.weight \(\(3,\), not \(48,\)\)"):
+        from_file(lacking, num_classes=num_classes)
+
+
+def test_a_checkpoint_in_timms_layout_stays_as_it_is():
+    model = timm.create_model("vit_test_ortho")
+    state = model.state_dict()
+    filtered = pretrained.checkpoint_filter_fn(dict(state), model)
+    assert filtered.keys() == state.keys()
+    assert all(torch.equal(filtered[name], state[name]) for name in state)
+
+
+# --------------------------------------------------------------------------------------------- configurations
+@pytest.mark.parametrize("kind", ["ortho", "linear"])
+def test_the_authors_configuration(kind):
+    cfg = get_pretrained_cfg(f"vit_base_{kind}")
+    assert cfg == get_pretrained_cfg(f"vit_base_{kind}.authors_in1k")
+    assert (cfg.hf_hub_id, cfg.hf_hub_filename) == (REPOSITORY.format(kind), "model.safetensors")
+    assert cfg.license == "cc-by-sa-4.0"  # apache-2.0 is that of the code
+    values = recipe.load("vit_b_imagenet1k")
+    assert cfg.input_size == (3, values["img_size"], values["img_size"])
+    assert (list(cfg.mean), list(cfg.std), cfg.crop_pct) == (values["mean"], values["std"], values["crop_pct"])
+    assert cfg.num_classes == values["num_classes"]
+
+
+def test_an_entry_gives_any_variant_weights(monkeypatch):
+    """Of timm's architectures too, and a repository is enough to name the file."""
+    for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
+        monkeypatch.setattr(_registry, name, copy.copy(getattr(_registry, name)))
+    monkeypatch.setitem(pretrained._OF_ARCHITECTURE, "resnet18_made_up_ortho", {"mine": dict(hf_hub_id="me/mine")})
+    cfg = get_pretrained_cfg("resnet18_ortho")
+    register("timm_ortho.models.variants", "resnet18_made_up_ortho", lambda **_: None, cfg, "A made-up variant.")
+    assert timm.list_pretrained("resnet18_made_up*") == ["resnet18_made_up_ortho.mine"]
+    assert pretrained.weights("resnet18_made_up_ortho") == ("resnet18_made_up_ortho.mine", "hf-hub:me/mine", None)
+
+
+def test_only_what_has_weights_says_so():
+    ours = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
+    assert [name for name in ours if timm.is_model_pretrained(name)] == ["vit_base_ortho", "vit_base_linear", *TESTED]
+    assert timm.list_pretrained("vit_test_*") == [f"{name}.digits" for name in sorted(TESTED)]
+    for name in ("vit_base_orthog", "vit_small_linear", "vit_small_ortho"):
+        with on_meta(), pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
+            timm.create_model(name, pretrained=True)
+    with pytest.raises(RuntimeError, match=r"Invalid pretrained tag \(digits\) for vit_base_ortho"):
+        timm.create_model("vit_base_ortho.digits", pretrained=True)
+
+
+@pytest.mark.skipif(
+    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
+def test_no_path_of_this_machine_is_saved_with_a_model(tmp_path):
+    model = timm.create_model("vit_test_ortho", pretrained=True)
+    assert model.pretrained_cfg["tag"] == "digits"
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    text = (tmp_path / "config.json").read_text()
+    assert str(ROOT) not in text
+    assert "safetensors" not in text
+    assert json.loads(text)["architecture"] == "vit_test_ortho"
+
+
+# ------------------------------------------------------------------------------------------ the small weights
+@torch.no_grad()
+@pytest.mark.parametrize("name", TESTED)
+def test_shipped_weights_give_the_stored_logits(name):
+    file = pretrained.weights_file(f"{name}.digits")
+    stored = load_file(file.with_suffix(".tensors.safetensors"))
+    model = timm.create_model(f"{name}.digits", pretrained=True).eval()
+    assert stored["input"].shape == (10, *model.pretrained_cfg["input_size"])
+    close = dict(atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.forward_features(stored["input"]), stored["features"], **close)
+    torch.testing.assert_close(model.forward_head(stored["features"], pre_logits=True), stored["pre_logits"], **close)
+    torch.testing.assert_close(model(stored["input"]), stored["output"], **close)
+    assert (stored["output"].argmax(1) == stored["target"]).sum() >= 9
+    assert file.stat().st_size < 300_000
+    others = [timm.create_model(other, pretrained=True).eval()(stored["input"]) for other in TESTED if other != name]
+    assert all((other - stored["output"]).abs().max() > 0.1 for other in others)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TESTED)
+def test_shipped_weights_reach_what_their_header_says(name):
+    model = timm.create_model(name, pretrained=True).eval()
+    held_out = Digits(training=False)
+    held_out.images = [image.convert("RGB") for image in held_out.images]
+    held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
+    x = torch.stack([held_out[index][0] for index in range(len(held_out))])
+    target = torch.tensor(held_out.targets)
+    top1 = 100 * (model(x).argmax(1) == target).double().mean().item()
+    with safe_open(pretrained.weights_file(f"{name}.digits"), "pt") as file:
+        about = file.metadata()
+    assert about["model"] == name
+    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # one image of 360
+    results = json.loads((ROOT / "model_cards" / "results" / "vit_test_digits.json").read_text())
+    run, = [run for run in results["runs"] if (run["connection"], run["seed"]) == (about["connection"], 0)]
+    assert run["top1"] == float(about["top1"])
+    stored = load_file(pretrained.weights_file(f"{name}.digits").with_suffix(".tensors.safetensors"))
+    first = x[[held_out.targets.index(digit) for digit in range(10)]]
+    torch.testing.assert_close(first, stored["input"])
+
+
+def test_shipped_weights_load_without_any_network(offline):
+    result = offline.run("""
+names = "vit_test_ortho", "vit_test_orthog", "vit_test_linear.digits"
+models = [timm.create_model(name, pretrained=True) for name in names]
+answer([[model.pretrained_cfg["architecture"], model.pos_embed.std().item() > 0.05] for model in models])
+""")
+    assert result.answer == [[name, True] for name in TESTED], result.output
+    assert not list(offline.home.iterdir())
+
+
+@torch.no_grad()
+def test_shipped_weights_adapt():
+    stored = load_file(pretrained.weights_file("vit_test_ortho.digits").with_suffix(".tensors.safetensors"))
+    grey = timm.create_model("vit_test_ortho", pretrained=True, in_chans=1).eval()
+    torch.testing.assert_close(grey(stored["input"][:, :1]), stored["output"], atol=1e-4, rtol=1e-4)
+    larger = timm.create_model("vit_test_ortho", pretrained=True, img_size=16, num_classes=3).eval()
+    assert larger(images(2, 3, 16, 16)).shape == (2, 3)
+    hybrid = timm.create_model("vit_test_ortho", pretrained=True, connection="hybrid").eval()
+    assert {type(site.connection).__name__ for site in sites(hybrid)} == {"HybridConnection"}
+    torch.testing.assert_close(hybrid(stored["input"]), stored["output"], atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- list --weights
+def listed(offline, *arguments):
+    """Rows of `timm-ortho list --weights`."""
+    result = offline.run(f"answer(cli.main({['list', '--weights', *arguments]}))")
+    assert result.answer == 0, result.output
+    return [line.split(maxsplit=1) for line in result.output.splitlines()]
+
+
+def test_list_of_weights(offline, small):
+    head, *rows = listed(offline)
+    assert [head[0], *head[1].split()] == ["name", "size", "from", "here"]
+    authors = {f"vit_base_{kind}.authors_in1k": f"hf-hub:{REPOSITORY.format(kind)}" for kind in ("linear", "ortho")}
+    assert [name for name, _ in rows] == [*authors, *(f"{name}.digits" for name in sorted(TESTED))]
+    texts = dict(rows)
+    for name, source in authors.items():
+        assert texts[name].split() == ["346", "MB", source, "not", "downloaded"]
+    size = round(pretrained.weights_file("vit_test_ortho.digits").stat().st_size / 1000)
+    assert texts["vit_test_ortho.digits"].split() == [f"{size}", "kB", "this", "package", "here"]
+    put_into_cache(offline.home, small[1])
+    size = round(small[1].stat().st_size / 1000)
+    rows = listed(offline, "vit_base*ortho")[1:]
+    assert [(name, text.split()) for name, text in rows] == [("vit_base_ortho.authors_in1k", [
+        f"{size}", "kB", f"hf-hub:{REPOSITORY.format('ortho')}", "here"])]
+
+
+def test_list_of_weights_of_nothing(capsys):
+    assert cli.main(["list", "--weights", "resnetv2_18*"]) == 2
+    error = capsys.readouterr().err
+    assert error == ("timm-ortho: error: no variant that matches 'resnetv2_18*' has weights: timm-ortho list --weights "
+                     "shows which do\n")
+
+
+@pytest.mark.skipif(
+    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
+def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
+    """The way over huggingface_hub, on old timm too, which would unpickle a file of this name."""
+    put_into_cache(offline.home, small[1])
+    result = offline.run(f"""
+model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})
+answer(torch.equal(model.norm.weight, load_file({str(small[1])!r})["vit.layernorm.weight"]))
+""")
+    assert result.answer is True, result.output

@@ -1,0 +1,38 @@
+"""Look up block classes in the libraries' tables and among the classes that users registered."""
+import importlib
+from typing import Dict, Optional, Tuple
+
+from . import timm, torchvision, transformers
+from .spec import BlockSpec
+
+_TABLES = (timm, torchvision, transformers)
+SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
+NOT_RESIDUAL: Dict[str, str] = {name: reason for table in _TABLES for name, reason in table.NOT_RESIDUAL.items()}
+REGISTERED: Dict[str, type] = {}  # classes of users; the libraries' classes are imported by name
+
+
+def class_name(cls: type) -> str:
+    """Return the full name of a class, which is the same in a script and in the processes that it spawns."""
+    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
+    return f"{module}.{cls.__qualname__}"
+
+
+def spec_of_class(cls: type) -> Optional[BlockSpec]:
+    """Return the spec of a block class, None for any other class.
+
+    A subclass has no spec, because its ``forward`` may differ. Neither has a class of a registered name that was
+    defined again, for example by a notebook cell that ran twice.
+    """
+    name = class_name(cls)
+    return SPECS.get(name) if REGISTERED.get(name, cls) is cls else None
+
+
+def specs(library: str) -> Tuple[BlockSpec, ...]:
+    """Return the specs of a library, named by its package."""
+    return tuple(spec for name, spec in SPECS.items() if name.partition(".")[0] == library)
+
+
+def class_of(spec: BlockSpec) -> type:
+    """Return the class that a spec describes; import it if necessary."""
+    module, _, cls = spec.name.rpartition(".")
+    return REGISTERED.get(spec.name) or getattr(importlib.import_module(module), cls)

@@ -1,0 +1,104 @@
+"""Write the rows of :func:`timm_ortho.record` to a JSON lines file that an environment variable names.
+
+With ``TIMM_ORTHO_RECORD=FILE.jsonl``, every variant that is created records itself during training, every 50 passes or
+every ``TIMM_ORTHO_RECORD_EVERY``. This works in scripts without such an option, like timm's ``train.py``. It is not an
+argument of the model, because arguments are saved with a model and everybody who loads it would record too. timm's own
+models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``, record the same name with
+``--model-kwargs connection=linear``.
+
+Each line is one row. In distributed training, the first process writes the rows of its share of the batch. An existing
+file is appended to. Its steps continue after the last one, because the number of passes before a resumed checkpoint is
+unknown here. Rows that were written after the last checkpoint are kept.
+"""
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import List, Optional, TypeVar
+
+import torch
+from torch import nn
+
+from .._checks import without_nan
+from .dynamics import RecordedRow, record
+
+FILE, EVERY = "TIMM_ORTHO_RECORD", "TIMM_ORTHO_RECORD_EVERY"
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def record_if_requested(model: ModelT) -> ModelT:
+    """Record a model if the environment requests it.
+
+    Args:
+        model: A model with connections.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The file cannot be used, or the number of passes is not a positive integer; a one-line message.
+    """
+    if not os.environ.get(FILE):
+        return model
+    every = os.environ.get(EVERY) or "50"
+    if not every.isdecimal() or not int(every):
+        raise ValueError(f"{EVERY} must be a positive integer, got '{every}'")
+    path = Path(os.environ[FILE])
+    last = _last_step(path)
+    recorder = record(model, int(every), sink=_RecordingFile(path).append)
+    if last is not None:
+        recorder.step = (last // recorder.every + 1) * recorder.every
+    return model
+
+
+def _last_step(path: Path) -> Optional[int]:
+    """Return the step of a file's last complete line, or None for a missing or empty file."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{FILE}={path}: the folder {path.parent} does not exist")
+    try:
+        lines = _complete(path.read_bytes()).splitlines()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{FILE}={path} cannot be read: {error.strerror}") from None
+    try:
+        return json.loads(lines[-1])["step"] if lines else None
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{FILE}={path} exists and is not a file of recorded rows; choose another file") from None
+
+
+def _complete(content: bytes) -> bytes:
+    """Cut off an incomplete last line, which a killed process or a full disk leaves."""
+    return content[:content.rfind(b"\n") + 1]
+
+
+class _RecordingFile:
+    """Append rows to a file. If writing fails, warn once and record nothing more; training continues."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()  # the script may change its working directory
+        self.is_clean = False
+        self.failed = False
+
+    def append(self, rows: List[RecordedRow]) -> None:
+        if self.failed or not _is_first_process():
+            return
+        try:
+            self._remove_incomplete_line()
+            text = "".join(json.dumps(without_nan(row)) + "\n" for row in rows)
+            with open(self.path, "ab", buffering=0) as file:  # one write keeps lines whole if two processes append
+                file.write(text.encode())
+        except OSError as error:
+            self.failed = True
+            warnings.warn(f"{FILE}={self.path}: {error.strerror}; nothing more is recorded", stacklevel=2)
+
+    def _remove_incomplete_line(self) -> None:
+        if not self.is_clean and self.path.exists():
+            os.truncate(self.path, len(_complete(self.path.read_bytes())))
+        self.is_clean = True
+
+
+def _is_first_process() -> bool:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
