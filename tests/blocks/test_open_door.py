@@ -332,7 +332,7 @@ def test_a_dim_outside_the_tensor_is_told_where_it_is_used():
 def test_a_block_with_a_forward_of_its_own(known):
     model = nn.Sequential(known())
     model[0].forward = model[0].forward
-    with pytest.raises(UnsupportedModelError, match="a MyBlock has a forward set on the instance"):
+    with pytest.raises(UnsupportedModelError, match="a MyBlock has an instance attribute forward"):
         connect(model, "feature")
     assert type(model[0]) is MyBlock
     del model[0].forward
@@ -340,7 +340,7 @@ def test_a_block_with_a_forward_of_its_own(known):
     model[0].forward = lambda x: routed_forward(x)
     connect(model, "global")  # the same class: only the connections are others
     assert {type(site.connection) for site in sites(model)} == {GlobalConnection}
-    with pytest.raises(UnsupportedModelError, match="a MyBlock has a forward set on the instance"):
+    with pytest.raises(UnsupportedModelError, match="a MyBlock has an instance attribute forward"):
         disconnect(model)
     model(tokens())
 
@@ -356,7 +356,7 @@ def test_an_attribute_of_the_block_is_not_overwritten():
 
     timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
     model = nn.Sequential(Block())
-    with pytest.raises(ValueError, match="0 has an attribute connection_mlp already"):
+    with pytest.raises(ValueError, match="0 already has an attribute connection_mlp"):
         connect(model, "feature")
     assert type(model[0].connection_mlp) is nn.Linear
 
@@ -416,7 +416,7 @@ def test_connections_that_a_block_was_written_with(known):
     assert [site.layer for site in sites(model)] == [0, 1, 1]
     assert sites(model)[0].connection.dim == -1
     assert sites(model)[0].connection.eps == 1e-3
-    with pytest.raises(ValueError, match="does not say how wide its stream is"):
+    with pytest.raises(ValueError, match="the width of its stream, which skips require, is unknown"):
         connect(model, "feature", skip="orthogonal_tp")
     disconnect(model)
     assert [type(site.connection) for site in sites(model)] == [LinearConnection]
@@ -524,12 +524,12 @@ class WithoutDefault(Connection):
 
 @pytest.mark.parametrize(("connection", "message"), [
     (WithoutModule, r"WithoutModule.__init__ must begin with super\(\).__init__\(dim, eps\)"),
-    (WithoutDefault, "WithoutDefault must have a default for tau, which nobody gives it"),
-    (Connection(), "a Connection is neither a connection's name, nor its class, nor a function that makes one"),
-    (WithoutDim, "WithoutDim must take dim and eps, as timm_ortho.Connection does, and does not take dim"),
-    (OtherForward, r"OtherForward.forward must take \(x, f, attn_mask=None\), got \(x, f, g\)"),
-    (lambda dim, eps: nn.Identity(), "must make a timm_ortho.Connection, got Identity"),
-    (3, "3 is neither a connection's name, nor its class, nor a function that makes one"),
+    (WithoutDefault, "WithoutDefault must have defaults for its own arguments; without a default: tau"),
+    (Connection(), "connection must be a name, a class or a function that returns a connection, got an instance of Connection"),
+    (WithoutDim, "WithoutDim must accept dim and eps as timm_ortho.Connection does; missing: dim"),
+    (OtherForward, r"OtherForward.forward must accept \(x, f, attn_mask=None\), got \(x, f, g\)"),
+    (lambda dim, eps: nn.Identity(), "must return a timm_ortho.Connection, got Identity"),
+    (3, "connection must be a name, a class or a function that returns a connection, got 3"),
 ])
 def test_a_connection_of_another_kind(known, connection, message):
     model = nn.Sequential(known())
@@ -542,7 +542,7 @@ def test_a_connection_of_another_kind(known, connection, message):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("feature", "there is a connection 'feature' already, FeatureConnection"), ("a b", "must be an identifier")])
+    ("feature", "connection 'feature' already exists, FeatureConnection"), ("a b", "must be an identifier")])
 def test_a_name_that_cannot_be_had(name, message):
     with pytest.raises(ValueError, match=message):
         timm_ortho.register_connection(name, Clipped)
@@ -559,7 +559,7 @@ def test_a_connection_that_is_defined_again_is_the_same():
         timm_ortho.register_connection("clipped", cell)
         assert type(create_connection("clipped")) is cell
     timm_ortho.CONNECTIONS["clipped"] = partial(Clipped, tau=0.0)
-    with pytest.raises(ValueError, match="there is a connection 'clipped' already, partial"):
+    with pytest.raises(ValueError, match="connection 'clipped' already exists, partial"):
         timm_ortho.register_connection("clipped", partial(Clipped, tau=1.0))
 
 
