@@ -22,7 +22,7 @@ from timm.models import list_modules
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
 from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
-from timm_ortho.models._build import on_meta
+from timm_ortho.models.meta import on_meta
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 BEGIN, END = "<!-- coverage: made by scripts/coverage.py -->", "<!-- end of coverage -->"

@@ -9,7 +9,7 @@
 | `compare_NAME.md` | a comparison of connections | `results/NAME.json`, which scripts/readme_results.py wrote |
 | `study_NAME.md` | a study | `results/studies/NAME/results.json`, which scripts/study_results.py wrote |
 
-`timm_ortho.hub.card` writes all of them, from `model_cards/template.md`. Figures of other people's weights are their
+`timm_ortho.hub.card` writes all of them, from `template.md` there. Figures of other people's weights are their
 cards' and their paper's, `AUTHORS` and `timm_ortho/lab/paper.json`, and said to be so.
 """
 import sys
@@ -35,13 +35,14 @@ from timm_ortho.hub.card import (
     metadata,
     model_card,
 )
+from timm_ortho.hub.trained_run import Run
 from timm_ortho.lab.paper import experiments
-from timm_ortho.models._build import SUFFIXES, on_meta
-from timm_ortho.runs.folders import Run
+from timm_ortho.models.meta import on_meta
+from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "model_cards"
-BY_HAND = ("README.md", "template.md")
+BY_HAND = ("README.md",)
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
 SEED = 0  # of the weights that ship: scripts/make_test_weights.py
 
@@ -81,7 +82,7 @@ def is_written(path: Path, text: str) -> bool:
 
 def all_cards(folder: Path) -> Iterator[Card]:
     for name in timm.list_pretrained():
-        if timm.model_entrypoint(name).__module__.startswith("timm_ortho."):
+        if is_variant(name):
             if name in AUTHORS:
                 yield of_authors(name)
             elif get_pretrained_cfg(name).file:
@@ -99,7 +100,7 @@ def all_cards(folder: Path) -> Iterator[Card]:
 def of_shipped(name: str, folder: Path) -> Card:
     """The card of weights that are part of the package."""
     architecture, _, data = name.partition(".")
-    run = RecordedRun(folder / "results" / f"vit_test_{data}.json", connection_of(architecture), SEED)
+    run = RecordedRun(folder / "results" / f"vit_test_{data}.json", SUFFIXES[suffix_of(architecture)], SEED)
     about = (
         "These weights are part of timm-ortho, in float32, and load without any network. They are small on purpose: "
         "for tests, for a first look, for trying out tools.\n\n"
@@ -152,15 +153,11 @@ def subject(name: str, **more) -> Subject:
     config = {
         "architecture": architecture,
         "num_classes": model.num_classes,
-        "model_args": {"connection": connection_of(architecture)},
+        "model_args": {"connection": SUFFIXES[suffix_of(architecture)]},
         "pretrained_cfg": model.pretrained_cfg,
     }
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Subject(title=name, config=config, parameters=parameters, load=name, **more)
-
-
-def connection_of(architecture: str) -> str:
-    return next(connection for suffix, connection in SUFFIXES.items() if architecture.endswith(suffix))
 
 
 def paper_url(cfg) -> str:
@@ -171,7 +168,7 @@ def paper_url(cfg) -> str:
 def of_comparison(path: Path) -> Card:
     """The card of a comparison of connections: results without weights."""
     run = RecordedRun(path)
-    base = run.options["model"].removesuffix("_ortho")
+    base = base_name(run.options["model"])
     settings = read_comparison(path)["settings"]
     figure = f"compare_{path.stem}.svg"
     connections, seeds = (", ".join(map(str, settings[key])) for key in ("connections", "seeds"))

@@ -25,7 +25,7 @@ from study_results import commit_before
 
 import timm_ortho
 from timm_ortho.lab.data import Digits
-from timm_ortho.models._build import SUFFIXES
+from timm_ortho.models.names import SUFFIXES
 from timm_ortho.weights.pretrained import weights_file
 
 ROOT = Path(__file__).parents[1]

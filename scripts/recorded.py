@@ -2,7 +2,8 @@
 from pathlib import Path
 from typing import Any, Optional
 
-from timm_ortho.runs.folders import PublishError, Run, comparison_rows, read_json
+from timm_ortho.hub.errors import PublishError
+from timm_ortho.hub.trained_run import Run, comparison_rows, load_json
 
 
 class RecordedRun(Run):
@@ -53,7 +54,7 @@ class RecordedStudy:
     """
 
     def __init__(self, path: Path) -> None:
-        results = read_json(path)
+        results = load_json(path)
         try:
             self.about, self.lead, self.rows = (results[key] for key in ("study", "lead", "summary"))
         except (KeyError, TypeError):
@@ -68,7 +69,7 @@ def read_comparison(path: Path) -> dict[str, Any]:
     Raises:
         PublishError: It is no comparison's.
     """
-    results = read_json(path)
+    results = load_json(path)
     summary = comparison_rows(results)
     if not summary:
         raise PublishError(f"{path} is not the results.json of a comparison")

@@ -59,7 +59,6 @@ SPREAD = (
     "regnetx_002_orthog", "cs3darknet_focus_s_ortho", "mobilenetv4_conv_small_035_orthog", "ghostnet_050_ortho",
     "rexnetr_100_orthog", "starnet_s050_ortho", "fasternet_t0_orthog",
 )
-SUFFIXES = ("_ortho", "_orthog", "_linear")
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
 ANY = "any test"  # in place of a test's name, of a variant that none was run of
 WANTED, ENDED, OUTCOMES, SKIP = (  # how this script talks to itself as a plugin
@@ -87,12 +86,13 @@ def pytest_configure(config) -> None:
     from timm.models import _registry
 
     import timm_ortho  # noqa: F401  registers the variants
+    from timm_ortho.models.names import base_name
 
     # timm's feature tests choose models by module: in this process each variant stands in its architecture's module too
     for name, module in list(_registry._model_to_module.items()):
         if module in ("variants", "paper", "skip_networks"):
             own = "resnetv2" if name.startswith(("resnetv2", "skipnet")) else "vision_transformer"
-            home = _registry._model_to_module.get(architecture(name), own)
+            home = _registry._model_to_module.get(base_name(name), own)
             _registry._module_to_models[home].add(name)
     # timm's file makes its tests of all models that match, 60,000 of them: here it finds only those that are wanted
     wanted, list_models = json.loads(os.environ[WANTED]), timm.list_models
@@ -100,7 +100,7 @@ def pytest_configure(config) -> None:
         name for name in list_models(*args, **kwargs) if name.split(".")[0] in wanted]
     skip = os.environ.get(SKIP)
     for name in wanted if skip else ():
-        if architecture(name) != name:
+        if base_name(name) != name:
             _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
 
 
@@ -201,19 +201,14 @@ def variants_and_bases() -> Dict[str, Optional[str]]:
     import timm
 
     hosts = set(timm.list_models())
-    import timm_ortho  # noqa: F401
+    from timm_ortho.models.names import base_name
 
     bases: Dict[str, Optional[str]] = {}
     for name in timm.list_models():
         if name not in hosts:
-            stem = architecture(name)
+            stem = base_name(name)
             bases[name] = stem if stem in hosts else None
     return bases
-
-
-def architecture(variant: str) -> str:
-    """'vit_base_patch16_224_orthog' -> 'vit_base_patch16_224'"""
-    return next((variant[:-len(suffix)] for suffix in SUFFIXES if variant.endswith(suffix)), variant)
 
 
 def timm_test_file(cache: Path) -> Path:
@@ -250,9 +245,11 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
     """Every architecture, a few in each process; what is finished stands in a file and is not run again."""
     state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
     state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
+    from timm_ortho.models.names import base_name
+
     groups: Dict[str, Dict[str, Optional[str]]] = {}
     for name, base in bases.items():
-        groups.setdefault(architecture(name), {})[name] = base
+        groups.setdefault(base_name(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
     sizes = {stem: parameters(*group) for stem, group in groups.items() if stem not in state}
     sizes = {stem: size for stem, size in sizes.items() if size > 1e6 * args.above}
@@ -293,7 +290,7 @@ def parameters(name: str, *others: str) -> int:
     """Of one of an architecture's variants."""
     import timm
 
-    from timm_ortho.models._build import on_meta
+    from timm_ortho.models.meta import on_meta
 
     with on_meta():
         return sum(parameter.numel() for parameter in timm.create_model(name).parameters())

@@ -1,11 +1,12 @@
-"""What several files share: checks of arguments, whose ValueError says what was given and what is allowed, and text."""
-import difflib
+"""Check arguments: raise a ValueError with the value and the allowed values."""
 import math
 from numbers import Real
-from typing import Any, Collection, List, Optional, Sequence
+from typing import Any, Collection, List, Optional
 
 import torch
 from torch import Tensor
+
+from ._text import did_you_mean
 
 
 def check_eps(eps: float) -> None:
@@ -72,39 +73,3 @@ def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> 
         return name
     raise ValueError(f"unknown {kind} {name!r}, known are {', '.join(map(repr, known))}"
                      f"{did_you_mean(name, known)}{hint}")
-
-
-def did_you_mean(name: Any, known: Collection[str]) -> str:
-    """The end of a message about an unknown name: the nearest of those known, if one is near."""
-    nearest = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
-
-
-def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
-    """Rows of text as lines, column below column; of ``sides`` the columns with a ``>`` are flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = sides or "<" * len(widths)
-    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-            for row in rows]
-
-
-def short(error: BaseException) -> str:
-    """The error's text in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
-
-
-def finite(value: Optional[float]) -> bool:
-    """False for NaN, for infinities, and for the null that JSON makes of them."""
-    return value is not None and math.isfinite(value)
-
-
-def without_nan(value: Any) -> Any:
-    """What JSON holds of a value: null in place of NaN and infinities, which it does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): without_nan(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(v) for v in value]
-    return value

@@ -22,8 +22,9 @@ from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._checks import known_name, short
+from ._checks import known_name
 from ._compat import dispatch_mode_is_active, functorch_is_active, is_compiler_error, is_plain, is_recompile_limit
+from ._text import error_text
 
 BACKENDS = ("auto", "torch", "inductor", "triton")
 BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
@@ -153,7 +154,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if not is_compiler_error(error):
                 raise
-            reason = short(error)
+            reason = error_text(error)
             if not is_recompile_limit(error):
                 raise RuntimeError(f"backend 'inductor' cannot compile: {reason}; choose 'torch' or 'auto'") from error
         in_eager_mode.add(case)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
 from . import __version__
-from ._checks import aligned, short
+from ._text import aligned, error_text
 
 _PLOTTING = {"matplotlib": "matplotlib", "tqdm": "tqdm"}
 _LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "filelock"}
@@ -218,7 +218,7 @@ def _slurm(study: Any, parsed: argparse.Namespace) -> Any:
 def _lab(command: str) -> Iterator[Any]:
     """The lab's commands; inside it what the lab refuses is a usage error."""
     _require(command, _LAB)
-    from .lab import LabError, study
+    from .lab import LabError, commands as study
     try:
         yield study
     except BrokenPipeError:  # see main
@@ -318,7 +318,7 @@ def _add_recipe(commands: Any) -> None:
 
 def _recipe(parsed: argparse.Namespace) -> int:
     from .lab import LabError
-    from .lab.recipe import find
+    from .lab.planning.recipe import find
 
     if parsed.list:
         return _list_recipes()
@@ -332,7 +332,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
 
 def _list_recipes() -> int:
     from .lab.paper import experiments, figures, skip_recipe
-    from .lab.recipe import load, shipped
+    from .lab.planning.recipe import load, shipped
 
     rows = [("name", "model", "data set", "table", "top-1 in the paper")]
     for name in [*experiments(), *(name for name in shipped() if name not in experiments())]:
@@ -416,11 +416,13 @@ def _add_list(commands: Any) -> None:
 def _list(parsed: argparse.Namespace) -> int:
     import timm
 
+    from .models.names import is_variant
+
     if parsed.weights:
         return _list_weights(parsed.pattern or "*")
     if parsed.pattern is None:
         return _list_modules()
-    names = [name for name in timm.list_models(parsed.pattern) if _is_ours(name)]
+    names = [name for name in timm.list_models(parsed.pattern) if is_variant(name)]
     if not names:
         raise UsageError(f"no variant matches '{parsed.pattern}'; try timm-ortho list '*{parsed.pattern.strip('*')}*'")
     width = max(map(len, names))
@@ -434,9 +436,10 @@ def _list_weights(pattern: str) -> int:
     """No network is asked: the size of what is not here yet is that of its parameters in float32."""
     import timm
 
+    from .models.names import is_variant
     from .weights.pretrained import weights
 
-    names = [name for name in timm.list_pretrained(pattern) if _is_ours(name)]
+    names = [name for name in timm.list_pretrained(pattern) if is_variant(name)]
     if not names:
         raise UsageError(f"no variant that matches '{pattern}' has weights: timm-ortho list --weights shows which do")
     rows = [("name", "size", "from", "here")]
@@ -462,12 +465,6 @@ def _list_modules() -> int:
     return 0
 
 
-def _is_ours(name: str) -> bool:
-    import timm
-
-    return timm.model_entrypoint(name).__module__.startswith("timm_ortho.")
-
-
 def _describe(name: str, width: int) -> str:
     import timm
 
@@ -483,7 +480,7 @@ def _describe(name: str, width: int) -> str:
 def _model_on_meta(name: str) -> Any:
     import timm
 
-    from .models._build import on_meta
+    from .models.meta import on_meta
 
     with on_meta():
         return timm.create_model(name)
@@ -522,7 +519,7 @@ def _show(parsed: argparse.Namespace) -> int:
         if parsed.svg:
             show.as_svg(found, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
-        raise UsageError(short(error)) from None
+        raise UsageError(error_text(error)) from None
     print(show.as_text(found))
     return 0
 
@@ -532,31 +529,33 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     import timm
 
     from .hub import pull
+    from .hub.errors import NoRunError
     from .hub.repository import run_model
-    from .runs.folders import CheckpointRun, NoRunError
+    from .hub.trained_run import CheckpointRun
+    from .models.names import is_variant
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
     options = {} if size is None else {"input_size": (3, *(size if isinstance(size, list) else (size, size)))}
-    is_variant = timm.is_model(name) and _is_ours(name)
-    if not is_variant and (checkpoint or parsed.pretrained):
+    names_variant = is_variant(name)
+    if not names_variant and (checkpoint or parsed.pretrained):
         raise UsageError(f"--pretrained and --checkpoint are for variants, and there is no variant '{name}'")
     if name.startswith(("hf-hub:", "local-dir:")):
         return pull(name, **kwargs), options
-    if not is_variant and not os.path.exists(name):
+    if not names_variant and not os.path.exists(name):
         raise UsageError(f"there is no variant '{name}'; try timm-ortho list '*{name}*'")
-    if is_variant and not checkpoint:
+    if names_variant and not checkpoint:
         return timm.create_model(name, pretrained=parsed.pretrained, **kwargs), options
     if checkpoint and not os.path.isfile(checkpoint):
         raise UsageError(f"there is no checkpoint '{checkpoint}'")
     try:
         run = CheckpointRun(Path(checkpoint or name), parsed.ema)
     except NoRunError:
-        if not is_variant:
+        if not names_variant:
             raise
         model = timm.create_model(name, **kwargs)
         _load(model, checkpoint)
         return model, options
-    return run_model(run, name if is_variant else None, **kwargs), {**run.options, **options}
+    return run_model(run, name if names_variant else None, **kwargs), {**run.options, **options}
 
 
 def _load(model: Any, checkpoint: str) -> None:
@@ -565,7 +564,7 @@ def _load(model: Any, checkpoint: str) -> None:
     try:
         load_checkpoint(model, checkpoint)
     except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or safetensors raise
-        raise UsageError(f"{checkpoint} cannot be loaded: {short(error)}") from None
+        raise UsageError(f"{checkpoint} cannot be loaded: {error_text(error)}") from None
 
 
 def _env(parsed: argparse.Namespace) -> int:

@@ -24,7 +24,10 @@ the table: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orth
 """
 import inspect
 import math
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Union
+import warnings
+from functools import cache
+from types import CodeType
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Union
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +156,8 @@ class Connection(nn.Module):
             block changes its sum in place.
         asked_groups: The requested ``groups``, a number or "heads", if it is not the default, else None.
         name: Registered name, see :data:`CONNECTIONS`; the class name for an unregistered connection.
+        routed: Whether :func:`timm_ortho.connect` added it to a block; False if the block's own code contains it.
+        depth: Number of modules between its block and its layer, see :class:`timm_ortho.blocks.BlockSpec`.
 
     Example:
         >>> class Half(Connection):
@@ -164,6 +169,8 @@ class Connection(nn.Module):
     """
 
     dims: Optional[List[int]]
+    routed = False
+    depth = 0
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
         super().__init__()
@@ -521,6 +528,9 @@ class Site(NamedTuple):
 def sites(model: nn.Module) -> List[Site]:
     """Return the sites of a model, block by block; an empty list for a model without connections.
 
+    Warns about blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does: the new class
+    does not call their connections, so that their additions are linear.
+
     Example:
         >>> import timm
         >>> for layer, kind, name, connection in sites(timm.create_model("vit_test_ortho"))[:2]:
@@ -529,18 +539,56 @@ def sites(model: nn.Module) -> List[Site]:
         0 mlp blocks.0.connection_mlp FeatureConnection(dim=-1, eps=1e-06)
     """
     connections = [
-        (block, attribute, connection) for block, module in model.named_modules()
-        for attribute, connection in module.named_children() if isinstance(connection, Connection)
+        (name, block, attribute, connection) for name, block in model.named_modules()
+        for attribute, connection in block.named_children() if isinstance(connection, Connection)
     ]
-    layers = layers_of(block for block, _, _ in connections)
+    unused = {name: type(block).__name__ for name, block, attribute, connection in connections
+              if is_unused(block, attribute, connection)}
+    if unused:
+        warnings.warn(
+            f"the additions of {len(unused)} blocks are linear, {next(iter(unused))!r} first: their class was replaced "
+            f"after connect, and {' and '.join(dict.fromkeys(unused.values()))} does not call their connections. "
+            "Replace the class first, register it with timm_ortho.register_block, then connect", stacklevel=2)
+    layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [
-        Site(layer, attribute.removeprefix("connection_"), f"{block}.{attribute}" if block else attribute, connection)
-        for layer, (block, attribute, connection) in zip(layers, connections, strict=True)
+        Site(layer, attribute.removeprefix("connection_"), f"{name}.{attribute}" if name else attribute, connection)
+        for layer, (name, _, attribute, connection) in zip(layers, connections, strict=True)
     ]
+
+
+def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
+    """Return whether ``connect`` added a connection that the present class of its block does not call."""
+    return isinstance(connection, Connection) and connection.routed and not _uses(type(block), attribute)
+
+
+@cache
+def _uses(cls: type, attribute: str) -> bool:
+    """Return whether the code of a class contains an attribute; overridden methods do not count."""
+    overridden: Set[str] = set()
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            names = _names(getattr(inspect.unwrap(value), "__code__", None))
+            if attribute in names and name not in overridden:
+                return True
+            if "super" not in names:
+                overridden.add(name)
+    return False
+
+
+def _names(code: Optional[CodeType]) -> Set[str]:
+    """Return the global names and attributes in the code of a function and of the functions inside it."""
+    inner = [constant for constant in (code.co_consts if code else ()) if isinstance(constant, CodeType)]
+    return {*(code.co_names if code else ()), *(name for constant in inner for name in _names(constant))}
+
+
+def layer_name(block: str, depth: int) -> str:
+    """Return the name of the module ``depth`` levels above a block."""
+    parts = block.split(".")
+    return ".".join(parts[:max(len(parts) - depth, 0)])
 
 
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:
-    """Yield the layer index of each block, from the names of the blocks in model order.
+    """Yield the layer index of each block, from the names of the blocks, or of their layers, in model order.
 
     A block inside another block, such as the position encoding of ``davit``'s blocks, belongs to the outer layer.
 

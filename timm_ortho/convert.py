@@ -21,7 +21,7 @@ from .blocks import (
     spec_of,
     written_class,
 )
-from .connections import Connection, create_connection, layers_of, sites
+from .connections import Connection, create_connection, is_unused, layer_name, layers_of, sites
 from .skips import create_skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -40,6 +40,11 @@ class _Block(NamedTuple):
     module: nn.Module
     spec: Optional[BlockSpec]
     kinds: tuple[str, ...]
+
+    @property
+    def layer(self) -> str:
+        """Name of the module that counts as one layer with this block."""
+        return layer_name(self.name, self.spec.depth if self.spec else 0)
 
     def widths(self) -> dict[str, int]:
         """Return the number of channels of the stream, by kind."""
@@ -169,7 +174,7 @@ def connect(
         (FeatureConnection(dim=-1, eps=1e-06, groups=2), LinearConnection(dim=-1))
     """
     blocks = _blocks(model)
-    numbers = list(layers_of(block.name for block in blocks))
+    numbers = list(layers_of(block.layer for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
     chosen_kinds = _chosen_kinds(kinds, blocks)
     arguments: dict[str, Any] = dict(eps=eps, prob=prob, start=start, keep=keep, groups=groups)
@@ -188,12 +193,16 @@ def connect(
                 raise ValueError(f"{block.name} already has an attribute {name}: register its class with another kind")
         cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
         _check_fixed(model, module, cls, connections.values())
+        _check_causal(model, block, connections.values())
+        for made in connections.values() if block.spec else ():
+            made.routed, made.depth = True, block.spec.depth
         converted.append((module, cls, connections))
     for module, cls, connections in converted:
         if not isinstance(module, cls):
             module.__class__ = cls
         for name, made in connections.items():
             setattr(module, name, made)
+    _remove_unused(module for module, _, _ in converted)
     _spare_from_weight_decay(model)
     keep_in_config(model)
     return model
@@ -228,6 +237,7 @@ def disconnect(model: ModelT) -> ModelT:
             if isinstance(child, Connection):
                 delattr(module, name)
         module.__class__ = host_class(module)
+    _remove_unused(model.modules())
     written = [_Block(name, module, None, kinds) for name, module, kinds in _written(model)]
     for block in written:
         for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
@@ -261,8 +271,9 @@ def _blocks(model: nn.Module) -> list[_Block]:
         spec = spec_of(module)
         if spec is not None or name in written:
             kinds = written[name] if spec is None else reached(module, spec)
-            blocks += [_Block(name, module, spec, kinds)] if kinds else []
-            within.update(module.modules())
+            block = _Block(name, module, spec, kinds)
+            blocks += [block] if kinds else []
+            within.update(model.get_submodule(block.layer).modules())
         elif is_residual(module):
             cls = written_class(module)
             is_adapter = cls.__module__.partition(".")[0] not in ("timm", "torchvision", "transformers")
@@ -286,9 +297,31 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]
     """Yield the modules whose own code contains connections: name, module, and the attributes of the connections."""
     for name, module in model.named_modules():
         if host_class(module) is written_class(module):
-            kinds = tuple(kind for kind, child in named_children(module) if isinstance(child, Connection))
+            kinds = tuple(kind for kind, child in named_children(module)
+                          if isinstance(child, Connection) and not is_unused(module, kind, child))
             if kinds:
                 yield name, module, kinds
+
+
+def _remove_unused(blocks: Iterable[nn.Module]) -> None:
+    """Remove connections that no code calls, because the class of their block was replaced."""
+    for module in list(blocks):
+        for name, child in list(module.named_children()):
+            if is_unused(module, name, child):
+                delattr(module, name)
+
+
+def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connection]) -> None:
+    """Raise ValueError for a connection with the global scope in a causal block."""
+    if block.spec is None or all(connection.dims is not None for connection in connections):
+        return
+    names = [block.name[:end] for end in range(len(block.name), -1, -1) if block.name[end:end + 1] in ("", ".")]
+    if block.spec.is_causal(model.get_submodule(name) for name in names):
+        made = next(connection for connection in connections if connection.dims is None)
+        raise ValueError(
+            f"connection {made.name!r} has one projection for all tokens of a sample, and {block.name} is a causal "
+            f"{type(block.module).__name__}: each token would depend on later ones. Use 'feature' or 'hybrid', or "
+            "restrict layers to an encoder. The model is unchanged.")
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:

@@ -17,7 +17,7 @@ from timm_ortho import UnsupportedModelError, connect, sites
 from timm_ortho.blocks import reached, routed, routed_class, spec_of, specs, tables, timm as table
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.models import coverage
-from timm_ortho.models._build import on_meta
+from timm_ortho.models.meta import on_meta
 
 TIMM = specs("timm")
 ALL = [*SMALL, *MADE, *LARGER]

@@ -17,7 +17,7 @@ from timm_ortho import Connection, LinearConnection, RoutingError, UnsupportedMo
 from timm_ortho.blocks import routed, specs
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.connections import CONNECTIONS
-from timm_ortho.models._build import on_meta
+from timm_ortho.models.meta import on_meta
 
 TINY_VIT = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 

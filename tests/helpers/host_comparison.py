@@ -6,7 +6,7 @@ import torch
 from timm.layers import to_2tuple
 from timm.models import get_pretrained_cfg
 
-from timm_ortho.models._build import on_meta
+from timm_ortho.models.meta import on_meta
 
 
 def model_on_meta(name, **kwargs):

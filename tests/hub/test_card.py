@@ -16,9 +16,10 @@ from huggingface_hub import ModelCard
 from recorded import RecordedRun, read_comparison
 
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
-from timm_ortho.hub import card as cards
+from timm_ortho.hub import PublishError, card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.runs.folders import CheckpointRun, PublishError, class_names, load_checkpoint
+from timm_ortho.hub.trained_run import CheckpointRun
+from timm_ortho.runs.folders import class_names, load_checkpoint
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},
@@ -338,15 +339,6 @@ def test_a_diverged_run_can_still_be_described(copied):
     assert "loss of these weights" not in str(model_card(SUBJECT, run))
 
 
-def test_template_is_the_checkouts_or_the_wheels(monkeypatch, tmp_path):
-    assert cards.template().parts[-2:] == ("model_cards", "template.md")
-    package = tmp_path / "timm_ortho"
-    package.mkdir()
-    monkeypatch.setattr(cards, "__file__", str(package / "card.py"))
-    (package / "template.md").write_text("x")
-    assert cards.template() == package / "template.md"
-
-
 def test_class_names():
     torchvisions = SimpleNamespace(classes=["cat", "dog"])
     timms = SimpleNamespace(reader=SimpleNamespace(class_to_idx={"dog": 1, "cat": 0}))
@@ -364,8 +356,8 @@ def test_what_is_no_run_is_refused(grid, copied, tmp_path):
         return str(error.value)
 
     assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
-    assert message(grid) == f"{grid} holds 6 runs: give one of them, as {grid / 'feature-seed0'}"
-    assert "holds no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
+    assert message(grid) == f"{grid} contains 6 runs: pass one of them, such as {grid / 'feature-seed0'}"
+    assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
     assert "has no EMA weights: leave --ema away" in message(grid / "feature-seed0", True)
     (copied / "feature-seed1" / "result.json").unlink()
     assert "is not finished: the command that began it continues it" in message(copied / "feature-seed1")
@@ -389,7 +381,7 @@ def test_a_pickle_is_not_executed(tmp_path):
 
 def test_weights_without_arguments_are_refused(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
-    with pytest.raises(PublishError, match="nothing says which model it is: build the model"):
+    with pytest.raises(PublishError, match=r"does not name its model, .*: build the model"):
         CheckpointRun(tmp_path / "bare.pth.tar")
     torch.save([1], tmp_path / "list.pth.tar")
     with pytest.raises(PublishError, match="has no 'state_dict'"):

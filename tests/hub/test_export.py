@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import timm_ortho
 from timm_ortho import arguments, cli, connections, hub
-from timm_ortho.hub import PublishError
-from timm_ortho.runs import folders
+from timm_ortho.hub import PublishError, trained_run
 from timm_ortho.weights import checks
 
 VIT = dict(TINY, num_classes=7)
@@ -408,7 +407,7 @@ def test_a_second_training_in_a_folder_is_the_one_that_counts(tmp_path):
     folder = timm_run(tmp_path / "run", epochs=4)
     with open(folder / "summary.csv", "a", encoding="utf-8") as file:
         file.write("epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,1,1,5,9,0.1\n1,1,1,6,9,0.1\n")
-    rows = folders.read_history(folder)
+    rows = trained_run.read_history(folder)
     assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
 
 
@@ -440,16 +439,16 @@ def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypa
 @pytest.mark.parametrize("name", ["args.yaml", "result.json"])
 def test_a_sibling_that_is_damaged_is_no_peer(grid, tmp_path, name):
     copy = shutil.copytree(grid, tmp_path / "grid")
-    assert folders.CheckpointRun(copy / "feature-seed0").peers.keys() == {0, 1}
+    assert trained_run.CheckpointRun(copy / "feature-seed0").peers.keys() == {0, 1}
     damaged = copy / "feature-seed1" / name
     damaged.write_text("{}") if name == "result.json" else damaged.unlink()
-    assert folders.CheckpointRun(copy / "feature-seed0").peers.keys() == {0}
+    assert trained_run.CheckpointRun(copy / "feature-seed0").peers.keys() == {0}
 
 
 def test_other_wrong_words(tmp_path):
     assert "there are 2 labels for 7 classes" in message(tiny(), tmp_path / "out", labels=["a", "b"])
     for name in ("model", "me/model/x", "me/-model", "me/mo del"):
-        assert f"'{name}' is not the name of a repository: give it as owner/name" in message(
+        assert f"'{name}' is not the name of a repository: pass owner/name" in message(
             tiny(), tmp_path / "out", name)
     assert "a model has no EMA weights" in message(tiny(), tmp_path / "out", ema=True)
     (tmp_path / "full").mkdir()
@@ -457,7 +456,7 @@ def test_other_wrong_words(tmp_path):
     assert "holds other things ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
-    assert "has no 'state_dict'; build the model, load the weights and give it to timm_ortho.hub.push" in message(
+    assert "has no 'state_dict'; build the model, load the weights and pass it to timm_ortho.hub.push" in message(
         tmp_path / "averaged.pth", tmp_path / "out")
     (tmp_path / "begun" / "switched").mkdir(parents=True)
     for name in ("run.yaml", "switched/args.yaml"):
@@ -494,6 +493,6 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
     assert config(Path("out"))["label_names"] == list("abcdefghij")
     assert cli.main(["push", str(grid), "me/digits", "--dry-run"]) == 2
     assert capsys.readouterr().err == (
-        f"timm-ortho: error: {grid} holds 4 runs: give one of them, as {grid / 'feature-seed0'}\n")
+        f"timm-ortho: error: {grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}\n")
     assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--labels", "none"]) == 2
     assert capsys.readouterr().err == "timm-ortho: error: none cannot be read: No such file or directory\n"

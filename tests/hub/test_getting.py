@@ -248,11 +248,11 @@ def test_whose_repository_it_is(server, client, saved, repository, text):
 
 
 def test_a_revision_and_a_file_that_are_not_there(server, client, saved):
-    refused(client.run("timm_ortho.pull('me/vit@v9')"), r"hf-hub:me/vit@v9: config.json cannot be had: the repository "
-                                                        r"has no revision 'v9' \(404\); see .*/me/vit/refs")
+    refused(client.run("timm_ortho.pull('me/vit@v9')"), r"hf-hub:me/vit@v9: config.json cannot be downloaded: the "
+                                                        r"repository has no revision 'v9' \(404\); see .*/me/vit/refs")
     server.create_repo("me/vit")
     refused(client.run("timm_ortho.pull('me/vit')"),
-            r"config.json cannot be had: it is not in the repository \(404\); see .*/tree/main$")
+            r"config.json cannot be downloaded: it is not in the repository \(404\); see .*/tree/main$")
 
 
 @pytest.fixture(scope="module")
@@ -301,8 +301,8 @@ def test_offline_it_is_told_and_the_cache_loads(served, tmp_path, saved):
 @pytest.mark.parametrize("way", [BY_NAME, BY_PULL, BY_TIMM])
 def test_a_cut_download_leaves_nothing_and_the_next_completes_it(server, client, saved, way):
     server.fail("cut", path="/blobs/", after=20_000)
-    refused(client.run(way), r"hf-hub:me/vit\S*: model.safetensors cannot be had: the download broke off \(.*\); "
-                             "nothing of it is kept, try again, and see that")
+    refused(client.run(way), r"hf-hub:me/vit\S*: model.safetensors cannot be downloaded: the download was interrupted "
+                             r"\(.*\) and nothing was kept; try again, and check that")
     assert not [path for path in client.home.rglob("*") if path.is_file() and path.stat().st_size >= 20_000]
     assert not list(client.home.rglob("model.safetensors"))
     server.heal()
@@ -313,13 +313,13 @@ def test_a_storage_that_is_silent_is_told_by_its_own_name(server, client):
     """The Hub answers and the host that holds the content does not. How long that takes is the client's to say."""
     server.fail("silence", path="/blobs/")
     result = client.run(f"huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.2\n{BY_NAME}")
-    refused(result, r"the download broke off \(TimeoutError.*\); nothing of it is kept, try again")
+    refused(result, r"the download was interrupted \(TimeoutError.*\) and nothing was kept; try again")
 
 
 def test_a_cache_that_cannot_be_written_is_told(server, client, tmp_path):
     (tmp_path / "file").write_text("")
     refused(client.run(f"small(cache_dir={str(tmp_path / 'file')!r})"),
-            r"model.safetensors cannot be had: (NotADirectoryError|FileExistsError): .*file")
+            r"model.safetensors cannot be downloaded: (NotADirectoryError|FileExistsError): .*file")
 
 
 def test_a_file_that_was_cut_short_in_the_cache_is_told(server, client, saved):
@@ -363,7 +363,7 @@ def test_a_pickle_is_never_read(server, client, saved, tmp_path, way):
 def test_a_configuration_that_names_a_pickle_is_refused(server, client, name):
     code = f"timm.create_model('vit_small_ortho', pretrained=True, pretrained_cfg_overlay=dict(hf_hub_id='me/vit', " \
            f"hf_hub_filename={name!r}))"
-    refused(client.run(code), f"hf-hub:me/vit: {name} is no safetensors file, and pickles are never read")
+    refused(client.run(code), f"hf-hub:me/vit: {name} is not a safetensors file, and pickles are never read")
     assert server.requests == []
 
 
@@ -376,7 +376,7 @@ def test_a_repository_that_names_a_pickle_is_refused(server, client, saved, tmp_
         config["pretrained_cfg"]["hf_hub_filename"] = "evil.bin"
 
     server.commit("me/vit", {**with_config(saved["me/vit"][0], change), "evil.bin": pickle.dumps(Evil(mark))})
-    refused(client.run(BY_PULL), "hf-hub:me/vit: evil.bin is no safetensors file, and pickles are never read")
+    refused(client.run(BY_PULL), "hf-hub:me/vit: evil.bin is not a safetensors file, and pickles are never read")
     assert not mark.exists()
 
 
@@ -389,13 +389,13 @@ def with_config(files, change):
 CONFIGS = {
     "unknown argument": (
         lambda config: config["model_args"].update(width=3), [BY_PULL, BY_TIMM],
-        r"its config.json and the call make no model: .*__init__\(\) got an unexpected keyword argument 'width'"),
+        r"config.json and of the call do not make a model: .*__init__\(\) got an unexpected keyword argument 'width'"),
     "unknown argument of the connection": (
         lambda config: config["model_args"].update(connection_epsilon=1), [BY_PULL, BY_TIMM],
-        "make no model: unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"),
+        "do not make a model: unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"),
     "unknown connection": (
         lambda config: config["model_args"].update(connection="futile"), [BY_PULL, BY_TIMM],
-        "make no model: unknown connection 'futile', known are 'linear', 'feature'"),
+        "do not make a model: unknown connection 'futile', known are 'linear', 'feature'"),
     "unknown architecture": (
         lambda config: config.update(architecture="vit_smal_ortho"), [BY_PULL],
         r"its config.json names the architecture 'vit_smal_ortho', which is not registered with timm \S+: import the "
@@ -446,24 +446,24 @@ def nan(tensor):
 
 
 WEIGHTS = {
-    "missing": (lambda t: t.pop("blocks.1.mlp.fc1.weight"), "missing are blocks.1.mlp.fc1.weight$"),
+    "missing": (lambda t: t.pop("blocks.1.mlp.fc1.weight"), "missing: blocks.1.mlp.fc1.weight$"),
     "many missing": (
         lambda t: [t.pop(name) for name in list(t) if name.startswith("blocks.1")],
-        r"missing are blocks.1.attn.qkv.weight, blocks.1.attn.qkv.bias, blocks.1.attn.proj.weight and 5 more$"),
-    "surplus": (lambda t: t.update(extra=torch.zeros(2)), "too many are extra$"),
+        r"missing: blocks.1.attn.qkv.weight, blocks.1.attn.qkv.bias, blocks.1.attn.proj.weight and 5 more$"),
+    "surplus": (lambda t: t.update(extra=torch.zeros(2)), "surplus: extra$"),
     "misshapen": (
         lambda t: t.update({"blocks.0.mlp.fc1.bias": torch.zeros(9)}),
-        r"of another shape are blocks.0.mlp.fc1.bias \(\(9,\), not \(128,\)\)$"),
+        r"of another shape: blocks.0.mlp.fc1.bias \(\(9,\), not \(128,\)\)$"),
     "of another width of input": (
         lambda t: t.update({"patch_embed.proj.weight": torch.zeros(32, 2, 4, 4)}),
-        r"of another shape are patch_embed.proj.weight \(\(32, 2, 4, 4\), not \(32, 3, 4, 4\)\)$"),
+        r"of another shape: patch_embed.proj.weight \(\(32, 2, 4, 4\), not \(32, 3, 4, 4\)\)$"),
     "NaN": (
-        lambda t: t.update({"norm.weight": nan(t["norm.weight"])}), r"not finite are norm.weight \(2 of 32 values\)$"),
+        lambda t: t.update({"norm.weight": nan(t["norm.weight"])}), r"not finite: norm.weight \(2 of 32 values\)$"),
     "infinite": (
-        lambda t: t.update(cls_token=t["cls_token"] + float("inf")), r"not finite are cls_token \(32 of 32 values\)$"),
+        lambda t: t.update(cls_token=t["cls_token"] + float("inf")), r"not finite: cls_token \(32 of 32 values\)$"),
     "all of it": (
         lambda t: t.update(extra=nan(t.pop("norm.bias"))),
-        r"missing are norm.bias; too many are extra; not finite are extra \(2 of 32 values\)$"),
+        r"missing: norm.bias; surplus: extra; not finite: extra \(2 of 32 values\)$"),
 }
 
 
@@ -538,4 +538,5 @@ def test_olah_serves_the_same(olah, tmp_path, saved):
             result = client.run(f"model = {way}; answer([logits(model), connections(model)])")
             assert result.answer == [logits, connections], result.output
         # it answers any missing file as a missing repository
-        refused(client.run("timm_ortho.pull('me/none')"), "hf-hub:me/none: config.json cannot be had: there is no such")
+        refused(client.run("timm_ortho.pull('me/none')"),
+                "hf-hub:me/none: config.json cannot be downloaded: there is no such")

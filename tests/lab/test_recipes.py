@@ -21,8 +21,10 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import paper, recipe
-from timm_ortho.models._build import SUFFIXES, on_meta
+from timm_ortho.lab import paper
+from timm_ortho.lab.planning import recipe
+from timm_ortho.models.meta import on_meta
+from timm_ortho.models.names import SUFFIXES
 
 ROOT = Path(__file__).parents[2]
 FIGURES = paper.figures()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from timm_ortho import sites
-from timm_ortho.models._build import on_meta
+from timm_ortho.models.meta import on_meta
 from timm_ortho.models.skip_networks import ARCHITECTURES
 
 KINDS = ["skipnet_20", "skipnet_20_branch4", "skipnet_20_depthwise"]

@@ -12,15 +12,16 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from recorded import RecordedStudy
 
-from timm_ortho.lab import design
-from timm_ortho.runs.folders import PublishError
+from timm_ortho.hub import PublishError
+from timm_ortho.lab.planning import design
+from timm_ortho.models.names import is_variant
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
     int(huggingface_hub.__version__.split(".")[0]) < 2, reason="cards are written by huggingface_hub 2")
 CARDS = ROOT / "model_cards"
-WEIGHTS = [name for name in timm.list_pretrained() if timm.model_entrypoint(name).__module__.startswith("timm_ortho.")]
+WEIGHTS = [name for name in timm.list_pretrained() if is_variant(name)]
 STUDY = {
     "study": {
         "name": "probability", "title": "Does it rise?", "paper": "Figure 4", "scale": "small", "dataset": "digits",

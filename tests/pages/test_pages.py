@@ -12,13 +12,12 @@ import yaml
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import design, recipe
-from timm_ortho.models import _build
+from timm_ortho.lab.planning import design, recipe
+from timm_ortho.models import arguments
 
 ROOT = Path(__file__).parents[2]
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
-PAGES.remove(ROOT / "model_cards" / "template.md")
 BY_HAND = [path for path in PAGES if path.parent in (ROOT, ROOT / "docs") or path.name in make_cards.BY_HAND]
 IMPORTS = "import runpy, timm, torch; import timm_ortho"
 
@@ -64,7 +63,7 @@ def test_readme_begins_with_what_people_trip_over():
 
 def test_readme_has_every_argument_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| ([^|]+) \|$", text_of(ROOT / "README.md"), re.MULTILINE)
-    assert {argument: of_connect for argument, of_connect, _ in rows} == _build._ARGUMENTS
+    assert {argument: of_connect for argument, of_connect, _ in rows} == arguments.VARIANT_ARGUMENTS
     defaults = {name: one.default for name, one in inspect.signature(timm_ortho.connect).parameters.items()}
     assert defaults.keys() - {of_connect for _, of_connect, _ in rows} == {"model"}
     for argument, of_connect, said in rows[1:]:  # the connection's is in the suffix

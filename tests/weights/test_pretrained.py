@@ -14,9 +14,10 @@ from timm.models import _registry, get_pretrained_cfg
 
 import timm_ortho
 from timm_ortho import WeightsError, cli, sites
-from timm_ortho.lab import recipe
 from timm_ortho.lab.data import Digits
-from timm_ortho.models._build import on_meta, register
+from timm_ortho.lab.planning import recipe
+from timm_ortho.models.build import register
+from timm_ortho.models.meta import on_meta
 from timm_ortho.models.paper import ARCHITECTURES
 from timm_ortho.weights import pretrained
 
@@ -204,18 +205,18 @@ def test_a_checkpoint_that_is_not_whole_is_refused_whatever_the_head(small, tmp_
     lacking, surplus = tmp_path / "lacking.safetensors", tmp_path / "surplus.safetensors"
     save_file({name: tensor for name, tensor in tensors.items() if name != gone}, lacking)
     save_file({**tensors, "vit.encoder.layer.0.layernorm_before.weight": torch.ones(48)}, surplus)
-    with pytest.raises(WeightsError, match=r"missing are blocks.1.attn.qkv.bias; too many are vit.encoder.*query.bias"):
+    with pytest.raises(WeightsError, match=r"missing: blocks.1.attn.qkv.bias; surplus: vit.encoder.*query.bias"):
         from_file(lacking, num_classes=num_classes)
-    with pytest.raises(WeightsError, match=r"too many are vit.encoder.layer.0.layernorm_before.weight$"):
+    with pytest.raises(WeightsError, match=r"surplus: vit.encoder.layer.0.layernorm_before.weight$"):
         from_file(surplus, num_classes=num_classes)
-    with pytest.raises(WeightsError, match=r"missing are blocks.2.* and 5 more"):
+    with pytest.raises(WeightsError, match=r"missing: blocks.2.* and 5 more"):
         from_file(small[1], depth=3, num_classes=num_classes)
     for name, own in (("vit.layernorm.bias", "norm.bias"), ("vit.embeddings.position_embeddings", "pos_embed")):
         save_file({key: tensor for key, tensor in tensors.items() if key != name}, lacking)
-        with pytest.raises(WeightsError, match=f"missing are {own}"):
+        with pytest.raises(WeightsError, match=f"missing: {own}"):
             from_file(lacking, num_classes=num_classes)
     save_file({**tensors, "vit.layernorm.weight": torch.ones(3)}, lacking)
-    with pytest.raises(WeightsError, match=r"of another shape are norm\.weight \(\(3,\), not \(48,\)\)"):
+    with pytest.raises(WeightsError, match=r"of another shape: norm\.weight \(\(3,\), not \(48,\)\)"):
         from_file(lacking, num_classes=num_classes)
 
 

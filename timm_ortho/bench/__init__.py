@@ -1,17 +1,17 @@
-"""`timm-ortho bench`: what the orthogonal update costs on this machine, alone and in whole models, in time and memory.
+"""Measure what the orthogonal update costs, alone and in whole models, in time and memory (`timm-ortho bench`).
 
-Candidates that stand for the same work form a group: the formulas on one tensor, or a model's variants and its twin
-with linear connections and the same weights. A group is measured in turns, each candidate once in every repetition. A
-ratio is taken within a repetition, to the linear candidate beside it, and only then are quantiles taken, so that a
-machine that is slow for a while is slow for both. Times of different groups, let alone of different runs, are not to
-be compared. What the figures are is said in `report`.
+Candidates that do the same work form a group: the formulas on one tensor, or a model's variants and its baseline with
+linear connections and the same weights. A group is measured in turns, each candidate once per repetition. Ratios to the
+linear candidate are computed within a repetition, and quantiles over repetitions, so that a temporary slowdown of the
+machine affects both candidates. Times from different groups or runs are not comparable. `report` defines the metrics.
 
-A training step is forward, cross entropy and backward; an optimizer costs every model the same and would make the ratio
-smaller. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may search for its fastest
-convolution. Precisions other than float32 are dtypes of the operator's tensors, and autocast in models.
+A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
+would reduce the ratio. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may search for
+its fastest convolution. For precisions other than float32, the operator's tensors have that dtype, and models use
+autocast.
 
-The part `launch` writes no buffer before a call: a GPU would hide the launches behind it, and from a CPU's cache it
-would drive the interpreter.
+The part `launch` does not flush the cache before a call: on a GPU the flush would hide the launches, and on a CPU it
+would evict the interpreter from the cache.
 """
 import gc
 import os
@@ -32,34 +32,42 @@ from .options import BenchError, resolve
 __all__ = ["BenchError", "Clock", "Group", "as_in_training", "bench", "measure", "model_groups", "resolve"]
 
 
-def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path, command: str) -> int:
-    """Measures, prints the tables, and writes `bench.csv` and `bench.svg`, of what is finished if Ctrl-C stops it.
+def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: Path, command: str) -> int:
+    """Measure, print the tables, and write `bench.csv` and `bench.svg`. Ctrl-C keeps the finished groups.
 
     Args:
-        given: Options that replace the defaults of the device: those of `DEFAULTS`, `device`, `quick`, `img_size`,
+        requested: Options that override the device's defaults: keys of `DEFAULTS`, `device`, `quick`, `img_size`,
             `model_kwargs`, `skips`.
-        environment: Versions and machine, as `timm-ortho env` prints them.
-        output: Folder of the files.
-        command: The command line, for the CSV.
+        environment: Versions and machine, from `timm-ortho env`.
+        output: Folder for the files.
+        command: Command line, for the CSV.
 
     Returns:
         The exit status: 0, or 130 after Ctrl-C.
 
     Raises:
-        BenchError: Something that was given cannot be measured; nothing has been, then.
+        BenchError: An option is invalid; raised before the first measurement.
+
+    >>> import tempfile
+    >>> from timm_ortho.runs.provenance import environment
+    >>> options = dict(device="cpu", what=["operator"], shapes=["1x2x4"], scopes=["feature"], repeats=1, compile=False,
+    ...                copy_bytes=1024)
+    >>> bench(options, environment(), Path(tempfile.mkdtemp()), "example")  # doctest: +ELLIPSIS
+    shape...
+    0
     """
-    options = resolve(given)
+    options = resolve(requested)
     groups = [*operator_groups(options), *model_groups(options), *launch_groups(options)]
     machine = report.machine(options.device, environment, command)
-    _check_output(output)
+    _check_writable(output)
     rows, status = [], 0
     try:
-        # disable=None: no bar where the output is not a terminal
+        # disable=None: no progress bar if the output is not a terminal
         with as_in_training(options.device), tqdm(groups, leave=False, disable=None) as bar:
             for group in bar:
                 bar.set_description(" ".join(filter(None, group.labels.values())))
-                torch.compiler.reset()  # groups share code, and its limit of recompilations
-                gc.collect()  # the last group's models may be held by a cycle
+                torch.compiler.reset()  # groups share code and so its recompilation limit
+                gc.collect()  # reference cycles may keep the last group's models
                 rows += [{**row, **machine} for row in _rows(group, options)]
     except KeyboardInterrupt:
         status = 130
@@ -67,11 +75,11 @@ def bench(given: Mapping[str, Any], environment: Mapping[str, str], output: Path
         if rows:
             report.write(output, rows)
     print(f"{report.tables(rows)}\n\nwritten: {output / 'bench.csv'}, {output / 'bench.svg'}" if rows
-          else "no group was finished: nothing is written")
+          else "no group was finished; no files were written")
     return status
 
 
-def _rows(group: Group, options: Namespace) -> list[report.Row]:
+def _rows(group: Group, options: Namespace) -> list[report.Measurement]:
     launch, threads = group.labels["what"] == "launch", torch.get_num_threads()
     torch.set_num_threads(1 if launch else threads)
     try:
@@ -82,9 +90,9 @@ def _rows(group: Group, options: Namespace) -> list[report.Row]:
         torch.set_num_threads(threads)
 
 
-def _check_output(folder: Path) -> None:
-    """That it can be written is known before the measurement; it is made afterwards, if there is something to write."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        reason = "is not writable" if there.is_dir() else "is a file"
-        raise BenchError(f"--output {folder} cannot be written: {there} {reason}")
+def _check_writable(folder: Path) -> None:
+    """Raise if the folder cannot be created or written. It is created after the measurement."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        reason = "is not writable" if existing.is_dir() else "is a file"
+        raise BenchError(f"--output {folder} cannot be written: {existing} {reason}")

@@ -1,6 +1,7 @@
-"""How candidates are timed: in turns, by a clock that flushes the cache, with what memory they take and keep.
+"""Time candidates in turns, and measure the memory that they need and save for the backward pass.
 
-A call is timed by CUDA events, on a CPU by its clock, after a buffer larger than the last cache has been written.
+Before each call, a buffer larger than the last-level cache is written. Calls are timed by CUDA events on a GPU and by
+the performance counter on a CPU.
 """
 import time
 from contextlib import contextmanager
@@ -10,26 +11,26 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Optional, Seque
 import torch
 from torch import Tensor
 
-from .._checks import short
 from .._compat import is_compiler_error
+from .._text import error_text
 from .report import Result
 
-FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # more than the last cache of most
+FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # more than most last-level caches
 
 
 class Candidate(NamedTuple):
-    """`run(prepare())`, of which `run` is on the clock, and what has to be known about it to report it.
+    """A function to time. Each call is `run(prepare())`; only `run` is timed.
 
     Attributes:
-        name: `linear` is the baseline.
-        run: Takes what `prepare` returns.
+        name: Name in the tables; `linear` is the baseline.
+        run: Receives the result of `prepare`.
         prepare: Called before each `run`.
-        backend: Names the backend that runs.
-        moved: Bytes that a call must move; 0 for none, or where they are not counted.
-        keep: Runs forward with gradients; what its result holds is counted as saved.
-        parameters: Left out of what is saved.
+        backend: Returns the name of the backend that runs.
+        moved: Bytes that a call must move; 0 if none, or if they are not counted.
+        keep: Forward pass with gradients, for measuring the bytes saved for the backward pass.
+        parameters: Tensors to exclude from the saved bytes.
         held: Bytes of inputs, parameters and buffers.
-        note: Why it cannot run.
+        note: Reason why the candidate cannot run, empty if it can.
     """
 
     name: str
@@ -44,7 +45,13 @@ class Candidate(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Candidates for the same work: the columns that their rows share, images in a step, and how to make them."""
+    """Candidates that do the same work.
+
+    Attributes:
+        labels: Columns that the candidates share.
+        images: Images per step, 0 for an operator.
+        build: Creates the candidates.
+    """
 
     labels: Mapping[str, str]
     images: int
@@ -52,14 +59,19 @@ class Group(NamedTuple):
 
 
 class Clock:
-    """Times a candidate on a device; if it flushes, a buffer larger than the last cache is written before each call."""
+    """Time candidates on a device.
+
+    Args:
+        device: CPU or CUDA device.
+        flushes: Write a buffer larger than the last-level cache before each call.
+    """
 
     def __init__(self, device: torch.device, flushes: bool = True) -> None:
         self.device = device
         self.buffer = torch.empty(flushes * FLUSHED_BYTES[device.type], dtype=torch.int8, device=device)
 
     def __call__(self, candidate: Candidate, calls: int) -> float:
-        """Milliseconds of a call, the mean of `calls`."""
+        """Return the milliseconds of one call, averaged over `calls`."""
         marks = []
         for _ in range(calls):
             state = candidate.prepare()
@@ -67,7 +79,7 @@ class Clock:
             start = self._now()
             result = candidate.run(state)
             marks.append((start, self._now()))
-            del state, result  # off the clock
+            del state, result  # outside the timed interval
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return sum(start.elapsed_time(end) for start, end in marks) / calls
@@ -83,7 +95,7 @@ class Clock:
 
 @contextmanager
 def as_in_training(device: torch.device) -> Iterator[None]:
-    """cuDNN and TF32 on a GPU as timm's train.py sets them, for the time of the measurement."""
+    """Set cuDNN and TF32 as timm's train.py does, and restore the settings at the end."""
     if device.type != "cuda":
         yield
         return
@@ -99,32 +111,40 @@ def as_in_training(device: torch.device) -> Iterator[None]:
 
 
 def _attempt(result: Result, call: Callable[[], Any]) -> Any:
-    """Calls, unless an earlier call failed. What a row states, missing memory or compiler, is noted, not raised."""
+    """Call, unless an earlier call failed. Out-of-memory and compiler errors become `result.note`."""
     if result.note:
         return None
     try:
         return call()
     except Exception as error:
-        if not _is_stated(error):
+        if not _is_noted(error):
             raise
-        result.note = f"{type(error).__name__}: {short(error)}"
+        result.note = f"{type(error).__name__}: {error_text(error)}"
 
 
-def _is_stated(error: Exception) -> bool:
-    """Whether it says that memory ran out, or that something could not be compiled here."""
+def _is_noted(error: Exception) -> bool:
+    """Return whether the error is an out-of-memory error or a compiler error."""
     messages = ("can't allocate memory", "Failed to find C compiler", "torch.compile", "Dynamo is not supported")
     return (isinstance(error, torch.cuda.OutOfMemoryError) or is_compiler_error(error)
             or (isinstance(error, RuntimeError) and any(message in str(error) for message in messages)))
 
 
 def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_calls: int = 50) -> list[Result]:
-    """Measures a group in turns: each candidate once in every repetition, forth and back, so that no place is favoured.
+    """Measure a group in turns, each candidate once per repetition. Every other repetition runs in reverse order.
 
     Args:
-        candidates: One that fails is noted, and the others go on without it.
-        repeats: Repetitions.
+        candidates: The group. If a candidate fails, its result contains a note and the rest is still measured.
+        repeats: Number of repetitions.
         clock: Times a candidate.
-        most_calls: In a sample, which takes about 10 ms.
+        most_calls: Maximum number of calls in one repetition. Shorter candidates are called repeatedly for about 10 ms.
+
+    Returns:
+        One result for each candidate.
+
+    >>> candidates = [Candidate("linear", lambda _: sum(range(100)))]
+    >>> result, = measure(candidates, 3, Clock(torch.device("cpu"), flushes=False))
+    >>> result.name, len(result.ms)
+    ('linear', 3)
     """
     pairs = [(candidate, Result(candidate.name, candidate.moved, note=candidate.note)) for candidate in candidates]
     for candidate, result in pairs:
@@ -138,7 +158,7 @@ def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_ca
 
 def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]:
     once: dict[str, Any] = {"backend": candidate.backend()}
-    clock(candidate, 1)  # compiles, and searches for the fastest convolution
+    clock(candidate, 1)  # warm-up: compiles and lets cuDNN choose its convolution
     once["calls"] = max(1, min(most_calls, round(10 / max(clock(candidate, 1), 1e-3))))
     if clock.device.type == "cuda":
         once["peak_memory"] = _peak_memory(candidate, clock.device)
@@ -148,8 +168,8 @@ def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]
 
 
 def _peak_memory(candidate: Candidate, device: torch.device) -> int:
-    """Bytes that it holds, and that a call allocates at most; not what the other candidates hold at the same time."""
-    candidate.prepare()  # frees the gradients of the call before
+    """Return the bytes that a candidate holds plus the peak of a call, without the other candidates' memory."""
+    candidate.prepare()  # frees the gradients of the previous call
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     candidate.run(candidate.prepare())
@@ -157,12 +177,19 @@ def _peak_memory(candidate: Candidate, device: torch.device) -> int:
 
 
 def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -> int:
-    """Bytes that autograd keeps for the backward pass of `forward()`, each storage once, parameters left out."""
+    """Return the bytes that autograd saves for the backward pass of `forward()`, without parameters.
+
+    Each storage counts once.
+
+    >>> x = torch.ones(4, requires_grad=True)
+    >>> saved_bytes(lambda: x * x), saved_bytes(lambda: x + x)
+    (16, 0)
+    """
     kept = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage  # kept alive, or its address could be given to another
+        kept[storage.data_ptr()] = storage  # keeps the storage alive, so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -173,6 +200,6 @@ def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile at the first call, so that its refusals come where the candidate's errors are caught."""
-    made = cache(lambda: torch.compile(function, fullgraph=True, dynamic=False))
-    return lambda *args: made()(*args)
+    """Compile at the first call, so that compiler errors are raised where `measure` catches them."""
+    compile_once = cache(lambda: torch.compile(function, fullgraph=True, dynamic=False))
+    return lambda *args: compile_once()(*args)

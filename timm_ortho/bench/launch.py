@@ -1,4 +1,4 @@
-"""What a call costs before it touches data: 32 elements, and a ViT 64 wide, with one thread."""
+"""Measure the overhead of launching operations: on 32 elements, and in a ViT of width 64, with one thread."""
 from argparse import Namespace
 from functools import partial
 
@@ -9,28 +9,28 @@ from ..connections import FeatureConnection
 from .clock import Candidate, Group
 from .models import model_group
 from .operator import PASTED, tensors, timed
-from .options import MODEL_STEPS, architecture, times
+from .options import MODEL_STEPS, architecture, shape_label
 
-# The model is that of `timm-ortho compare` on images of 32 x 32, by batch size.
+# the model of `timm-ortho compare` on 32 x 32 images, at two batch sizes
 TINY = (1, 1, 32)
 SMALL, SMALL_BATCHES = dict(img_size=32, patch_size=8, embed_dim=64, num_heads=4), (1, 32)
 
 
 def launch_groups(options: Namespace) -> list[Group]:
-    """A group for each step of the smallest tensors, then for each batch size and step of the small model."""
+    """Return one group for each step of the smallest tensors, then for each batch size and step of the small model."""
     if "launch" not in options.what:
         return []
-    labels = dict(what="launch", shape=times(TINY), layout="tokens", dtype="float32", mode="eager")
+    labels = dict(what="launch", shape=shape_label(TINY), layout="tokens", dtype="float32", mode="eager")
     tiny = [Group({**labels, "step": step}, 0, partial(_tiny_candidates, options.device, step)) for step in MODEL_STEPS]
-    small = [architecture("vit_small_ortho", batch, None, SMALL)._replace(pasted=True) for batch in SMALL_BATCHES]
-    return tiny + [model_group("launch", options.device, one, "tokens", "float32", "eager", step)
-                   for one in small for step in MODEL_STEPS]
+    models = [architecture("vit_small_ortho", batch, None, SMALL)._replace(pasted=True) for batch in SMALL_BATCHES]
+    return tiny + [model_group("launch", options.device, model, "tokens", "float32", "eager", step)
+                   for model in models for step in MODEL_STEPS]
 
 
 def _tiny_candidates(device: torch.device, step: str) -> list[Candidate]:
-    of_operator = "both" if step == "training" else "forward"
-    x, f, g = tensors(device, TINY, "tokens", "float32", of_operator)
+    operator_step = "both" if step == "training" else "forward"
+    x, f, g = tensors(device, TINY, "tokens", "float32", operator_step)
     pasted = {name: partial(formula, dim=-1) for name, formula in PASTED.items()}
     updates = {"linear": torch.add, **pasted, "ortho": FeatureConnection()}
-    return [Candidate(name, *timed(update, x, f, g, of_operator), partial(choose_backend, x, f))
+    return [Candidate(name, *timed(update, x, f, g, operator_step), partial(choose_backend, x, f))
             for name, update in updates.items()]

@@ -1,4 +1,4 @@
-"""Whole models beside their twins with linear connections and the same weights."""
+"""Measure whole models against the same model with linear connections and the same weights."""
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -15,38 +15,41 @@ from ..connections import LinearConnection, sites
 from ..convert import connect
 from .clock import Candidate, Group, compiled
 from .operator import PASTED
-from .options import DTYPES, MODEL_STEPS, MODES, Architecture, times
+from .options import DTYPES, MODEL_STEPS, MODES, Architecture, shape_label
 
 
 def model_groups(options: Namespace) -> list[Group]:
-    """A group for each architecture, layout, precision, mode and step.
+    """Return one group for each architecture, layout, precision, mode and step.
 
     The modes are eager with the default backend, eager with `inductor`, and the whole model under torch.compile.
     """
     modes = MODES if options.compile else MODES[:1]
-    return [model_group("models", options.device, one, *how) for one in options.models
-            for how in product(one.layouts, options.dtypes, modes, MODEL_STEPS)]
+    return [model_group("models", options.device, model, *how) for model in options.models
+            for how in product(model.layouts, options.dtypes, modes, MODEL_STEPS)]
 
 
 def model_group(
-        what: str, device: torch.device, one: Architecture, layout: str, dtype: str, mode: str, step: str) -> Group:
-    labels = dict(what=what, model=one.label, shape=times(one.batch), layout=layout,
+        what: str, device: torch.device, architecture: Architecture, layout: str, dtype: str, mode: str, step: str,
+) -> Group:
+    labels = dict(what=what, model=architecture.label, shape=shape_label(architecture.batch), layout=layout,
                   dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
-    return Group(labels, one.batch[0], partial(_model_candidates, one, device, layout, DTYPES[dtype], mode, step))
+    build = partial(_model_candidates, architecture, device, layout, DTYPES[dtype], mode, step)
+    return Group(labels, architecture.batch[0], build)
 
 
 def _model_candidates(
-        one: Architecture, device: torch.device, layout: str, dtype: torch.dtype, mode: str, step: str,
+        architecture: Architecture, device: torch.device, layout: str, dtype: torch.dtype, mode: str, step: str,
 ) -> list[Candidate]:
     memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
-    images = torch.randn(one.batch, generator=torch.Generator().manual_seed(0)).to(device, memory_format=memory_format)
+    images = torch.randn(architecture.batch, generator=torch.Generator().manual_seed(0))
+    images = images.to(device, memory_format=memory_format)
     return [_model_candidate(name, model.to(device, memory_format=memory_format).train(step == "training"), images,
                              dtype, mode)
-            for name, model in _twins(one).items()]
+            for name, model in _models(architecture).items()]
 
 
-def _twins(architecture: Architecture) -> dict[str, nn.Module]:
-    """The model with linear connections, then its variants or transforms of the stream; all with the same weights."""
+def _models(architecture: Architecture) -> dict[str, nn.Module]:
+    """Return the model with linear connections, then its variants or skip transforms, all with the same weights."""
     first = architecture.suffixes[0]
     models = {"linear": connect(_seeded(architecture, first), "linear")}
     for name, formula in PASTED.items() if architecture.pasted else ():
@@ -59,10 +62,10 @@ def _twins(architecture: Architecture) -> dict[str, nn.Module]:
     return {**models, **{suffix[1:]: _seeded(architecture, suffix) for suffix in suffixes}}
 
 
-def _seeded(architecture: Architecture, suffix: str, **more: Any) -> nn.Module:
+def _seeded(architecture: Architecture, suffix: str, **arguments: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return timm.create_model(architecture.base + suffix, **{**architecture.arguments, **more})
+        return timm.create_model(architecture.base + suffix, **{**architecture.arguments, **arguments})
 
 
 def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.dtype, mode: str) -> Candidate:
@@ -84,9 +87,9 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
 
     parameters = list(model.parameters())
     held = sum(tensor.nbytes for tensor in (*parameters, *model.buffers(), images, labels))
-    ours = not isinstance(sites(model)[0].connection, LinearConnection)
-    asks = partial(_chosen_backend, images.device, using, mode == "compiled", model.training)
-    backend = asks if ours else lambda: "torch"
+    is_linear = isinstance(sites(model)[0].connection, LinearConnection)
+    chosen = partial(_chosen_backend, images.device, using, mode == "compiled", model.training)
+    backend = (lambda: "torch") if is_linear else chosen
     if not model.training:
         return Candidate(name, infer, backend=backend, held=held)
     return Candidate(name, lambda _: loss().backward(), model.zero_grad, backend, keep=loss, parameters=parameters,
@@ -94,7 +97,7 @@ def _model_candidate(name: str, model: nn.Module, images: Tensor, dtype: torch.d
 
 
 def _chosen_backend(device: torch.device, using: Callable[[], Any], compiled: bool, training: bool) -> str:
-    """The backend that is chosen for tensors like those at a model's connections."""
+    """Return the backend that connections use for tensors on this device."""
     choose = torch.compile(choose_backend, backend="eager", fullgraph=True) if compiled else choose_backend
     with torch.inference_mode(not training), using():
         x = torch.ones(1, 1, device=device, requires_grad=training)

@@ -1,4 +1,4 @@
-"""The update alone, beside `x + f`, as formulas and backends write it."""
+"""Measure the update alone, in several formulas and backends, against `x + f`."""
 from argparse import Namespace
 from functools import partial
 from itertools import product
@@ -7,23 +7,26 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
-from .._checks import short
+from .._text import error_text
 from ..backends import choose_backend
 from ..functional import plain_update, residual_update
 from .clock import Candidate, Group, compiled
-from .options import DTYPES, STEPS, times
+from .options import DTYPES, STEPS, shape_label
 
 EPS = 1e-6
 
-# Tensors that must be read or written: x, f and y forward; x, y or f, g and two gradients backward.
+# Number of tensors that must be read or written: x, f and y forward; x, y or f, g and two gradients backward.
 TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
-MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # its gradients are g itself
+MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # both gradients are g
 
 
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:
-    """The update as Appendix F of the paper computes it: sums in the dtype of x, the division in float32, f_orth apart.
+    """Compute the update as Appendix F of the paper does: sums in the dtype of x, division in float32.
 
-    `dim` None flattens each sample first, which copies tensors that are channels-last.
+    `dim` None flattens each sample first, which copies channels-last tensors.
+
+    >>> appendix_update(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]]), dim=-1)
+    tensor([[2.0000, 1.0000]])
     """
     u, v = (x.flatten(1), f.flatten(1)) if dim is None else (x, f)
     axis = 1 if dim is None else dim
@@ -35,7 +38,11 @@ def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) 
 
 
 def shortest_update(x: Tensor, f: Tensor, dim: int, eps: float = EPS) -> Tensor:
-    """The update in its shortest form, as one would paste it into a block. Autograd differentiates it."""
+    """Compute the update in its shortest form, without a custom backward pass.
+
+    >>> shortest_update(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]]), dim=-1)
+    tensor([[2.0000, 1.0000]])
+    """
     s = (x * f).sum(dim, True) / ((x * x).sum(dim, True) + eps)
     return x + f - s * x
 
@@ -44,14 +51,14 @@ PASTED = {"appendix": appendix_update, "shortest": shortest_update}
 
 
 def operator_groups(options: Namespace) -> list[Group]:
-    """A group for each shape, layout, precision, scope and step of the operator."""
+    """Return one group for each shape, layout, precision, scope and step of the operator."""
     groups = []
     for shape in options.shapes if "operator" in options.what else ():
         layouts = ("tokens",) if len(shape) == 3 else ("nchw", "channels_last")
         for layout, dtype, scope, step in product(layouts, options.dtypes, options.scopes, STEPS):
             labels = dict(layout=layout, scope=scope, dtype=dtype, step=step)
             build = partial(_operator_candidates, options, shape, **labels)
-            groups.append(Group({"what": "operator", "shape": times(shape), **labels}, 0, build))
+            groups.append(Group({"what": "operator", "shape": shape_label(shape), **labels}, 0, build))
     return groups
 
 
@@ -78,7 +85,7 @@ def _operator_candidates(
 
 
 def tensors(device: torch.device, shape: tuple[int, ...], layout: str, dtype: str, step: str) -> list[Tensor]:
-    """Stream and branch output, with gradients if the step has a backward pass, and the sum's gradient."""
+    """Return stream, branch output and the gradient of the sum. The first two require gradients except in `forward`."""
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     x, f, g = (value.to(device, DTYPES[dtype], memory_format=memory_format) for value in values)
@@ -86,7 +93,7 @@ def tensors(device: torch.device, shape: tuple[int, ...], layout: str, dtype: st
 
 
 def timed(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tuple[Callable, Callable]:
-    """What is timed, and what comes before the clock starts."""
+    """Return the timed function and the function that runs before the timer starts."""
     if step == "backward":
         return lambda y: torch.autograd.grad(y, (x, f), g), lambda: formula(x, f)
     if step == "forward":
@@ -95,11 +102,11 @@ def timed(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tupl
 
 
 def _can_run(x: Tensor, f: Tensor, backend: str) -> dict[str, Any]:
-    """`backend` of a candidate, or `note`, why it cannot run."""
+    """Return the candidate's `backend`, or a `note` with the reason why it cannot run."""
     try:
         chosen = choose_backend(x, f, backend)
     except RuntimeError as error:
-        return {"note": short(error)}
+        return {"note": error_text(error)}
     return {"backend": lambda: chosen}
 
 

@@ -1,21 +1,24 @@
-"""What `timm-ortho bench` is asked for: names, shapes and numbers as they are given, made into what can be measured."""
+"""Defaults of `timm-ortho bench`, and the checks of its options."""
 from argparse import Namespace
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import timm
 import torch
 
-from .._checks import did_you_mean, known_name, short
+from .._checks import known_name
+from .._text import did_you_mean, error_text
 from ..backends import choose_backend
 from ..connections import sites
-from ..models._build import SUFFIXES, on_meta
+from ..models.meta import on_meta
+from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
 MODES, MODEL_STEPS = ("eager", "inductor", "compiled"), ("training", "inference")
 
-# By device. Shapes of three axes are tokens, of four NCHW, measured in both memory formats; models with their batch.
+# By device. Shapes with three axes are tokens; shapes with four are NCHW, measured in both memory formats. Models have
+# their batch sizes.
 DEFAULTS = {
     "cpu": dict(
         what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), compile=True,
@@ -25,7 +28,7 @@ DEFAULTS = {
         models=dict.fromkeys(("vit_small_patch16_224", "vit_base_patch16_224", "resnetv2_34", "resnetv2_50"), 256),
         batch_size=256, repeats=20, copy_bytes=512 << 20),
 }
-# Most of a quick run is torch.compile, whose time grows with the number of blocks: the models are cut short.
+# torch.compile takes most of a quick run, and its time grows with the number of blocks, so the models are shorter.
 QUICK = dict(
     shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})
@@ -33,14 +36,20 @@ SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layer
 
 
 class BenchError(ValueError):
-    """What the user gave cannot be measured; the message is one line."""
+    """An invalid option of `timm-ortho bench`; the message is one line."""
 
 
 class Architecture(NamedTuple):
-    """A model: its name without suffix, the suffixes of its variants, their arguments, and the shape of a batch.
+    """A model to measure.
 
-    With `skips` it is measured with these transforms of the stream in place of variants, all with linear connections,
-    and with `pasted` also with the formulas of `operator.PASTED` in place of its connections.
+    Attributes:
+        base: Name without suffix.
+        suffixes: Suffixes of the variants to measure.
+        arguments: Arguments of `timm.create_model`.
+        batch: Shape of the images, `[B, C, H, W]`.
+        layouts: Memory layouts to measure.
+        skips: Skip transforms to measure instead of variants, with linear connections.
+        pasted: Also measure the formulas of `operator.PASTED` in place of the connections.
     """
 
     base: str
@@ -57,16 +66,26 @@ class Architecture(NamedTuple):
         return f"{self.base}({arguments})" if arguments else self.base
 
 
-def resolve(given: Mapping[str, Any]) -> Namespace:
-    """All options: those of `DEFAULTS` and `device`, with `shapes` as tuples and `models` as `Architecture`s.
+def resolve(requested: Mapping[str, Any]) -> Namespace:
+    """Complete the requested options by the defaults of the device, and check them.
+
+    Args:
+        requested: Options by name; None is the default.
+
+    Returns:
+        The keys of `DEFAULTS` and `device`, with `shapes` as tuples and `models` as `Architecture` objects.
 
     Raises:
-        BenchError: An unknown name, a shape or number that is none, a device that is not there.
+        BenchError: An unknown name, an invalid shape or number, or an unavailable device.
+
+    >>> options = resolve(dict(device="cpu", what=["operator"], shapes=["2x5x16"]))
+    >>> options.shapes, options.repeats
+    ([(2, 5, 16)], 11)
     """
-    given = {key: value for key, value in given.items() if value is not None}
-    quick, device = given.pop("quick", False), _device(given.pop("device", None))
-    options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **given}, device=device)
-    skips = given.get("skips", ())
+    requested = {key: value for key, value in requested.items() if value is not None}
+    quick, device = requested.pop("quick", False), _device(requested.pop("device", None))
+    options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **requested}, device=device)
+    skips = requested.get("skips", ())
     _check_known("part", options.what, PARTS)
     _check_known("dtype", options.dtypes, DTYPES)
     _check_known("skip", skips, SKIPS)
@@ -74,12 +93,12 @@ def resolve(given: Mapping[str, Any]) -> Namespace:
         if getattr(options, name, 1) < 1:
             raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     options.shapes = [_shape(text) for text in options.shapes]
-    if "models" in given or "batch_size" in given:
+    if "models" in requested or "batch_size" in requested:
         options.models = dict.fromkeys(options.models, options.batch_size)
-    short = SHORT if quick and "models" not in given else {}
+    short = SHORT if quick and "models" not in requested else {}
     options.models = [
         architecture(
-            name, batch, given.get("img_size"), {**short.get(name, {}), **given.get("model_kwargs", {})}, skips)
+            name, batch, requested.get("img_size"), {**short.get(name, {}), **requested.get("model_kwargs", {})}, skips)
         for name, batch in options.models.items() if "models" in options.what]
     return options
 
@@ -90,9 +109,9 @@ def _device(name: Optional[str]) -> torch.device:
     try:
         device = torch.device(name)
         choose_backend(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
-    # no such device, or a backend that the environment asks for and that cannot run there
+    # an unknown device, or TIMM_ORTHO_BACKEND cannot run on it
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise BenchError(f"--device {name}: {short(error)}") from None
+        raise BenchError(f"--device {name}: {error_text(error)}") from None
     return device
 
 
@@ -107,24 +126,39 @@ def _check_known(kind: str, names: Sequence[str], known: Any) -> None:
 def _shape(text: str) -> tuple[int, ...]:
     words = text.split("x")
     if len(words) not in (3, 4) or not all(word.isdecimal() and int(word) for word in words):
-        raise BenchError(f"--shapes takes tokens as 16x197x384 or NCHW as 8x256x56x56, not '{text}'")
+        raise BenchError(f"--shapes must be tokens (16x197x384) or NCHW (8x256x56x56), got '{text}'")
     return tuple(map(int, words))
 
 
-def times(shape: tuple[int, ...]) -> str:
+def shape_label(shape: tuple[int, ...]) -> str:
+    """Return a shape as text, for example `2x5x16`."""
     return "x".join(map(str, shape))
 
 
 def architecture(
         name: str, batch: int, img_size: Optional[int], arguments: Mapping[str, Any], skips: Sequence[str] = (),
 ) -> Architecture:
-    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+    """Check a model's name and arguments, and return its description.
+
+    Args:
+        name: A variant, or its name without suffix for both variants.
+        batch: Batch size.
+        img_size: Image size, None for the model's default.
+        arguments: Arguments of `timm.create_model`.
+        skips: Skip transforms to measure instead of variants.
+
+    Raises:
+        BenchError: The variant does not exist, or it cannot be built with these arguments.
+
+    >>> architecture("vit_small", 2, 32, {"depth": 1}).batch
+    (2, 3, 32, 32)
+    """
+    suffix = suffix_of(name)
     base = name.removesuffix(suffix)
     if suffix == "_linear" or not timm.is_model(f"{base}_ortho"):
-        bases = [variant.removesuffix("_ortho") for variant in timm.list_models("*_ortho")]
-        raise BenchError(f"no orthogonal variant {name!r}{did_you_mean(base, bases)}")
+        raise BenchError(f"no orthogonal variant {name!r}{did_you_mean(base, bases_with_variants())}")
     cfg = timm.get_pretrained_cfg(f"{base}_ortho")
-    if img_size and cfg.fixed_input_size:  # others take any size
+    if img_size and cfg.fixed_input_size:  # models without a fixed size have no img_size argument
         arguments = {"img_size": img_size, **arguments}
     try:
         with on_meta():
@@ -132,7 +166,7 @@ def architecture(
             for skip in skips:
                 timm.create_model(f"{base}_ortho", **{**arguments, "skip": skip})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {short(error)}") from None
+        raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     channels, height, width = cfg.input_size
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)

@@ -1,18 +1,18 @@
-"""What `bench` measured, as rows of figures, as tables, as `bench.csv` and as `bench.svg`.
+"""Turn the measurements of `bench` into text tables, `bench.csv` and `bench.svg`.
 
-| figure | is |
+| metric | definition |
 | --- | --- |
-| `ms` | one call, in milliseconds |
-| `ratio` | of `ms` to the linear candidate's, within a repetition; not of `backward`, where an addition does no work |
-| `appendix_ratio` | of `ms` to that of the formula as the paper's appendix writes it; 0.25 is four times as fast |
-| `shortest_ratio` | of `ms` to that of the formula in its shortest form; in the part `launch` only |
-| `gb_per_s` | the bytes that a call must move, in units of 1e9, over its time |
-| `share_of_copy` | that over the bytes a second of copying a large tensor, in the same repetition |
-| `peak_memory` | bytes on a GPU: what the candidate holds, and the most that a call allocates beside it |
-| `saved_bytes` | what autograd keeps for the backward pass, each storage once, parameters left out |
+| `ms` | milliseconds of one call |
+| `ratio` | `ms` divided by that of `linear` in the same repetition; empty for `backward`, which addition skips |
+| `appendix_ratio` | `ms` divided by that of the formula in the paper's appendix; 0.25 is four times as fast |
+| `shortest_ratio` | `ms` divided by that of the shortest formula; only in the part `launch` |
+| `gb_per_s` | bytes that a call must move, in units of 1e9, per second |
+| `share_of_copy` | `gb_per_s` divided by that of copying a large tensor, in the same repetition |
+| `peak_memory` | bytes on a GPU: what the candidate holds plus the peak of a call |
+| `saved_bytes` | bytes that autograd saves for the backward pass, each storage once, without parameters |
 
-The first four have p20, p50 and p80 over the repetitions, further figures the median or a single value. A value that
-could not be measured is None, one that does not apply is ""; a CSV holds an empty cell for both.
+The first four have p20, p50 and p80 over the repetitions; the remaining metrics are medians or single values. None
+marks a value that could not be measured, "" a value that does not apply. Both are empty cells in the CSV.
 """
 import csv
 import io
@@ -28,11 +28,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .._checks import aligned
+from .._text import aligned
 from ..runs.provenance import made_on
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
-FIGURES = (
+METRICS = (
     *(f"{name}_{q}" for name in ("ms", "ratio", "appendix_ratio", "shortest_ratio") for q in QUANTILES),
     "images_per_s", "gb_per_s", "share_of_copy", "peak_memory", "peak_ratio", "saved_bytes", "saved_ratio",
 )
@@ -41,93 +41,100 @@ MACHINE = (
     "device", "cpu", "threads", "driver", "cuda", "system", "python", "torch", "triton", "timm", "timm_ortho",
     "commit", "date", "command",
 )
-COLUMNS = (*LABELS, "candidate", "backend", "baseline", "repeats", "calls", *FIGURES, "note", *MACHINE)
+COLUMNS = (*LABELS, "candidate", "backend", "baseline", "repeats", "calls", *METRICS, "note", *MACHINE)
 
-Row = dict[str, Any]
+Measurement = dict[str, Any]  # one line of bench.csv, by column
 
 
 @dataclass
 class Result:
-    """What was measured of one candidate.
+    """Measurements of one candidate.
 
     Attributes:
-        name: `linear` is the baseline, `copy` the measure of bandwidth.
-        moved: Bytes that a call must move; 0 for none, or where they are not counted.
-        once: Columns that are taken one time: `backend`, `calls` in a sample, `peak_memory`, `saved_bytes`.
-        ms: Milliseconds of a call, one number for each repetition.
-        note: The error that ended it, one line.
+        name: Name of the candidate; `linear` is the baseline, and `copy` measures the bandwidth.
+        moved: Bytes that a call must move; 0 if none, or if they are not counted.
+        once: Columns that are measured once: `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`.
+        ms: Milliseconds of one call, one number for each repetition.
+        note: The error that ended the measurement, in one line.
     """
 
     name: str
     moved: int = 0
-    once: Row = field(default_factory=dict)
+    once: Measurement = field(default_factory=dict)
     ms: list[float] = field(default_factory=list)
     note: str = ""
 
 
-# ------------------------------------------------------------------------------------------------- the rows
-def rows(labels: Mapping[str, str], images: int, results: Sequence[Result]) -> list[Row]:
-    """A row for each candidate of a group, without the columns of :func:`machine`.
+# ----------------------------------------------------------------------------------------- the measurements
+def rows(labels: Mapping[str, str], images: int, results: Sequence[Result]) -> list[Measurement]:
+    """Return one measurement for each candidate of a group, without the columns of :func:`machine`.
 
     Args:
         labels: Columns that the group shares.
-        images: Images that a call sees, 0 for an operator.
-        results: The group's results, `linear` among them.
+        images: Images per call, 0 for an operator.
+        results: The results of the group; one is `linear`.
+
+    >>> results = [Result("linear", ms=[2.0]), Result("ortho", ms=[3.0])]
+    >>> [(one["candidate"], one["ratio_p50"]) for one in rows({"what": "models", "step": "training"}, 8, results)]
+    [('linear', 1.0), ('ortho', 1.5)]
     """
-    others = {result.name: result for result in results}
-    return [_row(labels, images, result, others) for result in results]
+    by_name = {result.name: result for result in results}
+    return [_row(labels, images, result, by_name) for result in results]
 
 
-def _row(labels: Mapping[str, str], images: int, result: Result, others: Mapping[str, Result]) -> Row:
-    linear = others["linear"]
+def _row(labels: Mapping[str, str], images: int, result: Result, by_name: Mapping[str, Result]) -> Measurement:
+    linear = by_name["linear"]
     row = {**dict.fromkeys(COLUMNS, ""), **labels, **result.once, "candidate": result.name, "baseline": linear.name,
            "repeats": len(result.ms), "note": result.note, "threads": torch.get_num_threads()}
     if result.note:
-        return {**row, **dict.fromkeys(FIGURES)}
+        return {**row, **dict.fromkeys(METRICS)}
     row |= _spread("ms", result.ms)
     if result.name != "copy":
         if row["step"] != "backward":
             row |= _spread("ratio", _over(result, linear))
         for name in ("appendix", "shortest"):
-            if name in others:
-                row |= _spread(f"{name}_ratio", _over(result, others[name]))
+            if name in by_name:
+                row |= _spread(f"{name}_ratio", _over(result, by_name[name]))
     if images:
         row["images_per_s"] = 1e3 * images / row["ms_p50"]
     if result.moved:
         row["gb_per_s"] = result.moved / row["ms_p50"] / 1e6
-    if result.moved and "copy" in others:
-        times_as_long = _over(others["copy"], result)
-        row["share_of_copy"] = times_as_long and (
-            quantiles(times_as_long)[1] * result.moved / others["copy"].moved)
+    if result.moved and "copy" in by_name:
+        ratios = _over(by_name["copy"], result)
+        row["share_of_copy"] = ratios and quantiles(ratios)[1] * result.moved / by_name["copy"].moved
     if "peak_memory" not in result.once:  # on a CPU
         row |= {"peak_memory": None, "peak_ratio": None}
-    for figure, ratio in (("peak_memory", "peak_ratio"), ("saved_bytes", "saved_ratio")):
-        if row[figure] and linear.once.get(figure):
-            row[ratio] = row[figure] / linear.once[figure]
+    for metric, ratio in (("peak_memory", "peak_ratio"), ("saved_bytes", "saved_ratio")):
+        if row[metric] and linear.once.get(metric):
+            row[ratio] = row[metric] / linear.once[metric]
     return row
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
-    """p20, p50 and p80, interpolated linearly."""
-    wanted = torch.tensor(list(QUANTILES.values()), dtype=torch.float64)
-    return torch.tensor(values, dtype=torch.float64).quantile(wanted).tolist()
+    """Return p20, p50 and p80, linearly interpolated.
+
+    >>> quantiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    [2.0, 3.5, 5.0]
+    """
+    levels = torch.tensor(list(QUANTILES.values()), dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).quantile(levels).tolist()
 
 
-def _spread(name: str, values: Optional[Sequence[float]]) -> Row:
-    found = quantiles(values) if values else [None] * len(QUANTILES)
-    return {f"{name}_{q}": value for q, value in zip(QUANTILES, found, strict=True)}
+def _spread(name: str, values: Optional[Sequence[float]]) -> Measurement:
+    spread = quantiles(values) if values else [None] * len(QUANTILES)
+    return {f"{name}_{q}": value for q, value in zip(QUANTILES, spread, strict=True)}
 
 
 def _over(result: Result, other: Result) -> Optional[list[float]]:
-    """Ratios within the repetitions; None if either failed."""
+    """Return the ratios within the repetitions, or None if either candidate failed."""
     if result.note or other.note:
         return None
     return [ms / base for ms, base in zip(result.ms, other.ms, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------- the machine
-def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Row:
-    """The columns that say on what, with what (`environment` as `timm-ortho env` prints it) and how it was measured."""
+def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Measurement:
+    """Return the columns for device, versions (`environment` is from `timm-ortho env`), commit, command and date."""
     made, gpu = made_on(), device.type == "cuda"
     return {
         **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},
@@ -141,7 +148,7 @@ def machine(device: torch.device, environment: Mapping[str, str], command: str) 
 
 
 # ----------------------------------------------------------------------------------------- table, CSV, plot
-_SHOWN = {  # part: header, and the cell's text or the column
+_TABLES = {  # by part: header, and a column or a function that returns the cell's text
     "operator": {
         "shape": "shape", "layout": "layout", "scope": "scope", "dtype": "dtype", "step": "step",
         "candidate": "candidate", "ms": lambda row: _cell(row, "ms_p50", "{:.3f}"),
@@ -171,38 +178,38 @@ _SHOWN = {  # part: header, and the cell's text or the column
 }
 
 
-def _cell(row: Row, column: str, form: str, unit: float = 1) -> str:
+def _cell(row: Measurement, column: str, form: str, unit: float = 1) -> str:
     value = row[column]
     return "not measured" if value is None else "-" if value == "" else form.format(value / unit)
 
 
-def _interval(row: Row, name: str) -> str:
+def _interval(row: Measurement, name: str) -> str:
     middle = _cell(row, f"{name}_p50", "{:.3f}")
     return f"{middle} [{row[f'{name}_p20']:.3f}, {row[f'{name}_p80']:.3f}]" if row[f"{name}_p50"] else middle
 
 
-def tables(rows: Sequence[Row]) -> str:
-    """A text table for each part."""
-    return "\n\n".join(_table([row for row in rows if row["what"] == what], what) for what in _SHOWN
+def tables(rows: Sequence[Measurement]) -> str:
+    """Return a text table for each part."""
+    return "\n\n".join(_table([row for row in rows if row["what"] == what], what) for what in _TABLES
                        if any(row["what"] == what for row in rows))
 
 
-def _table(rows: Sequence[Row], what: str) -> str:
-    shown = _SHOWN[what]
-    lines = [[str(row[show]) if isinstance(show, str) else show(row) for show in shown.values()] for row in rows]
-    lines = [[header.strip() for header in shown], *map(_without_repeats, [[], *lines], lines)]
+def _table(rows: Sequence[Measurement], what: str) -> str:
+    table = _TABLES[what]
+    lines = [[str(row[cell]) if isinstance(cell, str) else cell(row) for cell in table.values()] for row in rows]
+    lines = [[header.strip() for header in table], *map(_without_repeats, [[], *lines], lines)]
     text = aligned(lines)
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
 def _without_repeats(above: Sequence[str], line: Sequence[str]) -> list[str]:
-    """The line, with blanks in place of the first cells where they say what the line above says."""
-    same = next((i for i, cells in enumerate(zip(above, line, strict=False)) if cells[0] != cells[1]), len(above))
-    return ["" if i < same else cell for i, cell in enumerate(line)]
+    """Blank the leading cells that repeat the line above."""
+    repeated = next((i for i, cells in enumerate(zip(above, line, strict=False)) if cells[0] != cells[1]), len(above))
+    return ["" if i < repeated else cell for i, cell in enumerate(line)]
 
 
-def write(folder: Path, rows: Sequence[Row]) -> None:
-    """`bench.csv` and `bench.svg`, each whole or not at all."""
+def write(folder: Path, rows: Sequence[Measurement]) -> None:
+    """Write `bench.csv` and `bench.svg` atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -211,39 +218,39 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
         table.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
     image = io.StringIO()
     with rc_context({"svg.hashsalt": "bench"}):
-        figure(rows).savefig(image, format="svg", metadata={"Date": None})
+        plot(rows).savefig(image, format="svg", metadata={"Date": None})
     for name, content in (("bench.csv", text.getvalue()), ("bench.svg", image.getvalue())):
         partial_file = folder / f".{name}.partial"
         partial_file.write_text(content, encoding="utf-8")
         os.replace(partial_file, folder / name)
 
 
-def figure(rows: Sequence[Row]) -> Figure:
-    """Ratios to linear, p50 with whiskers from p20 to p80: a panel for each part, a line for each group."""
+def plot(rows: Sequence[Measurement]) -> Figure:
+    """Plot the ratios to linear, p50 with whiskers from p20 to p80: one panel per part, one line per group."""
     drawn = [row for row in rows if row["candidate"] != "linear" and row["ratio_p50"]]
-    parts = [what for what in _SHOWN if any(row["what"] == what for row in drawn)] or ["operator"]
+    parts = [what for what in _TABLES if any(row["what"] == what for row in drawn)] or ["operator"]
     lines = {what: list(dict.fromkeys(_line(row) for row in drawn if row["what"] == what)) for what in parts}
     heights = [max(2, len(lines[what])) for what in parts]
-    whole = Figure(figsize=(10, 1.2 * len(parts) + 0.35 * sum(heights)), layout="constrained")
-    panels = whole.subplots(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
+    figure = Figure(figsize=(10, 1.2 * len(parts) + 0.35 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, what in zip(panels, parts, strict=True):
         _panel(axes, [row for row in drawn if row["what"] == what], lines[what])
         axes.set_title(f"{what}: time over linear, p20 to p80", fontsize=10, loc="left")
-    return whole
+    return figure
 
 
-def _line(row: Row) -> str:
+def _line(row: Measurement) -> str:
     return " ".join(row[label] for label in LABELS[1:] if row[label])
 
 
-def _panel(axes: Axes, rows: Sequence[Row], lines: Sequence[str]) -> None:
+def _panel(axes: Axes, rows: Sequence[Measurement], lines: Sequence[str]) -> None:
     names = list(dict.fromkeys(row["candidate"] for row in rows))
-    for place, name in enumerate(names):
-        mine = [row for row in rows if row["candidate"] == name]
-        middle = [row["ratio_p50"] for row in mine]
-        whiskers = [[row["ratio_p50"] - row["ratio_p20"] for row in mine],
-                    [row["ratio_p80"] - row["ratio_p50"] for row in mine]]
-        height = [lines.index(_line(row)) + 0.7 * ((place + 0.5) / len(names) - 0.5) for row in mine]
+    for index, name in enumerate(names):
+        points = [row for row in rows if row["candidate"] == name]
+        middle = [row["ratio_p50"] for row in points]
+        whiskers = [[row["ratio_p50"] - row["ratio_p20"] for row in points],
+                    [row["ratio_p80"] - row["ratio_p50"] for row in points]]
+        height = [lines.index(_line(row)) + 0.7 * ((index + 0.5) / len(names) - 0.5) for row in points]
         axes.errorbar(middle, height, xerr=whiskers, fmt="o", markersize=4, capsize=2, linewidth=1, label=name)
     axes.axvline(1.0, color="#555555", linewidth=1)
     axes.set_yticks(range(len(lines)), lines, fontsize=7)

@@ -90,7 +90,6 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
     Returns:
         One entry for each site, in the order of ``sites``; NaN for sites that the forward pass does not reach.
 
-    >>> import timm, timm_ortho, torch
     >>> model = timm.create_model("vit_test_ortho")
     >>> measured = record_dynamics(model, torch.randn(2, 3, 8, 8), timm_ortho.sites(model))
     >>> measured[0].kind, measured[0].name, measured[0].stream > 0
@@ -161,7 +160,6 @@ class Recorder:
     Raises:
         ValueError: The model has no connections, or ``every`` is not a positive integer.
 
-    >>> import timm, timm_ortho, torch
     >>> model = timm.create_model("vit_test_ortho")
     >>> with timm_ortho.record(model, every=2) as recorder:
     ...     for _ in range(3):

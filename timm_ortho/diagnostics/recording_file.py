@@ -19,7 +19,7 @@ from typing import List, Optional, TypeVar
 import torch
 from torch import nn
 
-from .._checks import without_nan
+from .._text import without_nan
 from .dynamics import RecordedRow, record
 
 FILE, EVERY = "TIMM_ORTHO_RECORD", "TIMM_ORTHO_RECORD_EVERY"

@@ -183,7 +183,6 @@ def pooled(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         TypeError: The model is not a timm model.
 
-    >>> import timm, timm_ortho
     >>> pooled(timm.create_model("vit_test_ortho"), torch.randn(2, 3, 8, 8)).shape
     torch.Size([2, 32])
     """
@@ -205,7 +204,6 @@ def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled)
     Returns:
         Features ``[n, d]`` on the CPU.
 
-    >>> import timm, timm_ortho
     >>> features(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).shape
     torch.Size([6, 32])
     """
@@ -215,7 +213,6 @@ def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled)
 def moments(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Moments:
     """Return the moments of :func:`features` without keeping all features in memory. The arguments are the same.
 
-    >>> import timm, timm_ortho
     >>> moments(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).count
     6
     """
@@ -231,7 +228,6 @@ def compare(model: nn.Module, other: nn.Module, loader: Iterable[Any], extract: 
     Returns:
         ``{"model": summary, "other": summary, "linear_cka": float, "images": int}``, see :func:`summary`.
 
-    >>> import timm, timm_ortho
     >>> model = timm.create_model("vit_test_ortho")
     >>> result = compare(model, model, [torch.randn(4, 3, 8, 8)])
     >>> round(result["linear_cka"], 4), result["images"]

@@ -10,8 +10,8 @@ import torch
 from timm.data import create_transform
 from torch import Tensor, nn
 
-from .._checks import aligned
 from .._images import data_config, opened
+from .._text import aligned
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
@@ -30,7 +30,6 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
     Raises:
         ValueError: The model has no connections.
 
-    >>> import timm, timm_ortho
     >>> model = timm.create_model("vit_test_ortho")
     >>> as_text(measured_sites(model, batch(model))).splitlines()[0].split()[:7]
     ['block', 'site', 'connection', '|x|²', '|f∥|²', '|f⊥|²', 'cosine']

@@ -1,5 +1,5 @@
 """The Hugging Face Hub: models published there, and pulled from there."""
-from ..runs.folders import PublishError
+from .errors import PublishError
 from .pulling import pull
 from .pushing import push
 from .repository import export

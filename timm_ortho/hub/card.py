@@ -1,4 +1,4 @@
-"""Model cards, made from `model_cards/template.md` with huggingface_hub's card classes.
+"""Model cards, made from `template.md` with huggingface_hub's card classes.
 
 Every figure on a card comes from a `runs.Run`, and those are read from files; no function here takes a figure.
 """
@@ -13,12 +13,13 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .._checks import finite
+from .._text import finite
 from ..connections import CONNECTIONS
-from ..runs.folders import Run
 from ..skips import SKIPS
+from .trained_run import Run
 
 CURVE = "training.png"
+TEMPLATE = Path(__file__).with_name("template.md")
 _TIMM = "https://github.com/huggingface/pytorch-image-models"
 
 # timm's name of a data set: its title, and its id on the Hub
@@ -87,12 +88,6 @@ class Subject:
         return ((self.config or {}).get("model_args") or {}).get("connection")
 
 
-def template() -> Path:
-    """`model_cards/template.md`: beside the package in a checkout, inside it when it is installed."""
-    inside, beside = Path(__file__).with_name("template.md"), Path(__file__).parents[2] / "model_cards" / "template.md"
-    return inside if inside.is_file() else beside
-
-
 def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str] = None) -> ModelCard:
     """The card of a set of weights, or of results.
 
@@ -131,7 +126,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
 
 def filled(data: ModelCardData, **sections: Any) -> ModelCard:
     """The template with its sections filled in; one that is empty, or not given, is left out."""
-    card = ModelCard.from_template(data, template_path=str(template()), **sections)
+    card = ModelCard.from_template(data, template_path=str(TEMPLATE), **sections)
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)
     return card
 

@@ -6,10 +6,10 @@ from typing import Any, Dict, Union
 import timm
 from torch import nn
 
-from .._checks import did_you_mean
-from ..weights.checks import SAFE, in_folder, safe_name
-from ..weights.errors import WeightsError, check_repo_id
-from ..weights.fetching import CacheDir, fetch, split_revision
+from .._text import did_you_mean
+from ..hub_client.download import CacheDir, fetch, split_revision
+from ..hub_client.errors import WeightsError, check_repo_id
+from ..weights.checks import SAFE, safetensors_name, weights_in_folder
 
 
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
@@ -34,7 +34,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
         if not (folder / "config.json").is_file():
             raise WeightsError(f"{name}: there is no config.json in it")
         _check_config(folder / "config.json", name)
-        in_folder(folder)
+        weights_in_folder(folder)
         return timm.create_model(name, pretrained=True, **kwargs)
     hf_hub_id = name.removeprefix("hf-hub:")
     check_repo_id(
@@ -62,4 +62,4 @@ def _check_config(file: Path, source: str) -> None:
             f"{source}: its config.json names the architecture '{architecture}', which is not registered with timm "
             f"{timm.__version__}: import the package that has it, or update timm"
             f"{did_you_mean(architecture, timm.list_models())}")
-    safe_name(source, filename)
+    safetensors_name(source, filename)

@@ -13,9 +13,10 @@ from huggingface_hub import CommitInfo, HfApi, ModelInfo, constants, get_token
 from huggingface_hub.utils import RepositoryNotFoundError
 from torch import nn
 
-from ..runs.folders import PublishError, checkpoint_file
-from ..weights.errors import LIMIT, check_repo_id, told, within_patience
+from ..hub_client.errors import REQUEST_TIMEOUT, check_repo_id, client_errors_as, with_timeout
+from .errors import PublishError
 from .repository import Model, export
+from .trained_run import checkpoint_file
 
 
 def push(
@@ -57,22 +58,22 @@ def push(
     """
     check_repo_id(repo_id, PublishError)
     if not isinstance(model, nn.Module):
-        checkpoint_file(Path(model))  # what is wrong on this machine is told first
+        checkpoint_file(Path(model))  # report local errors first
     api = HfApi(token=token, library_name="timm-ortho")
     secret = token if isinstance(token, str) else None if token is False else get_token()
     if constants.HF_HUB_OFFLINE:
         raise PublishError(f"HF_HUB_OFFLINE is set, and {repo_id} is on the Hub: unset it, or use --dry-run")
-    asking = partial(told, PublishError, repo_id, revision, access="write", token=secret)
+    asking = partial(client_errors_as, PublishError, repo_id, revision, access="write", token=secret)
     with asking():
-        existing = within_patience(lambda: _existing(api, repo_id))
+        existing = with_timeout(lambda: _existing(api, repo_id))
     if private and existing is not None and not existing.private:
         raise PublishError(f"{repo_id} is there already and public, so what is pushed would be too: make it private on "
                            "its settings page, or choose another name; nothing was sent")
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, "repository")
         export(model, folder, repo_id, ema=ema, labels=labels, license=license, revision=revision, token=secret)
-        with asking(transfer=f"the upload broke off ({{cause}}); {repo_id} is as it was, and the same command again "
-                             "completes it"):
+        with asking(if_interrupted=f"the upload was interrupted ({{cause}}); {repo_id} is unchanged; repeat the "
+                                   "command to complete it"):
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None and not create_pr and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -84,6 +85,6 @@ def push(
 def _existing(api: HfApi, repo_id: str) -> Optional[ModelInfo]:
     """What the Hub says about a repository; None where it is not there, or not for this token."""
     try:
-        return api.model_info(repo_id, timeout=LIMIT)
+        return api.model_info(repo_id, timeout=REQUEST_TIMEOUT)
     except RepositoryNotFoundError:
         return None

@@ -27,18 +27,21 @@ from timm.models import is_model, model_entrypoint
 from timm.utils import unwrap_model
 from torch import nn
 
-from .._checks import short
 from .._compat import current_arguments, save_config_for_hf
 from .._images import data_config
+from .._text import error_text
 from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
 from ..convert import connect
-from ..models._build import creation_arguments, is_of_connections, pop_connection_arguments, variant_argument
-from ..runs.folders import CheckpointRun, PublishError, Run, class_names, import_modules
+from ..hub_client.download import split_revision
+from ..hub_client.errors import check_repo_id, without_tokens
+from ..models.arguments import is_variant_argument, pop_connect_arguments, variant_argument
+from ..models.build import creation_arguments
+from ..runs.folders import class_names, import_modules
 from ..skips.rewrites import ChangeOfBasis
-from ..weights.errors import check_repo_id, scrubbed
-from ..weights.fetching import split_revision
 from .card import CURVE, Subject, draw_curve, model_card
+from .errors import PublishError
+from .trained_run import CheckpointRun, Run
 
 Model = Union[nn.Module, str, Path]
 
@@ -97,7 +100,7 @@ def export(
         limits=[share_alike] if base_model and "-sa" in base_license else (),
     )
     curve = CURVE if run is not None and run.history else None
-    card = ModelCard(scrubbed(str(model_card(subject, run, curve)), token))
+    card = ModelCard(without_tokens(str(model_card(subject, run, curve)), token))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.")
@@ -140,8 +143,8 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> n
     import_modules(options.get("device_modules"), PublishError)
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
-    if name != options["model"] or any(map(is_of_connections, given)):
-        kwargs, connection = {key: value for key, value in kwargs.items() if not is_of_connections(key)}, None
+    if name != options["model"] or any(map(is_variant_argument, given)):
+        kwargs, connection = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}, None
     else:
         connection = run.connection if run.connection != kwargs.get("connection") else None  # switched in mid-training
     kwargs.update(given)
@@ -157,11 +160,11 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> n
             **kwargs,
         )
         if connection is not None:
-            connect(model, **{**pop_connection_arguments(kwargs, connection), "connection": connection})
+            connect(model, **{**pop_connect_arguments(kwargs, connection), "connection": connection})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise PublishError(f"{run.path} is not of the model that its arguments describe, '{name}': "
-                           f"{short(error)}") from None
+                           f"{error_text(error)}") from None
     return model.eval()
 
 
@@ -207,7 +210,7 @@ def _config(
     The model, which is a copy of this module's own, gets the `pretrained_cfg` that is written.
     """
     connection = _connection_arguments(model)
-    made = {name: None if is_of_connections(name) else value  # which the connections themselves say
+    made = {name: None if is_variant_argument(name) else value  # which the connections themselves say
             for name, value in {**creation_arguments(model), **current_arguments(model)}.items()}
     labels = _labels(model, run, labels)
     model.pretrained_cfg = _pretrained_cfg(model, run, _architecture(model, connection), license)
@@ -221,11 +224,11 @@ def _config(
                 model_args=made,
             )
         except (TypeError, ValueError) as error:
-            raise PublishError(f"config.json cannot hold what the model was made with: {short(error)}") from None
+            raise PublishError(f"config.json cannot hold what the model was made with: {error_text(error)}") from None
         config = json.loads(path.read_text(encoding="utf-8"))
     # num_classes: timm takes it from the root; transformers' TimmWrapper hands on both, and Python refuses the second
     arguments = {key: value for key, value in config.get("model_args", {}).items()
-                 if key != "num_classes" and not is_of_connections(key)}
+                 if key != "num_classes" and not is_variant_argument(key)}
     return {**config, "model_args": {**arguments, **connection}}
 
 
@@ -308,7 +311,7 @@ def _write(folder: Path, model: nn.Module, config: Mapping[str, Any], card: Mode
                            "the training diverged, and nobody can use these weights")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(config, indent=2)
-    if scrubbed(text, token) != text:
+    if without_tokens(text, token) != text:
         raise PublishError("config.json would hold what looks like a token: take it out of the model's arguments and "
                            "labels")
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -325,7 +328,7 @@ def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
         with torch.no_grad():
             same = torch.equal(loaded.eval()(images.to(dtype)), model(images.to(dtype)))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise PublishError(f"config.json does not make this model again: {short(error)}. What it was made with is "
+        raise PublishError(f"config.json does not make this model again: {error_text(error)}. What it was made with is "
                            "stored; what was changed by hand afterwards cannot be") from None
     if not same:
         raise PublishError("the model that config.json makes has other logits than this one: it was changed by hand "

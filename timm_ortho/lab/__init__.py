@@ -24,7 +24,7 @@ from typing import Any, Iterable, Iterator
 
 import yaml
 
-from .._checks import without_nan
+from .._text import without_nan
 
 
 class LabError(ValueError):

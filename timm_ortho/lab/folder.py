@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 import yaml
 from filelock import FileLock, Timeout
 
-from .._checks import without_nan
+from .._text import without_nan
 from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 

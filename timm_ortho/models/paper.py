@@ -23,7 +23,7 @@ from torch import nn
 
 from .._checks import known_name
 from ..weights.pretrained import checkpoint_filter_fn
-from ._build import create, register_own
+from .build import create, register_own
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it

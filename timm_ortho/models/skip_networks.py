@@ -32,7 +32,7 @@ from timm.models.resnetv2 import ResNetV2
 from torch import nn
 
 from .._compat import feature_take_indices
-from ._build import create, register_own
+from .build import create, register_own
 from .paper import CIFAR_CFG, keep_size
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it

@@ -14,8 +14,9 @@ from typing import Any, Callable, Dict, FrozenSet
 from timm.models import build_model_with_cfg, get_pretrained_cfg, model_entrypoint, resolve_pretrained_cfg
 from torch import nn
 
-from ._build import SUFFIXES, create, register, unpretrained
+from .build import create, register, unpretrained
 from .coverage import bases
+from .names import SUFFIXES
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = []  # and appends to it

@@ -1,1 +1,1 @@
-"""Pretrained weights: where they come from, how they are checked, and those that this package has in it."""
+"""Pretrained weights: their configurations, checks before loading, and the files of this package."""

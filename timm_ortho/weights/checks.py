@@ -1,8 +1,8 @@
-"""From a configuration to tensors that fit: weights come as safetensors and are compared with the model first.
+"""Find weights as safetensors and compare them with the model before they are loaded.
 
-timm itself reads a pickle where there are no safetensors, and where the number of classes differs it lets missing
-tensors stay random. Neither happens here: nothing of a repository or of a folder with a config.json is ever unpickled,
-and what does not fit is an error, the head of a model that is adapted excepted.
+timm reads a pickle if there are no safetensors, and leaves missing tensors random if the number of classes differs.
+This module never unpickles a file of a repository or of a folder with a config.json. It raises an error for every
+tensor that does not fit, except in the head of a model with another number of classes.
 """
 import warnings
 from contextlib import contextmanager
@@ -13,29 +13,32 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
-from .errors import WeightsError
-from .fetching import CacheDir, fetch
+from ..hub_client.download import CacheDir, fetch
+from ..hub_client.errors import WeightsError
 
 SAFE = "model.safetensors"
 Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
 
 
-# --------------------------------------------------------------------------------------------- where from
+# ------------------------------------------------------------------------------------------------ source
 def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
-    """What to change in a configuration so that timm reads its weights from a safetensors file on this machine.
+    """Return the changes to a configuration that make timm read its weights from a local safetensors file.
 
-    Weights of the Hub are fetched, after a preflight; those of a folder (``local-dir:``) are looked for. Weights from
-    elsewhere, a ``file`` or a ``state_dict``, are left to timm. That timm gets a file is also what makes releases
-    before 1.0.29 read safetensors: what they find under a name of ``hf_hub_filename`` they unpickle.
+    Weights of the Hub are downloaded first. A ``file`` or ``state_dict`` is left to timm. Before 1.0.29 timm unpickles
+    files that it finds by ``hf_hub_filename``, whatever their format; a local file avoids this.
+
+    Args:
+        cfg: Configuration of the weights.
+        cache_dir: Cache folder, huggingface_hub's by default.
 
     Raises:
-        WeightsError: The weights cannot be had, are cut short, or are no safetensors.
+        WeightsError: The weights cannot be downloaded, are truncated, or are not safetensors.
     """
-    source = _name(cfg.source, cfg.hf_hub_id, cfg.file)
+    source = _source_name(cfg.source, cfg.hf_hub_id, cfg.file)
     if cfg.source == "local-dir":
-        file = in_folder(Path(cfg.file))
+        file = weights_in_folder(Path(cfg.file))
     elif cfg.hf_hub_id and (cfg.source == "hf-hub" or not (cfg.file or cfg.state_dict)):
-        file = fetch(cfg.hf_hub_id, safe_name(source, cfg.hf_hub_filename), cache_dir)
+        file = fetch(cfg.hf_hub_id, safetensors_name(source, cfg.hf_hub_filename), cache_dir)
     else:
         return {}
     _check_header(file, source)
@@ -43,7 +46,7 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
 
 
 def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
-    """Let a model's ``pretrained_cfg`` name the weights that were asked for, not where they or its sizes were found."""
+    """Restore the original source in ``model.pretrained_cfg``, which :func:`located` replaced by a local file."""
     for key in ("file", "source", "tag"):
         model.pretrained_cfg.pop(key, None)
         if getattr(cfg, key) is not None:
@@ -52,44 +55,46 @@ def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
 
 @contextmanager
 def naming_the_source(cfg: Any) -> Iterator[None]:
-    """Where arguments come from a config.json, errors in them begin with the repository or folder that it is in.
+    """Add the repository or folder of a config.json to errors about its arguments.
 
-    ``cfg`` is what an entry point was given: timm hands over a dict with ``source`` then.
+    Args:
+        cfg: The argument ``pretrained_cfg`` of an entry point: a dict with ``source`` if timm read a config.json.
     """
     try:
         yield
     except (TypeError, ValueError, AssertionError) as error:
         if not isinstance(cfg, dict) or cfg.get("source") not in ("hf-hub", "local-dir"):
             raise
-        source = _name(cfg["source"], cfg.get("hf_hub_id"), cfg.get("file"))
-        raise WeightsError(f"{source}: its config.json and the call make no model: {error}") from error
+        source = _source_name(cfg["source"], cfg.get("hf_hub_id"), cfg.get("file"))
+        raise WeightsError(
+            f"{source}: the arguments of its config.json and of the call do not make a model: {error}") from error
 
 
-def _name(source: Optional[str], hf_hub_id: Optional[str], file: Optional[str]) -> str:
-    """The name under which timm finds these weights, where it has one."""
+def _source_name(source: Optional[str], hf_hub_id: Optional[str], file: Optional[str]) -> str:
+    """Return the name of a source in timm's notation."""
     if source == "local-dir":
         return f"local-dir:{file}"
     return f"hf-hub:{hf_hub_id}" if hf_hub_id and (source == "hf-hub" or not file) else str(file or "the weights")
 
 
-def safe_name(source: str, filename: Optional[str]) -> str:
-    """The file that a configuration names, or the one that has weights where it names none."""
+def safetensors_name(source: str, filename: Optional[str]) -> str:
+    """Return the file name of a configuration, ``model.safetensors`` by default; WeightsError for another format."""
     name = filename or SAFE
     if not name.endswith(".safetensors"):
-        raise WeightsError(f"{source}: {name} is no safetensors file, and pickles are never read")
+        raise WeightsError(f"{source}: {name} is not a safetensors file, and pickles are never read")
     return name
 
 
-def in_folder(folder: Path) -> Path:
-    """The weights in a folder, which timm too prefers to whatever else is there."""
+def weights_in_folder(folder: Path) -> Path:
+    """Return the path of ``model.safetensors`` in a folder; WeightsError if it does not exist."""
     if not (folder / SAFE).is_file():
-        held = ", ".join(sorted(path.name for path in folder.iterdir()))
-        raise WeightsError(f"local-dir:{folder}: there is no {SAFE} among {held}; pickles are never read")
+        names = ", ".join(sorted(path.name for path in folder.iterdir()))
+        raise WeightsError(f"local-dir:{folder}: there is no {SAFE} among {names}; pickles are never read")
     return folder / SAFE
 
 
 def _check_header(file: Path, source: str) -> None:
-    """A file that was cut short is found here, before a model is built: its header says how long it is to be."""
+    """Raise WeightsError if a file is truncated or damaged, before the model is built."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -100,28 +105,28 @@ def _check_header(file: Path, source: str) -> None:
             f"{source}: {file.name} cannot be read ({error}); delete {file.resolve()} and try again") from error
 
 
-# -------------------------------------------------------------------------------------------- what is in it
-# Behind the blocks: what timm leaves out for other classes or features only, and renames for another pooling.
+# ----------------------------------------------------------------------------------------------- content
+# Layers after the blocks. timm omits them for other classes or with features_only, and renames norms for other pooling.
 _HEADS = ("attn_pool.", "head.", "head_dist.")
 _NORMS = ("norm.", "fc_norm.")
 
 
 def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str, Any]) -> Filter:
-    """A checkpoint filter that ends in a comparison with the model, before anything is loaded into it.
+    """Return a checkpoint filter that compares the weights with the model before they are loaded.
 
-    A model with learned connections keeps its own where the checkpoint has none, so that ``connection="hybrid"`` starts
-    from any weights.
+    Learned connections that the checkpoint does not have keep their initial values, so that ``connection="hybrid"``
+    can start from any weights.
 
     Args:
-        filter_fn: timm's or the architecture's own filter, called first.
-        cfg: The configuration of the weights.
-        arguments: What ``build_model_with_cfg`` is called with.
+        filter_fn: Filter of timm or of the architecture, called first.
+        cfg: Configuration of the weights.
+        arguments: Arguments of ``build_model_with_cfg``.
 
     Returns:
-        A filter that raises WeightsError if a tensor is missing, has another shape or is not finite. It warns where
-        timm replaces a classifier that would fit by a new one.
+        A filter that raises WeightsError if a tensor is missing, surplus, not finite, or has another shape. It warns if
+        timm replaces a classifier that would fit.
     """
-    source = _name(cfg.source, cfg.hf_hub_id, cfg.file)
+    source = _source_name(cfg.source, cfg.hf_hub_id, cfg.file)
 
     def filtered(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
         if filter_fn is not None:
@@ -129,20 +134,20 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
             try:
                 state_dict = filter_fn(state_dict, model) if takes_model else filter_fn(state_dict)
             except (KeyError, RuntimeError, ValueError) as error:
-                raise WeightsError(f"{source}: no checkpoint of {cfg.architecture}: {error}") from error
+                raise WeightsError(f"{source}: not a checkpoint of {cfg.architecture}: {error}") from error
         own = model.state_dict()
         if not any(map(_is_learned_connection, state_dict)):
             state_dict = {**state_dict, **{name: own[name] for name in own if _is_learned_connection(name)}}
         is_adapted = bool(arguments.get("features_only")) or model.num_classes != cfg.num_classes
-        found = [
+        problems = [
             *(_other_names(state_dict, own, is_adapted) if arguments.get("pretrained_strict", True) else ()),
             *_other_shapes(state_dict, own, cfg, is_adapted),
             *_not_finite(state_dict),
         ]
-        if found:
-            raise WeightsError(f"{source}: the weights do not fit {cfg.architecture}: {'; '.join(found)}")
+        if problems:
+            raise WeightsError(f"{source}: the weights do not fit {cfg.architecture}: {'; '.join(problems)}")
         if model.num_classes != cfg.num_classes and not arguments.get("features_only"):
-            _warn_of_a_new_classifier(source, state_dict, own, cfg, model.num_classes)
+            _warn_of_new_classifier(source, state_dict, own, cfg, model.num_classes)
         return state_dict
 
     return filtered
@@ -153,55 +158,55 @@ def _is_learned_connection(name: str) -> bool:
 
 
 def _other_names(state_dict: Dict[str, Tensor], own: Dict[str, Tensor], is_adapted: bool) -> Iterator[str]:
-    """Tensors too few or too many. BatchNorm's counter is not needed: PyTorch starts it where a checkpoint has none."""
+    """Describe missing and surplus tensors, except BatchNorm's counter, which PyTorch creates if it is missing."""
     missing = [name for name in own if name not in state_dict and not name.endswith(".num_batches_tracked")]
     surplus = [name for name in state_dict if name not in own]
     renamed = _NORMS if any(name.startswith(_NORMS) for name in surplus) else ()
-    for what, names, excused in (("missing", missing, _HEADS + renamed), ("too many", surplus, _HEADS + _NORMS)):
-        names = [name for name in names if not (is_adapted and name.startswith(excused))]
+    for problem, names, allowed in (("missing", missing, _HEADS + renamed), ("surplus", surplus, _HEADS + _NORMS)):
+        names = [name for name in names if not (is_adapted and name.startswith(allowed))]
         if names:
-            yield f"{what} are {_some(names)}"
+            yield f"{problem}: {_some(names)}"
 
 
 def _other_shapes(
         state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, is_adapted: bool) -> Iterator[str]:
-    """Tensors of another shape, but for the classifier where timm drops it, and the input channels that it adapts."""
+    """Describe tensors of another shape, except a classifier that timm drops and input channels that timm adapts."""
     dropped = _classifiers(cfg) if is_adapted or cfg.label_offset else ()
 
     def fits(name: str) -> bool:
-        given, wanted = tuple(state_dict[name].shape), tuple(own[name].shape)
-        if name == f"{cfg.first_conv}.weight" and given[1:2] == tuple(cfg.input_size[:1]):
-            given, wanted = given[:1] + given[2:], wanted[:1] + wanted[2:]
-        return given == wanted or name.startswith(dropped)
+        shape, own_shape = tuple(state_dict[name].shape), tuple(own[name].shape)
+        if name == f"{cfg.first_conv}.weight" and shape[1:2] == tuple(cfg.input_size[:1]):
+            shape, own_shape = shape[:1] + shape[2:], own_shape[:1] + own_shape[2:]
+        return shape == own_shape or name.startswith(dropped)
 
     names = [name for name in own if name in state_dict and not fits(name)]
     if names:
-        found = [f"{name} ({tuple(state_dict[name].shape)}, not {tuple(own[name].shape)})" for name in names]
-        yield f"of another shape are {_some(found)}"
+        shapes = [f"{name} ({tuple(state_dict[name].shape)}, not {tuple(own[name].shape)})" for name in names]
+        yield f"of another shape: {_some(shapes)}"
 
 
-def _warn_of_a_new_classifier(
+def _warn_of_new_classifier(
         source: str, state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, classes: int) -> None:
-    """Warn that timm drops a classifier that fits, since it compares the model with the configuration only."""
+    """Warn if timm drops a classifier that fits. timm compares the model only with the configuration."""
     names = [name for name in own if name.startswith(_classifiers(cfg))]
     if names and all(name in state_dict and state_dict[name].shape == own[name].shape for name in names):
         warnings.warn(
-            f"{source}: the classifier ({', '.join(names)}) of the checkpoint fits, and timm replaces it by a new one, "
-            f"since the configuration says {cfg.num_classes} classes and the model has {classes}. To keep it, add "
+            f"{source}: the classifier ({', '.join(names)}) of the checkpoint fits, but timm replaces it, because "
+            f"num_classes is {cfg.num_classes} in the configuration and {classes} in the model. To keep it, add "
             f"num_classes={classes} to pretrained_cfg_overlay; --pretrained-path of train.py sets -1.", stacklevel=2)
 
 
 def _classifiers(cfg: PretrainedCfg) -> Tuple[str, ...]:
-    """What the names of the classifiers' tensors begin with."""
+    """Return the prefixes of the classifiers' tensors."""
     names = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
     return tuple(f"{name}." for name in names)
 
 
 def _not_finite(state_dict: Dict[str, Tensor]) -> Iterator[str]:
     counts = {name: int((~t.isfinite()).sum()) for name, t in state_dict.items() if t.is_floating_point()}
-    found = [f"{name} ({count} of {state_dict[name].numel()} values)" for name, count in counts.items() if count]
-    if found:
-        yield f"not finite are {_some(found)}"
+    names = [f"{name} ({count} of {state_dict[name].numel()} values)" for name, count in counts.items() if count]
+    if names:
+        yield f"not finite: {_some(names)}"
 
 
 def _some(names: List[str], most: int = 3) -> str:

@@ -17,8 +17,8 @@ from timm.models import PretrainedCfg, get_pretrained_cfg
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter_fn
 from torch import Tensor, nn
 
+from ..hub_client.download import cached
 from .checks import SAFE
-from .fetching import cached
 
 _AUTHORS = dict(
     hf_hub_filename=SAFE,

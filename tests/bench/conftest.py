@@ -1,0 +1,19 @@
+import gc
+
+import pytest
+
+from timm_ortho.bench import clock, options
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small():
+    """Shrink the copied and flushed buffers, skip most garbage collection, and unset the backend's variables."""
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        for defaults in (options.DEFAULTS["cpu"], options.QUICK):
+            patch.setitem(defaults, "copy_bytes", 1 << 20)
+        patch.setattr(clock, "FLUSHED_BYTES", dict.fromkeys(clock.FLUSHED_BYTES, 1 << 10))
+        for name in ("TIMM_ORTHO_BACKEND", "TRITON_INTERPRET"):
+            patch.delenv(name, raising=False)
+        yield
+    gc.unfreeze()

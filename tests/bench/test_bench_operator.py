@@ -1,0 +1,161 @@
+"""`timm-ortho bench --what operator`: candidates, tensors, metrics, machine, plot and table."""
+import io
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers.bench_runs import TRACED, run
+
+from timm_ortho import bench
+from timm_ortho.bench import operator
+from timm_ortho.bench.report import COLUMNS, METRICS
+from timm_ortho.functional import plain_update
+from timm_ortho.runs import provenance
+
+ROOT = Path(__file__).parents[2]
+FORMULAS = ["linear", "plain", "appendix", "compiled", "torch", "torch-compiled", "inductor", "triton", "copy"]
+
+
+@pytest.mark.parametrize("dim", [-1, 1, None])
+def test_the_appendix_is_the_same_update(dim):
+    x, f = (torch.randn(3, 5, 4, 6, dtype=torch.float64) for _ in range(2))
+    expected = plain_update(x, f, 0.0, 1.0, None if dim is None else [dim], operator.EPS)
+    torch.testing.assert_close(operator.appendix_update(x, f, dim), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def operator_run(tmp_path_factory):
+    folder, output = tmp_path_factory.mktemp("operator"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
+        patch.setattr(operator, "compiled", TRACED)
+        rows = run(folder, "--quick", "--what", "operator", "--shapes", "2x5x16", "--repeats", "4")
+    return folder, rows, output.getvalue()
+
+
+def test_operator_rows(operator_run):
+    _, rows, _ = operator_run
+    assert list(rows[0]) == list(COLUMNS)
+    assert [(row["step"], row["candidate"]) for row in rows] == [
+        (step, name) for step in ("forward", "backward", "both") for name in FORMULAS]
+    for row in rows:
+        assert (row["what"], row["shape"], row["layout"], row["dtype"], row["scope"]) == (
+            "operator", "2x5x16", "tokens", "float32", "feature")
+        for name in ("ms", "ratio", "appendix_ratio"):
+            quantiles = [row[f"{name}_{q}"] for q in ("p20", "p50", "p80")]
+            assert all(quantiles) or not any(quantiles)
+            if all(quantiles):
+                assert 0 < float(quantiles[0]) <= float(quantiles[1]) <= float(quantiles[2])
+
+
+def test_operator_metrics(operator_run):
+    by = {(row["step"], row["candidate"]): row for row in operator_run[1]}
+    assert float(by["forward", "linear"]["ratio_p50"]) == 1.0
+    for step, tensors in (("forward", 3), ("backward", 5), ("both", 8)):
+        row = by[step, "torch"]
+        assert float(row["gb_per_s"]) == pytest.approx(tensors * 640 / float(row["ms_p50"]) / 1e6, rel=1e-4)
+        assert float(row["share_of_copy"]) < 1
+        assert bool(row["ratio_p50"]) == (step != "backward")
+        assert row["backend"] == "torch"
+        assert by[step, "inductor"]["backend"] == "inductor"
+        assert float(by[step, "appendix"]["appendix_ratio_p50"]) == 1.0
+        copy = by[step, "copy"]
+        assert float(copy["share_of_copy"]) == 1.0
+        assert float(copy["gb_per_s"]) == pytest.approx(2 * 2**20 / float(copy["ms_p50"]) / 1e6, rel=1e-4)
+    assert by["backward", "linear"]["gb_per_s"] == ""
+    assert by["both", "linear"]["saved_bytes"] == "0"
+    # the update keeps x and y and two numbers a token, the plain formula x and f and more
+    assert 2 * 640 <= int(by["both", "torch"]["saved_bytes"]) <= 2 * 640 + 2 * 64  # storages are padded to 64 bytes
+    assert int(by["both", "plain"]["saved_bytes"]) > 2 * 640
+
+
+def test_an_unavailable_backend_has_a_note(operator_run):
+    for row in operator_run[1]:
+        if row["candidate"].startswith("triton"):
+            assert row["note"]
+            assert not any(row[metric] for metric in METRICS)
+        else:
+            assert row["note"] == ""
+
+
+def test_machine_columns(operator_run):
+    folder, rows, _ = operator_run
+    row = rows[0]
+    assert row["command"] == (f"timm-ortho bench --device cpu --output {folder} --quick --what operator "
+                              "--shapes 2x5x16 --repeats 4")
+    assert (row["device"], row["threads"]) == ("cpu", str(torch.get_num_threads()))
+    assert (row["torch"], row["timm"]) == (provenance.environment()["torch"], timm.__version__)
+    assert all(row[name] for name in ("cpu", "python", "system", "date", "timm_ortho", "triton"))
+    if (ROOT / ".git").exists():
+        head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        assert row["commit"] in (head, f"{head}-dirty")
+
+
+def test_no_commit_outside_a_checkout():
+    assert provenance.commit_of(ROOT / "timm_ortho") == ""  # although a parent folder is a checkout
+
+
+def test_plot(operator_run):
+    folder, *_ = operator_run
+    text = (folder / "bench.svg").read_text(encoding="utf-8")
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    for name in ("plain", "torch-compiled", "2x5x16 tokens feature float32 both"):
+        assert f"<!-- {name} -->" in text
+    assert "float32 backward -->" not in text
+    assert sorted(path.name for path in folder.iterdir()) == ["bench.csv", "bench.svg"]
+
+
+def test_tables(operator_run):
+    folder, _, out = operator_run
+    lines = out.splitlines()
+    assert lines[0].split()[:6] == ["shape", "layout", "scope", "dtype", "step", "candidate"]
+    triton = next(line for line in lines if line.split()[:1] == ["triton"])
+    assert triton.count("not measured") == 6
+    assert "cannot run" in triton
+    assert sum(line.startswith("2x5x16") for line in lines) == 1  # repeated labels are blank
+    assert sum(line.split()[:1] == ["plain"] for line in lines) == 3
+    assert f"written: {folder / 'bench.csv'}, {folder / 'bench.svg'}" in out
+
+
+def test_convolutional_shapes_have_two_layouts_and_both_scopes():
+    options = bench.resolve(dict(what=["operator"], shapes=["2x3x4", "2x3x4x4"], device="cpu", dtypes=["bfloat16"]))
+    labels = [one.labels for one in operator.operator_groups(options)]
+    assert [(one["layout"], one["scope"]) for one in labels if one["step"] == "both"] == [
+        (layout, scope) for layout in ("tokens", "nchw", "channels_last") for scope in ("feature", "global")]
+    assert bench.model_groups(options) == []
+
+
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_layout_and_dtype_of_the_tensors(layout, monkeypatch):
+    seen = []
+    monkeypatch.setattr(operator, "plain_update", lambda x, f, dims, **_: seen.append((x, f, dims)) or x + f)
+    options = bench.resolve(dict(what=["operator"], device="cpu", compile=False))
+    built = operator._operator_candidates(options, (2, 3, 4, 5), layout, "feature", "bfloat16", "both")
+    plain = next(one for one in built if one.name == "plain")
+    plain.run(plain.prepare())
+    (x, f, dims), = seen
+    assert dims == [1]
+    assert x.dtype == f.dtype == torch.bfloat16
+    assert x.is_contiguous(memory_format=torch.channels_last) == (layout == "channels_last")
+    assert not torch.equal(x, f)
+    assert [one.name for one in built] == ["linear", "plain", "appendix", "torch", "triton", "copy"]
+
+
+def test_timed_and_untimed_parts_of_each_step():
+    def timed(step):
+        tensors = operator.tensors(torch.device("cpu"), (2, 3), "tokens", "float32", step)
+        return *tensors, *operator.timed(torch.mul, *tensors, step)
+
+    x, f, _, run, prepare = timed("forward")
+    assert prepare() is None
+    assert torch.equal(run(None), x * f)
+    assert not run(None).requires_grad
+    for step in ("backward", "both"):
+        x, f, g, run, prepare = timed(step)
+        state = prepare()
+        assert (state is not None) == (step == "backward")
+        assert all(map(torch.equal, run(state), (f * g, x * g)))
+        assert x.grad is None

@@ -1,0 +1,88 @@
+"""Options of `timm-ortho bench`: defaults, and one line for each that is invalid."""
+import pytest
+import torch
+
+from timm_ortho import backends, bench, cli
+from timm_ortho.bench.options import SHORT
+from timm_ortho.runs import provenance
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--what", "modles"], "unknown part 'modles', known are 'operator', 'models', 'launch'; did you mean 'models'?"),
+    (["--skips", "ortho_tp"], "unknown skip 'ortho_tp', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
+                              "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
+    (["--dtypes", "float23"], "unknown dtype 'float23'"),
+    (["--device", "tpu"], "unknown device 'tpu', known are 'cpu', 'cuda'"),
+    (["--device", "cpu:x"], "--device cpu:x:"),
+    (["--shapes", "16x197"], "--shapes must be tokens (16x197x384) or NCHW (8x256x56x56), got '16x197'"),
+    (["--shapes", "2x0x4"], "got '2x0x4'"),
+    (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+    (["--img-size", "0"], "--img-size must be at least 1, got 0"),
+    (["--models", "vit_smal_ortho"], "no orthogonal variant 'vit_smal_ortho'; did you mean 'vit_small'?"),
+    (["--models", "vit_small", "--model-kwargs", "deptj=2"], "vit_small cannot be built with {'deptj': 2}: "),
+    (["--models", "vit_small", "--skips", "idempotent_mr", "--model-kwargs", "skip_branches=5"],
+     "branches must divide the width of the stream, got 5 branches of 384 channels"),
+    (["--model-kwargs", "depth"], "'depth' is not of the form key=value"),
+    (["--amp", "--dtypes", "float16"], "--amp is --dtypes bfloat16: give one of them"),
+])
+def test_bad_arguments(capsys, tmp_path, arguments, message):
+    output = tmp_path / "out"
+    assert cli.main(["bench", "--device", "cpu", "--output", str(output), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("timm-ortho: error: ")
+    assert message in captured.err
+    assert not output.exists()
+
+
+def test_an_output_that_is_a_file_is_refused_first(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure", None)
+    file = tmp_path / "file"
+    file.touch()
+    for output in (file, file / "out" / "bench"):
+        assert cli.main(["bench", "--quick", "--device", "cpu", "--output", str(output)]) == 2
+        message = f"timm-ortho: error: --output {output} cannot be written: {file} is a file\n"
+        assert capsys.readouterr().err == message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_gpu(capsys):
+    assert cli.main(["bench", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err.startswith("timm-ortho: error: --device cuda: ")
+
+
+def test_a_requested_backend_that_cannot_run(capsys, monkeypatch):
+    monkeypatch.setattr(backends, "_default", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert cli.main(["bench", "--device", "cpu"]) == 2
+    assert "TIMM_ORTHO_BACKEND" in capsys.readouterr().err
+
+
+def test_missing_extra(capsys, monkeypatch):
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "tqdm" else find(name))
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err.strip().endswith('bench needs tqdm: pip install "timm-ortho[lab]"')
+
+
+def test_options_are_passed_on(monkeypatch, tmp_path):
+    passed = []
+    monkeypatch.setattr("timm_ortho.bench.bench", lambda *arguments: passed.extend(arguments) or 0)
+    assert cli.main(["bench", "--what", "models", "--amp", "-b", "4", "--quick", "--no-compile", "--model-kwargs",
+                     "depth=2", "--output", str(tmp_path)]) == 0
+    options, environment, output, command = passed
+    assert {key: value for key, value in options.items() if value is not None} == {
+        "what": ["models"], "dtypes": ["bfloat16"], "batch_size": 4, "quick": True, "compile": False,
+        "model_kwargs": {"depth": 2}}
+    assert environment["torch"] == provenance.environment()["torch"]
+    assert output == tmp_path
+    assert command.startswith("timm-ortho bench --what models --amp -b 4 ")
+
+
+def test_quick_shortens_its_own_models_only():
+    quick = bench.resolve({"device": "cpu", "quick": True, "repeats": 2})
+    assert [model.arguments for model in quick.models] == list(SHORT.values())
+    assert (quick.repeats, quick.scopes) == (2, ("feature",))
+    requested = bench.resolve({"device": "cpu", "quick": True, "models": ["vit_small_ortho"]})
+    assert [(model.arguments, model.batch[0]) for model in requested.models] == [({}, 4)]

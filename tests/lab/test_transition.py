@@ -1,0 +1,119 @@
+"""Transition points of traces that part at a known step, that do not, and that are noisy."""
+import math
+
+import numpy as np
+import pytest
+
+from timm_ortho.lab.reporting.transition import transition_point, transition_points
+
+STEPS = 200
+
+
+def rise(point, slope, seeds=3, noise=0.0, seed=0):
+    """Traces that rise together to 100 and, from `point` on, go on with a slope of their own."""
+    steps = np.arange(STEPS)
+    trace = 100 * (1 - np.exp(-steps / 10)) + slope * np.clip(steps - point, 0, None)
+    return trace + noise * np.random.default_rng(seed).standard_normal((seeds, STEPS))
+
+
+@pytest.mark.parametrize("point", [20, 60, 120])
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+@pytest.mark.parametrize("seeds", [1, 3, 5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_known_point(point, noise, seeds, sign):
+    linear, orthogonal = (rise(point, slope * sign, seeds, noise, i) for i, slope in enumerate((-1.0, 1.0)))
+    found = transition_point(linear, orthogonal)
+    height = np.ptp(np.stack([linear.mean(0), orthogonal.mean(0)]))
+    visible = point + 0.1 * height / 2  # where the two lines, which part by 2 a step, are a tenth of the height apart
+    assert found == pytest.approx(visible, abs=1.01 if noise == 0 else 5)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_has_no_transition(seeds, seed):
+    for noise in (0.0, 1.0, 30.0):
+        assert transition_point(rise(0, 0, seeds, noise, seed), rise(0, 0, seeds, noise, seed + 1000)) is None
+
+
+def test_flat_traces_have_none():
+    assert transition_point(np.ones((3, STEPS)), np.ones((3, STEPS))) is None
+
+
+def test_a_small_offset_that_every_seed_has_is_none():
+    linear = rise(0, 0)
+    assert transition_point(linear, linear + 5) is None  # a twentieth of the height, without any spread
+    assert transition_point(linear, linear + 20) == 0
+
+
+def test_a_large_offset_that_the_seeds_disagree_on_is_none():
+    linear = rise(0, 0)
+    assert transition_point(linear, linear + np.array([[60.0], [-50.0], [80.0]])) is None
+    assert transition_point(linear[:1], linear[:1] + 60) == 0  # of one pair nothing else is known
+
+
+def test_runs_are_paired_by_seed():
+    base = rise(50, 0) + np.array([[0.0], [200.0], [400.0]])  # the seeds differ more than the connections
+    assert transition_point(base, base + 4 * np.clip(np.arange(STEPS) - 50, 0, None)) == pytest.approx(69, abs=5)
+
+
+def test_crossing_once_more_does_not_hide_it():
+    linear = rise(0, 0)
+    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # apart, crosses in the middle, apart the other way
+    assert transition_point(linear, linear + difference) == 0
+
+
+def test_a_passing_difference_is_none():
+    linear = rise(0, 0)
+    bump = np.where((np.arange(STEPS) > 40) & (np.arange(STEPS) < 80), 50.0, 0.0)
+    assert transition_point(linear, linear + bump) is None
+
+
+def test_the_last_steps_are_too_few():
+    linear = rise(0, 0)
+    assert transition_point(linear, linear + np.where(np.arange(STEPS) >= 185, 50.0, 0.0)) is None
+    assert transition_point(linear, linear + np.where(np.arange(STEPS) >= 170, 50.0, 0.0)) == 170
+
+
+def test_a_run_that_diverged():
+    linear, orthogonal = rise(20, -1.0), rise(20, 1.0)
+    orthogonal[0, 100:] = math.nan
+    assert transition_point(linear, orthogonal) is None
+    orthogonal[0, :] = math.nan
+    assert transition_point(linear, orthogonal) is None
+
+
+def rows(traces_by_site, every=50):
+    return [{"step": index * every, "layer": layer, "kind": kind, "stream": value, "cosine": 0.0}
+            for (layer, kind), trace in traces_by_site.items() for index, value in enumerate(trace)]
+
+
+def test_every_site_has_its_own():
+    linear = [rows({(0, "mlp"): trace, (1, "attention"): other})
+              for trace, other in zip(rise(20, -1.0), rise(0, 0), strict=True)]
+    orthogonal = [rows({(0, "mlp"): trace, (1, "attention"): other})
+                  for trace, other in zip(rise(20, 1.0), rise(0, 0), strict=True)]
+    orthogonal[0] = orthogonal[0][:-1]  # not all have recorded the last step
+    first, second = transition_points(linear, orthogonal)
+    assert first == {"layer": 0, "kind": "mlp", "measure": "stream", "step": first["step"]}
+    assert first["step"] == pytest.approx(50 * (20 + 0.05 * np.ptp([rise(20, -1), rise(20, 1)])), abs=100)
+    assert second == {"layer": 1, "kind": "attention", "measure": "stream", "step": None}
+    assert [point["step"] for point in transition_points(linear, orthogonal, "cosine")] == [None, None]
+
+
+def test_null_is_not_a_number():
+    linear, orthogonal = [5.0] * 35, [None] * 4 + [14.0] * 31
+    point, = transition_points([rows({(0, "mlp"): linear})], [rows({(0, "mlp"): orthogonal})])
+    assert point["step"] == 200
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: transition_point(np.ones((3, 4)), np.ones((2, 4))),
+     r"traces must be \[seeds, steps\] and the same for both connections, got \[3, 4\] and \[2, 4\]"),
+    (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(1, "mlp"): [1]})]),
+     "the runs have no step in common at which all recorded mlp of block 0"),
+    (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(0, "mlp"): [1]})], "norm"),
+     "there is no column 'norm' in the rows, only step, layer, kind, stream, cosine"),
+])
+def test_what_cannot_be_compared(call, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        call()

@@ -1,0 +1,170 @@
+"""scripts/readme_bench.py: the tables of costs in README and docs/speed.md follow from the rows of bench."""
+import csv
+
+import pytest
+import readme_bench
+
+from timm_ortho.bench.options import DEFAULTS
+from timm_ortho.bench.report import COLUMNS
+
+
+def fake_csv(folder, name, rows):
+    common = dict(device="cpu", cpu="Some CPU, 2 cores, 2 threads", torch="2.9", triton="3.5", timm="1.0.31", driver="",
+                  commit="0123456789abcdef-dirty", date="2026-01-02T03:04:05+00:00", command="timm-ortho bench",
+                  baseline="linear")
+    folder.mkdir(exist_ok=True)
+    with open(folder / name, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows({**common, **row} for row in rows)
+
+
+def model_row(step, mode, p50, **more):
+    row = dict(what="models", model="vit_small", layout="tokens", dtype="float32", candidate="ortho", step=step,
+               mode=mode, ratio_p20=p50 - 0.01, ratio_p50=p50, ratio_p80=p50 + 0.02, saved_ratio="1.0042")
+    return {**row, **more}
+
+
+def operator_row(step, candidate, **more):
+    return dict(what="operator", shape="16x197x384", layout="tokens", dtype="float32", scope="global", step=step,
+                candidate=candidate, **more)
+
+
+def lines_of(results, on):
+    text = readme_bench.section(readme_bench.rows_of(results))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()
+            if line.startswith(f"| {on} ")]
+
+
+def test_the_tables_of_speed(tmp_path):
+    fake_csv(tmp_path, "bench_cpu.csv", [
+        model_row("training", "eager", 1.3), model_row("training", "compiled", 0.98, saved_ratio="1.137"),
+        model_row("training", "inductor", 1.1),
+        model_row("training", "eager", 1.0, candidate="linear"),
+        operator_row("both", "torch", ratio_p50="1.5", appendix_ratio_p50="0.4"),
+        operator_row("forward", "torch", share_of_copy="0.61"), operator_row("backward", "torch", share_of_copy="0.7"),
+        operator_row("both", "triton", note="no GPU"),
+        *(dict(what="launch", shape="1x1x32", step="inference", candidate=name, ms_p50=ms)
+          for name, ms in (("linear", "0.0032"), ("appendix", "0.025"))),
+        *(dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate=name, ms_p50=ms,
+               ratio_p20="1.1", ratio_p50="1.2", ratio_p80="1.3", appendix_ratio_p20="0.8", appendix_ratio_p50="0.9",
+               appendix_ratio_p80="1") for name, ms in (("linear", "1.5"), ("ortho", "1.8"))),
+    ])
+    model, operator, launch, *others = lines_of(tmp_path, "CPU, Some CPU")
+    on = "CPU, Some CPU"
+    assert model == [on, "vit_small_ortho", "tokens, float32", "1.300 [1.290, 1.320]", "1.100 [1.090, 1.120]",
+                     "0.980 [0.970, 1.000]", *["not measured"] * 3, "1.004", "1.137", "not measured"]
+    assert launch == [on, "1x1x32", "inference", "3.2", "25.0", *["not measured"] * 5]
+    assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
+    assert others[0][-3:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]", "not measured"]
+    assert operator[:3] == ["CPU, Some CPU", "16x197x384, tokens", "float32, global"]
+    cells = dict(zip(readme_bench.FORMULAS, operator[3:-1], strict=True))
+    assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
+    unmeasured = lines_of(tmp_path, "GPU")
+    assert [line[1] for line in unmeasured] == [
+        *DEFAULTS["cuda"]["models"], *DEFAULTS["cuda"]["shapes"], *readme_bench.LAUNCHES]
+    assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
+    assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; "
+            "commit 0123456789ab with changes, 2026-01-02") in readme_bench.section(readme_bench.rows_of(tmp_path))
+
+
+def test_rows_of_a_gpu(tmp_path):
+    gpu = dict(device="NVIDIA H100", driver="570.1", commit="")
+    fake_csv(tmp_path, "bench_h100.csv", [
+        model_row("training", "eager", 1.01, model="vit_small(depth=2)", peak_ratio="1.0021", **gpu),
+        {**operator_row("both", "triton", ratio_p50="2", appendix_ratio_p50="0.125"), **gpu},
+        {**operator_row("both", "torch", ratio_p50="4", appendix_ratio_p50="0.5"), **gpu}])
+    model, operator = lines_of(tmp_path, "NVIDIA H100")
+    assert (model[1], model[-1]) == ("vit_small_ortho(depth=2)", "1.002")
+    assert operator[-1] == "8.0 (triton)"
+    assert [line[1] for line in lines_of(tmp_path, "GPU")] == list(readme_bench.LAUNCHES)
+    assert {line[1] for line in lines_of(tmp_path, "CPU")} == {
+        *DEFAULTS["cpu"]["models"], *DEFAULTS["cpu"]["shapes"], *readme_bench.LAUNCHES}
+    assert "driver 570.1, torch 2.9" in readme_bench.section(readme_bench.rows_of(tmp_path))
+
+
+def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
+    assert readme_bench.opening(readme_bench.rows_of(tmp_path)) == "On a CPU: not measured. On a GPU: not measured."
+    fake_csv(tmp_path, "bench_cpu.csv", [
+        model_row("training", "eager", 1.3), model_row("training", "eager", 1.1, layout="nchw", model="resnetv2_50"),
+        model_row("training", "eager", 1.074, layout="channels_last", model="resnetv2_50"),
+        model_row("training", "compiled", 0.98), model_row("inference", "eager", 3.0),
+        model_row("training", "eager", 1.0, candidate="linear"), model_row("training", "eager", 2.0, model="vit_base"),
+        dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate="ortho",
+             ratio_p50="1.2", appendix_ratio_p50="0.9")])
+    text = " ".join(readme_bench.opening(readme_bench.rows_of(tmp_path)).split())
+    assert "(Some CPU). ViT-S: +30 % in eager mode; -2 % under `torch.compile`. ResNetV2-50: +7 to +10 % in" in text
+    assert "0.90 to 0.90 times" in text
+    assert "1.20 to 1.20 times" in text
+    assert text.endswith("On a GPU: not measured.")
+
+
+def test_no_measurement_is_taken_twice(tmp_path):
+    for name in ("bench_a.csv", "bench_b.csv"):
+        fake_csv(tmp_path, name, [model_row("training", "eager", 1.3)])
+    with pytest.raises(SystemExit, match="2 rows of vit_small are the same measurement"):
+        readme_bench.section(readme_bench.rows_of(tmp_path))
+
+
+def costs_of(results):
+    lines = [[cell.strip() for cell in line.strip("|").split("|")]
+             for line in readme_bench.costs(readme_bench.rows_of(results)).splitlines()]
+    return lines[0], {line[0]: line[1:] for line in lines[2:]}
+
+
+def test_readmes_table_of_costs(tmp_path):
+    nothing, costs = costs_of(tmp_path)
+    assert nothing == ["orthogonal over linear", "CPU", "GPU"]
+    assert len(costs) == 12
+    assert {cell for cells in costs.values() for cell in cells} == {"not measured"}
+    gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", peak_ratio="1.0021")
+    fake_csv(tmp_path, "bench_cpu.csv", [
+        model_row("training", "eager", 1.3), model_row("training", "eager", 1.4, model="vit_base"),
+        model_row("training", "eager", 1.0, candidate="linear"), model_row("inference", "compiled", 0.9),
+        model_row("training", "compiled", 1.1, model="resnetv2_50", layout="nchw"),
+        model_row("training", "compiled", 1.2, model="resnetv2_50", layout="channels_last"),
+        *(dict(what="launch", shape="1x1x32", step="training", candidate=name, ms_p50=ms)
+          for name, ms in (("linear", "0.0032"), ("ortho", "0.0254"))),
+    ])
+    fake_csv(tmp_path, "bench_h100.csv", [
+        model_row("training", "eager", 1.01, **gpu), model_row("training", "eager", 1.02, dtype="bfloat16", **gpu)])
+    devices, costs = costs_of(tmp_path)
+    assert devices[1:] == ["CPU, Some CPU", "NVIDIA H100"]
+    measured = {name: cells for name, cells in costs.items() if set(cells) != {"not measured"}}
+    assert measured == {
+        "launch, 1x1x32, training": ["25.4 us against 3.2 us", "not measured"],
+        "ViT-S: training step, eager": [
+            "1.300 [1.290, 1.320]", "1.010 [1.000, 1.030] (float32); 1.020 [1.010, 1.040] (bfloat16)"],
+        "ViT-S: memory kept for backward (eager)": ["1.004", "1.004 (float32); 1.004 (bfloat16)"],
+        "ViT-S: peak memory, training (eager)": ["not measured", "1.002 (float32); 1.002 (bfloat16)"],
+        "ResNetV2-50: training step, torch.compile": ["1.100 [1.090, 1.120]", "not measured"],
+    }
+
+
+def test_the_pages_are_held_to_the_rows(tmp_path, capsys):
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "speed.md"]
+    pages[1].parent.mkdir()
+    opening = "{}\nold\n{}\n".format(*readme_bench.OPENING)
+    for page in pages:
+        page.write_text(f"before\n{opening}{readme_bench.BEGIN}\nold\n{readme_bench.END}\nafter\n")
+    fake_csv(tmp_path / "results", "bench_cpu.csv", [model_row("training", "eager", 1.3)])
+    assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 1
+    assert capsys.readouterr().err.count("run python scripts/readme_bench.py") == 3
+    assert all("old" in page.read_text() for page in pages)
+    assert readme_bench.main([], tmp_path, tmp_path / "results") == 0
+    assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 0
+    for page in pages:
+        text = page.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("\nafter\n")
+        assert "1.300 [1.290, 1.320]" in text
+        page.write_text(text.replace("1.300", "1.200"))
+        assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 1
+        page.write_text("no markers")
+        with pytest.raises(SystemExit, match="has no"):
+            readme_bench.main([], tmp_path, tmp_path / "results")
+        page.write_text(text)
+
+
+def test_these_pages():
+    assert readme_bench.main(["--check"]) == 0

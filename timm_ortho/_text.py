@@ -1,0 +1,45 @@
+"""Format text: columns, suggestions, errors in one line, and values that JSON can hold."""
+import difflib
+import math
+from typing import Any, Collection, List, Optional, Sequence
+
+
+def did_you_mean(name: Any, known: Collection[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar known name, or an empty string."""
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
+    """Return rows of cells as lines with aligned columns.
+
+    Args:
+        rows: Cells of each row.
+        sides: ``<`` or ``>`` for each column: flush left or flush right. All columns are flush left by default.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = sides or "<" * len(widths)
+    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+            for row in rows]
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an error in one line of at most 300 characters, or the name of its class if it has none."""
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
+
+
+def finite(value: Optional[float]) -> bool:
+    """Return False for NaN, infinities and None, which :func:`without_nan` writes for them."""
+    return value is not None and math.isfinite(value)
+
+
+def without_nan(value: Any) -> Any:
+    """Return a copy of nested dicts and lists with None in place of NaN and infinities, which JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): without_nan(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(v) for v in value]
+    return value

@@ -1,0 +1,234 @@
+"""Read a training run to publish: options, metrics and weights.
+
+| run of | options | metrics |
+| --- | --- | --- |
+| timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
+| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, and those of the other seeds |
+
+With `--model-ema` both evaluate the EMA weights, so their metrics do not apply to the plain weights. Checkpoints are
+read with torch's restricted unpickler, which executes no code.
+"""
+import json
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Optional
+
+import torch
+import yaml
+from timm.models import clean_state_dict
+
+from .._text import error_text
+from ..runs.folders import load_checkpoint, read_history
+from .errors import NoRunError, PublishError
+
+_STUDY, _RUN = "study.yaml", "run.yaml"  # in the folder of a study, and in that of each run
+_BY_HAND = "build the model, load the weights and pass it to timm_ortho.hub.push"
+_RUN_NAME = re.compile(r"(?P<variant>.+)-seed(?P<seed>\d+)")
+
+
+class Run:
+    """Options and metrics of a run. Subclasses read all of them from files.
+
+    Attributes:
+        options: timm's options.
+        history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. If the
+            run changed its connection, only the epochs of the checkpoint's stage.
+        result: `result.json` of a run of the lab; empty for `train.py`.
+        peers: Top-1 in percent after the last epoch by seed, for the finished runs that differ only in the seed.
+        comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
+        epoch: Epoch after which the weights were saved; None without weights.
+        in_mid_epoch: Whether they were saved before its end (`--recovery-interval` of `train.py`).
+        ema: Whether they are the EMA weights.
+    """
+
+    options: Mapping[str, Any]
+    history: list[dict]
+    result: Mapping[str, Any]
+    peers: Mapping[int, float]
+    comparison: list[dict]
+    epoch: Optional[int]
+    in_mid_epoch: bool = False
+    ema: bool
+
+    @property
+    def evaluates_ema(self) -> bool:
+        return bool(self.options.get("model_ema")) and not self.options.get("model_ema_force_cpu")
+
+    @property
+    def evaluated(self) -> Optional[dict]:
+        """The row of the history that was measured on these weights, or None."""
+        if self.ema != self.evaluates_ema or self.in_mid_epoch:
+            return None
+        return next((row for row in self.history if row["epoch"] == self.epoch), None)
+
+    @property
+    def chosen_on_validation(self) -> bool:
+        """Whether the weights are not those of the last epoch, so that validation metrics selected them."""
+        if not self.history or self.epoch is None or self.in_mid_epoch:
+            return False
+        return self.epoch != self.history[-1]["epoch"]
+
+    @property
+    def connection(self) -> Optional[str]:
+        """The connection that the weights were last trained with; None if only the name of the model sets it."""
+        switched = self.result.get("switch_epoch")
+        if switched is not None and self.epoch is not None and self.epoch < switched:
+            return self.options["model_kwargs"]["connection"]
+        return self.result.get("connection") or (self.options.get("model_kwargs") or {}).get("connection")
+
+    @property
+    def top1_mean(self) -> Optional[float]:
+        return fmean(self.peers.values()) if self.peers else None
+
+    @property
+    def top1_std(self) -> Optional[float]:
+        """Sample standard deviation over seeds; None for fewer than two."""
+        return stdev(self.peers.values()) if len(self.peers) > 1 else None
+
+
+class CheckpointRun(Run):
+    """A run with its weights.
+
+    Args:
+        path: A checkpoint, or the folder of one run, whose last checkpoint is used.
+        ema: Whether to use the EMA weights.
+
+    Attributes:
+        path: The checkpoint.
+        state_dict: The weights.
+
+    Raises:
+        PublishError: There is no checkpoint, the run is not finished, or it has no EMA weights.
+    """
+
+    def __init__(self, path: Path, ema: bool = False) -> None:
+        self.path = checkpoint_file(path)
+        folder, checkpoint = self.path.parent, _read_checkpoint(self.path)
+        self.options = _options(folder, checkpoint, self.path)
+        self.state_dict = _weights(checkpoint, ema, self.path)
+        self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
+        self.history = read_history(folder)
+        self.result, self.peers, self.comparison = {}, {}, []
+        if folder.name == "switched" and (folder.parent / _RUN).is_file():  # second stage of a run
+            folder = folder.parent
+        if (folder / _RUN).is_file():
+            self.result = _finished(folder)
+            self.peers = _peers(folder, self.options)
+            self.comparison = _comparison(folder.parent, self.result["connection"])
+
+
+# -------------------------------------------------------------------------------------------- the files
+def checkpoint_file(path: Path) -> Path:
+    """Return the checkpoint at a path, or the last one in the folder of a run.
+
+    Raises:
+        PublishError: There is none.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise PublishError(f"there is no checkpoint or run folder '{path}'")
+    for name in ("switched/last.pth.tar", "last.pth.tar", "model_best.pth.tar"):
+        if (path / name).is_file():
+            return path / name
+    if (path / _RUN).is_file():
+        raise _unfinished(path)
+    runs = sorted(item.name for item in path.iterdir() if (item / "args.yaml").is_file())
+    if runs:
+        raise PublishError(f"{path} contains {len(runs)} runs: pass one of them, such as {path / runs[0]}")
+    raise PublishError(f"{path} contains no checkpoint (last.pth.tar, model_best.pth.tar): pass a checkpoint, or a "
+                       "folder that timm's train.py or timm-ortho compare wrote")
+
+
+def _read_checkpoint(path: Path) -> dict:
+    try:
+        checkpoint = load_checkpoint(path)
+    except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise anything for a damaged file
+        raise NoRunError(
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {error_text(error)})") from None
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
+                         f"{_BY_HAND}")
+    return checkpoint
+
+
+def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the options of args.yaml; those of the checkpoint fill in what train.py completed (num_classes)."""
+    args = checkpoint.get("args")
+    options = dict(vars(args)) if isinstance(args, Namespace) else {}
+    if (folder / "args.yaml").is_file():
+        try:
+            written = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
+            options.update({key: value for key, value in written.items() if value is not None or key not in options})
+        except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+            raise PublishError(f"{folder / 'args.yaml'} cannot be read ({error_text(error)})") from None
+    if not options.get("model"):
+        raise NoRunError(f"{path} does not name its model, neither in an args.yaml beside it nor in arguments inside: "
+                         f"{_BY_HAND}")
+    return options
+
+
+def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
+    if ema and not checkpoint.get("state_dict_ema"):
+        raise PublishError(f"{path} has no EMA weights: omit --ema, or train with --model-ema")
+    return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
+
+
+def _finished(folder: Path) -> dict:
+    if not (folder / "result.json").is_file():
+        raise _unfinished(folder)
+    return load_json(folder / "result.json")
+
+
+def _unfinished(folder: Path) -> PublishError:
+    return PublishError(f"the run in {folder} is not finished: repeat the command that started it")
+
+
+def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
+    match = _RUN_NAME.fullmatch(folder.name)
+    if match is None or not (folder.parent / _STUDY).is_file():
+        return {}
+    top1 = {}
+    for peer in folder.parent.iterdir():
+        peer_match = _RUN_NAME.fullmatch(peer.name)
+        if peer_match is None or peer_match["variant"] != match["variant"] or not (
+                (peer / "result.json").is_file() and (peer / "args.yaml").is_file()):
+            continue
+        peer_options = yaml.safe_load((peer / "args.yaml").read_text("utf-8"))
+        result = load_json(peer / "result.json")
+        if {**peer_options, "seed": None} == {**options, "seed": None} and "top1" in result:
+            top1[int(peer_match["seed"])] = result["top1"]
+    return {seed: top1[seed] for seed in sorted(top1)}
+
+
+def _comparison(grid: Path, connection: str) -> list[dict]:
+    if not (grid / _STUDY).is_file() or not (grid / "results.json").is_file():
+        return []
+    rows = comparison_rows(load_json(grid / "results.json"))
+    return rows if connection in [row["connection"] for row in rows] else []
+
+
+def comparison_rows(results: Mapping[str, Any]) -> list[dict]:
+    """Return the table of `timm-ortho compare` from its `results.json`; empty for any other study."""
+    study = results.get("study") or {}
+    if study.get("name") != "compare":
+        return []
+    return [
+        {"connection": row["cell"]["connection"], "baseline": study["baseline"]["connection"], "seeds": row["seeds"],
+         "top1_mean": row["mean"], "top1_std": row["std"], "difference": row["difference"]}
+        for row in results["summary"] if row["measure"] == "top1"]
+
+
+def load_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        PublishError: It cannot be read.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PublishError(f"{path} cannot be read ({type(error).__name__})") from None

@@ -1,0 +1,1 @@
+"""Client of the Hugging Face Hub: downloads and error messages."""

@@ -1,0 +1,119 @@
+"""Collecting: from output folders to what a report is made of, whoever trained the runs, finished or not."""
+from collections import Counter
+from pathlib import Path
+from typing import Any, Mapping, Optional, Sequence
+
+from ..._text import aligned
+from ...models.names import SUFFIXES, base_name, suffix_of
+from ...runs.folders import read_history
+from .. import LabError
+from ..folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
+from ..planning.plan import STUDY, read
+from ..running.features import add_cka
+
+Part = tuple[dict, list[dict], list[str]]  # study, runs and unfinished, as `report` takes them
+
+
+def collect(folders: Sequence[Path]) -> list[Part]:
+    """What the folders hold: outputs of `timm-ortho study` and `compare`, and runs that `train.py` was given by hand,
+    each of which joins the first of these studies that has a place for it; a LabError if none has.
+    """
+    studies = [folder for folder in folders if (folder / STUDY).is_file()]
+    by_hand = [folder for folder in folders if folder not in studies]
+    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without any, `read` says what is missing
+    parts = [_of_study(folder, values) for folder, values in plans]
+    for folder in by_hand:
+        number, run = _by_hand(folder, plans)
+        study, runs, _ = parts[number]
+        if any(all(other[key] == run[key] for key in ("cell", "connection", "seed")) for other in runs):
+            raise LabError(f"{folder} is a second run of {run['connection']}, seed {run['seed']}, in {study['name']}: "
+                           "leave one out; runs of train.py need a --seed of their own")
+        runs.append(run)
+        study["seeds"] = sorted({*study["seeds"], run["seed"]})
+    return parts
+
+
+def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:
+    study = dict(values["study"])
+    if study["kind"] != "training":
+        rows = read_json(folder / "rows.json")
+        if rows is None:
+            raise LabError(f"{folder} has no rows yet: timm-ortho study run makes them")
+        return study, rows, []
+    runs, folders, unfinished = [], [], []
+    for place in values["places"]:
+        run = _run(folder / place["run"])
+        if run is None:
+            unfinished.append(place["run"])
+            continue
+        runs.append({**run, "cell": place["cell"], "connection": place["connection"], "seed": place["seed"],
+                     "dataset": study["dataset"]})
+        folders.append(folder / place["run"])
+    if any(run.get("representation") for run in runs):
+        add_cka(runs, folders, study["baseline"])
+    return study, runs, list(dict.fromkeys([*unfinished, *values["left_out"]]))
+
+
+def _run(folder: Path) -> Optional[dict]:
+    """A finished run's figures and traces; None of another."""
+    result = read_json(folder / RESULT)
+    if result is None:
+        return None
+    return {
+        "representation": None,
+        **result,
+        "history": history(folder, RunPlan.read(folder)),
+        "probe": read_lines(folder / "probe.jsonl"),
+        "dynamics": read_lines(folder / "records.jsonl"),
+    }
+
+
+def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[int, dict]:
+    """A run that somebody gave `train.py`: the study that has a place for it, and the run in that place."""
+    rows = read_history(folder)
+    if not (folder / "args.yaml").is_file() or not rows:
+        raise LabError(f"{folder} is no study's output, nor a run of train.py (args.yaml, summary.csv)")
+    if not all("eval_top1" in row for row in rows):
+        raise LabError(f"{folder} has epochs without eval_top1 in its summary.csv, so there is no accuracy to report")
+    options = read_yaml(folder / "args.yaml")
+    if not isinstance(options, dict) or not options.get("model"):
+        raise LabError(f"{folder / 'args.yaml'} names no model, so it is not train.py's")
+    own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
+    connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
+    for number, (root, values) in enumerate(studies):
+        for place in values["places"]:
+            if place["connection"] != connection:
+                continue
+            plan = RunPlan.read(root / place["run"])
+            if len(plan.stages) == 1 and _fits(options, rows, plan):
+                return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
+    epochs = figures_of(rows)["epochs"]
+    raise LabError(f"{folder} ({options['model']}, {connection}, {epochs} epochs) fits no cell of these studies")
+
+
+def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bool:
+    """Whether a run by hand has a plan's architecture, data set and epochs, and is trained as the plan says."""
+    there, epochs = plan.stages[0].options, plan.stages[0].last_epoch
+    same = ("dataset", "opt", "lr", "weight_decay", "sched", "img_size", "mixup", "cutmix", "smoothing")
+    kwargs = [{key: value for key, value in (values.get("model_kwargs") or {}).items() if key != "connection"}
+              for values in (options, there)]
+    return (base_name(options["model"]) == base_name(there["model"]) and figures_of(rows)["epochs"] == epochs
+            and all(options.get(key) == there.get(key) for key in same) and kwargs[0] == kwargs[1])
+
+
+def _recorded(
+        folder: Path, options: Mapping[str, Any], rows: Sequence[dict], place: Mapping[str, Any], data: str) -> dict:
+    return {
+        "model": options["model"], "cell": place["cell"], "connection": place["connection"],
+        "seed": options["seed"], "dataset": data, "trainer": "train.py", **figures_of(rows),
+        "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
+        "made_with": {"command": f"by hand, in {folder}"},
+    }
+
+
+def status(folder: Path) -> str:
+    """A line for each run of a study: its name, and where it stands by its files alone."""
+    names = list(dict.fromkeys(place["run"] for place in read(folder)["places"]))
+    rows = [(name, *state(folder / name)) for name in names]
+    counts = Counter(word for _, word, _ in rows)
+    return "\n".join([*aligned(rows), ", ".join(f"{count} {word}" for word, count in counts.items()) or "no runs"])

@@ -1,0 +1,125 @@
+"""A report as a list of blocks, and the same blocks as a page in one file, as Markdown with figures beside it, as text.
+
+The page is `page.html.jinja`. On a narrow screen tables scroll in boxes of their own, and plots have their panels below
+each other; in print nothing scrolls, and neither a plot nor a row is cut.
+"""
+import base64
+import io
+import re
+from typing import Callable, NamedTuple, Sequence, Union
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from ..._text import aligned
+
+
+class Table(NamedTuple):
+    """Cells of text below a header, optionally with a second header above it."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]  # each as long as the header
+    names: int = 1  # how many leading columns name a row
+    groups: Sequence[tuple[str, int]] = ()  # titles above the columns after the names, and over how many each stands
+
+    def flat_header(self) -> list[str]:
+        """The header in one line, `group: title`."""
+        titles = [title for title, span in self.groups for _ in range(span)] or [""] * (len(self.header) - self.names)
+        below = [f"{title}: {name}" if title else name
+                 for title, name in zip(titles, self.header[self.names:], strict=True)]
+        return [*self.header[:self.names], *below]
+
+
+class Heading(NamedTuple):
+    text: str
+    level: int = 2
+
+
+class Text(NamedTuple):
+    text: str
+
+
+class Items(NamedTuple):
+    items: Sequence[str]
+
+
+class Code(NamedTuple):
+    text: str
+
+
+class Grid(NamedTuple):
+    """A table with what a screen reader calls it, and whether lines may break in its cells."""
+
+    table: Table
+    label: str
+    wrap: bool = False
+
+
+class Picture(NamedTuple):
+    """A plot: its file below the report's folder, the SVG and one for narrow screens, the plot in words, a caption."""
+
+    path: str
+    svg: str
+    narrow: str
+    alt: str
+    caption: str
+
+
+Block = Union[Heading, Text, Items, Code, Grid, Picture]
+
+
+def page(title: str, blocks: Sequence[Block]) -> str:
+    """The document as one file of HTML."""
+    environment = Environment(
+        loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    # as an image inside the page, so that the names inside two SVGs cannot meet
+    environment.filters["base64"] = lambda svg: base64.b64encode(svg.encode("utf-8")).decode("ascii")
+    environment.filters["width"] = _width
+    template = environment.get_template("page.html.jinja")
+    return template.render(title=title, blocks=[(type(block).__name__, block) for block in blocks])
+
+
+def _width(svg: str) -> float:
+    """In points."""
+    found = re.search(r'width="([\d.]+)pt"', svg)
+    return float(found[1]) if found else 0.0
+
+
+def markdown(title: str, blocks: Sequence[Block]) -> str:
+    """The document as Markdown; figures are files, by their relative paths."""
+    return "\n\n".join([f"# {_escaped(title)}", *map(_markdown, blocks)]) + "\n"
+
+
+def _markdown(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f"{'#' * block.level} {_escaped(block.text)}"
+    if isinstance(block, Text):
+        return _escaped(block.text)
+    if isinstance(block, Items):
+        return "\n".join(f"* {_escaped(item)}" for item in block.items)
+    if isinstance(block, Code):
+        return "\n".join(f"    {line}" for line in block.text.splitlines())
+    if isinstance(block, Grid):
+        lines = [[_escaped(cell) for cell in line] for line in (block.table.flat_header(), *block.table.rows)]
+        lines.insert(1, ["---"] * len(block.table.header))
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"![{_escaped(block.alt)}]({block.path})\n\n*{_escaped(block.caption)}*"
+
+
+def _escaped(text: str) -> str:
+    """Plain text, in which Markdown would find emphasis, tags, links or columns."""
+    return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", text)
+
+
+def text_table(table: Table) -> str:
+    header, *rows = aligned([table.flat_header(), *table.rows])
+    return "\n".join([header, "-" * len(header), *rows])
+
+
+def svg(draw: Callable[[], Figure], salt: str) -> str:
+    """The figure as SVG. The same figure with the same salt has the same bytes."""
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": salt}):
+        draw().savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

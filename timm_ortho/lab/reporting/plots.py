@@ -1,0 +1,530 @@
+"""The plots of a report, from the runs alone. A study's layout lists its plots.
+
+Lines are means over seeds, shades the range of the seeds; points are runs, and bars one standard deviation about their
+mean. A value that is not finite leaves a gap. Colours are Okabe and Ito's, which colour-blind readers can distinguish,
+and near the paper's (red is linear, blue is orthogonal); line styles and markers differ as well. Every function that
+draws takes `narrow`: panels below each other, for a phone.
+"""
+import math
+import re
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from statistics import fmean, stdev
+from textwrap import fill
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+from scipy.stats import pearsonr
+
+from ..._text import finite
+from .. import paper
+from .layout import MEASURES, TRACES, Layout, Run, grouped, shown
+from .statistics import ROUNDING, Difference
+from .tables import Entry
+
+STYLES = {
+    "linear": {"color": "#d55e00", "linestyle": "--", "marker": "s"},
+    "feature": {"color": "#0072b2", "linestyle": "-", "marker": "o"},
+    "global": {"color": "#009e73", "linestyle": "-.", "marker": "^"},
+    "hybrid": {"color": "#cc79a7", "linestyle": ":", "marker": "D"},
+}
+STYLES |= {paper.name("connection", name): look for name, look in STYLES.items()}
+_COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
+_LINES = ("-", "--", "-.", ":")
+_MARKERS = "vPX<>d*h"
+
+_NARROW = 4.0  # inches
+_LONG = 10  # epochs, from which on the y axes leave out the first half of training
+
+Name = Callable[[Run], str]
+Options = Mapping[str, Any]
+
+
+class Drawing(NamedTuple):
+    """A plot: name of its file, caption, the plot in words, and the function that draws it, wide or narrow."""
+
+    name: str
+    caption: str
+    alt: str
+    draw: Callable[..., Figure]
+
+
+@dataclass
+class Panel:
+    """One pair of axes of a line chart: by name of a line its look, the values of x, and a curve for each seed."""
+
+    title: str
+    lines: dict[str, tuple[Mapping[str, Any], Sequence[float], list[Sequence[Optional[float]]]]]
+    marks: Sequence[float] = ()  # where dotted vertical lines stand
+
+
+class Scene(NamedTuple):
+    """What figures are made from: the finished runs, their layout, and what was found in the whole records."""
+
+    runs: Sequence[Run]
+    layout: Layout
+    recorded: Mapping[str, Any]
+
+    def having(self, key: str) -> list[Run]:
+        return [run for run in self.runs if run.get(key)]
+
+    def lines(self, options: Options) -> Name:
+        told = (options.get("by"), options.get("x"))  # by the panel, or by the place
+        own = [*(axis for axis in self.layout.study["axes"] if axis not in told), "connection"]
+        return self.layout.name(options.get("lines", own))
+
+    def parts(self, options: Options, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+        """The runs by the option `by`, all of them under no name without it."""
+        return list(grouped(runs, self.layout.name([options["by"]] if "by" in options else [])).items())
+
+
+def drawings(scene: Scene) -> list[Drawing]:
+    """All figures of the layout but those that the runs have no record of."""
+    return [drawing for name, options in scene.layout.drawings() for drawing in DRAWINGS[name](scene, options)]
+
+
+# ------------------------------------------------------------------------------------------ what all share
+def style(name: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Colour, line style and marker of a connection, or of the series `name` among `names`."""
+    if name in STYLES:
+        return STYLES[name]
+    index = [other for other in names if other not in STYLES].index(name) if name in names else 0
+    return {"color": _COLORS[index % len(_COLORS)], "linestyle": _LINES[index % len(_LINES)],
+            "marker": _MARKERS[index % len(_MARKERS)]}
+
+
+def _panels(figure: Figure, count: int, narrow: bool, **options: Any) -> list[Axes]:
+    """Panels side by side, or below each other."""
+    shape = (count, 1) if narrow else (1, count)
+    return list(figure.subplots(*shape, squeeze=False, **options).flat)
+
+
+def _title(axes: Axes, title: str, below: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(below, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.tick_params(labelsize=8)
+
+
+def _finished(figure: Figure) -> Figure:
+    """With one legend above the panels, in as many columns as fit."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        found = {**dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)), **found}
+    if found:
+        column = 50 + 5.5 * max(map(len, found))  # points: handle, gaps, and letters of size 9
+        columns = max(1, min(6, len(found), int(72 * figure.get_figwidth() // column)))
+        figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns, frameon=False,
+                      fontsize=9)
+    return figure
+
+
+# --------------------------------------------------------------------------------------------- line charts
+def lines_chart(
+        panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, log: bool = False,
+        late: bool = False, ticks: Sequence[str] = (), narrow: bool = False,
+) -> Figure:
+    """Panels in rows above a title of the x axes; `shared` and `log` apply to the y axes.
+
+    With `late` the y axes cover the second half, so that a steep beginning does not hide the differences; a training
+    of fewer than ten epochs is shown whole. `ticks` names the places 0, 1, ... on the x axis, which otherwise
+    has whole numbers.
+    """
+    columns = 1 if narrow else min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    width = _NARROW if narrow else max(5.5, 3.5 * columns)
+    figure = Figure(figsize=(width, 0.9 + (2.5 if rows > 1 else 2.8) * rows), layout="constrained")
+    grid = list(figure.subplots(rows, columns, sharey=shared, squeeze=False).flat)
+    for axes, panel in zip(grid, panels, strict=False):
+        for name, (look, x, curves) in panel.lines.items():
+            _band(axes, x, curves, name, look)
+        _title(axes, panel.title, below)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        axes.set_yscale("log" if log else "linear")
+        if ticks:
+            step = max(1, len(ticks) // 12)
+            axes.set_xticks(range(0, len(ticks), step), ticks[::step], rotation=60)
+    for group in ([panels] if shared else [[panel] for panel in panels]) if late and _is_long(panels) else []:
+        _focus(grid[panels.index(group[0])], group)
+    for axes, panel in zip(grid, panels, strict=False):
+        for place in panel.marks:
+            axes.axvline(place, color="#555555", linewidth=1.1, linestyle=":")
+    for axes in grid[len(panels):]:
+        axes.remove()
+    return _finished(figure)
+
+
+def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], name: str, look: Mapping) -> None:
+    """The mean of the curves and the range of their values; curves may be of different lengths and hold NaN."""
+    columns = [[value for value in column if finite(value)] for column in zip_longest(*curves)]
+    look = {"label": name, "linewidth": 1.5, **look, "marker": "o" if len(columns) == 1 else look.get("marker", "")}
+    x = list(x)[:len(columns)]
+    axes.plot(x, list(map(_mean, columns)), markersize=3, **look)
+    low, high = ([end(column, default=math.nan) for column in columns] for end in (min, max))
+    axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _is_long(panels: Sequence[Panel]) -> bool:
+    return max((at for panel in panels for _, x, _ in panel.lines.values() for at in x), default=0) >= _LONG
+
+
+def _focus(axes: Axes, panels: Sequence[Panel]) -> None:
+    late = [value for panel in panels for _, x, curves in panel.lines.values() for curve in curves
+            for at, value in zip(x, curve, strict=False) if finite(value) and 2 * at > max(x)]
+    if late:
+        margin = 0.05 * (max(late) - min(late)) or 0.01 * abs(late[0]) or 1.0
+        axes.set_ylim(min(late) - margin, max(late) + margin)
+
+
+def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Callable) -> tuple:
+    """A line of a panel: a curve for each run, through the points that `x` and `y` read from its rows."""
+    found = [rows(run) for run in runs]
+    return look, [x(row) for row in max(found, key=len)], [[y(row) for row in of_run] for of_run in found]
+
+
+def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:
+    """A line for each name, read as `_line` does. Looks agree with those among other runs."""
+    names = list(grouped(among or runs, name))
+    return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, *read)
+                         for line, members in grouped(runs, name).items()})
+
+
+def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Drawing:
+    """A line chart. The caption names the measure; this adds the axes and lines."""
+    lines = dict.fromkeys(line for panel in panels for line in panel.lines)
+    titles = "; ".join(dict.fromkeys(panel.title for panel in panels))
+    runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
+    count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
+    said = [caption, f"x axis: {below}.",
+            f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run.",
+            _LATE if options.get("late") and _is_long(panels) else ""]
+    return Drawing("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, said)),
+                   f"Line charts by {below}: {titles}. Lines: {', '.join(lines)}.",
+                   partial(lines_chart, panels, below, **options))
+
+
+# ------------------------------------------------------------------------------------------------ training
+_HISTORY = {"train_loss": "training loss", "eval_loss": "{} loss", "eval_top1": "{} top-1, %",
+            "eval_top5": "{} top-5, %"}
+_LATE = "The y axes show the range of the second half of training; earlier values can lie outside."
+
+
+def _history(scene: Scene, runs: Sequence[Run], column: str, name: Name, part: str = "") -> Panel:
+    title = _HISTORY[column].format(scene.layout.images)
+    panel = _panel(f"{part}: {title}" if part else title, runs, name, lambda run: run["history"],
+                   lambda row: row["epoch"] + 1, lambda row: row.get(column), among=scene.having("history"))
+    panel.marks = sorted({run["switch_epoch"] for run in runs if run.get("switch_epoch")})
+    return panel
+
+
+def _training(scene: Scene, options: Options) -> Iterator[Drawing]:
+    name = scene.lines(options)
+    for part, runs in scene.parts(options, scene.having("history")):
+        panels = [_history(scene, runs, column, name, part) for column in ("train_loss", "eval_top1")]
+        subject = f"{part}: training" if part else "Training"
+        caption = options.get("caption", f"{subject} loss and accuracy on the {scene.layout.images} images.")
+        yield _drawing(f"{options.get('name', 'training')} {part}", caption, panels, "epoch", late=True)
+
+
+def _curves(scene: Scene, options: Options) -> Iterator[Drawing]:
+    column, name = options.get("column", "eval_top1"), scene.lines(options)
+    panels = [_history(scene, runs, column, name, part) for part, runs in scene.parts(options, scene.having("history"))]
+    if panels:
+        caption = options.get("caption", f"{_HISTORY[column].format(scene.layout.images)}.")
+        yield _drawing(options.get("name", "curves"), caption, panels, "epoch", late=True, shared=True)
+
+
+# ---------------------------------------------------------------------------------------------- the stream
+_PROBES = {
+    "stream": ("stream norm |x|", lambda site: math.sqrt(site["stream"]) if finite(site["stream"]) else None),
+    "cosine": ("cosine of x and f", lambda site: site["cosine"]),
+}
+
+
+def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
+    """From the probes, which every run of the lab has."""
+    runs, name = scene.having("probe"), scene.lines(options)
+    if not runs:
+        return
+    panels, sites = _profile(runs, name)
+    yield _drawing(
+        "profile", "Norm of the stream x that a block receives, and cosine of x and the branch output f, after "
+        f"training: over the channels, averaged over tokens or pixels of one batch of {scene.layout.images} images.",
+        panels, "site, from the first block to the last", ticks=sites)
+    if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):  # of published ones the ends may be left
+        return
+    for key, (title, read) in _PROBES.items():
+        panels = [_by_epoch(f"{line}: {title}", members, read) for line, members in grouped(runs, name).items()]
+        yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]}, a line for each block: the mean over its "
+                       "sites.", panels, "epochs done", shared=True)
+
+
+def profile(runs: Sequence[Run], name: Name = lambda run: run["connection"]) -> Figure:
+    """Norm of the stream and cosine along the depth of the network, after the last epoch."""
+    panels, sites = _profile(runs, name)
+    return lines_chart(panels, "site, from the first block to the last", ticks=sites)
+
+
+def _profile(runs: Sequence[Run], name: Name) -> tuple[list[Panel], list[str]]:
+    sites = max((run["probe"][-1]["sites"] for run in runs), key=len)
+    return [_panel(f"{title}, after training", runs, name, lambda run: list(enumerate(run["probe"][-1]["sites"])),
+                   lambda row: row[0], lambda row, read=read: read(row[1]))
+            for title, read in _PROBES.values()], [f"{site['layer']} {site['kind']}" for site in sites]
+
+
+def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
+    """A line for each block; of many blocks only the first and the last are named."""
+    layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
+    lines = {}
+    for layer in layers:
+        named = layer in (layers[0], layers[-1]) or len(layers) <= 8
+        lines[f"{'' if named else '_'}block {layer}"] = _line(
+            _look(layer, layers[-1]), runs, lambda run: run["probe"], lambda probe: probe["epochs_done"],
+            lambda probe, layer=layer: _mean(read(site) for site in probe["sites"] if site["layer"] == layer))
+    return Panel(title, lines)
+
+
+def _mean(values: Iterable[Optional[float]]) -> float:
+    kept = [value for value in values if finite(value)]
+    return fmean(kept) if kept else math.nan
+
+
+def _look(layer: int, last: int) -> dict[str, Any]:
+    return {"color": colormaps["viridis"](0.9 * layer / max(1, last)), "linestyle": _LINES[layer % 4]}
+
+
+_SOURCES = {"stream": "Figure 3", "cosine": "Figures 3 and 12", "parallel": "Figures 3 and 10",
+            "orthogonal": "Figures 10 and 12"}
+
+
+def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
+    """From the records of `timm_ortho.record`, as the other two below."""
+    runs, name = scene.having("dynamics"), scene.lines(options)
+    steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
+             for point in scene.recorded.get("transitions", ())}
+    for kind, sites in _sites(runs).items():
+        for measure, source in _SOURCES.items():
+            panels = [_panel(f"block {layer}: {TRACES[measure]}", runs, name, *_trace(site, measure))
+                      for layer, site in sites]
+            for panel, (layer, _) in zip(panels, sites, strict=True):
+                step = steps.get((measure, layer, kind))
+                panel.marks = [] if step is None else [step]
+            yield _drawing(
+                f"{measure} {kind}",
+                f"{TRACES[measure]} in the {kind} branches, a panel for each block (the paper's {source}). Dotted: the "
+                "transition point of the linear and the orthogonal traces.", panels, "training step")
+
+
+def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
+    """What `_line` reads of a site's records."""
+    return (lambda run: [row for row in run["dynamics"] if row["name"] == site], lambda row: row["step"],
+            branch if measure == "branch" else lambda row: row.get(measure))
+
+
+def branch(row: Mapping[str, Any]) -> Optional[float]:
+    """|f|² is that of its two parts, which are orthogonal to each other."""
+    parts = (row["parallel"], row["orthogonal"])
+    return sum(parts) if all(map(finite, parts)) else None
+
+
+def _sites(runs: Sequence[Run]) -> dict[str, list[tuple[int, str]]]:
+    """For each kind of site its sites, (layer, name), from the first block to the last."""
+    found: dict[str, dict[tuple[int, str], None]] = {}
+    for run in runs:
+        for row in run["dynamics"]:
+            found.setdefault(row["kind"], {})[row["layer"], row["name"]] = None
+    return {kind: sorted(sites) for kind, sites in found.items()}
+
+
+def last_branch(rows: Sequence[Mapping[str, Any]]) -> Optional[str]:
+    """The site of the last block whose branch is added last."""
+    last = max((row["layer"] for row in rows), default=None)
+    names = [row["name"] for row in rows if row["layer"] == last]
+    return names[-1] if names else None
+
+
+def _last_branch(scene: Scene, options: Options) -> Iterator[Drawing]:
+    name = scene.lines(options)
+    for part, runs in scene.parts(options, scene.having("dynamics")):
+        site = last_branch(runs[0]["dynamics"])
+        panels = [_panel(f"{part}: {TRACES[measure]}" if part else TRACES[measure], runs, name, *_trace(site, measure))
+                  for measure in ("orthogonal", "parallel", "branch")]
+        caption = (f"Squared norms of the last branch's output and of its parts{f', {part}' if part else ''}, on "
+                   f"logarithmic y axes. {options.get('caption', '')}")
+        yield _drawing(f"norms {part}", caption.rstrip(), panels, "training step", log=True)
+
+
+def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:
+    runs = [run for run in scene.having("dynamics") if run["connection"] == "hybrid"]
+    parts = scene.parts(options, runs)
+    for kind, sites in _sites(runs).items():
+        panels = [Panel(f"{part} start: {TRACES[measure]}" if part else TRACES[measure],
+                        {f"block {layer}": _line(_look(layer, sites[-1][0]), members, *_trace(site, measure))
+                         for layer, site in sites})
+                  for measure in ("rho", "theta") for part, members in parts]
+        yield _drawing(
+            f"weights {kind}",
+            f"Learned ρ and θ of the {kind} branches, a line for each block. The parallel part is scaled by ρ sin θ, "
+            "the orthogonal part by ρ cos θ: linear is ρ = √2, θ = π/4, and orthogonal is ρ = 1, θ = 0.",
+            panels, "training step", columns=len(parts))
+
+
+# -------------------------------------------------------------------------------------------------- points
+def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
+    """Measures over a dimension: every run, and mean and standard deviation of the seeds."""
+    x, name = options["x"], scene.lines(options)
+    titles = {scene.layout.label("measure", key): MEASURES[key].read
+              for key in options.get("measures", scene.layout.measures)
+              if any(finite(MEASURES[key].read(run)) for run in scene.runs)}
+    if not titles:
+        return
+    caption = (f"{options.get('caption', f'By {x}.')} x axis: {scene.layout.titles.get(x, x)}. Small dots: runs. "
+               "Markers and bars: mean and standard deviation over the seeds.")
+    if options.get("pearson"):
+        said = [f"{title}: {correlation(scene.runs, x, read)}" for title, read in titles.items()]
+        caption = f"{caption} Pearson's correlation over the runs: {'; '.join(said)}."
+    groups, below = grouped(scene.runs, name), scene.layout.titles.get(x, x)
+    yield Drawing(options.get("name", x), caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
+                  partial(_draw_points, scene, x, titles, groups, bool(options.get("log"))))
+
+
+def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:
+    """Pearson's r of all runs with an axis of the grid, and its two-sided p.
+
+    There is no r without variation, and no p where all runs lie on the line: nothing estimates their variance about it.
+    """
+    pairs = [(float(run["cell"][x]), read(run)) for run in runs if finite(read(run))]
+    if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
+        return f"r undefined ({len(pairs)} runs)"
+    result = pearsonr(*zip(*pairs, strict=True))
+    p = "no p without residuals" if 1 - abs(result.statistic) < ROUNDING else f"p = {result.pvalue:.2g}"
+    return f"r = {result.statistic:+.2f}, {p}, {len(pairs)} runs"
+
+
+def _draw_points(
+        scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
+        narrow: bool = False,
+) -> Figure:
+    """Numbers are joined by lines, names stand side by side."""
+    def at(run: Run) -> Any:
+        return run["cell"].get(x, run.get(x))
+
+    values, names = list(dict.fromkeys(map(at, scene.runs))), list(groups)
+    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    one_each = len({(at(run), name) for name, runs in groups.items() for run in runs}) == len(values)
+    aside = 0.0 if numeric or one_each else 0.18
+    figure = Figure(
+        figsize=(_NARROW, 0.5 + 3.0 * len(titles)) if narrow else (max(5.5, 5.0 * len(titles)), 3.8),
+        layout="constrained")
+    for axes, (title, read) in zip(_panels(figure, len(titles), narrow), titles.items(), strict=True):
+        for index, (name, runs) in enumerate(groups.items()):
+            by_value = grouped([run for run in runs if finite(read(run))], at)
+            beside = aside * (index - (len(names) - 1) / 2)
+            found = {value if numeric else values.index(value) + beside: list(map(read, members))
+                     for value, members in by_value.items()}
+            _errorbars(axes, found, name, style(name, names) if numeric else {**style(name, names), "linestyle": ""})
+        _title(axes, title, scene.layout.titles.get(x, x))
+        if numeric:
+            _ticks(axes, sorted(values), log and min(values) > 0)
+        else:
+            labels = [scene.layout.label(x, shown(value)) for value in values]
+            axes.set_xticks(range(len(values)), labels)
+            axes.set_xlim(-0.5, len(values) - 0.5)
+    return _finished(figure)
+
+
+def _errorbars(axes: Axes, found: Mapping[float, Sequence[float]], name: str, look: Mapping[str, Any]) -> None:
+    at = sorted(found)
+    means = [fmean(found[place]) for place in at]
+    bars = [stdev(found[place]) if len(found[place]) > 1 else math.nan for place in at]
+    axes.errorbar(at, means, yerr=bars, label=name, capsize=3, linewidth=1.3, markersize=5, **look)
+    axes.scatter([place for place in at for _ in found[place]], [value for place in at for value in found[place]],
+                 s=9, color=look["color"], alpha=0.45, linewidths=0)
+
+
+def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
+    """At the values themselves, but for those whose labels would run into one another."""
+    scale = math.log if log else float
+    kept = [values[0]]
+    for value in values[1:]:
+        if scale(value) - scale(kept[-1]) > 0.085 * (scale(values[-1]) - scale(values[0])):
+            kept.append(value)
+    axes.set_xscale("log" if log else "linear")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(kept, [shown(value) for value in kept])
+
+
+# ----------------------------------------------------------------------------------------------- intervals
+class Row(NamedTuple):
+    """A line of a forest plot: what is compared, the panel, and the paper's effects."""
+
+    label: str
+    title: str
+    difference: Difference
+    pooled: Optional[Difference]
+    effects: Collection[float]
+
+
+def forest(found: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
+    """All entries that have a difference, each with its label, and the paper's differences; no plot without any."""
+    found = [Row(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
+             for label, entry in found if entry.difference]
+    if not found:
+        return []
+    rows, effects = ", ".join(dict.fromkeys(row.label for row in found)), any(row.effects for row in found)
+    said = ["Mean differences to the baseline (x axes), a row for each comparison. Bars are 95 % confidence intervals: "
+            "blue with the variance of the paired differences, grey with one variance for all cells."]
+    if any(row.difference.half_width is None for row in found):
+        said.append("A point without a bar has no interval.")
+    said += ["Red diamonds are the paper's differences."] if effects else []
+    return [Drawing(
+        name, " ".join([*said, "The vertical line is zero."]),
+        f"Differences to the baseline as points with bars{', and the paper’s,' if effects else ','} a row for each of "
+        f"{rows}.", partial(draw_forest, found))]
+
+
+def draw_forest(found: Sequence[Row], height: float = 0.36, narrow: bool = False) -> Figure:
+    """A panel for each title, a row for each label."""
+    rows = list(dict.fromkeys(row.label for row in found))
+    titles = list(dict.fromkeys(row.title for row in found))
+    names = [fill(row, 16) for row in rows] if narrow else rows
+    if narrow:
+        lines = max(name.count("\n") + 1 for name in names)
+        size = (_NARROW, 0.6 + len(titles) * (0.8 + max(height, 0.17 * lines) * len(rows)))
+    else:
+        size = (1.5 + 0.07 * max(map(len, rows)) + 3.4 * len(titles), 1.3 + height * len(rows))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = _panels(figure, len(titles), narrow, sharey=True)
+    for axes, title in zip(grid, titles, strict=True):
+        mine = [(rows.index(row.label), row) for row in found if row.title == title]
+        _intervals(axes, [(at - 0.12, row.difference) for at, row in mine], "paired by seed", STYLES["feature"], 1.6)
+        _intervals(axes, [(at + 0.18, row.pooled) for at, row in mine if row.pooled], "pooled variance",
+                   {"color": "#777777", "marker": "|"}, 1.0)
+        effects = [(effect, at) for at, row in mine for effect in row.effects]
+        if effects:
+            axes.scatter(*zip(*effects, strict=True), marker="D", s=22, label="the paper", facecolors="none",
+                         edgecolors=STYLES["linear"]["color"], linewidths=1.0)
+        axes.axvline(0, color="#222222", linewidth=0.9)
+        axes.set_yticks(range(len(rows)), names)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+        _title(axes, title, "difference to the baseline")
+    return _finished(figure)
+
+
+def _intervals(axes: Axes, found: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
+    if found:
+        bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in found]
+        axes.errorbar([difference.mean for _, difference in found], [row for row, _ in found], xerr=bars, label=label,
+                      capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
+
+
+DRAWINGS: dict[str, Callable[[Scene, Options], Iterable[Drawing]]] = {
+    "training": _training, "curves": _curves, "points": _points, "stream": _stream, "traces": _traces,
+    "last_branch": _last_branch, "learned_weights": _learned_weights,
+}

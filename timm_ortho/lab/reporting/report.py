@@ -1,0 +1,489 @@
+"""Finished runs as a report: `report.html` in one file, `report.md` with `figures/`, and `results.json`.
+
+A report is made from the caller's arguments alone; `results.json` contains them, so that the report can be made anew
+from it. Statistics are in `statistics`, tables in `tables`, plots in `figures`, their look in `page`; a study's
+`layout` lists its tables and plots. The page opens with the answer in a sentence; method and terms are at its end.
+
+    study = {
+        "name": "layer_pattern", "title": "Which blocks carry ...", "scale": "small", "dataset": "digits",
+        "paper": "Table 4", "table": "layer_pattern",   # a key of lab/paper.json; both are "" where no paper has it
+        "kind": "training",                 # or "overhead", "parameters", "gamma": nothing is trained, runs are rows
+        "model": "vit_small",               # or "7 architectures"
+        "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
+        "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # all that occur, in order
+        "baseline": {"layers": "none"},     # what differences are to: the run whose cell and connection are changed to
+                                            # these values, all else and the seed the same; {"connection": "linear"}
+        "changed": ["epochs: 15 here, 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
+        # optional
+        "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # where runs have no "made_with"
+        "report": {"rows": [...], ...},     # see `layout`; without it that of the shipped study of this name
+        "validation": "test",               # or "hold-out": the images that accuracy is of
+        "data": {"image_size": [32, 32],    # None where the models differ
+                 "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
+                 "train": 50000, "validation": 10000, "validation_split": "test"},
+    }
+    runs = [{
+        "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, numbers or text; in a switch study {"switch": "LO"}
+        "connection": "feature",                # what the run ends with; for LO that is feature
+        # from here on everything may be missing; numbers that JSON does not have are None
+        "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
+        "parameters", "model", "device", "dataset", "switch_epoch",
+        "trainer": "lab",                       # or "train.py"
+        "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
+                      "end", "continued": [...]},
+        "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr"}, ...],
+        "probe": [{"epochs_done", "sites": [...]}, ...],    # one batch, before training and after each epoch
+        "dynamics": [...],                      # rows of `timm_ortho.record`
+        "representation": {"effective_rank", "spectral_entropy", "feature_std",
+                           "linear_cka"} or None,    # linear_cka: with the baseline's run; None for the baseline itself
+    }, ...]
+    unfinished = ["layers=0,1-feature-seed2", ...]
+
+For the other kinds `runs` are the rows of plain columns that `cost` makes: `overhead`'s, `gamma_table`'s, and for
+`parameters` those of `flop_table` for each transformer, which have a column `module`, then those of `parameter_table`,
+which have none. `unfinished` is empty, `dataset` and `model` are None.
+"""
+import json
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
+
+from ..._text import finite
+from .. import paper, write_text
+from ..costs import report as cost_report
+from . import page, tables
+from .layout import MEASURES, Layout, Run, grouped
+from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
+from .plots import Drawing, Scene, branch, drawings, forest, last_branch
+from .statistics import reach
+from .transition import transition_points
+
+_STEPS = 100  # of the dynamics, in results.json and in the figures; the runs' own folders have all
+_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # that have a transition point
+
+_NOTHING = "No run is finished yet."
+_FEW = 2  # seeds: the report warns how wide their intervals are
+_NAMED = 3  # differences in the first sentence
+
+@dataclass(frozen=True)
+class Part:
+    """One study on one data set."""
+
+    study: Mapping[str, Any]
+    runs: Sequence[Run]  # their records thinned
+    unfinished: Sequence[str]
+    recorded: Mapping[str, Any]  # what was found in the whole records
+
+    @classmethod
+    def of(cls, study: Mapping, runs: Sequence[Run], unfinished: Sequence[str], recorded: Optional[Mapping] = None):
+        study = {"baseline": {"connection": "linear"}, "axes": {}, "paper": "", "scale": "", "changed": [], **study}
+        recorded = _recorded(runs) if recorded is None else recorded
+        return cls(study, [_thinned(run) for run in runs], unfinished, recorded)
+
+    @property
+    def trains(self) -> bool:
+        return self.study.get("kind", "training") == "training"
+
+    @property
+    def title(self) -> str:
+        return f"{self.study['title']} ({self.study['paper']})" if self.study["paper"] else self.study["title"]
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.study)
+
+    @cached_property
+    def entries(self) -> list[tables.Entry]:
+        return tables.entries(self.runs, self.layout) if self.trains else []
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, [self.study["name"], (self.study.get("dataset") or "").replace("/", "_")]))
+
+    @property
+    def about(self) -> str:
+        study = self.study
+        what = f"Study “{study['name']}”" + (f" at scale “{study['scale']}”" if study["scale"] else "")
+        if not self.trains:
+            return f"{what}; nothing is trained."
+        trained = f"{what}: {study['model']} on {study['dataset'] or 'own images'}, {_count(study['seeds'], 'seed')}."
+        return " ".join([trained, *_of_data(study.get("data") or {}, self.layout.images)])
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return {"study": self.study, "unfinished": self.unfinished, "lead": _lead([self]) if self.trains else "",
+                "summary": [tables.plain(entry) for entry in self.entries], "recorded": self.recorded,
+                "runs": self.runs}
+
+
+# ---------------------------------------------------------------------------------------------- what is called
+def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, recorded: Optional[dict] = None) -> str:
+    """Writes `report.html`, `report.md`, `figures/*.svg` and `results.json`, and returns the table as text.
+
+    Of what is given see above; `recorded` is what an earlier report found in the whole records of these runs, if they
+    have fewer by now.
+    """
+    return write_many([(study, runs, unfinished, recorded)], folder)
+
+
+def write_many(given: Sequence[tuple], folder: Path) -> str:
+    """One report of several studies or data sets: a section for each, and a plot of all differences.
+
+    Each of what is given has the arguments of `write` but for the folder.
+    """
+    parts, folder = [Part.of(*part) for part in given], Path(folder)
+    single = len(parts) == 1
+    title = parts[0].title if single else f"{len(parts)} studies"
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    blocks = list(_document(parts))
+    for block in blocks:
+        if isinstance(block, Picture):
+            write_text(folder / block.path, block.svg)
+    results = parts[0].json if single else {"lead": _lead(parts), "parts": [part.json for part in parts]}
+    write_text(folder / "results.json", as_json(results))
+    write_text(folder / "report.md", page.markdown(title, blocks))
+    write_text(folder / "report.html", page.page(title, blocks))
+    return _text(parts, folder)
+
+
+# ----------------------------------------------------------------------------------------------- the document
+def _document(parts: Sequence[Part]) -> Iterator[Block]:
+    """Return the answer, the blocks of each part, and the method; several parts have a heading each."""
+    trained = any(part.runs and part.trains for part in parts)
+    if trained:
+        yield Text(_lead(parts))
+    if len(parts) == 1:
+        yield from (Text(parts[0].about), *_section(parts[0]))
+    else:
+        yield from _sections(parts)
+    if trained:
+        yield from (Heading("Method and terms"), Items(list(_terms(parts))))
+
+
+def _sections(parts: Sequence[Part]) -> Iterator[Block]:
+    names = [part.name for part in parts]
+    names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, 1)]
+    last = [(f"{name}: {_label(entry)}", entry) for name, part in zip(names, parts, strict=True)
+            for entry in part.entries if entry.measure == "top1"]
+    yield from map(_picture, forest(last, "all_differences"))
+    for name, part in zip(names, parts, strict=True):
+        data = part.study.get("dataset")
+        yield from (Heading(f"{part.title}, {data}" if data else part.title), Text(part.about))
+        for block in _section(part):
+            if isinstance(block, Heading):
+                block = block._replace(level=3)
+            elif isinstance(block, Picture):
+                block = block._replace(path=block.path.replace("/", f"/{name}_"))
+            yield block
+
+
+def _compared(parts: Sequence[Part]) -> list[tables.Entry]:
+    return [entry for part in parts for entry in part.entries if entry.is_compared]
+
+
+def _section(part: Part) -> Iterator[Block]:
+    study = part.study
+    if part.unfinished:
+        yield Text(f"Not finished: {', '.join(part.unfinished)}.")
+    if not part.runs:
+        yield Text(_NOTHING)
+    yield Heading("The paper's table and this one" if study["paper"] else "The table")
+    yield from _results(part) if part.trains else _costs(part)
+    if study["changed"] or study["paper"]:
+        yield Heading("What differs from the paper")
+        yield Items(study["changed"]) if study["changed"] else Text("Nothing that is known.")
+    if part.runs and part.trains:
+        yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
+        diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
+        yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
+                         "as measured.")] if diverged else []
+    made = Table(["property", "value"], _made(part))
+    yield from (Heading("How it was made"), Code(study["command"]))
+    yield from [Grid(made, "how it was made", wrap=True)] if made.rows else []
+
+
+def _results(part: Part) -> Iterator[Block]:
+    layout, found = part.layout, part.entries
+    own = layout.generic and not part.study["paper"]
+    yield Grid(tables.overview(part.runs, found, layout) if own else tables.main_table(found, layout), "the table")
+    medians = ", medians of speed and memory" if own else ""
+    yield Text(_note(part.study, f"Means ± standard deviation over the seeds{medians}, on the {layout.images} images.",
+                     layout.protocol.format(images=layout.images)))
+    yield Heading("Differences, paired by seed")
+    if any(entry.is_compared for entry in found):
+        yield Grid(tables.differences(found, layout), "differences to the baseline")
+        yield from map(_picture, forest([(_label(entry), entry) for entry in found]))
+    else:
+        yield Text("There is no pair of runs to compare yet.")
+    yield from _extras(tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables)
+    drawn = drawings(Scene(part.runs, layout, part.recorded))
+    yield from [Heading("Plots"), *map(_picture, drawn)] if drawn else []
+
+
+def _costs(part: Part) -> Iterator[Block]:
+    content = cost_report.content(part.study["kind"], part.runs)
+    yield from (Grid(content.table(), "the table"), Text(_note(part.study, content.note)))
+    yield from _extras(content.extras)
+
+
+def _extras(extras: Iterable[tables.Extra]) -> Iterator[Block]:
+    for extra in extras:
+        if extra.table.rows:
+            yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
+
+
+def _picture(drawing: Drawing) -> Picture:
+    path = f"figures/{drawing.name}.svg"
+    wide, narrow = (page.svg(partial(drawing.draw, narrow=narrow), drawing.name) for narrow in (False, True))
+    return Picture(path, wide, narrow, drawing.alt, drawing.caption)
+
+
+def _label(entry: tables.Entry) -> str:
+    """An entry's names but for the measure's, which is the title of its panel."""
+    return ", ".join(name for name in (*entry.place[0], *entry.place[1]) if name != entry.title)
+
+
+def _note(study: Mapping[str, Any], *measured: str) -> str:
+    section = paper.section(study.get("table"))
+    protocol = section.get("protocol") or section.get("definition")
+    said = [*measured, f"The paper: {protocol}." if protocol else "",
+            f"Source: {section['source']}." if "source" in section else ""]
+    return " ".join(filter(None, said))
+
+
+def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
+    """Describe the images of a study; descriptions of older studies have no `data`."""
+    if data:
+        size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
+        resized = f"; the first image of the data set has {first} pixels" if first and first != size else ""
+        yield (f"Images of {f'{size} pixels' if size else 'several sizes'} (from {data['size_from']}{resized}), "
+               f"{_count(data['channels'], 'channel')}, {_count(data['classes'], 'class', 'classes')}: "
+               f"{data['train']:,} training images and {data['validation']:,} {evaluated} images "
+               f"({data['validation_split']}).")
+
+
+def _count(items: Any, one: str, many: str = "") -> str:
+    """`1 seed`, `3 seeds`; of a number or of a collection."""
+    count = items if isinstance(items, int) else len(items)
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+# ------------------------------------------------------------------------------------------------ the answer
+def _lead(parts: Sequence[Part]) -> str:
+    """Return the detected differences and the smallest difference that these runs can detect."""
+    compared = _compared(parts)
+    if not compared:
+        return "There is no pair of runs to compare yet."
+    tested = [entry for entry in compared if entry.holm is not None]
+    untested = grouped([entry for entry in compared if entry.holm is None],
+                       lambda entry: entry.reading.removeprefix("no interval: "))
+    if not tested:
+        return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval takes two seeds or more "
+                "of both sides, and differences that vary.")
+    baseline = [part.study["baseline"] for part in parts if part.entries]
+    where = "between the connections" if all(list(changed) == ["connection"] for changed in baseline) else (
+        "to the baseline")
+    found = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.p or 0.0)
+    unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested) - len(found)
+    none = f"No difference {where} was detected" if not untested else (
+        f"Of {_count(compared, 'difference')} {where}, {len(tested)} could be tested and "
+        f"{'was not' if len(tested) == 1 else 'none was'} detected")
+    sentences = [f"{none}; {_sensitivity(tested)}."]
+    if found:
+        named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in found[:_NAMED])
+        among = "among them " if len(found) > _NAMED else ""
+        verb = "was" if len(found) == 1 else "were"
+        detected = f"The difference {where}" if len(compared) == 1 else (
+            f"{len(found)} of {len(compared)} differences {where}")
+        sentences = [f"{detected} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
+    if unadjusted:
+        sentences.append(f"{_count(unadjusted, 'more confidence interval' if found else 'confidence interval')} "
+                         f"{'excludes' if unadjusted == 1 else 'exclude'} zero, but not after adjustment for "
+                         f"{_adjustment(parts)}.")
+    sentences += [f"{_untested(entries)} could not be tested: {why}." for why, entries in untested.items()]
+    if any(entry.difference and entry.difference.pairs == _FEW for entry in tested):
+        sentences.append(f"Two seeds are few: an interval then reaches {reach(_FEW):.1f} standard deviations of the "
+                         "differences to either side.")
+    return " ".join(sentences)
+
+
+def _untested(entries: Sequence[tables.Entry]) -> str:
+    """Name the differences, or count them if they are many."""
+    if len(entries) > _NAMED:
+        return _count(entries, "difference")
+    values = [f"{entry.compared()} in " if entry.difference else "" for entry in entries]
+    return "; ".join(f"{_label(entry)} ({value}{entry.title})" for entry, value in zip(entries, values, strict=True))
+
+
+def _adjustment(parts: Sequence[Part]) -> str:
+    """Return the number of comparisons that Holm's method adjusts for, in each study separately."""
+    counts = [sum(entry.difference is not None for entry in part.entries) for part in parts if _compared([part])]
+    if len(counts) == 1:
+        return _count(counts[0], "comparison")
+    return f"the comparisons of each study ({', '.join(map(str, counts))})"
+
+
+def _sensitivity(tested: Sequence[tables.Entry]) -> str:
+    """Return the half-widths of the first tested measure: a smaller difference has an interval that contains zero."""
+    first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
+    found = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
+    seeds = sorted({difference.pairs for difference in found})
+    halves = sorted(difference.half_width for difference in found if difference.half_width is not None)
+    least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
+    spread = f" ({least} to {most} by comparison)" if least != most else ""
+    title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
+    unit = " points" if percent else ""
+    return (f"with {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
+            f"below about {middle}{unit} cannot be seen{spread}")
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _terms(parts: Sequence[Part]) -> Iterator[str]:
+    """Define the terms that occur in this report."""
+    compared = _compared(parts)
+    yield "Mean ± standard deviation: over the seeds of one setting."
+    if not compared:
+        return
+    yield ("Difference: value of a run minus value of the baseline's run with the same seed. Both start from the same "
+           "weights and see the same batches. The mean over the seeds is given.")
+    reaches = ", ".join(f"{reach(pairs):.1f} with {pairs}" for pairs in sorted(
+        {entry.difference.pairs for entry in compared if entry.difference and entry.difference.pairs > 1}))
+    yield ("95 % CI: Student's confidence interval of the mean difference. A difference has no interval if there is "
+           "one pair, or if all pairs differ by the same amount: their variance is then unknown, not zero.")
+    if reaches:
+        yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
+    yield ("Pooled variance: an additive model of settings and seeds in each cell of the study, with one error "
+           "variance for all cells. It assumes that all settings scatter alike, so p and the reading use the paired "
+           "differences alone.")
+    untested = sum(entry.difference is not None and entry.p is None for entry in compared)
+    without = f"{untested} of them {'has no p and counts' if untested == 1 else 'have no p and count'} as p = 1. "
+    yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. "
+           f"{without if untested else ''}Detected: adjusted p of at most 0.05. “Not detected” is no evidence that two "
+           "settings are equal.")
+    if any(entry.effects for entry in compared):
+        yield ("The paper's differences are those of its own data sets, in points; the last column says which of them "
+               "the paired interval contains.")
+
+
+# ------------------------------------------------------------------------------------------- how it was made
+def _made(part: Part) -> list[list[str]]:
+    """What the study says, and what its runs do of where they were made."""
+    study, runs = part.study, part.runs
+    rows = {"device": _distinct(run.get("device") for run in runs)}
+    if part.trains:
+        rows = {
+            "seeds": ", ".join(map(str, study["seeds"])),
+            "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
+            "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
+            **{axis: ", ".join(map(str, values)) for axis, values in study["axes"].items()},
+            "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
+            "trainer": _distinct(run.get("trainer") for run in runs), **rows, "wall time": _wall_time(runs),
+            "unfinished": ", ".join(part.unfinished) or "none"}
+    return [[key, value] for key, value in {**rows, **_made_with(study, runs)}.items() if value]
+
+
+def _made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
+    """Versions, commits and machines, as the runs say; older runs leave that to their study."""
+    said = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
+    versions = [", ".join(f"{name} {made[name]}" for name in ("timm-ortho", "torch", "timm") if made.get(name))
+                for made in said]
+    times = [made[key] for made in said for key in ("begin", "end") if made.get(key)]
+    return {
+        "versions": _distinct(versions, "; "),
+        **{key: _distinct(made.get(key) for made in said) for key in ("commit", "host", "cpu", "gpu", "driver")},
+        "begun and ended": f"{min(times)} to {max(times)}" if times else "",
+        "continued": "; ".join(_seeded(run) for run, made in zip(runs, said, strict=True) if made.get("continued")),
+    }
+
+
+def _seeded(run: Run) -> str:
+    return f"{tables.run_name(run)}, seed {run['seed']}"
+
+
+def _distinct(values: Any, between: str = ", ") -> str:
+    return between.join(dict.fromkeys(str(value) for value in values if value))
+
+
+def _wall_time(runs: Sequence[Run]) -> str:
+    seconds = [run["seconds"] for run in runs if finite(run.get("seconds"))]
+    whole = sum(seconds)
+    said = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
+    return f"{said} of training in {len(seconds)} run{'s' * (len(seconds) != 1)}" if seconds else ""
+
+
+def _text(parts: Sequence[Part], folder: Path) -> str:
+    said, between = [], "\n\n" if len(parts) == 1 else "\n"
+    for part in parts:
+        said += [f"{part.title}{between}{part.about}", _short(part)]
+        said += [f"not finished: {', '.join(part.unfinished)}"] if part.unfinished else []
+    if any(part.runs and part.trains for part in parts):
+        said.append(_lead(parts))
+    return "\n\n".join([*said, f"report: {folder / 'report.html'}"])
+
+
+def _short(part: Part) -> str:
+    if not part.runs:
+        return _NOTHING
+    if not part.trains:
+        return page.text_table(cost_report.content(part.study["kind"], part.runs).printed())
+    if part.layout.generic and not part.study["paper"]:
+        return page.text_table(tables.overview(part.runs, part.entries, part.layout))
+    return page.text_table(tables.printed(part.entries, part.layout))
+
+
+# -------------------------------------------------------------------------------------------- what is recorded
+def _recorded(runs: Sequence[Run]) -> dict[str, Any]:
+    """What needs all recorded steps, and is kept in results.json, where there are fewer: `transitions`, of linear and
+    feature connections without a grid, and `last_branch`, for each run |f|² of the last branch at the first and last
+    record and its maximum.
+    """
+    with_rows = [run for run in runs if run.get("dynamics")]
+    if not with_rows:
+        return {}
+    by_seed = [{run["seed"]: run["dynamics"] for run in with_rows if run["connection"] == name and not run["cell"]}
+               for name in ("linear", "feature")]
+    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    transitions = [point for measure in _MEASURES for point in transition_points(
+        *([side[seed] for seed in seeds] for side in by_seed), measure)] if seeds else []
+    return {"transitions": transitions, "last_branch": [_ends(run.get("dynamics") or []) for run in runs]}
+
+
+def _ends(rows: Sequence[Mapping[str, Any]]) -> Optional[dict[str, float]]:
+    site = last_branch(rows)
+    norms = [norm for norm in (branch(row) for row in rows if row["name"] == site) if norm is not None]
+    return {"first": norms[0], "highest": max(norms), "last": norms[-1]} if norms else None
+
+
+def _thinned(run: Run) -> Run:
+    """The run with at most `_STEPS` of its recorded steps, the first and the last among them, to 6 digits."""
+    rows = run.get("dynamics")
+    if not rows:
+        return run
+    steps = sorted({row["step"] for row in rows})
+    last = len(steps) - 1
+    kept = set(steps) if last < _STEPS else {steps[round(last * index / (_STEPS - 1))] for index in range(_STEPS)}
+    return {**run, "dynamics": [
+        {key: float(f"{value:.6g}") if isinstance(value, float) and key != "step" else value
+         for key, value in row.items()} for row in rows if row["step"] in kept]}
+
+
+# ------------------------------------------------------------------------------------------------------- JSON
+def as_json(value: Any) -> str:
+    """JSON with one line for each list or object that holds plain values only; NaN and infinities become null."""
+    return _laid_out(json.loads(json.dumps(value), parse_constant=lambda _: None)) + "\n"
+
+
+def _laid_out(value: Any, indent: str = "") -> str:
+    items = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)) or not any(isinstance(item, (dict, list)) for item in items):
+        return json.dumps(value, ensure_ascii=False)
+    inner, keys, (first, last) = indent + " ", [""] * len(value), "[]"
+    if isinstance(value, dict):
+        keys, (first, last) = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value], "{}"
+    lines = ",\n".join(f"{inner}{key}{_laid_out(item, inner)}" for key, item in zip(keys, items, strict=True))
+    return f"{first}\n{lines}\n{indent}{last}"

@@ -1,0 +1,317 @@
+"""Launching: a process for each planned run that is not finished, on this machine or on a Slurm cluster.
+
+A run is its folder. Launchers start `run` for it and read what is in it; they share nothing else with it, so a run that
+dies takes nothing with it, and whoever gives the same command again continues where the folders are.
+"""
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context, parent_process, set_start_method
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from tqdm import tqdm
+
+from ..._compat import submission_script
+from .. import LabError
+from ..folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, read_json, top1_text, with_last_words
+from . import run as run_module
+from .timm_script import die_with_parent
+
+_NO_ROOM = 2**16  # bytes; with less a run cannot even say so in its folder
+_SECONDS_BETWEEN_LINES = 20  # of progress without a terminal
+ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
+_SECONDS_TO_PREEMPT = 300  # from SIGTERM to the signal to requeue, or to SIGKILL at the end of the cluster's grace time
+
+
+class _Progress:
+    """The epochs that are finished: one bar for all runs, or lines where the output is no terminal."""
+
+    def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
+        self.root, self.runs, self.failed = root, runs, {}
+        self.finished = set(runs) - set(waiting(root, runs))
+        self.sizes: dict[str, int] = {}  # of the files of each run's epochs, which are read when they have grown
+        self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
+        self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
+        self.began, self.said = time.monotonic(), -math.inf
+        # disable=None: no bar where the output is not a terminal
+        self.bar = tqdm(
+            total=self.total, initial=self.before, leave=False, disable=None, dynamic_ncols=True,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
+        if self.finished:
+            self.say(f"{len(self.finished)} of {len(runs)} runs finished before")
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def fail(self, name: str, reason: str) -> None:
+        if shutil.disk_usage(self.root).free < _NO_ROOM:
+            reason += ", the disk is full"
+        run_module.note_failure(self.root / name, reason)
+        self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
+        self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
+
+    def update(self, names: Iterable[str]) -> None:
+        """Show the last epoch of these runs that was finished since the last call."""
+        for name in names:
+            run = self.runs[name]
+            files = [self.root / name / stage.folder / "summary.csv" for stage in run.stages]
+            size = sum(file.stat().st_size for file in files if file.exists())
+            if size == self.sizes.get(name):
+                continue
+            self.sizes[name], rows = size, history(self.root / name, run)
+            if epochs_done(rows) > self.epochs[name]:
+                self.epochs[name], loss = epochs_done(rows), rows[-1].get("train_loss")
+                self._show(f"{name}: epoch {epochs_done(rows)}/{run.epochs}, "
+                           f"loss {'nan' if loss is None else format(loss, '.3f')}, "
+                           f"{top1_text(rows[-1].get('eval_top1'))}")
+        self.bar.refresh()  # for the time that has passed
+
+    def _show(self, text: str) -> None:
+        done, now = sum(self.epochs.values()), time.monotonic()
+        if not self.bar.disable:
+            self.bar.n = done
+            self.bar.set_description_str(f"; {text}", refresh=False)
+        elif now - self.said >= _SECONDS_BETWEEN_LINES:
+            self.said = now
+            left = (now - self.began) / max(1, done - self.before) * (self.total - done)
+            self.say(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
+
+    def ended(self, name: str) -> None:
+        self.finished.add(name)
+        self.epochs[name] = self.runs[name].epochs
+        result = read_json(self.root / name / RESULT)
+        seconds = f" in {result['seconds']:.0f} s" if result["seconds"] else ""
+        self.say(f"[{len(self.finished)}/{len(self.runs)}] {name}: {top1_text(result['top1'])}{seconds}")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which stops a command as Ctrl-C does."""
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    def terminated(*_: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
+    """The names of the runs that are not finished."""
+    return [name for name in runs if not (root / name / RESULT).is_file()]
+
+
+def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: int = 1) -> dict[str, str]:
+    """Trains the runs here, in their order, so many at a time; returns what failed, run name -> reason.
+
+    A run that needs more GPUs than there are is a LabError.
+    """
+    slots = _slots(runs, parallel)
+    queue, at_work, attempts = waiting(root, runs), {}, Counter()
+    progress = _Progress(root, runs)
+    # A server that has imported everything forks the runs' processes: each would otherwise take seconds to begin.
+    context = get_context("forkserver" if sys.platform != "win32" else "spawn")
+    context.set_forkserver_preload([run_module.__name__])
+    try:
+        while queue or at_work:
+            while queue and slots:
+                name, slot = queue.pop(0), slots.pop(0)
+                process = context.Process(target=_work, args=(root / name, threads, {**os.environ, **slot}))
+                process.start()
+                at_work[process] = (name, slot)
+            time.sleep(0.1)
+            progress.update(name for name, _ in at_work.values())
+            for process in [process for process in at_work if not process.is_alive()]:
+                name, slot = at_work.pop(process)
+                slots.append(slot)
+                attempts[name] += 1
+                error, ended = last_session(root / name).get("error"), _exit(process.exitcode)
+                if (root / name / RESULT).is_file():
+                    progress.ended(name)
+                elif not error and attempts[name] < ATTEMPTS:
+                    progress.say(f"timm-ortho: {name} {ended}; it is continued")
+                    queue.append(name)
+                else:
+                    progress.fail(name, error or f"its process {ended}")
+    finally:
+        for process in at_work:
+            process.terminate()
+        for process in at_work:
+            process.join()
+        progress.bar.close()
+    return progress.failed
+
+
+def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
+    """For each run at a time what it has in its environment: the GPUs that it may see.
+
+    Runs of `train.py` have as many as they ask for to themselves; runs of the lab's loop share all of them in turn.
+    """
+    each, nodes = (max(getattr(run, what) for run in runs.values()) for what in ("gpus", "nodes"))
+    there = torch.cuda.device_count()
+    if each > there or nodes > 1:
+        raise LabError(f"a run needs {each} GPUs on each of {nodes} nodes, and this machine has {there}: give other "
+                       "--gpus and --nodes, or --launcher slurm")
+    named = any(":" in str(run.stages[0].options["device"]) for run in runs.values())
+    if not there or named:
+        return [{}] * parallel
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(there)]
+    groups = [[gpus[number % there]] for number in range(parallel)]
+    if each:
+        groups = [gpus[first:first + each] for first in range(0, there - each + 1, each)][:parallel]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
+
+
+def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
+    """In the run's process."""
+    # The platform's default: a child of the fork server would start its loaders' workers from another server, which
+    # imports torch anew for every worker of every epoch.
+    set_start_method(None, force=True)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal's processes: the launcher decides
+    os.environ.clear()
+    os.environ.update(environment)
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # also of C++ code that crashes
+        os.dup2(log, stream)
+    sys.exit(run_module.main([str(folder), "--threads", str(threads)]))
+
+
+def _end_with_launcher() -> None:
+    """Ends this process when the launcher dies, however that dies: its parent is the fork server, which would go on."""
+    parent_process().join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exit(status: int) -> str:
+    return f"ended with exit status {status}" if status >= 0 else f"was killed ({signal.Signals(-status).name})"
+
+
+@dataclass
+class _Task:
+    """What Slurm runs for a folder; submitit pickles it, and calls `checkpoint` at a time limit or preemption."""
+
+    threads: int
+
+    def __call__(self, folder: str) -> int:
+        import submitit
+
+        job = submitit.JobEnvironment()
+        os.environ.setdefault("MASTER_ADDR", job.hostnames[0])
+        os.environ.setdefault("MASTER_PORT", str(20000 + int(job.array_job_id or job.job_id) % 20000))
+        os.environ["NODE_RANK"] = str(job.node)
+        # in a process of its own: the handlers of the signals that requeue a job stay submitit's
+        command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
+        with open(Path(folder, LOG), "a", encoding="utf-8") as log:
+            status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
+        if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
+            # Slurm signals all processes of a job that it preempts. One that ended now would not be requeued.
+            time.sleep(_SECONDS_TO_PREEMPT)
+        return status
+
+    def checkpoint(self, folder: str) -> Any:
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self, folder)
+
+
+@dataclass
+class Slurm:
+    """Trains runs as an array of Slurm jobs, requeued and continued after a time limit or a preemption."""
+
+    parallel: int = 1  # runs at a time
+    threads: int = 1  # of each, on CPUs
+    minutes: int = 24 * 60  # time limit of a job, which is then requeued
+    options: Mapping[str, Any] = field(default_factory=dict)  # of sbatch: `partition`, `account`, `qos`, `mem`, ...
+    poll: float = 2.0  # seconds between two looks at the folders
+
+    def executor(self, root: Path, run: RunPlan) -> Any:
+        """submitit's, for runs of one shape."""
+        try:
+            import submitit
+        except ImportError:
+            raise LabError('--launcher slurm needs submitit: pip install "timm-ortho[cluster]"') from None
+        try:
+            executor = submitit.SlurmExecutor(folder=root / ".slurm", max_num_timeout=100)
+        except RuntimeError:
+            raise LabError("--launcher slurm needs Slurm, and there is no sbatch here: call it on a login node, or "
+                           "leave --launcher away") from None
+        executor.update_parameters(
+            job_name="timm-ortho", time=self.minutes, signal_delay_s=60, array_parallelism=self.parallel,
+            nodes=run.nodes, ntasks_per_node=1, cpus_per_task=max(1, self.threads, 8 * run.gpus),
+            additional_parameters=dict(self.options), **({"gpus_per_node": run.gpus} if run.gpus else {}))
+        return executor
+
+    def script(self, root: Path, runs: Mapping[str, RunPlan]) -> Path:
+        """Writes the array's script as submitit would hand it to sbatch, to be looked at."""
+        executor = self.executor(root, next(iter(runs.values())))
+        executor.parameters["map_count"] = len(runs)
+        path = root / ".slurm" / "plan.sbatch"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(submission_script(executor), encoding="utf-8")
+        return path
+
+    def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
+        """Submits what is neither finished nor in the queue, waits for all, and returns what failed, with the reason.
+
+        The folders are read, not Slurm's accounting, which many clusters do not have.
+        """
+        self.executor(root, next(iter(runs.values())))  # says what is missing, before squeue is asked
+        progress, attempts = _Progress(root, runs), Counter()
+        while True:
+            in_queue, todo = self._in_queue(root), []
+            for name in (name for name in waiting(root, runs) if name not in in_queue and name not in progress.failed):
+                error = last_session(root / name).get("error")
+                if attempts[name] >= ATTEMPTS or (attempts[name] and error):
+                    progress.fail(name, error or f"its process {_exit(1)}")
+                else:
+                    todo.append(name)
+            if todo:
+                self._submit(root, runs, todo)
+                attempts.update(todo)
+            elif set(waiting(root, runs)) <= set(progress.failed):
+                break
+            time.sleep(self.poll)
+            progress.update(set(runs) - progress.finished)
+            for name in runs:
+                if name not in progress.finished and (root / name / RESULT).is_file():
+                    progress.ended(name)
+        progress.bar.close()
+        return progress.failed
+
+    def _submit(self, root: Path, runs: Mapping[str, RunPlan], names: Sequence[str]) -> None:
+        import submitit
+
+        executor = self.executor(root, runs[names[0]])
+        try:
+            jobs = executor.map_array(_Task(self.threads), [str((root / name).absolute()) for name in names])
+        except submitit.core.utils.FailedJobError as error:
+            raise LabError(f"sbatch failed: {' '.join(str(error).split())}") from None
+        for name, job in zip(names, jobs, strict=True):
+            (root / name / "job").write_text(job.job_id, encoding="ascii")
+        print(f"submitted {len(jobs)} jobs, {self.parallel} at a time: {jobs[0].job_id.partition('_')[0]}",
+              file=sys.stderr)
+
+    def _in_queue(self, root: Path) -> set[str]:
+        """The runs whose jobs wait or run, whoever submitted them."""
+        listed = subprocess.run(
+            ["squeue", "--noheader", "--array", "--me", "--format=%i"], capture_output=True, text=True)
+        if listed.returncode:
+            raise LabError(f"squeue failed: {' '.join(listed.stderr.split())}")
+        jobs = set(listed.stdout.split())
+        return {path.parent.name for path in root.glob("*/job") if path.read_text(encoding="ascii") in jobs}

@@ -1,0 +1,278 @@
+"""The lab's own training loop, for small studies on a CPU or one GPU. All its parts are timm's.
+
+It stands in for timm's `train.py` where nobody has a checkout of timm, and does what that does with the options that it
+knows (`recipe`). Beyond that every random number follows from seed, epoch and purpose, so that runs with one seed
+see the same batches whatever their connections draw, and a run that was interrupted ends with the weights of one that
+was not.
+"""
+import errno
+import math
+import os
+import sys
+import time
+from argparse import Namespace
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.models import create_model, model_parameters
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed, update_summary
+from torch import nn
+
+from ..._images import data_config
+from ..._text import error_text
+from ...connections import sites
+from ...diagnostics import record, record_dynamics
+from ...runs.folders import load_checkpoint
+from .. import LabError, one_line, whole_file
+from ..data import DataStream, Source, epoch_seed, loaders, mixes
+from ..folder import RunPlan, Stage, append_lines
+
+_MODEL, _DATA = 0, 1  # the two streams of random numbers
+
+
+def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Module:
+    """timm's model for the options, freshly initialised from the seed."""
+    random_seed(options.seed)
+    return create_model(
+        options.model,
+        pretrained=options.pretrained,
+        in_chans=in_chans,
+        num_classes=num_classes,
+        drop_rate=options.drop, drop_path_rate=options.drop_path, drop_block_rate=options.drop_block,
+        global_pool=options.gp, bn_momentum=options.bn_momentum, bn_eps=options.bn_eps,
+        checkpoint_path=options.initial_checkpoint,
+        **options.model_kwargs,
+    )
+
+
+class Training:
+    """One stage of a run, made ready; `train` begins it or takes it up where its last checkpoint left it.
+
+    `options` are the stage's, with what this machine decides: paths and the device.
+    """
+
+    def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
+        self.plan, self.stage, self.folder, self.options = plan, stage, folder, options
+        self.offset = plan.offset(stage)
+        self.checkpoint, self.summary = (folder / stage.folder / name for name in ("last.pth.tar", "summary.csv"))
+        self.growing = [Path(stage.folder, "summary.csv").as_posix(), "probe.jsonl", "records.jsonl"]  # with each epoch
+        self.device = torch.device(options.device)
+        if self.device.type == "cuda":  # as train.py does
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
+        self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
+        if options.channels_last:  # convolutions follow their weights
+            self.model.to(memory_format=torch.channels_last)
+        self.sites = sites(self.model)
+        self.train_loader, self.eval_loader = loaders(
+            options, source, data_config(self.model, vars(options), source.in_chans), self.device)
+        self.accumulate = max(1, options.grad_accum_steps)
+        self.updates_per_epoch = math.ceil(len(self.train_loader) / self.accumulate)
+        self.loss = _loss(options).to(self.device)
+        self.amp = _autocast(options, self.device)
+        half = options.amp and options.amp_dtype == "float16" and self.device.type == "cuda"
+        self.scaler = NativeScaler(device=self.device.type) if half else None
+        self.optimizer = create_optimizer_v2(
+            self.model, **optimizer_kwargs(_with_learning_rate(options)), **options.opt_kwargs)
+        self.ema = None
+        if options.model_ema:
+            self.ema = ModelEmaV3(self.model, decay=options.model_ema_decay, use_warmup=options.model_ema_warmup)
+        self.scheduler, _ = create_scheduler_v2(
+            self.optimizer, **scheduler_kwargs(options), updates_per_epoch=self.updates_per_epoch)
+        self.forward = self.model
+        if options.torchcompile:
+            self.forward = torch.compile(self.model, backend=options.torchcompile, mode=options.torchcompile_mode)
+        self.data = DataStream(self.device)
+
+    # ------------------------------------------------------------------------------------------ the epochs
+    def train(self) -> None:
+        """Trains to the end of the stage; what it leaves is in the run's folder."""
+        start, lengths = self._resume()
+        if start >= self.stage.last_epoch:  # what follows in the run's files is the next stage's
+            return
+        for name in self.growing:  # what came after the checkpoint is written again
+            path = self.folder / name
+            if name not in lengths:
+                path.unlink(missing_ok=True)
+            elif not path.is_file() or path.stat().st_size < lengths[name]:
+                raise LabError(f"{path} has lost rows; remove {self.folder} to train it anew")
+            else:
+                os.truncate(path, lengths[name])
+        recorder = self._recorder(start + self.offset)
+        self.data.reseed(epoch_seed(self.options.seed, 0, _DATA))
+        self.probe, _ = next(self.data.iterate(self.eval_loader))
+        if not start + self.offset:
+            self._look_at_the_stream(0)
+        try:
+            for epoch in range(start, self.stage.last_epoch):
+                self._epoch(epoch)
+        finally:
+            if recorder is not None:
+                recorder.close()
+
+    def _recorder(self, first: int) -> Any:
+        """What looks at the connections every so many steps, all of a run's stages counted."""
+        if self.plan.record is None:
+            return None
+        recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / "records.jsonl"))
+        recorder.step = first * len(self.train_loader)
+        return recorder
+
+    def _epoch(self, epoch: int) -> None:
+        random_seed(epoch_seed(self.options.seed, epoch, _MODEL))
+        self.data.reseed(epoch_seed(self.options.seed, epoch, _DATA))
+        began = time.perf_counter()
+        loss, images = self._train_epoch(epoch)
+        speed = images / (time.perf_counter() - began)
+        evaluated = self._evaluate(self.ema.module if self.ema is not None else self.forward)
+        lr = sum(group["lr"] for group in self.optimizer.param_groups) / len(self.optimizer.param_groups)
+        trained = {"loss": loss, "images_per_second": speed, "seconds": time.perf_counter() - began,
+                   "peak_memory": _peak_memory(self.device)}
+        update_summary(epoch, trained, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
+        self._look_at_the_stream(epoch + self.offset + 1)
+        self.scheduler.step(epoch + 1)  # before the checkpoint, so that it holds the next epoch's learning rate
+        self._save(epoch, evaluated["top1"])
+        print(f"epoch {epoch + self.offset + 1}/{self.plan.epochs}: top-1 {evaluated['top1']:.2f} %", flush=True)
+
+    def _train_epoch(self, epoch: int) -> tuple[float, int]:
+        """The mean loss, and the images that were seen."""
+        self.forward.train()
+        self.train_loader.mixup_enabled = not self.options.mixup_off_epoch or epoch < self.options.mixup_off_epoch
+        if hasattr(self.train_loader.dataset, "set_epoch"):
+            self.train_loader.dataset.set_epoch(epoch)
+        losses, images, batches = AverageMeter(), 0, len(self.train_loader)
+        self.optimizer.zero_grad()
+        for index, (image, target) in enumerate(self.data.iterate(self.train_loader)):
+            group_start = index - index % self.accumulate
+            group = min(self.accumulate, batches - group_start)
+            update = index + 1 == group_start + group
+            with self.amp():
+                loss = self.loss(self.forward(image), target)
+            self._backward(loss / group, update)
+            losses.update(loss.detach(), len(image))  # a tensor: reading it here would stop a GPU at every step
+            images += len(image)
+            if update:
+                updates = epoch * self.updates_per_epoch + index // self.accumulate + 1
+                if self.ema is not None:
+                    self.ema.update(self.model, step=updates)
+                self.scheduler.step_update(num_updates=updates)
+        return float(losses.avg), images
+
+    def _backward(self, loss: torch.Tensor, update: bool) -> None:
+        value, mode = self.options.clip_grad, self.options.clip_mode
+        clipped = None if value is None else model_parameters(self.model, exclude_head="agc" in mode)
+        if self.scaler is not None:
+            self.scaler(loss, self.optimizer, value, mode, parameters=clipped, need_update=update)
+        else:
+            loss.backward()
+            if update and clipped is not None:
+                dispatch_clip_grad(clipped, value=value, mode=mode)
+            if update:
+                self.optimizer.step()
+        if update:
+            self.optimizer.zero_grad()
+
+    def _evaluate(self, model: nn.Module) -> dict:
+        """Loss and accuracies over the validation images, by timm's names."""
+        model.eval()
+        meters = {key: AverageMeter() for key in ("loss", "top1", "top5")}
+        with torch.no_grad():
+            for image, target in self.eval_loader:
+                with self.amp():
+                    output = model(image)
+                    loss = nn.functional.cross_entropy(output, target)
+                for meter, value in zip(meters.values(), (loss, *accuracy(output, target, topk=(1, 5))), strict=True):
+                    meter.update(value.item(), len(image))
+        return {key: meter.avg for key, meter in meters.items()}
+
+    def _look_at_the_stream(self, epochs: int) -> None:
+        with self.amp():
+            found = record_dynamics(self.model, self.probe, self.sites)
+        row = {"epochs_done": epochs, "sites": [site._asdict() for site in found]}
+        append_lines(self.folder / "probe.jsonl", [row])
+
+    # -------------------------------------------------------------------------------------- the checkpoint
+    def _parts(self) -> dict[str, Any]:
+        """What a checkpoint holds, by the names that timm gives it."""
+        parts = {"state_dict": self.model, "optimizer": self.optimizer}
+        if self.ema is not None:
+            parts["state_dict_ema"] = self.ema.module
+        if self.scaler is not None:
+            parts[self.scaler.state_dict_key] = self.scaler
+        return parts
+
+    def _save(self, epoch: int, top1: float) -> None:
+        checkpoint = {
+            "epoch": epoch, "arch": self.options.model, "version": 2, "args": self.options, "metric": top1,
+            "lengths": {path.relative_to(self.folder).as_posix(): path.stat().st_size
+                        for path in map(self.folder.joinpath, self.growing) if path.exists()},
+            **{name: part.state_dict() for name, part in self._parts().items()}}
+        try:
+            with whole_file(self.checkpoint) as partial:
+                torch.save(checkpoint, partial)
+        except RuntimeError as error:  # torch's writer has its own words for a full disk
+            raise OSError(errno.EIO, error_text(error)) from error
+
+    def _resume(self) -> tuple[int, dict[str, int]]:
+        """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next and
+        how long the run's files were then.
+        """
+        before = self.folder / self.plan.stages[0].folder / "last.pth.tar"
+        path = self.checkpoint if self.checkpoint.is_file() else before
+        if not path.is_file():
+            return 0, {}
+        try:
+            checkpoint = load_checkpoint(path)
+            lengths = checkpoint["lengths"]
+            if path == before and self.stage.begins_with == "weights":
+                return 0, lengths
+            for name, part in self._parts().items():
+                part.load_state_dict(checkpoint[name])
+        except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
+            raise LabError(f"{path} cannot be continued ({one_line(error)}); remove {self.folder} to train it "
+                           "anew") from None
+        start = checkpoint["epoch"] + 1
+        # only for its count of updates: the optimizer has brought its learning rate along
+        self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
+        return start, lengths
+
+
+def _loss(options: Namespace) -> nn.Module:
+    """The loss that timm's train.py would choose."""
+    if mixes(options):
+        return SoftTargetCrossEntropy()
+    return LabelSmoothingCrossEntropy(options.smoothing) if options.smoothing else nn.CrossEntropyLoss()
+
+
+def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
+    if not options.amp:
+        return nullcontext
+    if options.amp_dtype not in ("float16", "bfloat16"):
+        raise LabError(f"amp_dtype is '{options.amp_dtype}', but must be float16 or bfloat16")
+    return partial(torch.autocast, device_type=device.type, dtype=getattr(torch, options.amp_dtype))
+
+
+def _with_learning_rate(options: Namespace) -> Namespace:
+    """timm's rule where only `lr_base` is given: scaled by the batch, by its root for the adaptive optimizers."""
+    if options.lr:
+        return options
+    adaptive = any(name in options.opt.lower() for name in ("ada", "lamb"))
+    scale = options.lr_base_scale or ("sqrt" if adaptive else "linear")
+    ratio = options.batch_size * max(1, options.grad_accum_steps) / options.lr_base_size
+    return Namespace(**{**vars(options), "lr": options.lr_base * (ratio ** 0.5 if scale == "sqrt" else ratio)})
+
+
+def _peak_memory(device: torch.device) -> Optional[int]:
+    """Bytes, of the process so far: allocated on a GPU, resident on the CPU; None on Windows, which does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,137 @@
+"""timm's `train.py` as a trainer: one stage of a run in processes of its own, under `torchrun` where there are GPUs.
+
+The script is somebody else's program: it is given options, and its folder is read.
+"""
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+from typing import Sequence
+
+import torch
+
+from ...runs.folders import load_checkpoint
+from .. import LabError, one_line
+from ..data import open_source
+from ..folder import RunPlan, Stage
+from ..image_folder import is_here
+from ..planning import recipe
+
+_SECONDS_TO_STOP = 30
+
+
+class Died(LabError):
+    """The script was killed, or ended after it had trained for a while: a launcher starts it again."""
+
+
+def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
+    """Trains a stage, or what is left of it; a LabError if the script ends early: the run's log has its words."""
+    last = folder / stage.folder / "last.pth.tar"
+    before = _epochs(last)
+    if before > stage.last_epoch:  # stopped too late: the next stage would begin with another epoch
+        raise LabError(f"{last} has seen {before} epochs, and its stage ends after {stage.last_epoch}: remove {folder} "
+                       "to train it anew")
+    if before == stage.last_epoch:
+        return
+    _check_data(Namespace(**{**recipe.defaults(), **stage.options}))
+    environment = {
+        **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        "TIMM_DATASET_MAX_RETRIES": "1"}  # else timm trains on another image in place of one that cannot be read
+    if plan.record is not None:
+        environment.update(
+            TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
+    process = subprocess.Popen(command(plan, stage, folder), env=environment, preexec_fn=die_with_parent)
+    try:
+        if stage.stop_epoch is None:
+            process.wait()
+        else:
+            _wait_for_epoch(process, last, stage.stop_epoch)
+    finally:
+        _stop(process)
+    done = _epochs(last)
+    if done != stage.last_epoch:
+        kind = Died if process.returncode < 0 or done > before else LabError
+        raise kind(f"{plan.trainer} ended with exit status {process.returncode} after {done} of {stage.last_epoch} "
+                   "epochs")
+
+
+def _check_data(options: Namespace) -> None:
+    """Check an image folder that may not have been on the machine that planned the run."""
+    if is_here(options):
+        split = open_source(options).val_split
+        if split != options.val_split:
+            raise LabError(f"the run was planned with val_split '{options.val_split}', and {options.data_dir} has only "
+                           f"'{split}': give --option val_split={split}")
+
+
+def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
+    """The command line of a stage, which continues from its last checkpoint if there is one."""
+    last, before = (folder / where / "last.pth.tar" for where in (stage.folder, plan.stages[0].folder))
+    words = [
+        sys.executable, *torchrun(plan), plan.trainer, "-c", str(folder / stage.folder / "args.yaml"),
+        "--output", str(folder.absolute().parent),
+        "--experiment", os.path.normpath(Path(folder.absolute().name, stage.folder))]
+    if stage.begins_with == "weights":
+        words += ["--initial-checkpoint", str(before)]
+    if last.is_file() or stage.begins_with == "checkpoint":
+        words += ["--resume", str(last if last.is_file() else before)]
+    if stage.stop_epoch is not None and "--stop-epoch" in Path(plan.trainer).read_text(encoding="utf-8"):
+        words += ["--stop-epoch", str(stage.stop_epoch)]
+    return words
+
+
+def torchrun(plan: RunPlan) -> Sequence[str]:
+    if not plan.gpus:
+        return ()
+    where = ["--standalone"]
+    if plan.nodes > 1:
+        where = ["--nnodes", str(plan.nodes), "--node-rank", os.environ.get("NODE_RANK", "0"),
+                 "--master-addr", os.environ.get("MASTER_ADDR", "localhost"),
+                 "--master-port", os.environ.get("MASTER_PORT", "29500")]
+    return "-m", "torch.distributed.run", *where, "--nproc-per-node", str(plan.gpus)
+
+
+def _epochs(checkpoint: Path) -> int:
+    """How many epochs a checkpoint has seen, 0 if there is none."""
+    if not checkpoint.is_file():
+        return 0
+    try:
+        return load_checkpoint(checkpoint)["epoch"] + 1
+    except FileNotFoundError:  # train.py is about to put the next one in its place
+        return 0
+    except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
+        raise LabError(f"{checkpoint} cannot be continued ({one_line(error)}); remove {checkpoint.parent} to train "
+                       "it anew") from None
+
+
+def _wait_for_epoch(process: subprocess.Popen, checkpoint: Path, epochs: int) -> None:
+    """Until the checkpoint has seen so many epochs, or the script has ended: not every release has --stop-epoch."""
+    seen = None
+    while process.poll() is None:
+        time.sleep(0.2)
+        changed = checkpoint.stat().st_mtime_ns if checkpoint.exists() else None
+        if changed != seen:  # to read one takes a while
+            seen = changed
+            if _epochs(checkpoint) >= epochs:
+                return
+
+
+def _stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def die_with_parent() -> None:
+    """Asks Linux to end this process when the one that started it dies, however that dies."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -1,0 +1,143 @@
+"""Build and register variants: connect timm's model before its weights are loaded, and check that they fit."""
+import sys
+from copy import copy
+from functools import partial
+from typing import Any, Callable, Dict, Union
+
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_pretrained_cfg,
+    register_model,
+    resolve_pretrained_cfg,
+)
+from torch import nn
+
+from .._compat import adapt_model_from_file
+from ..convert import connect
+from ..diagnostics import record_if_requested
+from ..weights.checks import checked, located, naming_the_source, restore_source
+from ..weights.pretrained import pretrained_cfgs
+from .arguments import pop_connect_arguments
+from .names import SUFFIXES
+
+
+def create(
+        name: str, default: str, entry: Callable[..., nn.Module], /, pretrained: bool = False,
+        pretrained_cfg: Union[str, Dict, PretrainedCfg, None] = None, **kwargs) -> nn.Module:
+    """Build a variant and load its weights.
+
+    Args:
+        name: Name of the variant.
+        default: Connection, unless ``kwargs`` contains another.
+        entry: Entry point, called with a replacement of ``build_model_with_cfg`` and the arguments of an entry point.
+        pretrained: Whether to load weights.
+        pretrained_cfg: Configuration to use instead of the variant's own, or the tag of one.
+        kwargs: All other arguments of ``timm.create_model``.
+
+    Raises:
+        ValueError: A wrong value, or an unknown argument that begins with ``connection`` or ``skip_``.
+        WeightsError: The weights cannot be downloaded or do not fit, or a config.json is wrong.
+    """
+    with naming_the_source(pretrained_cfg):
+        arguments = pop_connect_arguments(kwargs, default)
+        own_cfg = _own_pretrained_cfg(name, pretrained_cfg)
+        cfg = resolve_pretrained_cfg(name, own_cfg, kwargs.get("pretrained_cfg_overlay"))
+        if pretrained:
+            overlay = {**(kwargs.get("pretrained_cfg_overlay") or {}), **located(cfg, kwargs.get("cache_dir"))}
+            kwargs["pretrained_cfg_overlay"] = overlay
+
+        is_connected = False
+
+        def build(
+                model_cls: Callable[..., nn.Module], variant: str, *args, pretrained_filter_fn=None, pruned=False,
+                **kwargs) -> nn.Module:
+            nonlocal is_connected
+            is_connected = True
+
+            # Connect before weights are loaded, so that learned connections load too, and before features_only drops
+            # blocks, so that block indices count all blocks.
+            def construct(*args, **kwargs) -> nn.Module:
+                model = model_cls(*args, **kwargs)
+                return connect(adapt_model_from_file(model, variant) if pruned else model, **arguments)
+
+            filter_fn = checked(pretrained_filter_fn, cfg, kwargs)
+            return build_model_with_cfg(construct, variant, *args, pretrained_filter_fn=filter_fn, **kwargs)
+
+        model = entry(build, pretrained=pretrained, pretrained_cfg=own_cfg, **kwargs)
+        # Some entry points bypass build_model_with_cfg (use_naflex=True): connect their models here.
+        model = model if is_connected else connect(model, **arguments)
+    restore_source(model, cfg)
+    if pretrained and cfg.hf_hub_id and not cfg.file:
+        model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # for model cards
+    # timm stores these from 1.0.31 on, and only in create_model.
+    model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
+    return record_if_requested(model)
+
+
+# The fields of a PretrainedCfg that describe one set of weights, with the values of an architecture without weights.
+_WITHOUT_WEIGHTS = {name: getattr(PretrainedCfg(), name) for name in (
+    "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "tag", "custom_load",
+    "label_offset", "label_names", "label_descriptions", "origin_url", "notes")}
+
+
+def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
+    """Return a copy of a configuration for another architecture, without the fields that describe weights."""
+    own = copy(cfg)  # dataclasses.replace takes several times as long, and there are thousands
+    vars(own).update(_WITHOUT_WEIGHTS, architecture=architecture)
+    return own
+
+
+def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
+    """Return the requested configuration, or the variant's own by tag. timm would look up that of the base."""
+    if requested and not isinstance(requested, str):
+        return requested
+    cfg = get_pretrained_cfg(f"{name}.{requested}" if requested else name, allow_unregistered=False)
+    if cfg is None:
+        raise RuntimeError(f"Invalid pretrained tag ({requested}) for {name}.")
+    return cfg
+
+
+# Arguments of timm.create_model that are not stored in config.json.
+_NOT_STORED = frozenset((
+    "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict", "pretrained_model_args", "cache_dir",
+    "scriptable", "device", "dtype", "drop_rate", "drop_path_rate", "drop_block_rate",
+))
+
+
+def creation_arguments(model: nn.Module) -> Dict[str, Any]:
+    """Return the arguments that a variant was created with, without those of connections; empty for timm's models."""
+    return dict(getattr(model, "creation_arguments", {}))
+
+
+def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: PretrainedCfg, doc: str) -> None:
+    """Register an entry point with timm and add it to its module.
+
+    Args:
+        module: Name of the module.
+        name: Name of the model.
+        entry: The entry point.
+        cfg: Configuration of the architecture. :mod:`timm_ortho.weights.pretrained` adds those of weights.
+        doc: Docstring of the entry point.
+    """
+    entry.__name__ = entry.__qualname__ = name
+    entry.__module__ = module
+    entry.__doc__ = doc
+    home = sys.modules[module]
+    home.default_cfgs.update(generate_default_cfgs(pretrained_cfgs(name, cfg)))
+    setattr(home, name, register_model(entry))
+
+
+def register_own(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[..., nn.Module]) -> None:
+    """Register architectures that timm does not have, with every suffix.
+
+    Args:
+        module: Name of the module.
+        cfgs: Configuration of each architecture by name.
+        make: Called with the model's name, the architecture's name, the connection and the arguments.
+    """
+    for base, cfg in cfgs.items():
+        for suffix, connection in SUFFIXES.items():
+            doc = f"{base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
+            register(module, base + suffix, partial(make, base + suffix, base, connection), cfg, doc)

@@ -1,0 +1,36 @@
+"""Names of the registered models: an architecture and a suffix that sets the connection."""
+from timm.models import is_model, list_models, model_entrypoint
+
+SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # suffix -> connection
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a variant's name, or an empty string.
+
+    >>> suffix_of("vit_small_orthog"), suffix_of("vit_small")
+    ('_orthog', '')
+    """
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
+def base_name(name: str) -> str:
+    """Return a name without the suffix of a variant.
+
+    >>> base_name("vit_small_orthog"), base_name("vit_small")
+    ('vit_small', 'vit_small')
+    """
+    return name.removesuffix(suffix_of(name))
+
+
+def is_variant(name: str) -> bool:
+    """Return whether a name, with or without tag, is registered by this package.
+
+    >>> is_variant("vit_test_ortho.digits"), is_variant("resnet50")
+    (True, False)
+    """
+    return bool(name) and is_model(name) and model_entrypoint(name).__module__.startswith("timm_ortho.")
+
+
+def bases_with_variants() -> list[str]:
+    """Return the base names that have an Orthogonal-F variant."""
+    return [name.removesuffix("_ortho") for name in list_models("*_ortho")]
