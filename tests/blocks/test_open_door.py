@@ -24,7 +24,6 @@ from timm_ortho import (
     LinearConnection,
     RoutingError,
     UnsupportedModelError,
-    arguments,
     cli,
     connect,
     create_connection,
@@ -33,7 +32,6 @@ from timm_ortho import (
     sites,
 )
 from timm_ortho.blocks import routed, tables
-from timm_ortho.hub import repository
 
 ROOT = Path(timm_ortho.__file__).parents[1]
 
@@ -463,15 +461,6 @@ def test_a_connection_by_name(tmp_path):
     again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(again(x), model(x))
-
-
-def test_an_argument_of_its_own_is_in_config_json(monkeypatch):
-    """One that variants take: an entry in ``OF_CONNECTIONS`` is enough for both."""
-    monkeypatch.setitem(arguments.OF_CONNECTIONS, "tau", "tau")
-    timm_ortho.register_connection("clipped", Clipped)
-    model = connect(timm.create_model("vit_test_linear"), "clipped")
-    assert repository._connection_arguments(model) == {
-        "connection": "clipped", "connection_eps": 1e-6, "connection_tau": 0.1}
 
 
 def test_a_connection_without_a_name_is_not_published(tmp_path):

@@ -62,16 +62,15 @@ def test_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "kwargs", "arguments"), [
-    ("vit_small_ortho", {}, dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
+    ("vit_small_ortho", {}, dict(connection="feature", connection_eps=1e-6)),
     ("vit_small_orthog", dict(connection_prob=0.25, connection_eps=1e-4, connection_layers=[1]),
      dict(connection="global", connection_eps=1e-4, connection_prob=0.25, connection_layers=[1])),
     ("vit_small_ortho", dict(connection_kinds="mlp", connection_layers=[1]),
-     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_layers=[1],
-          connection_kinds=["mlp"])),
+     dict(connection="feature", connection_eps=1e-6, connection_layers=[1], connection_kinds=["mlp"])),
     ("vit_small_ortho", dict(connection_keep="branch"),
-     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_keep="branch")),
+     dict(connection="feature", connection_eps=1e-6, connection_keep="branch")),
     ("vit_small_ortho", dict(connection_keep="output"),
-     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
+     dict(connection="feature", connection_eps=1e-6)),
     ("vit_small_linear", {}, dict(connection="linear")),
     ("vit_small_ortho", dict(connection="linear"), dict(connection="linear")),
     ("vit_small_ortho", dict(connection="hybrid", connection_start="linear"),
@@ -365,11 +364,11 @@ def test_what_config_json_cannot_say_is_refused(tmp_path):
     assert "config.json does not reproduce this model" in message(grown, tmp_path / "out")
     mixed = tiny()
     timm_ortho.connect(mixed.blocks[0], "global")
-    assert "the sites have different connections; use one non-linear" in message(mixed, tmp_path / "out")
+    assert "the sites have different connections: connect the whole model" in message(mixed, tmp_path / "out")
     assert "is not a classifier of timm.create_model" in message(torch.nn.Linear(2, 2), tmp_path / "out")
     transformed = tiny(skip="orthogonal_tp")
     timm_ortho.sites(transformed)[1].connection.skip = None
-    assert "the sites have different skips; use one skip" in message(transformed, tmp_path / "out")
+    assert "has other logits than this one" in message(transformed, tmp_path / "out")
     rewritten = timm_ortho.absorb(tiny(skip="orthogonal_tp"))
     assert "rewritten by timm_ortho.absorb or diagonalise" in message(rewritten, tmp_path / "out")
     unknown = tiny()
