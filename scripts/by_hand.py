@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from timm_ortho.lab import LabError, read_user_yaml, recipe
+from timm_ortho.lab import LabError, read_user_yaml
 from timm_ortho.lab.folder import RunPlan, Stage
-from timm_ortho.lab.train_py import torchrun
+from timm_ortho.lab.planning import recipe
+from timm_ortho.lab.running.timm_script import torchrun
 
 
 def main() -> int:

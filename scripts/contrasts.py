@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Union
 import numpy as np
 from scipy import stats
 
-from timm_ortho.lab.statistics import Difference, paired_difference, student_interval
+from timm_ortho.lab.reporting.statistics import Difference, paired_difference, student_interval
 
 RESULTS = Path(__file__).parents[1] / "model_cards" / "results"
 

@@ -65,10 +65,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy import optimize, stats
 
-from timm_ortho.lab import design, recipe
-from timm_ortho.lab.figures import STYLES, Row, draw_forest
 from timm_ortho.lab.paper import section
-from timm_ortho.lab.statistics import Difference, holm
+from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.reporting.plots import STYLES, Row, draw_forest
+from timm_ortho.lab.reporting.statistics import Difference, holm
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- evidence: made by scripts/evidence.py -->", "<!-- end of evidence -->"

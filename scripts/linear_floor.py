@@ -17,7 +17,7 @@ from sklearn.linear_model import RidgeClassifier
 
 from timm_ortho.lab.data import open_source
 from timm_ortho.lab.folder import RunPlan
-from timm_ortho.lab.plan import read
+from timm_ortho.lab.planning.plan import read
 
 ALPHAS = (1, 10, 100, 1000, 10000)
 FILE = Path(__file__).parents[1] / "model_cards" / "results" / "floors" / "ridge.json"

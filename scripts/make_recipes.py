@@ -1,4 +1,4 @@
-"""Writes the paper's recipes, timm_ortho/lab/recipes/*.yaml, from timm_ortho/lab/paper.json: 21 files, one source.
+"""Writes the paper's recipes, timm_ortho/lab/recipes/*.yaml, from lab/paper/paper.json: 21 files.
 
     python scripts/make_recipes.py            writes them
     python scripts/make_recipes.py --check    names those that differ from what would be written, exit status 1

@@ -13,8 +13,8 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import linear_floor
 
-from timm_ortho.lab.collect import collect
 from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.reporting.collect import collect
 
 Run = Mapping[str, Any]
 Means = Mapping[str, Mapping[float, float]]  # connection -> rate -> mean

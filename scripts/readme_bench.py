@@ -112,12 +112,12 @@ def opening(rows: Sequence[Row]) -> str:
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
-            said.append(f"A training step with orthogonal connections, over one with linear connections, on a {kind} "
+            said.append(f"Time of a training step with orthogonal connections, relative to linear connections, on a {kind} "
                         f"({', '.join(names)}). {'. '.join(steps)}.")
         if small:
             over = [sorted(float(row[column]) for row in small) for column in ("appendix_ratio_p50", "ratio_p50")]
-            said.append("A ViT 64 wide takes {:.2f} to {:.2f} times as long as with the formula of the paper's "
-                        "appendix, {:.2f} to {:.2f} times as long as with addition.".format(
+            said.append("A ViT of width 64 takes {:.2f} to {:.2f} times as long as with the formula of the paper's "
+                        "appendix, and {:.2f} to {:.2f} times as long as with addition.".format(
                             *(end for found in over for end in (found[0], found[-1]))))
         if not steps and not small:
             said.append(f"On a {kind}: not measured.")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from study_results import ROOT, commit_before
 
-from timm_ortho.lab import figures, page, report
+from timm_ortho.lab.reporting import page, plots as figures, report
 
 
 def main(folder: Path, name: str, cards: Path = ROOT / "model_cards") -> None:

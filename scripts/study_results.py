@@ -19,10 +19,10 @@ from typing import Mapping, Sequence
 
 from marked import replaced
 
-from timm_ortho.lab import report
-from timm_ortho.lab.design import shipped
 from timm_ortho.lab.folder import read_lines
-from timm_ortho.lab.plan import read
+from timm_ortho.lab.planning.design import shipped
+from timm_ortho.lab.planning.plan import read
+from timm_ortho.lab.reporting import report
 
 ROOT = Path(__file__).parents[1]
 MANY = 24  # runs

@@ -218,7 +218,7 @@ def _slurm(study: Any, parsed: argparse.Namespace) -> Any:
 def _lab(command: str) -> Iterator[Any]:
     """The lab's commands; inside it what the lab refuses is a usage error."""
     _require(command, _LAB)
-    from .lab import LabError, study
+    from .lab import LabError, commands as study
     try:
         yield study
     except BrokenPipeError:  # see main
@@ -318,7 +318,7 @@ def _add_recipe(commands: Any) -> None:
 
 def _recipe(parsed: argparse.Namespace) -> int:
     from .lab import LabError
-    from .lab.recipe import find
+    from .lab.planning.recipe import find
 
     if parsed.list:
         return _list_recipes()
@@ -332,7 +332,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
 
 def _list_recipes() -> int:
     from .lab.paper import experiments, figures, skip_recipe
-    from .lab.recipe import load, shipped
+    from .lab.planning.recipe import load, shipped
 
     rows = [("name", "model", "data set", "table", "top-1 in the paper")]
     for name in [*experiments(), *(name for name in shipped() if name not in experiments())]:

@@ -148,7 +148,7 @@ def test_only_without_values_is_refused(capsys, given):
 
 
 def test_compare_hands_options_on(monkeypatch):
-    from timm_ortho.lab import study
+    from timm_ortho.lab import commands as study
     given = {}
     monkeypatch.setattr(study, "run", lambda request, **rest: given.update(request=request, **rest) or 0)
     assert cli.main(["compare", "--model", "vit_base", "--amp", "--compile", "--lr", "1e-3", "-b", "64", "--seeds", "4",

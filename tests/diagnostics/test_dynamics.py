@@ -1,4 +1,4 @@
-"""What the diagnostics measure, against sums written out here, and that measuring leaves no trace."""
+"""record_dynamics against explicit sums, and its lack of side effects."""
 import math
 
 import pytest
@@ -27,9 +27,9 @@ def test_every_connection_is_measured_over_channels(connection, dim):
     assert record.cosine == pytest.approx(cosine.mean().item(), abs=1e-5)
 
 
-def test_leaves_no_trace():
+def test_measuring_has_no_side_effects():
     model = timm.create_model("test_vit_ortho", drop_path_rate=0.5).train()
-    model.blocks[0].eval()  # a frozen part stays frozen
+    model.blocks[0].eval()  # a frozen part in evaluation mode
     modes = [module.training for module in model.modules()]
     sites = timm_ortho.sites(model)
     records = record_dynamics(model, torch.randn(2, 3, 160, 160), sites)
@@ -43,7 +43,7 @@ def test_leaves_no_trace():
 
 
 class Unused(nn.Module):
-    """An auxiliary head, which evaluation leaves out."""
+    """A model with an auxiliary head that runs only in training mode."""
 
     def __init__(self):
         super().__init__()
@@ -53,13 +53,13 @@ class Unused(nn.Module):
         return self.connection(x, x.relu()) if not self.training else self.auxiliary(x, x.relu())
 
 
-def test_a_site_that_is_not_reached_has_no_numbers():
+def test_an_unused_site_is_nan():
     used, unused = record_dynamics(model := Unused(), torch.randn(2, 5), timm_ortho.sites(model))
     assert all(math.isfinite(value) for value in used[3:])
     assert all(math.isnan(value) for value in unused[3:])
 
 
-def test_hooks_go_when_the_model_fails():
+def test_hooks_are_removed_when_the_model_fails():
     model = OneSite(torch.randn(1, 5))
     with pytest.raises(ValueError, match="same shape"):
         record_dynamics(model, torch.randn(1, 4), timm_ortho.sites(model))

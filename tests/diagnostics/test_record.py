@@ -1,4 +1,4 @@
-"""Recording in training: what the rows say, when there are any, and that the training does not notice."""
+"""timm_ortho.record: values of the rows, recorded steps, and bit-identical training."""
 import contextlib
 import copy
 import math
@@ -59,9 +59,9 @@ def same_bits(model, other):
         assert torch.equal(parameter.grad, expected.grad)
 
 
-# ------------------------------------------------------------------------------------------- what rows say
+# ------------------------------------------------------------------------------------------- - rows
 def test_known_angle():
-    # x = (3, 0), f = (4, 3): five long, 36.87 degrees from x
+    # x = (3, 0), f = (4, 3): |f| = 5, 36.87 degrees from x
     model = OneSite(torch.tensor([[4.0, 3.0]]))
     with timm_ortho.record(model) as recorder:
         model(torch.tensor([[3.0, 0.0]]))
@@ -73,8 +73,8 @@ def test_known_angle():
     assert row["rho"] is row["theta"] is None
 
 
-def test_shares_are_of_the_averages():
-    # of the two tokens one is zero, as the paper's class token is at the start: its own shares would be infinite
+def test_shares_are_ratios_of_averages():
+    # the second token is zero, as the paper's class token is at the start; its own shares would be infinite
     model = OneSite(torch.tensor([[4.0, 3.0], [1.0, 1.0]]))
     recorder = timm_ortho.record(model)
     model(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
@@ -84,7 +84,7 @@ def test_shares_are_of_the_averages():
     assert row["orthogonal_share"] == pytest.approx((9 + 2) / 9, rel=1e-5)
 
 
-def test_a_connection_that_a_pass_calls_twice_is_one_site_with_the_averages():
+def test_two_calls_of_a_connection_are_averaged():
     class Shared(OneSite):
         def forward(self, x):
             return self.connection_mlp(2 * x, self.branch) + self.connection_mlp(x, self.branch)
@@ -100,23 +100,23 @@ def test_a_connection_that_a_pass_calls_twice_is_one_site_with_the_averages():
 
 
 @pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
-def test_rows_are_what_one_batch_is_measured_as(connection):
+def test_rows_agree_with_record_dynamics(connection):
     model = vit(connection)
     recorder = timm_ortho.record(model)
     model(images())
-    expected = record_dynamics(model, images(), timm_ortho.sites(model))  # no dropout: the same in evaluation mode
+    expected = record_dynamics(model, images(), timm_ortho.sites(model))  # without dropout, both modes agree
     assert len(recorder.rows) == 4
     for row, site in zip(recorder.rows, expected, strict=True):
         assert (row["layer"], row["kind"], row["name"]) == site[:3]
         assert [row[key] for key in site._fields[3:]] == pytest.approx(site[3:], rel=1e-5)
 
 
-def test_learned_weights_are_those_in_use():
+def test_learned_weights_are_clamped():
     model = vit("hybrid")
     with torch.no_grad():
-        model.blocks[0].connection_mlp.rho.fill_(-0.5)  # used as 0
+        model.blocks[0].connection_mlp.rho.fill_(-0.5)  # clamped to 0
         model.blocks[0].connection_mlp.theta.fill_(0.3)
-        model.blocks[1].connection_mlp.theta.fill_(2.0)  # used as pi / 2
+        model.blocks[1].connection_mlp.theta.fill_(2.0)  # clamped to pi / 2
     recorder = timm_ortho.record(model)
     model(images())
     rows = {(row["layer"], row["kind"]): (row["rho"], row["theta"]) for row in recorder.rows}
@@ -152,7 +152,7 @@ def test_counts_training_passes_and_records_every_nth():
     assert not model._forward_hooks
 
 
-def test_drains_and_goes_on():
+def test_drain_continues_recording():
     model = vit()
     recorder = timm_ortho.record(model, every=1)
     train(model, 2)
@@ -170,7 +170,7 @@ def test_a_sink_gets_the_rows_of_each_recorded_pass():
     assert recorder.rows == []
 
 
-def test_a_continued_training_has_the_rows_of_an_uninterrupted_one():
+def test_a_resumed_training_has_the_rows_of_an_uninterrupted_one():
     model = vit()
     whole = timm_ortho.record(model, every=3)
     train(model, 10)
@@ -179,7 +179,7 @@ def test_a_continued_training_has_the_rows_of_an_uninterrupted_one():
     train(model, 5)
     state = copy.deepcopy(first.state_dict())
     weights = copy.deepcopy(model.state_dict())
-    train(model, 2, start=5)  # lost: after the checkpoint
+    train(model, 2, start=5)  # steps after the checkpoint, which the resumed run repeats
     other = vit()
     other.load_state_dict(weights)
     second = timm_ortho.record(other, every=3)
@@ -187,7 +187,7 @@ def test_a_continued_training_has_the_rows_of_an_uninterrupted_one():
     train(other, 5, start=5)
     assert second.step == whole.step == 10
     same_rows(second.rows, whole.rows)
-    assert state["step"] == 5  # what was loaded is not written to
+    assert state["step"] == 5  # loading copies the state
 
 
 def test_follows_a_switch_of_the_connection():
@@ -200,7 +200,7 @@ def test_follows_a_switch_of_the_connection():
     assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
 
 
-def test_what_cannot_be_recorded():
+def test_invalid_arguments():
     with pytest.raises(ValueError, match=r"^VisionTransformer has no connections to record; call timm_ortho.connect\("):
         timm_ortho.record(timm.create_model("test_vit"))
     for every in (0, -1, 2.5, True, "50"):
@@ -218,7 +218,7 @@ def test_a_pass_that_fails_leaves_no_hook_and_no_row():
     assert not any(site.connection._forward_pre_hooks for site in timm_ortho.sites(model))
 
 
-def test_a_pass_that_is_broken_off_leaves_nothing_for_the_next():
+def test_an_interrupted_pass_leaves_no_rows():
     model = vit()
     recorder = timm_ortho.record(model, every=2)
 
@@ -244,7 +244,7 @@ AUTOCAST = dict(device_type="cpu", dtype=torch.bfloat16)
     lambda: vit(drop_path_rate=0.4, proj_drop_rate=0.2), lambda: vit("hybrid"), lambda: vit(connection_prob=0.5),
     resnet,
 ])
-def test_training_is_the_same_bit_for_bit(make, checkpointing, autocast):
+def test_training_is_bit_identical(make, checkpointing, autocast):
     def run(recorded):
         model = make()
         model.set_grad_checkpointing(checkpointing)
@@ -261,11 +261,11 @@ def test_training_is_the_same_bit_for_bit(make, checkpointing, autocast):
     same_bits(model, plain)
     assert torch.equal(state, expected)
     sites = len(timm_ortho.sites(model))
-    assert [row["step"] for row in recorder.rows] == [0] * sites + [2] * sites  # checkpointing runs sites twice
+    assert [row["step"] for row in recorder.rows] == [0] * sites + [2] * sites  # not the second pass of checkpointing
     assert all(math.isfinite(row["stream"]) for row in recorder.rows)
 
 
-def test_nothing_is_hooked_but_in_a_recorded_pass():
+def test_sites_have_hooks_only_during_a_recorded_pass():
     model = vit()
     timm_ortho.record(model, every=2)
     hooked = []
@@ -277,7 +277,7 @@ def test_nothing_is_hooked_but_in_a_recorded_pass():
 
 
 def test_a_recorded_step_is_cheap_enough():
-    """Under 5 % when every 50th is recorded: less than 2.5 plain steps, of which it takes about a tenth."""
+    """Recording every 50th step costs under 5 % if a recorded step takes at most 2.5 plain steps more."""
     seconds = {"plain": [], "recorded": []}
     models = {"plain": vit(depth=4, embed_dim=64), "recorded": vit(depth=4, embed_dim=64)}
     timm_ortho.record(models["recorded"], every=1)
@@ -289,8 +289,8 @@ def test_a_recorded_step_is_cheap_enough():
     assert statistics.median(seconds["recorded"]) < 3.5 * statistics.median(seconds["plain"])
 
 
-def test_figures_are_read_once_for_each_recorded_pass(monkeypatch):
-    """On a GPU every read of a tensor's values waits for the device."""
+def test_values_are_read_once_per_recorded_pass(monkeypatch):
+    """On a GPU, reading values synchronizes with the device."""
     model, reads = vit("hybrid"), []
     for name in ("tolist", "item", "__float__", "__bool__"):
         original = getattr(torch.Tensor, name)
@@ -324,7 +324,7 @@ def test_gradient_accumulation_counts_passes():
 # ------------------------------------------------------------------------- copies, wrappers and compilers
 def test_copies_and_pickles_of_a_recorded_model_hold_no_recorder(tmp_path):
     model, calls = vit(), []
-    recorder = timm_ortho.record(model, every=1, sink=lambda rows: calls.append(rows))  # which pickle cannot write
+    recorder = timm_ortho.record(model, every=1, sink=lambda rows: calls.append(rows))  # a lambda cannot be pickled
     average = ModelEmaV3(model).module
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
@@ -333,7 +333,7 @@ def test_copies_and_pickles_of_a_recorded_model_hold_no_recorder(tmp_path):
     assert recorder.step == 0
     assert calls == []
     assert model.state_dict().keys() == vit().state_dict().keys()
-    other = timm_ortho.record(average, every=1)  # and a copy may have its own
+    other = timm_ortho.record(average, every=1)  # a copy can have its own recorder
     average(images())
     assert (recorder.step, other.step, len(other.rows), calls) == (0, 1, 4, [])
 
@@ -356,30 +356,30 @@ def test_distributed_data_parallel(tmp_path, which):
     same_rows(recorder.rows, expected.rows)
 
 
-@pytest.mark.parametrize(("make", "way"), [
+@pytest.mark.parametrize(("make", "order"), [
     (lambda: vit(drop_path_rate=0.4), "recorded, then compiled"),
-    *(pytest.param(make, way, marks=pytest.mark.slow) for make, way in (
+    *(pytest.param(make, order, marks=pytest.mark.slow) for make, order in (
         (lambda: vit(drop_path_rate=0.4), "compiled, then recorded"), (resnet, "recorded, then compiled"),
         (resnet, "compiled, then recorded"), (resnet, "compiled in place"))),
     (lambda: vit(drop_path_rate=0.4), "compiled in place"),
 ])
-def test_compiled_models_are_run_once_more(way, make):
+def test_compiled_models_are_measured_in_eager_mode(order, make):
     torch.compiler.reset()
 
     def run(recorded):
         model = forward = make()
-        recorder = timm_ortho.record(model, every=2) if recorded and way != "compiled, then recorded" else None
-        if way == "compiled in place":
+        recorder = timm_ortho.record(model, every=2) if recorded and order != "compiled, then recorded" else None
+        if order == "compiled in place":
             model.compile(backend="aot_eager")
         else:
-            forward = torch.compile(model, backend="aot_eager", fullgraph=way == "compiled, then recorded")
+            forward = torch.compile(model, backend="aot_eager", fullgraph=order == "compiled, then recorded")
         if recorded and recorder is None:
             recorder = timm_ortho.record(forward, every=2)
         train(model, 3, forward=forward)
         return model, torch.get_rng_state(), recorder
 
     (model, state, recorder), (plain, expected, _) = run(True), run(False)
-    same_bits(model, plain)  # running means of BatchNorm among them
+    same_bits(model, plain)  # includes BatchNorm's running means
     assert torch.equal(state, expected)
     eager = make()
     expected = timm_ortho.record(eager, every=2)
@@ -390,8 +390,8 @@ def test_compiled_models_are_run_once_more(way, make):
         assert row["stream"] == pytest.approx(other["stream"], rel=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
-def test_blocks_that_are_compiled_one_by_one_are_not_seen():
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_blocks_compiled_one_by_one_cause_a_warning():
     torch.compiler.reset()
     model = vit()
     for block in model.blocks:

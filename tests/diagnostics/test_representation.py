@@ -1,4 +1,4 @@
-"""Effective rank, spectral entropy, spread and linear CKA: values known in closed form, then streams of batches."""
+"""Effective rank, spectral entropy, spread and linear CKA: values in closed form, and batches from a loader."""
 import math
 
 import pytest
@@ -45,7 +45,7 @@ def test_entropy_of_two_known_eigenvalues():
     assert representation.effective_rank(features) == pytest.approx(math.exp(expected))
 
 
-def test_effective_rank_knows_no_rotation_no_scale_and_no_offset():
+def test_effective_rank_is_invariant_to_rotation_scale_and_offset():
     features = randn(50, 6) * torch.tensor([5.0, 3, 2, 1, 1, 0.1])
     expected = representation.effective_rank(features)
     assert 1 < expected < 6
@@ -64,24 +64,24 @@ def test_cka_of_a_representation_with_itself_is_1():
     assert representation.linear_cka(x, x) == pytest.approx(1)
 
 
-def test_cka_knows_no_rotation_no_scale_and_no_offset():
+def test_cka_is_invariant_to_rotation_scale_and_offset():
     x, y = randn(30, 8), randn(30, 5, seed=1)
     expected = representation.linear_cka(x, y)
     assert 0 < expected < 1
     assert representation.linear_cka(y, x) == pytest.approx(expected)
     assert representation.linear_cka(x @ orthogonal(8) * 3 + 1, y @ orthogonal(5) * 0.1 - 4) == pytest.approx(expected)
-    stretched = x * torch.tensor([9.0, 1, 1, 1, 1, 1, 1, 1])  # any other linear map it does know
+    stretched = x * torch.tensor([9.0, 1, 1, 1, 1, 1, 1, 1])  # not invariant to other linear maps
     assert abs(representation.linear_cka(stretched, x) - 1) > 0.1
 
 
 def test_cka_of_orthogonal_features_is_0():
-    columns = torch.linalg.qr(torch.cat([torch.ones(30, 1), randn(30, 9)], dim=1))[0][:, 1:]  # of mean 0, orthonormal
+    columns = torch.linalg.qr(torch.cat([torch.ones(30, 1), randn(30, 9)], dim=1))[0][:, 1:]  # orthonormal, with mean 0
     x, y = columns[:, :4] @ randn(4, 4), columns[:, 4:] @ randn(5, 5)
     assert representation.linear_cka(x, y) == pytest.approx(0, abs=1e-10)
 
 
 def test_cka_is_the_ratio_of_gram_matrices():
-    """Kornblith et al. 2019, Eq. 3 and 4: HSIC of the n x n matrices, which are never formed here."""
+    """Kornblith et al. 2019, Eq. 3 and 4: HSIC of the n x n matrices, which the package never forms."""
     x, y = randn(30, 8) + 5, (randn(30, 8).relu() @ randn(8, 5, seed=1))
     centre = torch.eye(30) - 1 / 30
 
@@ -91,16 +91,16 @@ def test_cka_is_the_ratio_of_gram_matrices():
     assert representation.linear_cka(x, y) == pytest.approx((hsic(x, y) / (hsic(x, x) * hsic(y, y)).sqrt()).item())
 
 
-def test_what_does_not_vary_has_no_rank():
+def test_constant_features_are_nan():
     constant = torch.ones(10, 4)
     assert math.isnan(representation.effective_rank(constant))
     assert representation.feature_std(constant) == 0
     assert math.isnan(representation.linear_cka(constant, randn(10, 3)))
 
 
-def test_a_model_that_diverged_has_no_rank():
-    found = representation.summary(torch.full((10, 4), math.nan))
-    assert all(math.isnan(value) for value in found.values())
+def test_non_finite_features_are_nan():
+    metrics = representation.summary(torch.full((10, 4), math.nan))
+    assert all(math.isnan(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize(("call", "message"), [
@@ -119,7 +119,7 @@ def test_bad_features(call, message):
 
 # ------------------------------------------------------------------------------------------------- streams
 @pytest.mark.parametrize("offset", [0, 1e6])
-def test_a_stream_of_batches_is_as_good_as_all_at_once(offset):
+def test_batches_equal_one_large_batch(offset):
     features = randn(1000, 12) * torch.arange(1.0, 13) + offset
     stream = representation.Moments()
     for batch in features.split([1, 0, 7, 300, 1, 691]):
@@ -153,7 +153,7 @@ def loader():
     return torch.utils.data.DataLoader(data, batch_size=16)
 
 
-def test_features_are_what_the_classifier_receives(loader):
+def test_features_are_the_classifiers_input(loader):
     model = vit(0).eval()
     seen = []
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
@@ -172,13 +172,13 @@ def test_every_family_has_features(name):
         assert representation.pooled(model, torch.ones(2, *size, device="meta")).shape == (2, model.num_features)
 
 
-def test_models_are_left_as_they_were(loader):
+def test_models_are_unchanged(loader):
     model = vit(0, drop_path_rate=0.5).train()
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
     recorder = timm_ortho.record(model, every=1)
     one, two = (representation.features(model, loader, extract=extract) for extract in (representation.pooled,) * 2)
-    assert torch.equal(one, two)  # no drop path: evaluation mode
+    assert torch.equal(one, two)  # evaluation mode: no drop path
     assert not one.requires_grad
     assert [module.training for module in model.modules()] == modes
     assert recorder.step == 0
@@ -187,7 +187,7 @@ def test_models_are_left_as_they_were(loader):
     assert [module.training for module in model.modules()] == modes
 
 
-def test_a_loader_is_summed_up_batch_by_batch(loader):
+def test_moments_of_a_loader(loader):
     model = vit(0)
     features = representation.features(model, loader)
     assert representation.summary(representation.moments(model, loader)) == pytest.approx(
@@ -198,19 +198,19 @@ def test_a_loader_is_summed_up_batch_by_batch(loader):
 
 def test_two_models_are_compared_in_one_pass(loader):
     model, other = vit(0), vit(1, embed_dim=48, connection="linear")
-    found = representation.compare(model, other, loader)
+    result = representation.compare(model, other, loader)
     x, y = (representation.features(one, loader) for one in (model, other))
-    assert found["images"] == 50
-    assert found["model"] == pytest.approx(representation.summary(x), rel=1e-5)
-    assert found["other"] == pytest.approx(representation.summary(y), rel=1e-5)
-    assert found["linear_cka"] == pytest.approx(representation.linear_cka(x, y), rel=1e-6)
-    assert 0 < found["linear_cka"] < 1
+    assert result["images"] == 50
+    assert result["model"] == pytest.approx(representation.summary(x), rel=1e-5)
+    assert result["other"] == pytest.approx(representation.summary(y), rel=1e-5)
+    assert result["linear_cka"] == pytest.approx(representation.linear_cka(x, y), rel=1e-6)
+    assert 0 < result["linear_cka"] < 1
     assert representation.compare(model, model, loader)["linear_cka"] == pytest.approx(1)
 
 
-def test_any_model_with_its_own_features(loader):
+def test_a_model_with_its_own_extract_function(loader):
     model = nn.Sequential(nn.Flatten(), nn.Linear(768, 5))
-    found = representation.features(model, loader, extract=lambda model, images: model[0](images)[:, :9])
-    assert found.shape == (50, 9)
+    result = representation.features(model, loader, extract=lambda model, images: model[0](images)[:, :9])
+    assert result.shape == (50, 9)
     with pytest.raises(TypeError, match="Sequential is not a timm model; pass extract"):
         representation.features(model, loader)

@@ -1,4 +1,4 @@
-"""`timm-ortho show`: what it prints and draws is what the connections do."""
+"""`timm-ortho show`: table, plot, sources of models and weights, errors."""
 import math
 import xml.etree.ElementTree as ElementTree
 
@@ -26,16 +26,16 @@ def test_a_line_for_each_site(capsys):
     measured = record_dynamics(model, show.batch(model), sites)
     header, *lines = rows(capsys)
     assert header == ["block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", "-1", "0", "1"]
-    for line, site, found in zip(lines, sites, measured, strict=True):
+    for line, site, means in zip(lines, sites, measured, strict=True):
         assert line[:3] == [str(site.layer), site.kind, "feature"]
-        expected = [found.stream, found.parallel, found.orthogonal, found.cosine]
+        expected = [means.stream, means.parallel, means.orthogonal, means.cosine]
         assert [float(value) for value in line[3:7]] == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize("arguments", [
     ["vit_test_ortho", "--model-kwargs", "in_chans=1"], ["resnet18_ortho", "--model-kwargs", "in_chans=1"],
     ["vit_small_ortho", *TINY, "img_size=[16,32]"]])
-def test_other_images_than_the_configurations(arguments, capsys):
+def test_other_channels_and_image_sizes(arguments, capsys):
     assert cli.main(["show", *arguments]) == 0
     assert all(0 < float(line[3]) < math.inf for line in rows(capsys)[1:])
 
@@ -45,8 +45,8 @@ def run(tmp_path_factory):
     return timm_run(tmp_path_factory.mktemp("run") / "run", ema=True)
 
 
-def test_whatever_push_takes(run, tmp_path, capsys):
-    """By folder, by checkpoint, as weights of a variant, and exported: the same weights, the same table."""
+def test_every_source_that_push_accepts(run, tmp_path, capsys):
+    """Folder, checkpoint, weights of a variant, and export give the same table."""
     hub.export(run, tmp_path / "out", "me/model")
     last = str(run / "last.pth.tar")
     tables = []
@@ -79,9 +79,9 @@ def test_a_run_of_the_lab_with_its_own_connection_and_images(tmp_path, capsys):
 def test_a_damaged_checkpoint(tmp_path, capsys):
     (tmp_path / "g.safetensors").write_text("garbage")
     assert cli.main(["show", "vit_test_ortho", "--checkpoint", str(tmp_path / "g.safetensors")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be loaded: ")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"timm-ortho: error: {tmp_path / 'g.safetensors'} cannot be loaded: ")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("cosine", "bar"), [
@@ -91,7 +91,7 @@ def test_bar(cosine, bar):
     assert show._bar(cosine) == bar
 
 
-def test_an_image_and_a_drawing(tmp_path, capsys):
+def test_an_image_and_a_plot(tmp_path, capsys):
     Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
     arguments = ["show", "vit_small_orthog", *TINY, "--image", str(tmp_path / "red.png")]
     torch.manual_seed(0)
@@ -100,12 +100,12 @@ def test_an_image_and_a_drawing(tmp_path, capsys):
     torch.manual_seed(0)
     assert cli.main(["show", "vit_small_orthog", *TINY]) == 0
     assert rows(capsys) != of_image
-    drawn = "".join(ElementTree.parse(tmp_path / "sites.svg").getroot().itertext())
-    assert "vit_small_orthog" in drawn
+    text = "".join(ElementTree.parse(tmp_path / "sites.svg").getroot().itertext())
+    assert "vit_small_orthog" in text
 
 
 def test_a_grey_image_of_16_bits(tmp_path, capsys):
-    """Pillow's conversion to 8 bits makes nearly all pixels white."""
+    """Pillow clips 16-bit images at 255."""
     path = tmp_path / "g16.png"
     Image.new("I;16", (40, 30), 3000).save(path)
     assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2

@@ -5,9 +5,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from timm_ortho.lab import launch, plan, run, study
+from timm_ortho.lab import commands as study
 from timm_ortho.lab.folder import RunPlan, history, read_lines
-from timm_ortho.lab.train import Training
+from timm_ortho.lab.planning import plan
+from timm_ortho.lab.running import launch, run
+from timm_ortho.lab.running.loop import Training
 from timm_ortho.runs.folders import read_history
 
 # Everything that a run can do, in seconds.

@@ -8,7 +8,7 @@ import yaml
 from helpers.tiny_study import compared, trained
 from timm.utils import CheckpointSaver, ModelEmaV3, update_summary
 
-from timm_ortho.lab import study
+from timm_ortho.lab import commands as study
 
 TINY = dict(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2)
 

@@ -1,8 +1,9 @@
 """What differs from the paper: by the scale and the call, and by what the recipes cannot do as the paper does."""
 import pytest
 
-from timm_ortho.lab import design, paper, recipe
-from timm_ortho.lab.changes import changes
+from timm_ortho.lab import paper
+from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.planning.deviations import changes
 
 
 def lines(name, scale, dataset, seeds=5):

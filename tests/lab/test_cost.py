@@ -5,7 +5,8 @@ import torch
 
 import timm_ortho
 from timm_ortho import bench
-from timm_ortho.lab import LabError, cost, paper
+from timm_ortho.lab import LabError, paper
+from timm_ortho.lab.costs import measure as cost
 from timm_ortho.runs.provenance import device_name
 
 

@@ -13,8 +13,10 @@ from helpers.tiny_study import compared, one_run, planned, read, request, writte
 from PIL import Image
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, data, plan, recipe, run, study as commands, train_py
+from timm_ortho.lab import LabError, commands, data
 from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.planning import plan, recipe
+from timm_ortho.lab.running import run, timm_script as train_py
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"

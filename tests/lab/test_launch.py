@@ -31,8 +31,10 @@ from helpers.tiny_study import (
 )
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, collect, features, folder as folders, launch, run, study
+from timm_ortho.lab import LabError, commands as study, folder as folders
 from timm_ortho.lab.folder import LOG, RESULT, RunPlan, Stage
+from timm_ortho.lab.reporting import collect
+from timm_ortho.lab.running import features, launch, run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

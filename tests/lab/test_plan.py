@@ -13,9 +13,11 @@ from helpers.tiny_study import STUDY, compared, planned, read, request, written
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import LabError, design, plan, study, train
+from timm_ortho.lab import LabError, commands as study
 from timm_ortho.lab.folder import RunPlan, read_yaml
-from timm_ortho.lab.layout import shown
+from timm_ortho.lab.planning import design, plan
+from timm_ortho.lab.reporting.layout import shown
+from timm_ortho.lab.running import loop as train
 
 NAMES = sorted(design.shipped())
 TRAINED = [name for name in NAMES if design.load(name, "smoke").kind == "training"]
@@ -380,7 +382,7 @@ def test_a_study_without_training_is_checked_when_it_is_planned(tmp_path):
 def test_what_is_printed_can_be_pasted(tmp_path, capsys):
     output = tmp_path / "o ut"
     assert cli.main(["study", "plan", "dynamics", "--scale", "smoke", "--device", "cpu", "--output", str(output)]) == 0
-    assert f"python -m timm_ortho.lab.run '{output}/linear-seed0'" in capsys.readouterr().out
+    assert f"python -m timm_ortho.lab.running.run '{output}/linear-seed0'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("base", "message"), [

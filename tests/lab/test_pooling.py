@@ -3,7 +3,8 @@ import timm
 import torch
 
 import timm_ortho
-from timm_ortho.lab import design, pooling
+from timm_ortho.lab.planning import design
+from timm_ortho.lab.running import pooling
 
 SMALL = dict(depths=[1, 1, 2, 1], dims=[16, 32, 48, 64], num_classes=4)
 

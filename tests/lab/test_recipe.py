@@ -2,7 +2,8 @@
 import pytest
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, recipe
+from timm_ortho.lab import LabError
+from timm_ortho.lab.planning import recipe
 
 
 def write(tmp_path, text):

@@ -21,7 +21,8 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import paper, recipe
+from timm_ortho.lab import paper
+from timm_ortho.lab.planning import recipe
 from timm_ortho.models.meta import on_meta
 from timm_ortho.models.names import SUFFIXES
 

@@ -14,10 +14,12 @@ from helpers.made_up_runs import GRIDS, OVERHEAD, ROWS, accuracy, recorded, run_
 from matplotlib.figure import Figure
 from recorded import read_comparison
 
-from timm_ortho.lab import LabError, design, figures, layout, page, paper, report, tables
-from timm_ortho.lab.page import Table
-from timm_ortho.lab.study import comparison
-from timm_ortho.lab.transition import transition_points
+from timm_ortho.lab import LabError, paper
+from timm_ortho.lab.commands import comparison
+from timm_ortho.lab.planning import design
+from timm_ortho.lab.reporting import layout, page, plots as figures, report, tables
+from timm_ortho.lab.reporting.page import Table
+from timm_ortho.lab.reporting.transition import transition_points
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
 EVERY = [*GRIDS, *ROWS]

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 from helpers.made_up_runs import runs_of, study_of
 
-from timm_ortho.lab import report
+from timm_ortho.lab.reporting import report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (400, 1200)

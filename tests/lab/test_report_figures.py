@@ -8,8 +8,8 @@ import pytest
 import scipy.stats
 from helpers.made_up_runs import GRIDS, RECORDED, run_of, runs_of, study_of, train_py_run
 
-from timm_ortho.lab import figures, report
-from timm_ortho.lab.figures import STYLES, Panel, lines_chart, style
+from timm_ortho.lab.reporting import plots as figures, report
+from timm_ortho.lab.reporting.plots import STYLES, Panel, lines_chart, style
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results" / "studies"
 COMMITTED = ["accuracy-digits-small", "switch_kept-digits-small", "learning_rate-digits-small", "hybrid-digits-small"]

@@ -7,7 +7,9 @@ import yaml
 from helpers.tiny_study import in_this_process
 
 from timm_ortho import cli, sites
-from timm_ortho.lab import design, layout, paper, recipe
+from timm_ortho.lab import paper
+from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.reporting import layout
 from timm_ortho.models.meta import on_meta
 
 FIGURES = paper.figures()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from timm_ortho.lab.statistics import (
+from timm_ortho.lab.reporting.statistics import (
     Difference,
     holm,
     paired_difference,

@@ -31,8 +31,10 @@ from helpers.tiny_study import (
 from PIL import Image
 
 from timm_ortho.hub.trained_run import CheckpointRun
-from timm_ortho.lab import LabError, data, features, plan, recipe, run, study as commands, train, whole_file, write_json
+from timm_ortho.lab import LabError, commands, data, whole_file, write_json
 from timm_ortho.lab.folder import RunPlan, read_lines, read_yaml
+from timm_ortho.lab.planning import plan, recipe
+from timm_ortho.lab.running import features, loop as train, run
 from timm_ortho.runs.folders import read_history
 
 KWARGS = SMALL["model_kwargs"]
@@ -339,9 +341,9 @@ def fill_disk(context, where, error):
             Path(path).write_bytes(b"half")
             full()
 
-        context.setattr("timm_ortho.lab.train.torch.save", save)
+        context.setattr("timm_ortho.lab.running.loop.torch.save", save)
     elif where == "summary.csv":
-        context.setattr("timm_ortho.lab.train.update_summary", full)
+        context.setattr("timm_ortho.lab.running.loop.update_summary", full)
     else:
         original = os.fsync
         context.setattr("os.fsync", lambda descriptor: full() if f".{where}" in os.readlink(
@@ -367,8 +369,9 @@ def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):
         file.write(b"half")
         raise NO_SPACE
 
-    monkeypatch.setattr("timm_ortho.lab.features.np.save", save)
-    monkeypatch.setattr("timm_ortho.lab.features.representation.features", lambda model, batches: torch.rand(4, 3))
+    monkeypatch.setattr("timm_ortho.lab.running.features.np.save", save)
+    monkeypatch.setattr(
+        "timm_ortho.lab.running.features.representation.features", lambda model, batches: torch.rand(4, 3))
     with pytest.raises(OSError, match="No space left"):
         features.measure_features(torch.nn.Identity(), [], tmp_path)
     assert not list(tmp_path.iterdir())

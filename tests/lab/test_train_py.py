@@ -8,8 +8,11 @@ import yaml
 from helpers.tiny_study import SMALL, only_run, planned, read, request, state, written
 
 from timm_ortho import cli
-from timm_ortho.lab import LabError, collect, folder as folders, launch, plan, run, study, train_py
+from timm_ortho.lab import LabError, commands as study, folder as folders
 from timm_ortho.lab.folder import RunPlan, read_yaml
+from timm_ortho.lab.planning import plan
+from timm_ortho.lab.reporting import collect
+from timm_ortho.lab.running import launch, run, timm_script as train_py
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"

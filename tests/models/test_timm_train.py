@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 import timm_ortho
 from timm_ortho.lab.paper import experiments
-from timm_ortho.lab.recipe import shipped
+from timm_ortho.lab.planning.recipe import shipped
 
 TIMM_DIR = os.environ.get("TIMM_DIR")
 pytestmark = [

@@ -13,7 +13,7 @@ from PIL import Image
 from recorded import RecordedStudy
 
 from timm_ortho.hub import PublishError
-from timm_ortho.lab import design
+from timm_ortho.lab.planning import design
 from timm_ortho.models.names import is_variant
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import provenance
 import pytest
 from scipy import stats
 
-from timm_ortho.lab import design
-from timm_ortho.lab.statistics import holm, paired_difference
+from timm_ortho.lab.planning import design
+from timm_ortho.lab.reporting.statistics import holm, paired_difference
 
 ROOT = Path(__file__).parents[2]
 

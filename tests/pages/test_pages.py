@@ -12,7 +12,7 @@ import yaml
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.lab import design, recipe
+from timm_ortho.lab.planning import design, recipe
 from timm_ortho.models import arguments
 
 ROOT = Path(__file__).parents[2]

@@ -47,7 +47,7 @@ def test_linear_chooses_the_recipe(clipped, said):
 
 
 def test_the_command_reads_the_folders_of_runs(tmp_path, capsys, undrawn):
-    from timm_ortho.lab import run as one_run
+    from timm_ortho.lab.running import run as one_run
     grid = {"recipe": {"paper": {}, "clipped": {"clip_grad": 1.0}}, "lr": [1e-3, 1e-2]}
     folder = planned(request(written(tmp_path, STUDY, grid=grid, record=None, representation=False),
                              tmp_path / "out", epochs=1)).folder

@@ -13,7 +13,8 @@ from helpers.made_up_runs import ROWS, runs_of, study_of
 from helpers.tiny_study import planned, request, written
 
 from timm_ortho.hub.card import difference
-from timm_ortho.lab import collect, launch, report, run
+from timm_ortho.lab.reporting import collect, report
+from timm_ortho.lab.running import launch, run
 
 ROOT = Path(__file__).parents[2]
 

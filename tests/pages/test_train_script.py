@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from timm_ortho.lab import LabError, recipe
+from timm_ortho.lab import LabError
+from timm_ortho.lab.planning import recipe
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"

@@ -14,8 +14,8 @@ from timm.models import _registry, get_pretrained_cfg
 
 import timm_ortho
 from timm_ortho import WeightsError, cli, sites
-from timm_ortho.lab import recipe
 from timm_ortho.lab.data import Digits
+from timm_ortho.lab.planning import recipe
 from timm_ortho.models.build import register
 from timm_ortho.models.meta import on_meta
 from timm_ortho.models.paper import ARCHITECTURES

@@ -299,9 +299,10 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} images")
     for split in (source.train, source.validation):
-        if isinstance(split, _View) and split.cache is None and not options.workers:  # workers end with each epoch
-            if len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES:  # Pillow keeps 4 bytes for an RGB pixel
-                split.cache = {}
+        # Workers end with each epoch, and so would their caches. Pillow keeps 4 bytes for an RGB pixel.
+        if (isinstance(split, _View) and split.cache is None and not options.workers
+                and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
+            split.cache = {}
     mixing = _mixup_arguments(options, source)
     common = dict(
         **{key: data_config[key] for key in ("input_size", "mean", "std")}, num_workers=options.workers,

@@ -22,9 +22,9 @@ from typing import Any, Mapping
 
 import timm
 
-from ..models.names import base_name, bases_with_variants
-from ..runs.folders import import_modules
-from . import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
+from ...models.names import base_name, bases_with_variants
+from ...runs.folders import import_modules
+from .. import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # what a recipe says for its own model only
 

@@ -8,7 +8,7 @@ from timm.models import get_pretrained_cfg
 from timm.models.metaformer import GroupNorm1NoBias, MetaFormer, Pooling
 from torch import Tensor, nn
 
-from ..models.build import create, register_own, unpretrained
+from ...models.build import create, register_own, unpretrained
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
 __all__ = []  # and appends to it

@@ -1,12 +1,12 @@
 """In words, how a study's runs differ from the paper's: by what its scale and the call changed, and by necessity."""
 from typing import Any, Iterator, Mapping, Sequence
 
-from ..models import skip_networks
-from ..models.names import base_name
-from ..models.paper import ARCHITECTURES
-from . import LabError
+from ...models import skip_networks
+from ...models.names import base_name
+from ...models.paper import ARCHITECTURES
+from .. import LabError
+from ..paper import architecture, deviations
 from .design import Design, Variant, load
-from .paper import architecture, deviations
 from .recipe import known_options, options_with
 
 # What gets a line of its own; the other options that differ are named together.

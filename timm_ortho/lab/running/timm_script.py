@@ -15,11 +15,12 @@ from typing import Sequence
 
 import torch
 
-from ..runs.folders import load_checkpoint
-from . import LabError, one_line, recipe
-from .data import open_source
-from .folder import RunPlan, Stage
-from .image_folder import is_here
+from ...runs.folders import load_checkpoint
+from .. import LabError, one_line
+from ..data import open_source
+from ..folder import RunPlan, Stage
+from ..image_folder import is_here
+from ..planning import recipe
 
 _SECONDS_TO_STOP = 30
 

@@ -22,9 +22,9 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, Callable, Hashable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
-from .._text import finite
-from . import LabError, check_names, paper
-from .design import read, shipped
+from ..._text import finite
+from .. import LabError, check_names, paper
+from ..planning.design import read, shipped
 
 Run = Mapping[str, Any]
 Place = tuple[tuple[str, ...], tuple[str, ...]]  # names of the row, names of the column

@@ -9,14 +9,17 @@ from typing import Optional, Sequence
 import torch
 
 from .._text import aligned
-from . import LabError, cost, launch, report, write_json
-from .collect import collect, status
-from .design import SCALES, Design, has_scale, load, shipped
+from . import LabError, write_json
+from .costs import measure as cost
 from .folder import RunPlan
-from .launch import Slurm
-from .plan import Request, StudyPlan, places_of, plan
-from .train import build_model
-from .train_py import command as train_command
+from .planning.design import SCALES, Design, has_scale, load, shipped
+from .planning.plan import Request, StudyPlan, places_of, plan
+from .reporting import report
+from .reporting.collect import collect, status
+from .running import launch
+from .running.launch import Slurm
+from .running.loop import build_model
+from .running.timm_script import command as train_command
 
 _SMALL = 1_000_000  # parameters
 
@@ -70,7 +73,7 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 def _said(folder: Path, run_plan: RunPlan) -> str:
     """A run's commands; with GPUs what becomes of its batch."""
     if run_plan.trainer == "lab":
-        return f"python -m timm_ortho.lab.run {shlex.quote(str(folder))}"
+        return f"python -m timm_ortho.lab.running.run {shlex.quote(str(folder))}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
     return (f"{run_plan.whole_batch(stage)} images an update = {run_plan.processes} processes x "

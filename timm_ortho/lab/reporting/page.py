@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from .._text import aligned
+from ..._text import aligned
 
 
 class Table(NamedTuple):

@@ -1,4 +1,4 @@
-"""`python -m timm_ortho.lab.run FOLDER`: trains one planned run, or what is left of it, and writes its `result.json`.
+"""Train one planned run, or the rest of it: `python -m timm_ortho.lab.running.run FOLDER`.
 
 What trains is the lab's own loop, or timm's `train.py` in processes of its own. Launchers start this for each folder;
 by hand it does the same.
@@ -19,14 +19,15 @@ import torch
 from timm.models import clean_state_dict
 from torch import nn
 
-from .._images import data_config
-from ..runs.folders import import_modules, load_checkpoint
-from ..runs.provenance import device_name, made_on
-from . import LabError, one_line, train_py, write_json
-from .data import Source, loaders, open_source
+from ..._images import data_config
+from ...runs.folders import import_modules, load_checkpoint
+from ...runs.provenance import device_name, made_on
+from .. import LabError, one_line, write_json
+from ..data import Source, loaders, open_source
+from ..folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_of, history, read_json, work_on
+from . import timm_script as train_py
 from .features import measure_features
-from .folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_of, history, read_json, work_on
-from .train import Training, build_model
+from .loop import Training, build_model
 
 # Of a folder that cannot be written; other OSErrors are errors of the run, and name their file.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
@@ -34,7 +35,8 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """The exit status: 0 for a finished run, 2 for one that cannot be trained as it is, 1 for any other error."""
-    parser = argparse.ArgumentParser(prog="python -m timm_ortho.lab.run", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parsed = parser.parse_args(arguments)

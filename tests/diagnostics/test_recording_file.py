@@ -1,4 +1,4 @@
-"""TIMM_ORTHO_RECORD: what a script that knows nothing of it leaves in the file."""
+"""TIMM_ORTHO_RECORD: the file that an unmodified script leaves."""
 import json
 import os
 import re
@@ -9,7 +9,7 @@ import torch
 
 import timm_ortho
 
-# A training loop as anyone writes it: EMA, evaluation, checkpoint.
+# A common training loop: EMA, evaluation, checkpoint.
 SCRIPT = """
 import timm, timm_ortho, torch
 from timm.utils import ModelEmaV3
@@ -29,7 +29,7 @@ for step in range(5):
         average.module.eval()(images)
 torch.save(model.state_dict(), "weights.pt")
 """
-NO_NUMBER = "TIMM_ORTHO_RECORD_EVERY must be a positive integer, got"
+INVALID_EVERY = "TIMM_ORTHO_RECORD_EVERY must be a positive integer, got"
 VIT = dict(img_size=16, patch_size=8, embed_dim=32, num_heads=2, depth=2)
 
 
@@ -50,7 +50,7 @@ def steps(path):
 
 
 @pytest.fixture
-def asked(monkeypatch, tmp_path):
+def recording_path(monkeypatch, tmp_path):
     path = tmp_path / "rows.jsonl"
     monkeypatch.setenv("TIMM_ORTHO_RECORD", str(path))
     monkeypatch.setenv("TIMM_ORTHO_RECORD_EVERY", "2")
@@ -61,7 +61,7 @@ def asked(monkeypatch, tmp_path):
     ("vit_small_linear", dict(VIT, drop_path_rate=0.3)),
     ("resnetv2_18_orthog", dict(channels=(8, 8, 8, 8), stem_chs=8)),
 ])
-def test_a_training_loop_is_recorded_and_not_disturbed(tmp_path, monkeypatch, model, arguments):
+def test_recording_does_not_change_training(tmp_path, monkeypatch, model, arguments):
     weights = []
     for name, variables in (("plain", {}), ("recorded", {"": "rows.jsonl", "_EVERY": "2"})):
         (tmp_path / name).mkdir()
@@ -79,41 +79,41 @@ def test_a_training_loop_is_recorded_and_not_disturbed(tmp_path, monkeypatch, mo
     assert all(row["stream"] > 0 and -1 <= row["cosine"] <= 1 for row in rows)
 
 
-def test_default_is_every_50_and_nothing_without_the_variable(monkeypatch, asked):
+def test_default_is_every_50_and_no_recording_without_the_variable(monkeypatch, recording_path):
     monkeypatch.delenv("TIMM_ORTHO_RECORD_EVERY")
     model = small_vit()
     for _ in range(51):
         model(images())
-    assert steps(asked) == [0, 50]
+    assert steps(recording_path) == [0, 50]
     monkeypatch.delenv("TIMM_ORTHO_RECORD")
     assert not small_vit()._forward_pre_hooks
 
 
-def test_a_file_that_is_there_is_gone_on_with(asked):
+def test_an_existing_file_is_appended_to(recording_path):
     for _ in range(2):
         model = small_vit()
         for _ in range(4):
             model(images())
-    assert steps(asked) == [0, 2, 4, 6]
-    assert [row["step"] for row in read(asked)] == [0] * 4 + [2] * 4 + [4] * 4 + [6] * 4
+    assert steps(recording_path) == [0, 2, 4, 6]
+    assert [row["step"] for row in read(recording_path)] == [0] * 4 + [2] * 4 + [4] * 4 + [6] * 4
 
 
-def test_the_piece_of_a_line_is_cut_off(asked):
+def test_an_incomplete_last_line_is_removed(recording_path):
     small_vit()(images())
-    whole = asked.read_bytes()
-    asked.write_bytes(whole + b'{"step": 2, "la')
+    whole = recording_path.read_bytes()
+    recording_path.write_bytes(whole + b'{"step": 2, "la')
     small_vit()(images())
-    assert asked.read_bytes().startswith(whole + b'{"step": 2, "layer"')
-    assert len(read(asked)) == 8
+    assert recording_path.read_bytes().startswith(whole + b'{"step": 2, "layer"')
+    assert len(read(recording_path)) == 8
 
 
-def test_what_diverged_is_null(asked):
+def test_nan_becomes_null(recording_path):
     model = small_vit()
     model(torch.full((2, 3, 16, 16), float("nan")))
-    assert read(asked)[0]["stream"] is None
+    assert read(recording_path)[0]["stream"] is None
 
 
-def test_the_script_may_change_its_folder(monkeypatch, asked, tmp_path):
+def test_the_script_may_change_its_working_directory(monkeypatch, recording_path, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIMM_ORTHO_RECORD", "here.jsonl")
     model = small_vit()
@@ -123,13 +123,13 @@ def test_the_script_may_change_its_folder(monkeypatch, asked, tmp_path):
     assert steps(tmp_path / "here.jsonl") == [0]
 
 
-def test_only_the_first_process_writes(monkeypatch, asked):
+def test_only_the_first_process_writes(monkeypatch, recording_path):
     monkeypatch.setenv("RANK", "1")
     small_vit()(images())
-    assert not asked.exists()
+    assert not recording_path.exists()
 
 
-def test_a_full_disk_does_not_end_the_training(monkeypatch, asked, tmp_path):
+def test_a_full_disk_does_not_stop_training(monkeypatch, recording_path, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.setenv("TIMM_ORTHO_RECORD", str(folder / "rows.jsonl"))
@@ -138,18 +138,18 @@ def test_a_full_disk_does_not_end_the_training(monkeypatch, asked, tmp_path):
     with pytest.warns(UserWarning, match=r"rows.jsonl: No such file or directory; nothing more is recorded$"):
         model(images())
     for _ in range(3):
-        model(images())  # and warns once
+        model(images())  # only one warning
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
-    ("TIMM_ORTHO_RECORD_EVERY", "0", f"{NO_NUMBER} '0'"),
-    ("TIMM_ORTHO_RECORD_EVERY", "ten", f"{NO_NUMBER} 'ten'"),
+    ("TIMM_ORTHO_RECORD_EVERY", "0", f"{INVALID_EVERY} '0'"),
+    ("TIMM_ORTHO_RECORD_EVERY", "ten", f"{INVALID_EVERY} 'ten'"),
     ("TIMM_ORTHO_RECORD", "/nowhere/a.jsonl", "TIMM_ORTHO_RECORD=/nowhere/a.jsonl: the folder /nowhere does not exist"),
     ("TIMM_ORTHO_RECORD", "/tmp", "TIMM_ORTHO_RECORD=/tmp cannot be read: Is a directory"),
     ("TIMM_ORTHO_RECORD", __file__, f"TIMM_ORTHO_RECORD={__file__} exists and is not a file of recorded rows; "
                                     "choose another file"),
 ])
-def test_what_cannot_be_asked_for(monkeypatch, asked, name, value, message):
+def test_invalid_variables(monkeypatch, recording_path, name, value, message):
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         small_vit()

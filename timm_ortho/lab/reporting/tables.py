@@ -7,8 +7,8 @@ from functools import cached_property
 from statistics import fmean, median, stdev
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Optional, Sequence
 
-from .._text import finite
-from . import paper
+from ..._text import finite
+from .. import paper
 from .layout import MEASURES, TRACES, Layout, Place, Run, grouped, shown
 from .page import Table
 from .statistics import Difference, holm, paired_difference, pooled_differences, reading, sees

@@ -21,10 +21,11 @@ from typing import Any, Iterable, Iterator, Mapping, Sequence
 import torch
 from tqdm import tqdm
 
-from .._compat import submission_script
-from . import LabError, run as run_module
-from .folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, read_json, top1_text, with_last_words
-from .train_py import die_with_parent
+from ..._compat import submission_script
+from .. import LabError
+from ..folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, read_json, top1_text, with_last_words
+from . import run as run_module
+from .timm_script import die_with_parent
 
 _NO_ROOM = 2**16  # bytes; with less a run cannot even say so in its folder
 _SECONDS_BETWEEN_LINES = 20  # of progress without a terminal

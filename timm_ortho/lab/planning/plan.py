@@ -23,18 +23,20 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 import torch
 import yaml
 
-from .. import __version__
-from .._images import data_config
-from ..models.names import base_name
-from . import LabError, cost, recipe, write_text
-from .changes import changes
-from .data import Source, open_source
+from ... import __version__
+from ..._images import data_config
+from ...models.names import base_name
+from .. import LabError, write_text
+from ..costs import measure as cost
+from ..data import Source, open_source
+from ..folder import PLAN, RunPlan, Stage, read_yaml
+from ..image_folder import is_here
+from ..paper import figures
+from ..reporting.layout import Layout, shown
+from ..running.loop import Training, build_model
+from . import recipe
 from .design import Design, Variant
-from .folder import PLAN, RunPlan, Stage, read_yaml
-from .image_folder import is_here
-from .layout import Layout, shown
-from .paper import figures
-from .train import Training, build_model
+from .deviations import changes
 
 STUDY = "study.yaml"
 # What does not change a result: a job that lands on another machine has to find its folder.

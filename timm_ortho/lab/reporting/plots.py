@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 from scipy.stats import pearsonr
 
-from .._text import finite
-from . import paper
+from ..._text import finite
+from .. import paper
 from .layout import MEASURES, TRACES, Layout, Run, grouped, shown
 from .statistics import ROUNDING, Difference
 from .tables import Entry

@@ -1,6 +1,6 @@
 """The figures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), from `paper.json` beside this file.
 
-Those of "Orthogonal and Idempotent Transformations" (Wang et al., 2017) are in `paper_skips.json`.
+Those of "Orthogonal and Idempotent Transformations" (Wang et al., 2017) are in `skips.json`.
 
 Each section of the file says which table it is, and which version of the paper it was taken from: the first version
 (arXiv 2505.11881v1) has the appendices, the final one (NeurIPS 2025) other figures for ViTs on ImageNet-1k, the sweep
@@ -19,7 +19,7 @@ _NAMED = {"model": "architectures", "dataset": "datasets", "connection": "connec
 def figures() -> Mapping[str, Any]:
     """Everything in both files: names, a section for each table, `recipes`, and the hours of training (`compute`)."""
     skips, paper = (json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
-                    for file in ("paper_skips.json", "paper.json"))
+                    for file in ("skips.json", "paper.json"))
     return {**skips, **paper}
 
 

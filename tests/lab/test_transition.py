@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from timm_ortho.lab.transition import transition_point, transition_points
+from timm_ortho.lab.reporting.transition import transition_point, transition_points
 
 STEPS = 200
 

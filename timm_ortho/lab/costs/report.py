@@ -1,11 +1,11 @@
 """The studies that train nothing: what `cost` measured, in the layout of the paper's Tables 1 and 11, beside them."""
 from typing import Any, Mapping, NamedTuple, Sequence
 
-from .._text import finite
-from . import paper
-from .layout import Place
-from .page import Table
-from .tables import Extra, side_by_side
+from ..._text import finite
+from .. import paper
+from ..reporting.layout import Place
+from ..reporting.page import Table
+from ..reporting.tables import Extra, side_by_side
 
 Row = Mapping[str, Any]
 

@@ -24,14 +24,14 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatch_clip_grad, random_seed, update_summary
 from torch import nn
 
-from .._images import data_config
-from .._text import error_text
-from ..connections import sites
-from ..diagnostics import record, record_dynamics
-from ..runs.folders import load_checkpoint
-from . import LabError, one_line, whole_file
-from .data import DataStream, Source, epoch_seed, loaders, mixes
-from .folder import RunPlan, Stage, append_lines
+from ..._images import data_config
+from ..._text import error_text
+from ...connections import sites
+from ...diagnostics import record, record_dynamics
+from ...runs.folders import load_checkpoint
+from .. import LabError, one_line, whole_file
+from ..data import DataStream, Source, epoch_seed, loaders, mixes
+from ..folder import RunPlan, Stage, append_lines
 
 _MODEL, _DATA = 0, 1  # the two streams of random numbers
 

@@ -50,11 +50,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
-from .._text import finite
-from . import cost_report, page, paper, tables, write_text
-from .figures import Drawing, Scene, branch, drawings, forest, last_branch
+from ..._text import finite
+from .. import paper, write_text
+from ..costs import report as cost_report
+from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
+from .plots import Drawing, Scene, branch, drawings, forest, last_branch
 from .statistics import reach
 from .transition import transition_points
 

@@ -3,13 +3,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
-from .._text import aligned
-from ..models.names import SUFFIXES, base_name, suffix_of
-from ..runs.folders import read_history
-from . import LabError
-from .features import add_cka
-from .folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
-from .plan import STUDY, read
+from ..._text import aligned
+from ...models.names import SUFFIXES, base_name, suffix_of
+from ...runs.folders import read_history
+from .. import LabError
+from ..folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
+from ..planning.plan import STUDY, read
+from ..running.features import add_cka
 
 Part = tuple[dict, list[dict], list[str]]  # study, runs and unfinished, as `report` takes them
 

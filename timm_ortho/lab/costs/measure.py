@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
-from .. import bench
-from .._compat import TorchDispatchMode
-from ..bench import report as bench_report
-from ..connections import CONNECTIONS, Connection, Site, sites
-from ..convert import connect
-from ..diagnostics.dynamics import evaluation
-from ..functional import decompose
-from ..models.meta import on_meta
-from ..runs.provenance import device_name
-from . import LabError
+from ... import bench
+from ..._compat import TorchDispatchMode
+from ...bench import report as bench_report
+from ...connections import CONNECTIONS, Connection, Site, sites
+from ...convert import connect
+from ...diagnostics.dynamics import evaluation
+from ...functional import decompose
+from ...models.meta import on_meta
+from ...runs.provenance import device_name
+from .. import LabError
 
 Row = dict[str, Any]
 aten = torch.ops.aten

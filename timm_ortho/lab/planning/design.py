@@ -35,8 +35,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from . import LabError, check_names, nearest, read_user_yaml, recipe, shipped_files
-from .paper import architecture
+from .. import LabError, check_names, nearest, read_user_yaml, shipped_files
+from ..paper import architecture
+from . import recipe
 
 SCALES = ("smoke", "small", "paper")
 KINDS = ("training", "overhead", "parameters", "gamma")

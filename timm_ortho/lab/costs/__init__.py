@@ -1,0 +1,1 @@
+"""Parameters, FLOPs and throughput of models; nothing is trained."""

@@ -1,0 +1,1 @@
+"""From a study's YAML to the folders of its runs."""
