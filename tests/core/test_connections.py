@@ -1,11 +1,10 @@
 """Connections as modules: what they compute, learn, draw, print and refuse."""
 import math
-from typing import Optional
 
 import pytest
 import torch
 
-from timm_ortho import CONNECTIONS, Connection, create_connection, decompose, residual_update
+from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
 
 KNOWN = ", ".join(map(repr, CONNECTIONS))
 IS_IT_IMPORTED = " (is the module that registers it imported? train.py: --device-modules timm_ortho my_module)"
@@ -89,28 +88,6 @@ def test_repr():
     assert repr(create_connection("global")) == "GlobalConnection(dim=-1, eps=1e-06)"
     assert repr(create_connection("linear")) == "LinearConnection(dim=-1)"
     assert repr(create_connection("hybrid", start="linear")) == "HybridConnection(dim=-1, eps=1e-06, start='linear')"
-
-
-@pytest.mark.parametrize("name", CONNECTIONS)
-@pytest.mark.parametrize("training", [True, False])
-def test_torchscript(name, training):
-    module = create_connection(name, dim=1, prob=1.0 if name == "hybrid" else 0.5).double().train(training)
-    torch.manual_seed(0)
-    scripted = torch.jit.script(module)(X, F)
-    torch.manual_seed(0)
-    torch.testing.assert_close(scripted, module(X, F))
-
-
-class HalfConnection(Connection):
-    """Half of the parallel part stays; as README has it, without a constructor."""
-
-    def forward(self, x: torch.Tensor, f: torch.Tensor, attn_mask: Optional[torch.Tensor] = None) -> torch.Tensor:
-        return self.join(x, f, 0.5, 1.0, attn_mask)
-
-
-def test_torchscript_of_a_connection_without_a_constructor():
-    module = create_connection(HalfConnection, dim=1).double()
-    torch.testing.assert_close(torch.jit.script(module)(X, F), module(X, F))
 
 
 def test_fx_draws_anew_at_each_call():
