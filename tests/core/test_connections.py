@@ -1,11 +1,10 @@
 """Connections as modules: what they compute, learn, draw, print and refuse."""
 import math
-from typing import Optional
 
 import pytest
 import torch
 
-from timm_ortho import CONNECTIONS, Connection, create_connection, decompose, residual_update
+from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
 
 KNOWN = ", ".join(map(repr, CONNECTIONS))
 IS_IT_IMPORTED = " (is the module that registers it imported? train.py: --device-modules timm_ortho my_module)"
@@ -91,28 +90,6 @@ def test_repr():
     assert repr(create_connection("hybrid", start="linear")) == "HybridConnection(dim=-1, eps=1e-06, start='linear')"
 
 
-@pytest.mark.parametrize("name", CONNECTIONS)
-@pytest.mark.parametrize("training", [True, False])
-def test_torchscript(name, training):
-    module = create_connection(name, dim=1, prob=1.0 if name == "hybrid" else 0.5).double().train(training)
-    torch.manual_seed(0)
-    scripted = torch.jit.script(module)(X, F)
-    torch.manual_seed(0)
-    torch.testing.assert_close(scripted, module(X, F))
-
-
-class HalfConnection(Connection):
-    """Half of the parallel part stays; as README has it, without a constructor."""
-
-    def forward(self, x: torch.Tensor, f: torch.Tensor, attn_mask: Optional[torch.Tensor] = None) -> torch.Tensor:
-        return self.join(x, f, 0.5, 1.0, attn_mask)
-
-
-def test_torchscript_of_a_connection_without_a_constructor():
-    module = create_connection(HalfConnection, dim=1).double()
-    torch.testing.assert_close(torch.jit.script(module)(X, F), module(X, F))
-
-
 def test_fx_draws_anew_at_each_call():
     traced = torch.fx.symbolic_trace(create_connection("feature", prob=0.5).double())
     torch.manual_seed(0)
@@ -129,8 +106,13 @@ def test_fx_draws_anew_at_each_call():
     ({"connection": "feature", "eps": "1e-6"}, "eps must be positive and finite in float32, got '1e-6'"),
     ({"connection": "feature", "eps": None}, "eps must be positive and finite in float32, got None"),
     ({"connection": "global", "prob": "0.5"}, "prob must be in [0, 1], got '0.5'"),
-    ({"connection": ["global"]}, "['global'] is neither a connection's name, nor its class, nor a function that makes "
-                                 "one"),
+    ({"connection": ["global"]},
+     "connection must be a name, a class or a function that returns a connection, got ['global']"),
+    ({"connection": "feature", "groups": 0}, "groups must be a whole number of at least 1, got 0"),
+    ({"connection": "feature", "groups": "heads"}, "groups must be a whole number of at least 1, got 'heads'"),
+    ({"connection": "global", "groups": 2},
+     "global has one projection over all channels and takes no groups, got groups=2 (allowed: 1)"),
+    ({"connection": HalfConnection, "groups": 2}, "HalfConnection takes no argument groups, got groups=2 (allowed: 1)"),
     ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}{IS_IT_IMPORTED}"),
     ({"connection": "global", "keep": "both"}, "unknown keep 'both', known are 'output', 'branch'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),

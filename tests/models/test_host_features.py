@@ -34,12 +34,6 @@ def images(n=2):
     return torch.randn(n, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model, x):
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
 def test_deepcopy(arguments, connection):
     model = create(arguments, **connection)
@@ -79,19 +73,6 @@ def test_state_dict_with_weights_only(arguments):
     assert torch.equal(other(images()), model(images()))
 
 
-@pytest.mark.parametrize(
-    ("connection", "backend"),
-    [({}, "aot_eager"), pytest.param({}, "inductor", marks=pytest.mark.slow),
-     *(pytest.param(connection, "aot_eager", marks=pytest.mark.slow) for connection in CONNECTIONS[1:])],
-    ids=str)
-def test_compile_without_graph_breaks(arguments, connection, backend):
-    model, x = create(arguments, **connection), images()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(gradients(compiled, x), gradients(model, x), rtol=1e-3, atol=1e-3)
-    torch._dynamo.reset()
-
-
 def test_compile_goes_on_after_another_eps(arguments):
     model, x = create(arguments), images()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -99,32 +80,6 @@ def test_compile_goes_on_after_another_eps(arguments):
         connect(model, "feature", eps=eps)
         torch.testing.assert_close(compiled(x), model(x))
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_export(arguments, connection):
-    model = create(arguments, **connection)
-    program = torch.export.export(model, (images(),))
-    torch.testing.assert_close(program.module()(images()), model(images()))
-
-
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_torchscript(arguments, connection):
-    model = create(arguments, **connection)
-    scripted = torch.jit.script(model)
-    torch.testing.assert_close(scripted(images()), model(images()))
-    buffer = io.BytesIO()
-    torch.jit.save(scripted, buffer)
-    buffer.seek(0)
-    torch.testing.assert_close(torch.jit.load(buffer)(images()), model(images()))
-
-
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_fx(arguments, connection):
-    model = create(arguments, **connection)
-    traced = torch.fx.symbolic_trace(model)
-    torch.testing.assert_close(traced(images()), model(images()))
-    torch.testing.assert_close(gradients(traced, images()), gradients(model, images()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("arguments", [  # timm's ViTs hand out features by their getter

@@ -35,8 +35,6 @@ def test_projects_against_the_transformed_stream(connection, skip):
     expected = px + orthogonal + (parallel if connection == "linear" else 0)
     module = create_connection(connection, dim=1, skip=transform).double()
     torch.testing.assert_close(module(x, f), expected)
-    torch.testing.assert_close(torch.jit.script(module)(x, f), expected)
-    torch.testing.assert_close(torch.fx.symbolic_trace(module)(x, f), expected)
 
 
 def test_gradients_through_both():
@@ -141,23 +139,6 @@ def test_recorded_is_the_stream_that_the_block_hands_on():
     with record(model, every=1) as recorder:
         model(images())
     assert min(row["stream"] for row in recorder.rows) > 0
-
-
-@pytest.mark.parametrize(("connection", "skip"), [
-    ("feature", "orthogonal_tp"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("linear", "idempotent_cmr"), ("linear", "orthogonal_tp"), ("feature", "idempotent_cmr"))),
-])
-def test_compiles_as_one_graph(connection, skip):
-    torch._dynamo.reset()
-    model, x = connect(tiny("plain basic").double(), connection, skip=skip), images().double()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    gradients = []
-    for form in (model, compiled):
-        model.zero_grad()
-        form(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    torch.testing.assert_close(*gradients)
 
 
 def test_compiled_code_sees_another_connect():

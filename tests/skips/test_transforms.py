@@ -266,24 +266,6 @@ def test_keeps_nothing_for_the_backward_pass():
 
 
 # --------------------------------------------------------------------------------------------------- other forms
-@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
-@pytest.mark.parametrize("name", ["cmr", "tp", "scaled"])
-def test_torchscript_fx_and_trace(name, layout):
-    skip, arguments = MAPS[name]
-    x, dim = LAYOUTS[layout](24)
-    module = create_skip(skip, 24, dim=dim, **arguments)
-    expected = module(x)
-    for form in (torch.jit.script(module), torch.fx.symbolic_trace(module), torch.jit.trace(module, x)):
-        torch.testing.assert_close(form(x), expected)
-
-
-@pytest.mark.parametrize("name", ["cmr", "random"])
-def test_export(name):
-    skip, arguments = MAPS[name]
-    x, module = torch.randn(2, 3, 24), create_skip(skip, 24, **arguments)
-    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
-
-
 told_from_export = pytest.mark.skipif(
     not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not tell its compiler from torch.export")
 

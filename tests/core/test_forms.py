@@ -1,0 +1,95 @@
+"""Connections, skips and models have the same outputs and gradients in every form that PyTorch makes of a module."""
+import io
+from typing import Optional
+
+import pytest
+import timm
+import torch
+
+from timm_ortho import CONNECTIONS, SKIPS, Connection, create_connection, create_skip
+
+
+class HalfConnection(Connection):
+    """Keep half of the parallel component. README shows this class; it has no constructor."""
+
+    def forward(self, x: torch.Tensor, f: torch.Tensor, attn_mask: Optional[torch.Tensor] = None) -> torch.Tensor:
+        return self.join(x, f, 0.5, 1.0, attn_mask)
+
+
+def loaded_script(module, inputs):
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+FORMS = {
+    "TorchScript": loaded_script,
+    "trace": torch.jit.trace,
+    "FX": lambda module, inputs: torch.fx.symbolic_trace(module),
+    "export": lambda module, inputs: torch.export.export(module, inputs).module(),
+    "compile": lambda module, inputs: torch.compile(module, fullgraph=True, backend="aot_eager"),
+    "inductor": lambda module, inputs: torch.compile(module, fullgraph=True),
+}
+WIDTH = 12
+
+
+def transform(skip):
+    return create_skip(skip, WIDTH, dim=1, branches=4, count=3)
+
+
+def connection(name, skip=None, **arguments):
+    return create_connection(name, dim=1, skip=skip and transform(skip), **arguments).double()
+
+
+def model(name, **arguments):
+    sizes = {
+        "vit_small_ortho": dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=2),
+        "resnetv2_18_cifar_orthog": dict(width_factor=0.25),
+    }
+    return timm.create_model(name, num_classes=5, **sizes[name], **arguments).double().eval()
+
+
+def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **options):
+    """What to make, how many inputs it has (0: images), its forms, and those that -m slow runs."""
+    label = "-".join(str(getattr(value, "__name__", value)) for value in (*arguments, *options.values()))
+    return [
+        pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id=f"{label}-{form}")
+        for names, marks in ((forms, ()), (slow, pytest.mark.slow)) for form in names.split()
+    ]
+
+
+MODELS = ["vit_small_ortho", "resnetv2_18_cifar_orthog"]
+TABLE = [
+    *(row(connection, name, forms="TorchScript FX export compile") for name in CONNECTIONS),
+    *(row(connection, name, prob=0.5, forms="TorchScript FX compile") for name in ("feature", "global")),
+    row(connection, HalfConnection),
+    *(row(connection, name, skip=skip, forms="TorchScript FX") for name in CONNECTIONS for skip in SKIPS),
+    *(row(transform, skip, inputs=1, forms="TorchScript trace FX export") for skip in SKIPS),
+    *(row(model, name, inputs=0, forms="TorchScript FX export compile", slow="inductor") for name in MODELS),
+    *(row(model, name, **arguments, inputs=0, slow="compile")
+      for name in MODELS for arguments in (dict(connection="hybrid"), dict(connection_prob=0.5))),
+    row(model, MODELS[1], skip="orthogonal_tp", inputs=0, forms="compile"),
+    row(model, MODELS[1], skip="idempotent_cmr", inputs=0, forms="", slow="compile"),
+]
+
+
+def results(module, inputs):
+    """The output, and the gradients of the inputs and of the parameters by their names."""
+    torch.manual_seed(2)  # a connection with a probability draws
+    y = module(*inputs)
+    parameters = {name.removeprefix("_orig_mod."): p for name, p in module.named_parameters()}
+    upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    gradients = torch.autograd.grad(y, [*inputs, *parameters.values()], upstream)
+    return {"y": y, **dict(zip([*map(str, range(len(inputs))), *parameters], gradients, strict=True))}
+
+
+@pytest.mark.parametrize(("make", "count", "form"), [case for cases in TABLE for case in cases])
+def test_same_results(make, count, form):
+    torch.manual_seed(0)
+    module = make()
+    shape = (2, WIDTH, 3, 4) if count else (2, 3, 32, 32)
+    inputs = tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(count or 1))
+    torch._dynamo.reset()
+    torch.testing.assert_close(results(FORMS[form](module, inputs), inputs), results(module, inputs))
+    torch._dynamo.reset()
