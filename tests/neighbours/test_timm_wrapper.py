@@ -1,6 +1,8 @@
 """Exported folders in transformers: TimmWrapper, pipelines, backbones, and the error without `import timm_ortho`."""
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -20,6 +22,7 @@ RESNET = dict(channels=(8, 8, 8, 8), stem_chs=8, num_classes=5)
 MODELS = {
     "hybrid": ("vit_small_ortho", dict(VIT, connection="hybrid", connection_start="linear"), 32),
     "global in one layer": ("vit_small_orthog", dict(VIT, connection_prob=0.5, connection_layers=[1]), 32),
+    "one channel": ("vit_small_ortho", dict(VIT, in_chans=1), 32),
     "orthogonal_random": ("vit_small_ortho", dict(VIT, skip="orthogonal_random"), 32),
     "Swin's position index": ("swin_tiny_patch4_window7_224_ortho", SWIN, 56),
     "BatchNorm": ("resnetv2_18_ortho", RESNET, 64),
@@ -34,13 +37,13 @@ def offline(monkeypatch):
 def trained(name, arguments, size):
     """Return a model with other than initial weights and BatchNorm statistics, and images."""
     torch.manual_seed(0)
-    model = timm.create_model(name, **arguments).train()
+    model, channels = timm.create_model(name, **arguments).train(), arguments.get("in_chans", 3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
         for _ in range(3):
-            model(1 + 3 * torch.randn(4, 3, size, size))
-    return model.eval(), torch.randn(2, 3, size, size)
+            model(1 + 3 * torch.randn(4, channels, size, size))
+    return model.eval(), torch.randn(2, channels, size, size)
 
 
 def connections(model):
@@ -97,6 +100,14 @@ def test_backbones_with_their_state_loaded_again(case, tmp_path):
         assert connections(backbone) == connections(timms) != []
 
 
+def test_auto_backbone_refuses_a_pushed_model(tmp_path, monkeypatch):
+    hub.export(trained(*MODELS["hybrid"])[0], tmp_path, "me/model")
+    found = SimpleNamespace(repo_exists=lambda name: True)
+    monkeypatch.setattr("transformers.models.auto.auto_factory.hf_api", lambda: found)
+    with pytest.raises(ValueError, match=r"Unrecognized configuration class .*TimmWrapperConfig"):
+        transformers.AutoBackbone.from_pretrained(tmp_path)
+
+
 def test_the_error_without_the_import_names_the_import(tmp_path):
     model, _ = trained(*MODELS["hybrid"])
     hub.export(model, tmp_path, "me/model")
@@ -108,9 +119,13 @@ for load in (lambda folder: timm.create_model("local-dir:" + folder),
     try:
         load(sys.argv[1])
     except (RuntimeError, ImportError) as error:
-        print(type(error).__name__, error)
+        print(f"{type(error).__name__}: {error}")
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["RuntimeError", "ImportError", "ImportError"], done.stderr
+    assert [line.split()[0] for line in lines] == ["RuntimeError:", "ImportError:", "ImportError:"], done.stderr
     assert all("vit_small_ortho.import_timm_ortho" in line for line in lines)
+    page = Path(__file__).parents[2] / "docs" / "hub.md"
+    if page.exists():
+        quoted = page.read_text(encoding="utf-8")
+        assert all(line.partition(" (1.")[0].replace("vit_small", "vit_base") in quoted for line in lines)
