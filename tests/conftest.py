@@ -1,8 +1,8 @@
 """Set the number of threads and Triton's interpreter before any test is imported, and define shared fixtures."""
 import os
 
-# One thread, also in the processes that tests start. The tensors are small, so a second thread is slower. It also rounds
-# sums differently, and some tests compare results across processes.
+# One thread, also in the processes that tests start. A second thread is slower, because the tensors are small, and it
+# changes the rounding of sums that tests compare across processes.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest

@@ -14,7 +14,6 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         existing = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in existing and (size := t.untyped_storage().nbytes()):
-                self.bytes.append(size)
+        storages = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.bytes += [s.nbytes() for s in storages if s.nbytes() and s.data_ptr() not in existing]
         return result
