@@ -21,7 +21,7 @@ import pytest
 import timm
 import torch
 import yaml
-from helpers.authors_vit import SMALL, SMALL_ARGUMENTS, described, put_into_cache
+from helpers.authors_vit import SMALL, SMALL_ARGUMENTS, authors_vit, put_into_cache
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -143,7 +143,7 @@ def test_the_authors_pair_is_evaluated_as_their_cards_say(scripts, images, tmp_p
     command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
     torch.manual_seed(0)
     for kind, add in (("ortho", None), ("linear", torch.add)):
-        save_file(described(**SMALL, add=add).state_dict(), tmp_path / "model.safetensors")
+        save_file(authors_vit(**SMALL, add=add).state_dict(), tmp_path / "model.safetensors")
         put_into_cache(tmp_path, tmp_path / "model.safetensors", kind)
     kwargs = [f"{key}={value}" for key, value in SMALL_ARGUMENTS.items()]
     call([*command, "--model-kwargs", *kwargs, "--img-size", "64", "--device", "cpu", "--workers", "0",
