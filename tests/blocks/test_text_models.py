@@ -1,6 +1,7 @@
 """Language models of transformers: connected, cached, generated, fine-tuned, saved, or refused with one line."""
 import copy
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_the_page_lists_every_model():
     rows = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text(encoding="utf-8").splitlines()
             if " | yes | " in line]
     assert rows == list(TEXT)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page(monkeypatch):
+    if not PAGE.exists():
+        pytest.skip("no checkout")
+    pytest.importorskip("transformers", minversion="5")
+    monkeypatch.chdir(PAGE.parents[1])
+    example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[-1]
+    names = {}
+    exec(compile(example, str(PAGE), "exec"), names)
+    assert set(names["losses"]) == {"linear", "feature"}
+    assert all(loss < 3.5 for loss in names["losses"].values())  # log(256) is 5.5
+    assert {site.connection.name for site in sites(names["model"])} == {"feature"}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -159,7 +174,7 @@ def test_causal_is_a_bool_or_a_name(unregistered):
 
 @pytest.mark.parametrize(("name", "excluded"), [("DistilBERT", True), ("ModernBERT", True), ("BERT", False)])
 def test_padding_in_the_global_scope(name, excluded):
-    """The end of a branch in BERT is a module without the mask, so that padding counts there; the page says so."""
+    """In BERT the module at the end of a branch has no mask, so that padding counts there, as the page states."""
     model, ids = connect(made(name), "global"), tokens(6)
     padded, mask = torch.cat([ids, torch.zeros_like(ids[:, :3])], 1), torch.ones(2, 9, dtype=torch.long)
     mask[:, 6:] = 0
