@@ -1,10 +1,8 @@
-"""What has to be settled before the first test is imported: threads, and where the Triton kernels run. Fixtures of
-several files.
-"""
+"""Set the number of threads and Triton's interpreter before any test is imported, and define shared fixtures."""
 import os
 
-# One thread here and, by the environment, in every process that a test starts, whatever the user has set. The tensors
-# are small: a second thread costs more than it brings, and rounds sums otherwise, which tests across processes see.
+# One thread, also in the processes that tests start. A second thread is slower, because the tensors are small, and it
+# changes the rounding of sums that tests compare across processes.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
@@ -12,11 +10,11 @@ import torch
 from helpers.hub_client import HubClient
 from helpers.hub_server import HubServer
 
-torch.set_num_threads(1)  # a plugin may have imported torch before
+torch.set_num_threads(1)  # a plugin may already have imported torch
 
 if not torch.cuda.is_available():
-    # Triton's interpreter runs the kernels on the CPU. Triton asks for this variable when it is imported, which timm
-    # does and torch does not: hence here, before any test imports timm. A value that is there already is left alone.
+    # Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported, as timm does, so
+    # it is set before any test imports timm.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -27,7 +25,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
-    """A Hub and its real client, in a process of its own that has run the module's IMPORTS."""
+    """A mock Hub and the real client, in a separate process that has run the test module's IMPORTS."""
     folder = tmp_path_factory.mktemp("hub")
     imports = request.module.IMPORTS
     with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:
@@ -36,7 +34,7 @@ def served(request, tmp_path_factory):
 
 @pytest.fixture
 def server(served):
-    """That Hub, without a repository; the client has nothing in its cache."""
+    """The mock Hub without repositories; the client's cache is empty."""
     server, client = served
     server.empty()
     client.forget()
@@ -50,5 +48,5 @@ def client(served):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """For tests of a report's numbers: its figures are made, but not laid out and written, which takes far longer."""
+    """Skip the layout and writing of plots, which is slow, in tests of a report's numbers."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write("<svg/>"))

@@ -287,19 +287,20 @@ def _blocks(model: nn.Module) -> list[_Block]:
     Raises:
         UnsupportedModelError: There are no known blocks, or there are residual blocks of unknown classes.
     """
-    blocks, unsupported, within = [], {}, set()
+    blocks, unsupported, inside = [], {}, set()
     written = {name: kinds for name, _, kinds in _written(model)}
     for name, module in model.named_modules():
         spec = spec_of(module)
         if spec is not None or name in written:
-            kinds = written[name] if spec is None else reached(module, spec)
-            block = _Block(name, module, spec, kinds)
-            blocks += [block] if kinds else []
-            within.update(model.get_submodule(block.layer).modules())
-        elif is_residual(module):
+            block = _Block(name, module, spec, written[name] if spec is None else reached(module, spec))
+            blocks += [block] if block.kinds else []
+            inside.update(model.get_submodule(block.layer).modules())
+    known = {block.module for block in blocks}
+    for module in model.modules():
+        if module not in known and spec_of(module) is None and is_residual(module):
             cls = written_class(module)
             is_adapter = cls.__module__.partition(".")[0] not in ("timm", "torchvision", "transformers")
-            if not is_adapter or module not in within:
+            if not is_adapter or module not in inside:
                 unsupported[f"{cls.__module__}.{cls.__qualname__}"] = cls
     if blocks and not unsupported:
         return blocks

@@ -10,7 +10,7 @@ from typing import Optional
 import pytest
 import timm
 import torch
-from helpers.small_models import BLOCKS_OF_OTHERS, LARGER, MADE, SMALL, build, class_of, host, of_modules, step
+from helpers.small_models import LARGER, MADE, SHARED_BLOCKS, SMALL, build, class_of, host, of_modules, step
 from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
 
 from timm_ortho import UnsupportedModelError, connect, sites
@@ -21,9 +21,9 @@ from timm_ortho.models.meta import on_meta
 
 TIMM = specs("timm")
 ALL = [*SMALL, *MADE, *LARGER]
-SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *BLOCKS_OF_OTHERS])}  # in turn
+SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *SHARED_BLOCKS])}  # in turn
 MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
-SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in [*LARGER, *BLOCKS_OF_OTHERS])]
+SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in [*LARGER, *SHARED_BLOCKS])]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +85,7 @@ def test_every_covered_module_has_a_model_here():
 @pytest.mark.slow
 def test_every_line_of_the_table_has_a_model_here():
     with on_meta():
-        models = [build(name)[0] for name in [*ALL, *BLOCKS_OF_OTHERS] if name in MADE or timm.is_model(name)]
+        models = [build(name)[0] for name in [*ALL, *SHARED_BLOCKS] if name in MADE or timm.is_model(name)]
     found = {spec.name for model in models for module in model.modules()
              if (spec := spec_of(module)) and reached(module, spec)}
     assert {spec.name for spec in TIMM if host(spec)} - found == set()

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from helpers.half_connection import HalfConnection
 
 from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
 

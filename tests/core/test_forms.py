@@ -1,19 +1,12 @@
 """Connections, skips and models have the same outputs and gradients in every form that PyTorch makes of a module."""
 import io
-from typing import Optional
 
 import pytest
 import timm
 import torch
+from helpers.half_connection import HalfConnection
 
-from timm_ortho import CONNECTIONS, SKIPS, Connection, create_connection, create_skip
-
-
-class HalfConnection(Connection):
-    """Keep half of the parallel component. README shows this class; it has no constructor."""
-
-    def forward(self, x: torch.Tensor, f: torch.Tensor, attn_mask: Optional[torch.Tensor] = None) -> torch.Tensor:
-        return self.join(x, f, 0.5, 1.0, attn_mask)
+from timm_ortho import CONNECTIONS, SKIPS, create_connection, create_skip
 
 
 def loaded_script(module, inputs):

@@ -8,7 +8,7 @@ REPOSITORY = "BootsofLagrangian/{}-vit-b-imagenet1k-hf"
 
 
 class Layer(nn.Module):
-    """One layer: tensors by the layout's names, LayerNorms without parameters, orthogonal sums over the channels."""
+    """One layer, with the parameter names of the layout. The parameter-free LayerNorms are in `AuthorsViT.forward`."""
 
     def __init__(self, width):
         super().__init__()
@@ -20,8 +20,8 @@ class Layer(nn.Module):
         self.output = nn.ModuleDict({"dense": nn.Linear(4 * width, width)})
 
 
-class Described(nn.Module):
-    """The authors' model from the description of its layout: nothing here is timm's or this package's."""
+class AuthorsViT(nn.Module):
+    """The authors' model; `add` is the residual connection, by default orthogonal over the channels."""
 
     def __init__(self, size=224, patch=16, width=768, depth=12, heads=12, classes=1000, add=None):
         super().__init__()
@@ -63,10 +63,10 @@ def add_orthogonal(x, f):
     return x + f - (x * f).sum(-1, keepdim=True) / ((x * x).sum(-1, keepdim=True) + 1e-6) * x
 
 
-def described(**sizes):
-    """With random weights, large enough for attention that is not uniform and for branches that count."""
+def authors_vit(**sizes):
+    """Return the model with random weights, large enough for non-uniform attention and non-negligible branches."""
     with torch.device("meta"):
-        model = Described(**sizes)
+        model = AuthorsViT(**sizes)
     model.to_empty(device="cpu").requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
@@ -80,7 +80,7 @@ SMALL_ARGUMENTS = dict(img_size=64, patch_size=16, embed_dim=48, depth=2, num_he
 
 
 def put_into_cache(home, file, kind="ortho"):
-    """A file where huggingface_hub keeps what it has downloaded."""
+    """Copy a file to where huggingface_hub caches downloads."""
     commit = "0" * 40
     folder = home / "hub" / f"models--{REPOSITORY.format(kind).replace('/', '--')}"
     (folder / "snapshots" / commit).mkdir(parents=True)

@@ -1,9 +1,9 @@
-"""Compiles the kernels for GPUs that need not be there and prints what ptxas made of them, a JSON object a line.
+"""Compile the kernels for NVIDIA GPUs, without one, and print ptxas's resource usage as JSON lines.
 
     python tests/helpers/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
 
-Triton itself reads the signatures off the arguments of a launch: here the launches are those of `launch_of` in
-:mod:`timm_ortho.kernels`, with what Triton would find out about their arguments.
+Triton derives a kernel's signature from the arguments of a launch. This script builds the same signatures from
+``launch_of`` in :mod:`timm_ortho.kernels`.
 """
 import json
 import re
@@ -32,12 +32,14 @@ SIZES = {  # [outer, width, inner] and the dtype of stream, branch and gradients
     "global": (256, 197 * 768, 1, "bf16"),
 }
 NUMBERS = ("a", "b", "eps")
-LEARNED = ("tokens", "channels", "global")  # sizes at which a and b are tensors as well
+LEARNED = ("tokens", "channels", "global")  # sizes that are compiled with tensors a and b too
 
 
 def compile_kernel(kernel, pointers, numbers, constants, arch):
-    """Compiled for the architecture, with what the launcher says of its arguments: of pointers that they are aligned
-    to 16 bytes, of integers that they are 1 (then they are constants) or multiples of 16. Pointers left out are None.
+    """Compile a kernel for an architecture.
+
+    As in a launch, pointers are aligned to 16 bytes, integers equal to 1 are constants, and multiples of 16 are marked.
+    Pointers that are not listed are None.
     """
     numbers, options = dict(numbers), {}
     for name in ("num_warps", "enable_fp_fusion"):
@@ -62,26 +64,26 @@ def compile_kernel(kernel, pointers, numbers, constants, arch):
 
 
 def resources(compiled):
-    """What ptxas assigned, and how many accesses of how many bytes a thread makes to memory."""
+    """Return the registers and memory that ptxas assigned, and a thread's loads and stores by their size in bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run(
             [CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     return dict(
-        registers=found["REG"], stack=found["STACK"], local=found["LOCAL"], shared=found["SHARED"],
+        registers=usage["REG"], stack=usage["STACK"], local=usage["LOCAL"], shared=usage["SHARED"],
         loads=accesses(compiled.asm["ptx"], "ld"), stores=accesses(compiled.asm["ptx"], "st"))
 
 
 def accesses(ptx, instruction):
-    """``{bytes: count}``"""
-    found = re.findall(rf"{instruction}\.global[\w:.]*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
-    return Counter(int(vector or 1) * int(bits) // 8 for vector, bits in found)
+    """Count the global loads or stores in PTX: ``{bytes: count}``."""
+    sizes = re.findall(rf"{instruction}\.global[\w:.]*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
+    return Counter(int(vector or 1) * int(bits) // 8 for vector, bits in sizes)
 
 
 def launches(size, learned):
-    """Name, kernel, pointers, numbers and constants of every kernel of a forward and a backward pass."""
+    """Yield name, kernel, pointers, numbers and constants of each kernel of a forward and a backward pass."""
     *view, dtype = SIZES[size]
     _, where = kernels.launch_of(*view)
     cut = where["BLOCK_PIECES"] > 0

@@ -15,13 +15,13 @@ def model_on_meta(name, **kwargs):
 
 
 def compare_with_host(base, batch=2):
-    """Output and gradients of a training step, timm's model against the variant with linear connections.
+    """Compare outputs and gradients of a training step.
 
-    Both get the same random weights rather than their own initialisation, which takes far longer than the step.
+    Both models get the same random weights, because the initialization of large models takes longer than the step.
     """
     kwargs, size = small_input(base)
     x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
-    on_cpu = keeps_buffers_to_itself(model_on_meta(base, **kwargs))  # these have to be computed
+    on_cpu = has_unsaved_buffers(model_on_meta(base, **kwargs))  # non-persistent buffers need values
     host = timm.create_model(base, **kwargs) if on_cpu else model_on_meta(base, **kwargs).to_empty(device="cpu")
     torch.manual_seed(0)
     for name, tensor in host.state_dict().items():
@@ -49,7 +49,7 @@ def compare_with_host(base, batch=2):
 
 
 def small_input(name):
-    """Arguments and image size that make any architecture cheap to run at full depth and width."""
+    """Return arguments and image size for a cheap run at full depth and width."""
     cfg = get_pretrained_cfg(name)
     patch = to_2tuple(getattr(getattr(model_on_meta(name), "patch_embed", None), "patch_size", 0))[0]
     sizes = [3 * patch] * bool(patch) + [64, 96, 112, 128]
@@ -59,7 +59,7 @@ def small_input(name):
 
 
 def takes(name, kwargs, size):
-    """Whether an architecture can be made so and runs on images of that size."""
+    """Return whether a model with these arguments runs on images of this size."""
     try:
         with torch.device("meta"):
             timm.create_model(name, **kwargs).eval()(torch.empty(2, 3, size, size))
@@ -68,5 +68,5 @@ def takes(name, kwargs, size):
     return True
 
 
-def keeps_buffers_to_itself(model):
+def has_unsaved_buffers(model):
     return len(list(model.buffers())) + len(list(model.parameters())) > len(model.state_dict())

@@ -1,12 +1,12 @@
-"""Fresh processes for the other end of `hub_server.py`: the real huggingface_hub client, with nothing but loopback.
+"""Run code with the real huggingface_hub client in new processes that can reach only loopback addresses.
 
     with HubClient(folder, hub.endpoint, token) as client:
         result = client.run("answer(sum(p.numel() for p in timm.create_model('hf-hub:me/model').parameters()))")
         result.answer, result.error, result.output, result.seconds
 
-HF_ENDPOINT, HF_HOME and HF_TOKEN are read when huggingface_hub is imported, which timm does: each client is a process
-of its own with its own environment and an empty home. It imports torch, timm and timm_ortho once and forks for each
-`run`, so that every one of them is a new process, at the price of one import.
+huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_TOKEN when it is imported. Each client is therefore a separate process
+with its own environment and an empty home. It imports torch, timm and timm_ortho once and forks for each `run`, so that
+every run has a new process without a new import.
 """
 import json
 import os
@@ -24,16 +24,17 @@ __all__ = ["SOON", "HubClient", "Result"]
 
 IMPORTS = "import huggingface_hub, timm, torch; import timm_ortho"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Seconds in which a failure is told: 7 at most, and what a busy machine adds. huggingface_hub by itself asks for 23.
+# A failure must be reported within this many seconds. It takes at most 7, more on a busy machine; huggingface_hub's own
+# retries take 23.
 SOON = 20
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one `run` came to."""
+    """Result of one `run`."""
 
-    answer: Any  # what the code gave to `answer`
-    error: Optional[str]  # "Type: message" of what it raised
+    answer: Any  # the value that the code passed to `answer`
+    error: Optional[str]  # "Type: message" of the exception
     output: str  # stdout, stderr and traceback
     seconds: float
 
@@ -42,11 +43,11 @@ class HubClient:
     """A process in which code talks to the Hub at ``endpoint``.
 
     Args:
-        folder: Its home is made there.
+        folder: The client's home is created in this folder.
         endpoint: HF_ENDPOINT.
         token: HF_TOKEN, if any.
-        imports: What is imported before the code runs.
-        environment: More variables. HF_HUB_DISABLE_XET is 1 unless it stands here as 0.
+        imports: Code that runs once, before the forks.
+        environment: More variables. HF_HUB_DISABLE_XET=0 turns xet on.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class HubClient:
         self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
         self._environment = {
             **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},
-            # hf_xet is not Python: what keeps it on loopback is a proxy that is not there
+            # hf_xet does not use Python's sockets; an unreachable proxy keeps it on loopback
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
             "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
             "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",
@@ -74,29 +75,29 @@ class HubClient:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._process.kill()  # it holds nothing that would have to be written
+        self._process.kill()
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
 
     def run(self, code: str) -> Result:
-        """Runs code in a new process; `answer(value)` in it hands a JSON value back."""
+        """Run code in a new process; `answer(value)` in the code returns a JSON value."""
         self._process.stdin.write(json.dumps(code) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the client has ended with status {self._process.wait()}")
+            raise RuntimeError(f"the client ended with status {self._process.wait()}")
         return Result(**json.loads(line))
 
     def forget(self) -> None:
-        """Empties the home, and the cache with it."""
+        """Empty the home, including the cache."""
         shutil.rmtree(self.home)
         self.home.mkdir()
 
 
-# --------------------------------------------------------------------------------------- in that process
+# ------------------------------------------------------------------------------------ in the client's process
 def _only_loopback(event: str, arguments: tuple) -> None:
-    """An audit hook under which Python's sockets reach nothing but this machine, as one without a network."""
+    """Audit hook that refuses every connection of Python's sockets except those to this machine."""
     if event == "socket.getaddrinfo":
         host = arguments[0]
     elif event == "socket.connect" and isinstance(arguments[1], tuple):
@@ -127,14 +128,14 @@ def _main() -> None:
 
 
 def _run(code: str, names: dict[str, Any], folder: Path) -> None:
-    """In the forked process: its output and what it comes to go to files."""
+    """Run code in the forked process; write its output and its result to files."""
     result: dict[str, Any] = {"answer": None, "error": None}
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
         exec(code, {**names, "answer": lambda value: result.update(answer=value)})
-    except BaseException as error:  # noqa: BLE001  whatever it is, the other end is to hear of it
+    except BaseException as error:  # noqa: BLE001  the parent reports every exception
         result["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub for loopback, enough for the real huggingface_hub client to push to and pull from.
+"""A local mock of the Hugging Face Hub. The real huggingface_hub client can push to it and pull from it.
 
     with HubServer(folder, uploads="lfs") as hub:
         token = hub.add_user("me")
@@ -7,20 +7,20 @@
         hub.fail(503, path="model.safetensors", times=2)        # the next two requests for that file
         hub.files("me/model"), hub.requests
 
-Repositories with branches, tags and pull requests, private and gated ones, read and write tokens; preupload, the three
-upload modes, commits, downloads with ranges; the failures that a client has to live with. Everything is in memory but
-what hf_xet's simulator stores in ``folder``. `hub_client.py` has the other end.
+It has repositories with branches, tags and pull requests; private and gated repositories; read and write tokens;
+preupload, three upload modes, commits, and downloads with ranges. It can simulate failures. All data is in memory,
+except the files that hf_xet's simulator writes to ``folder``. `hub_client.py` runs the client.
 
-The three upload modes, as ``uploads``:
-  * ``regular``: each file travels inside its commit (the Hub itself does that with small text files only);
-  * ``lfs``: large files are PUT first, in parts where they are larger than ``part_size``; the client needs
-    HF_HUB_DISABLE_XET=1, since it does not fall back by itself;
-  * ``xet``: hf_xet stores large files in ``folder`` by itself, for a server that answers ``local://``. They come back
-    through hf_xet only: the chunks are compressed.
+The upload modes, argument ``uploads``:
+  * ``regular``: each file is part of its commit. The real Hub accepts this for small text files only.
+  * ``lfs``: large files are PUT first, in parts if they are larger than ``part_size``. The client must set
+    HF_HUB_DISABLE_XET=1, because it does not fall back to LFS.
+  * ``xet``: hf_xet writes large files to ``folder``, since the server's xet URL is ``local://``. Only hf_xet can read
+    them, because their chunks are compressed.
 
-Blobs lie on another host name (``localhost``) than the Hub (``127.0.0.1``), as they do on the real one: a token that
-turns up there has leaked. Status codes and headers are those that the client's source asks for; nothing here was
-compared with the real Hub.
+As on the real Hub, blobs have another host name (``localhost``) than the API (``127.0.0.1``). A token that is sent to
+the blobs' host has leaked. Status codes and headers follow the client's source. They were not compared with the real
+Hub.
 """
 import base64
 import hashlib
@@ -37,21 +37,21 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 __all__ = ["Fault", "HubServer", "Recorded"]
 
-LARGE = (".safetensors", ".bin", ".pth", ".npz")  # never inside a commit, whatever their size, but for "regular"
+LARGE = (".safetensors", ".bin", ".pth", ".npz")  # uploaded before the commit, except in the mode "regular"
 UPLOADS = ("regular", "lfs", "xet")
 SILENCE, CUT = "silence", "cut"
 
 
-# ------------------------------------------------------------------------------------------- what it holds
+# -------------------------------------------------------------------------------------------------- data
 @dataclass(frozen=True)
 class File:
     """A file of one commit."""
 
     size: int
     sha256: str
-    oid: str  # of the blob in git, for a large file that of its pointer
+    oid: str  # of the blob in git; a large file's blob is its pointer
     large: bool
-    xet: Optional[str] = None  # hash by which hf_xet finds the content
+    xet: Optional[str] = None  # hf_xet's hash of the content
 
     @property
     def etag(self) -> str:
@@ -78,7 +78,7 @@ class Repository:
         return self.id.split("/")[0]
 
     def find(self, revision: str) -> Optional[Commit]:
-        """The commit that a branch, a tag, ``refs/pr/N`` or a commit's own hash names."""
+        """Return the commit of a branch, a tag, ``refs/pr/N`` or a commit hash."""
         oid = self.branches.get(revision) or self.tags.get(revision) or revision
         return self.commits.get(oid)
 
@@ -93,7 +93,7 @@ class Repository:
 
 @dataclass
 class Recorded:
-    """One request as it came in; ``status`` is 0 while, and where, it gets no whole answer."""
+    """A received request. ``status`` is 0 until a complete answer is sent."""
 
     method: str
     host: str
@@ -109,7 +109,7 @@ class Recorded:
 
 @dataclass
 class Fault:
-    """What goes wrong, for which requests, how often; :meth:`HubServer.fail` makes one."""
+    """A simulated failure, see :meth:`HubServer.fail`."""
 
     what: Union[int, str]
     method: Optional[str]
@@ -119,17 +119,17 @@ class Fault:
     code: Optional[str]
 
     def concerns(self, method: str, path: str) -> bool:
-        if self.times == 0 or (self.what == CUT and method == "HEAD"):  # it has no content to be cut
+        if self.times == 0 or (self.what == CUT and method == "HEAD"):  # no content to cut
             return False
         return self.method in (None, method) and re.search(self.path, path) is not None
 
 
 class HubServer:
-    """The Hub, in a thread of this process, from ``with`` to its end; see the module for how to use it.
+    """Serve the Hub in a thread of this process, inside a ``with`` statement. The module's docstring has an example.
 
     Args:
-        folder: Where hf_xet's simulator may write.
-        uploads: How large files come in: ``regular``, ``lfs`` or ``xet``.
+        folder: Folder of hf_xet's simulator.
+        uploads: Upload mode of large files: ``regular``, ``lfs`` or ``xet``.
     """
 
     def __init__(self, folder: Path, uploads: str = "lfs") -> None:
@@ -142,7 +142,7 @@ class HubServer:
         self.requests: list[Recorded] = []
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
-        self.over = threading.Event()  # ends what is silent
+        self.over = threading.Event()  # ends requests that get no answer
 
     def __enter__(self) -> "HubServer":
         self.over.clear()
@@ -165,12 +165,12 @@ class HubServer:
 
     @property
     def storage(self) -> str:
-        """Where blobs lie: the same server under another name, to which no client may send a token."""
+        """URL of the blobs: the same server under another host name, which must never receive a token."""
         return f"http://localhost:{self.port}"
 
-    # ------------------------------------------------------------------------------------ for the tests
+    # ------------------------------------------------------------------------------------ used by tests
     def add_user(self, name: str, role: str = "write") -> str:
-        """A user's token; ``role`` is ``read`` or ``write``."""
+        """Add a user and return their token; ``role`` is ``read`` or ``write``."""
         token = "hf_" + hashlib.sha256(f"{name} {role}".encode()).hexdigest()[:34]
         self.users[token] = (name, role)
         return token
@@ -182,14 +182,14 @@ class HubServer:
         return repository
 
     def commit(self, repo_id: str, files: dict[str, bytes], revision: str = "main", title: str = "files") -> str:
-        """Files added to a branch, without a client; returns the commit. The repository is made where there is none."""
+        """Add files to a branch without a client and return the commit. Create the repository if it is missing."""
         repository = self.repositories.get(repo_id) or self.create_repo(repo_id)
         head = repository.find(revision) or repository.find("main")
         stored = {path: self.store(content, path.endswith(LARGE)) for path, content in files.items()}
         return repository.add({**head.files, **stored}, title, revision).oid
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, Optional[bytes]]:
-        """What a revision holds, by path; None stands for content that only hf_xet can read."""
+        """Return a revision's contents by path; None for content that only hf_xet can read."""
         return {path: self.blobs.get(file.sha256) for path, file in
                 self.repositories[repo_id].find(revision).files.items()}
 
@@ -197,17 +197,16 @@ class HubServer:
             self, what: Union[int, str], path: str = "", method: Optional[str] = None, times: Optional[int] = None,
             after: int = 0, code: Optional[str] = None,
     ) -> Fault:
-        """Let requests fail, from now until :meth:`heal`.
+        """Make requests fail until :meth:`heal`.
 
         Args:
-            what: A status (401 is a bad token, 403 a lack of rights, 429 asks to come again after a minute), ``"cut"``
-                (the connection ends after some bytes of the content, of the answer's or, for uploads, of the
-                request's) or ``"silence"`` (nothing comes at all).
-            path: A regular expression that is searched in the path; "" is in all of them. The content of large files
+            what: A status (401: bad token, 403: missing rights, 429: retry after a minute), ``"cut"`` (the connection
+                ends within the content of the answer or of an upload) or ``"silence"`` (no answer).
+            path: Regular expression that is searched in the path; "" matches every path. The content of large files
                 comes from ``/blobs/``, not from ``/resolve/``.
-            method: Only these requests.
-            times: How many of them; without it all.
-            after: For ``"cut"``: how many bytes of the content come through.
+            method: HTTP method; None for all.
+            times: Number of requests that fail; None for all.
+            after: For ``"cut"``: number of bytes that arrive.
             code: ``X-Error-Code``: RepoNotFound, RevisionNotFound, EntryNotFound or GatedRepo.
         """
         fault = Fault(what, method, path, times, after, code)
@@ -220,13 +219,13 @@ class HubServer:
         self.faults.clear()
 
     def empty(self) -> None:
-        """As it was at the start, but for its users."""
+        """Remove everything except the users."""
         self.heal()
         for held in (self.repositories, self.blobs, self.requests):
             held.clear()
 
     def leaks(self, token: str) -> list[str]:
-        """Where a token turned up but in the header that is meant for it, on the Hub's own host."""
+        """Return requests with a token outside the authorization header, or in a request to another host."""
         found = []
         for request in self.requests:
             headers = " ".join(v for k, v in request.headers.items() if k != "authorization")
@@ -243,14 +242,14 @@ class HubServer:
         return _file(content, sha256, len(content), large and self.uploads != "regular")
 
     def uploaded(self, sha256: str, size: int) -> Optional[File]:
-        """A large file that has come in whole, by LFS or by xet."""
+        """Return a large file if its upload, by LFS or xet, is complete."""
         if sha256 in self.blobs and len(self.blobs[sha256]) == size:
             return _file(None, sha256, size, True)
         xet = self.xet_files().get(sha256)
         return xet and replace(_file(None, sha256, size, True), xet=xet)
 
     def xet_files(self) -> dict[str, str]:
-        """SHA-256 -> xet hash, of all that hf_xet's simulator has finished."""
+        """Return ``{SHA-256: xet hash}`` of the files that hf_xet's simulator has completed."""
         shards = self.folder.glob("xet/xorbs/shards/*.mdb")
         return dict(pair for shard in sorted(shards) for pair in _files_of_shard(shard.read_bytes()))
 
@@ -270,11 +269,12 @@ def _file(content: Optional[bytes], sha256: str, size: int, large: bool) -> File
 
 
 def _files_of_shard(shard: bytes) -> Iterator[tuple[str, str]]:
-    """The (SHA-256, xet hash) of each file that a shard of xet's describes.
+    """Yield (SHA-256, xet hash) of each file in a xet shard.
 
-    A shard is a header of 48 bytes and records of 48 bytes each. A file begins with its hash, flags and its number of
-    segments; a record for each segment follows, as many again for verification where bit 31 is set, and one that
-    begins with the SHA-256 where bit 30 is. A hash of ones ends the list.
+    A shard consists of a header of 48 bytes and records of 48 bytes. The first record of a file contains its hash, its
+    flags and its number of segments. One record per segment follows. If bit 31 of the flags is set, one verification
+    record per segment comes next. If bit 30 is set, the last record begins with the SHA-256. A hash of ones ends the
+    list.
     """
     size, at = 48, 48
     while shard[at:at + 32] != b"\xff" * 32:
@@ -295,14 +295,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is none of our business; anything else is a bug of this server and shows."""
+        """Ignore disconnected clients; show every other error, which is a bug of this server."""
         import sys
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 class _Answer(Exception):
-    """An answer that ends a request from wherever it is: an error."""
+    """An error answer, raised anywhere while a request is handled."""
 
     def __init__(self, status: int, message: str, code: Optional[str] = None, **headers: str) -> None:
         super().__init__(message)
@@ -390,7 +390,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------ answers
     def send(self, status: int, content: bytes = b"", **headers: str) -> None:
-        """An answer; under a ``cut`` only the first bytes of its content, though all are promised."""
+        """Send an answer. A ``cut`` announces the full length and sends the first bytes only."""
         self.send_response(status)
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
@@ -413,7 +413,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------- rights
     def user(self) -> Optional[tuple[str, str]]:
-        """Name and role of who asks, None for nobody."""
+        """Return name and role of the user, or None without a token."""
         given = self.headers.get("Authorization")
         if given is None:
             return None
@@ -423,7 +423,7 @@ class _Handler(BaseHTTPRequestHandler):
         return user
 
     def repository(self, repo: str, content: bool = False) -> Repository:
-        """The repository, if who asks may know of it and, with ``content``, read what is in it."""
+        """Return a repository that the user may see and, with ``content``, read."""
         user, found = self.user(), self.hub.repositories.get(repo)
         if found is None or (found.private and (user is None or user[0] != found.owner)):
             raise _Answer(404 if user else 401, "Repository not found", "RepoNotFound")
@@ -541,7 +541,7 @@ def _lfs_batch(http: _Handler, repo: str) -> None:
 def _lfs_actions(hub: HubServer, repo: str, oid: str, size: int) -> dict[str, Any]:
     described: dict[str, Any] = {"oid": oid, "size": size}
     if hub.uploaded(oid, size):
-        return described  # without actions there is nothing to send
+        return described
     upload: dict[str, Any] = {"href": f"{hub.storage}/blobs/{oid}"}
     verify = {"href": f"{hub.endpoint}/{repo}.git/info/lfs/verify"}
     return {**described, "authenticated": True, "actions": {"upload": upload, "verify": verify}}
@@ -564,7 +564,7 @@ def _verify(http: _Handler, repo: str) -> None:
     http.writable(repo)
     given = http.given()
     if http.hub.uploaded(given["oid"], given["size"]) is None:
-        raise _Answer(404, "the object has not come in")
+        raise _Answer(404, "the object was not uploaded")
     http.json({})
 
 
@@ -592,14 +592,14 @@ def _commit(http: _Handler, repo: str, revision: str) -> None:
 
 
 def _apply(hub: HubServer, files: dict[str, File], key: str, value: dict[str, Any]) -> None:
-    """One line of a commit, on the files of the commit before."""
+    """Apply one line of a commit to the files of its parent."""
     path = value["path"]
     if key == "file":
         files[path] = hub.store(base64.b64decode(value["content"]), large=False)
     elif key == "lfsFile":
         file = hub.uploaded(value["oid"], value["size"])
         if file is None:
-            raise _Answer(400, f"{path} points to a large file that has not come in whole")
+            raise _Answer(400, f"the upload of {path} is not complete")
         files[path] = file
     elif key == "deletedFile":
         if files.pop(path, None) is None:
@@ -632,7 +632,7 @@ def _resolve(http: _Handler, repo: str, revision: str, path: str) -> None:
 @route("HEAD GET", "/blobs/(?P<oid>[0-9a-f]{64})")
 def _get_blob(http: _Handler, oid: str) -> None:
     if oid not in http.hub.blobs:
-        raise _Answer(501, "what came in by xet goes out by xet")
+        raise _Answer(501, "a file that was uploaded by xet can be read by xet only")
     _send_blob(http, _file(None, oid, len(http.hub.blobs[oid]), True), ETag=f'"{oid}"')
 
 
@@ -644,5 +644,5 @@ def _send_blob(http: _Handler, file: File, **headers: str) -> None:
         return
     first, last = int(match[1]), min(int(match[2] or file.size - 1), file.size - 1)
     if first >= file.size:
-        raise _Answer(416, "there is no such range", **{"Content-Range": f"bytes */{file.size}"})
+        raise _Answer(416, "Range not satisfiable", **{"Content-Range": f"bytes */{file.size}"})
     http.send(206, content[first:last + 1], **headers, **{"Content-Range": f"bytes {first}-{last}/{file.size}"})

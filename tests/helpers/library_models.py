@@ -1,4 +1,4 @@
-"""A small model for each line of the tables of torchvision's and transformers' blocks: a model and its images."""
+"""Functions that return a small model and its images, for each row of torchvision's and transformers' tables."""
 import torch
 
 VIT = dict(
@@ -54,7 +54,7 @@ TORCHVISION = {
 
 
 def transformers(name, size=32, head="ForImageClassification", config=None, **arguments):
-    """Of a class name without its ending: ``ViT`` for ``ViTConfig`` and ``ViTForImageClassification``."""
+    """``name`` is a prefix: ``ViT`` for ``ViTConfig`` and ``ViTForImageClassification``."""
     def make():
         import transformers
 

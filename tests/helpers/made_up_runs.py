@@ -1,9 +1,9 @@
-"""Studies and runs whose numbers the tests of reports make up and know."""
+"""Studies and runs with made-up numbers, for the tests of reports."""
 import itertools
 import random
 
 SITES = [(layer, kind) for layer in range(2) for kind in ("attention", "mlp")]
-GRIDS = {  # study: table of the paper, axes, the baseline
+GRIDS = {  # study: table of the paper, axes, baseline
     "accuracy": ("accuracy", {"model": ["vit_s", "resnetv2_18"]}, {"connection": "linear"}),
     "switch_reinitialised": ("connection_switch_reinitialised", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
     "switch_kept": ("connection_switch_continuous", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
@@ -19,8 +19,8 @@ GRIDS = {  # study: table of the paper, axes, the baseline
     **{name: (name, {"depth": [20], "skip": ["identity", "orthogonal_tp"]}, {"skip": "identity"})
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
-    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # of no paper
-    "compare": ("", {}, {"connection": "linear"}),  # nor is this, and it has no file
+    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # not from a paper
+    "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`; no YAML file
 }
 RECORDED = ("head_norm", "hybrid", "dynamics")
 OVERHEAD = {
@@ -29,7 +29,7 @@ OVERHEAD = {
     "note": "", "device": "AMD EPYC, 2 cores, 2 threads"}
 BLOCK = {"model": "vit_small", "module": "attention", "tokens": 10, "width": 4, "branch": 2880}
 WHOLE = {"model": "vit_small", "sites": 12, "branches": 10**6, "parameters": 1234, "extra_parameters": 0}
-ROWS = {  # as `cost` makes them
+ROWS = {  # as `timm-ortho cost` writes them
     "overhead": [OVERHEAD, {**OVERHEAD, "model": "resnetv2_34_cifar_ortho", "linear": None, "feature": None,
                             "overhead": None, "overhead_p20": None, "overhead_p80": None, "note": "out of memory"}],
     "parameters": [
@@ -54,7 +54,7 @@ def study_of(name, **changes):
 
 
 def run_of(connection, seed, cell=None, *, top1=90.0, name="", epochs=3, **changes):
-    """A run of the lab, with the records that the study of this name has."""
+    """Return a run of the lab, with the records that the study `name` writes."""
     history = [{
         "epoch": epoch, "train_loss": 2.0 / (epoch + 1), "eval_loss": 1.0 / (epoch + 1), "lr": 1e-3,
         "eval_top1": top1 - 10.0 * (epochs - 1 - epoch), "eval_top5": 99.0, "seconds": 2.0} for epoch in range(epochs)]
@@ -70,7 +70,7 @@ def run_of(connection, seed, cell=None, *, top1=90.0, name="", epochs=3, **chang
 
 
 def train_py_run(connection, seed, cell=None, *, top1=90.0, epochs=3):
-    """A run of timm's train.py, of which summary.csv and args.yaml are known."""
+    """Return a run of timm's train.py, read from its summary.csv and args.yaml."""
     history = [{"epoch": epoch, "train_loss": 1.0, "eval_loss": 1.0, "eval_top1": top1 - epochs + epoch + 1,
                 "eval_top5": 99.0, "lr": 1e-3} for epoch in range(epochs)]
     return {"cell": cell or {}, "connection": connection, "seed": seed, "top1": top1, "top5": 99.0, "loss": 1.0,
@@ -87,7 +87,7 @@ def probe(connection, epoch):
 
 
 def recorded(connection, seed, steps=6):
-    """Traces that lie together until step 20 and part then."""
+    """Return traces that are equal up to noise until step 20 and then diverge."""
     rows = []
     for index in range(steps):
         apart = max(0, index - 2) * (1.0 if connection == "linear" else -1.0)
@@ -103,7 +103,7 @@ def recorded(connection, seed, steps=6):
 
 
 def connections_in(name, cell):
-    """Those that the shipped study runs this cell with."""
+    """Return the connections with which the shipped study runs this cell."""
     if "switch" in cell:
         return ["feature" if cell["switch"][1] == "O" else "linear"]
     if cell.get("layers") == "none" or cell.get("probability") == 0.0 or name.startswith("skip"):
@@ -125,7 +125,7 @@ def runs_of(name, seeds=(0, 1, 2), **changes):
 
 
 def accuracy(top1, **changes):
-    """The accuracy study with {connection: top-1 by seed}, in ViT-S on digits."""
+    """Return the accuracy study of ViT-S on digits and its runs; ``top1`` is {connection: top-1 of each seed}."""
     runs = [run_of(connection, seed, top1=value, epochs=1)
             for connection, values in top1.items() for seed, value in enumerate(values)]
     seeds = list(range(max(map(len, top1.values()))))

@@ -1,7 +1,7 @@
-"""What a small model of every covered module of timm has to do: train, and pass through PyTorch's exporters.
+"""Check that a small model of a timm module trains, compiles and can be exported.
 
-Each check takes the name of a model in `small_models.py` and a connection, None for timm's own additions, and raises
-where something is wrong. `blocks/test_modules.py` has a spread of them, `scripts/check_modules.py` runs all.
+Each check takes the name of a model in `small_models.py` and a connection, or None for timm's own additions, and raises
+AssertionError on failure. `blocks/test_modules.py` runs a sample, `scripts/check_modules.py` runs all.
 """
 from functools import cache
 
@@ -14,17 +14,13 @@ from timm_ortho import connect
 
 
 def model_of(name, connection):
-    """A small model and the size of its images."""
+    """Return a small model and its image size."""
     model, size = build(name)
     return (connect(model, connection) if connection else model), size
 
 
 def trains(name, connection, steps=30, batch=16):
-    """The loss falls, and every parameter gets a gradient that does in timm's model.
-
-    Raises:
-        AssertionError: It does not.
-    """
+    """Check that the loss falls, and that every parameter with a gradient in timm's model gets one."""
     losses, idle = train(*model_of(name, connection), steps, batch)
     if idle:
         idle -= train(*model_of(name, None), steps, batch)[1]
@@ -34,7 +30,7 @@ def trains(name, connection, steps=30, batch=16):
 
 
 def train(model, size, steps, batch):
-    """Loss of each step of AdamW, and the parameters that never had a gradient other than zero."""
+    """Train with AdamW; return the losses and the parameters whose gradient was always zero."""
     images, labels = digits()
     images = functional.interpolate(images, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -53,7 +49,7 @@ def train(model, size, steps, batch):
 
 @cache
 def digits(count=64):
-    """The first of scikit-learn's digits that are less than 5: B 3 8 8 from -1 to 1, and B classes."""
+    """Return scikit-learn's first digits below 5: images ``[B, 3, 8, 8]`` from -1 to 1, and classes ``[B]``."""
     from sklearn.datasets import load_digits
 
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
@@ -62,13 +58,13 @@ def digits(count=64):
 
 
 def exports(name, connection):
-    """Through torch.export."""
+    """Check torch.export."""
     model, size = model_of(name, connection)
     same(model, size, lambda x: torch.export.export(model, (x,)).module())
 
 
 def compiles(name, connection, backend="aot_eager"):
-    """In one graph, with that of its backward pass."""
+    """Check torch.compile without graph breaks, forward and backward."""
     model, size = model_of(name, connection)
     torch._dynamo.reset()
     same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend), grad=True)
@@ -76,10 +72,10 @@ def compiles(name, connection, backend="aot_eager"):
 
 
 def runs_as_onnx(name, connection):
-    """Exported to ONNX, in onnxruntime."""
+    """Check the ONNX export in onnxruntime."""
     import onnxruntime
 
-    with set_exportable(True):  # as timm's onnx_export.py does: attention without a fused operator
+    with set_exportable(True):  # as in timm's onnx_export.py: no fused attention
         model, size = model_of(name, connection)
 
     def converted(x):
@@ -92,7 +88,7 @@ def runs_as_onnx(name, connection):
 
 
 def same(model, size, convert, grad=False):
-    """Raise AssertionError unless what ``convert`` makes of a model for an input has the model's outputs."""
+    """Check that ``convert(x)``, a converted model, has the outputs of the model for an input x."""
     x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
     expected = outputs(model.eval(), x, grad)
     for ours, theirs in zip(outputs(convert(x), x, grad), expected, strict=True):
@@ -100,7 +96,7 @@ def same(model, size, convert, grad=False):
 
 
 def outputs(model, x, grad=True):
-    """Of models with one head or more."""
+    """Return a tuple of the outputs of all heads."""
     with torch.set_grad_enabled(grad):
         y = model(x)
     return tuple(y) if isinstance(y, (tuple, list)) else (y,)

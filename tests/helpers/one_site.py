@@ -5,7 +5,7 @@ import timm_ortho
 
 
 class OneSite(nn.Module):
-    """A block whose stream is the input and whose branch output is given."""
+    """A block with one connection and a fixed branch output; the stream is the input."""
 
     def __init__(self, branch, connection="feature", dim=-1):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small model for each line of the table of timm's blocks and for each covered module of timm."""
+"""A small model for each row of the table of timm's blocks and for each covered module of timm."""
 import dataclasses
 import importlib
 from functools import cache
@@ -24,7 +24,7 @@ from timm.models import (
 from timm.models._registry import _model_to_module
 from torch import nn
 
-# timm's architectures, with fewer and narrower blocks where they take arguments for that: image size, arguments
+# image size and arguments of timm's architectures, with fewer and narrower blocks where arguments allow it
 SMALL = {
     "test_vit": (64, dict(img_size=64)),
     "vit_small_patch16_18x2_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
@@ -67,7 +67,7 @@ SMALL = {
     "fasternet_t0": (64, dict()),
     "mobilenetv4_conv_small_035": (64, dict()),
 }
-LARGER = {  # many shapes of convolutions, whose first call is slow, ten million parameters and more, or large images
+LARGER = {  # slow: many shapes of convolutions, over ten million parameters, or large images
     "coat_tiny": (64, dict(img_size=64, serial_depths=(1, 1, 1, 1), parallel_depth=1, embed_dims=(32, 32, 32, 32))),
     "levit_128s": (64, dict(img_size=64, embed_dim=(32, 48, 64), depth=(1, 1, 1))),
     "swinv2_tiny_window8_256": (64, dict(img_size=64, embed_dim=24, depths=(2, 1, 1, 1))),
@@ -126,7 +126,7 @@ LARGER = {  # many shapes of convolutions, whose first call is slow, ten million
     "csatv2": (64, dict()),
     "lowformer_b0": (64, dict()),
 }
-BLOCKS_OF_OTHERS = {  # modules whose blocks are those of another one
+SHARED_BLOCKS = {  # modules that use the blocks of another module
     "deit_tiny_distilled_patch16_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
     "pit_ti_224": (64, dict(img_size=64, depth=(1, 1, 1))),
     "naflexvit_base_patch16_gap": (64, dict(embed_dim=48, depth=1, num_heads=2)),
@@ -154,11 +154,11 @@ def mixer(**kwargs):
 
 
 def around(block, channels):
-    """A network of one block, for those that no small model has."""
+    """Return a network of one block, for blocks that no small model contains."""
     return nn.Sequential(nn.Conv2d(3, channels, 4, 4), block, nn.Flatten(2), nn.AdaptiveAvgPool1d(1))
 
 
-MADE = {  # models whose architectures fix their sizes, and blocks of large ones
+MADE = {  # models whose entry points fix their sizes, and blocks that only large models contain
     "nest": lambda: nest.Nest(
         img_size=64, embed_dims=(24, 48, 96), depths=(1, 1, 1), num_heads=(1, 2, 4), num_classes=5),
     "mixer": mixer,
@@ -194,14 +194,14 @@ MADE = {  # models whose architectures fix their sizes, and blocks of large ones
     "convolution": lambda: around(efficientnet_blocks.ConvBnAct(8, 8, 3, skip=True), 8),
     "depthwise separable": lambda: around(efficientnet_blocks.DepthwiseSeparableConv(8, 8), 8),
 }
-OF_MODULES_MADE = dict(  # by hand as well, since their architectures fix their sizes
+OF_MODULES_MADE = dict(  # modules whose small model is in MADE
     convmixer="convmixer", dla="dla basic", focalnet="focalnet", gcvit="gcvit", metaformer="poolformer",
     mlp_mixer="mixer", mvitv2="mvitv2", nest="nest", volo="volo", vovnet="vovnet")
 
 
 def of_modules():
-    """A small model of each module that has one here: module -> name."""
-    names = {_model_to_module.get(name): name for name in reversed([*SMALL, *LARGER, *BLOCKS_OF_OTHERS])}
+    """Return the name of a small model for each module."""
+    names = {_model_to_module.get(name): name for name in reversed([*SMALL, *LARGER, *SHARED_BLOCKS])}
     names.pop(None, None)  # an older timm
     return dict(sorted({**names, **OF_MODULES_MADE}.items()))
 
@@ -209,17 +209,17 @@ def of_modules():
 def build(name):
     if name not in MADE and not timm.is_model(name):
         pytest.skip(f"timm {timm.__version__} has no {name}")
-    size, arguments = {**SMALL, **LARGER, **BLOCKS_OF_OTHERS}.get(name, (64, {}))
+    size, arguments = {**SMALL, **LARGER, **SHARED_BLOCKS}.get(name, (64, {}))
     torch.manual_seed(0)
     model = MADE[name]() if name in MADE else timm.create_model(name, num_classes=5, **arguments)
     with torch.no_grad():
-        for parameter in model.parameters():  # no branch that starts at zero
+        for parameter in model.parameters():  # some branches start at zero
             parameter.add_(0.02 * torch.randn_like(parameter))
     return model, size
 
 
 def step(model, size):
-    """Output, gradients and buffers of one training step."""
+    """Return outputs, gradients and buffers of one training step."""
     torch.manual_seed(1)
     model.zero_grad()
     y = model.train()(torch.randn(2, 3, size, size))
@@ -230,7 +230,7 @@ def step(model, size):
 
 @cache
 def class_of(name):
-    """A class by its full name, None where an older timm has none."""
+    """Return a class by its full name, or None if this timm lacks it."""
     module, _, cls = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), cls, None)

@@ -1,7 +1,7 @@
-"""A stand-in for timm's train.py: its options, and the files that it leaves. An epoch adds 1 to the bias of the head.
+"""A mock of timm's train.py with the same options and output files. An epoch adds 1 to the bias of the head.
 
-It trains nothing: top-1 after epoch n is 10 (n + 1) + seed. STAND_IN_SECONDS makes its epochs last,
-STAND_IN_KILL=n kills it once in epoch n.
+Top-1 after epoch n is 10 (n + 1) + seed. STAND_IN_SECONDS is the duration of an epoch; STAND_IN_KILL=n kills the
+process once, in epoch n.
 """
 import argparse
 import importlib
@@ -19,7 +19,7 @@ config_parser.add_argument("-c", "--config")
 parser = argparse.ArgumentParser()
 OPTIONS = Path(find_spec("timm_ortho").origin).parent / "lab" / "planning" / "train_options.json"
 for name, option in json.loads(OPTIONS.read_text()).items():
-    if name not in ("data", "stop_epoch"):  # the second is not in every release
+    if name not in ("data", "stop_epoch"):  # older releases lack stop_epoch
         kinds = {"int": dict(type=int), "float": dict(type=float), "flag": dict(action="store_true")}
         nargs = {"nargs": "+"} if option.get("list") else {}
         parser.add_argument(f"--{name.replace('_', '-')}", default=option["default"], **kinds.get(option["type"], {}),

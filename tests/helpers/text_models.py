@@ -1,11 +1,12 @@
 """Tiny random text models of transformers, one for each line of the table, and what is measured on them."""
 import inspect
-from typing import Any, Dict, NamedTuple
+from typing import Any, Dict, NamedTuple, Optional
 
 import pytest
 import torch
 
 from timm_ortho import connect, sites
+from timm_ortho.blocks import spec_of
 
 VOCABULARY = 48
 COMMON = dict(
@@ -24,10 +25,6 @@ class Text(NamedTuple):
     task: str  # decoder, encoder or both (encoder and decoder)
     kinds: tuple
     config: Dict[str, Any]
-
-    @property
-    def causal(self) -> bool:
-        return self.task == "decoder"
 
 
 TWO = ("attention", "mlp")
@@ -68,7 +65,7 @@ TEXT = {
         vocab_size=VOCABULARY, dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64)),
     "ModernBERT": Text("ModernBert", "encoder", TWO, dict(
         COMMON, cls_token_id=1, sep_token_id=2, local_attention=8, global_attn_every_n_layers=2)),
-    "T5": Text("T5", "both", TWO, dict(
+    "T5": Text("T5", "both", ("attention", "mlp", "cross_attention"), dict(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)),
 }
 HEADS = {"decoder": "CausalLM", "encoder": "MaskedLM", "both": "Seq2SeqLM"}
@@ -102,9 +99,9 @@ def tokens(length: int = 9, count: int = 2) -> torch.Tensor:
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Return the logits of a text model; an encoder-decoder reads the same tokens on both sides."""
+    """Return the logits of a text model; the encoder of an encoder-decoder reads :func:`tokens`."""
     if model.config.is_encoder_decoder:
-        arguments["decoder_input_ids"] = ids
+        return model(input_ids=tokens(), decoder_input_ids=ids, **arguments).logits
     return model(input_ids=ids, **arguments).logits
 
 
@@ -116,7 +113,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) -> torch.Tensor:
     """Return the logits of a decoder that reads a prompt at once and then token by token from its key-value cache."""
     both = model.config.is_encoder_decoder
-    arguments = {"encoder_outputs": model.get_encoder()(input_ids=ids)} if both else {}
+    arguments = {"encoder_outputs": model.get_encoder()(input_ids=tokens())} if both else {}
     parts, cache = [], None
     for start, stop in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
         part = ids[:, start:stop]
@@ -128,26 +125,35 @@ def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) ->
 
 
 class Measured(NamedTuple):
-    """One row of the table in docs/text_models.md."""
+    """What one model shows, a row of the table in docs/text_models.md."""
 
+    name: str
+    classes: str  # of its blocks
     sites: int
-    kinds: tuple
-    linear: bool
-    linear_cached: bool
-    cache: float  # the largest difference between logits from the cache and from one pass, with feature
+    kinds: str
+    linear: bool  # logits are those of the untouched model, bit by bit
+    linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
+    cache: Optional[bool]  # with feature, logits from the cache are those of one pass within rounding
+
+    def row(self) -> str:
+        words = {True: "yes", False: "no", None: "no cache"}
+        cells = [self.name, self.classes, str(self.sites), self.kinds, words[self.linear], words[self.linear_cached],
+                 words[self.cache]]
+        return f"| {' | '.join(cells)} |"
 
 
 def measured(name: str) -> Measured:
     """Compare a text model with its untouched self, and its key-value cache with one pass."""
     host, model, ids = made(name), connect(made(name), "linear"), tokens()
-    generates = TEXT[name].task != "encoder"
+    cached, same = None, None
     with torch.no_grad():
         linear = torch.equal(logits(model, ids), logits(host, ids))
-        cached = not generates or torch.equal(cached_logits(model, ids), cached_logits(host, ids))
-        connect(model, "feature")
-        difference = 0.0
-        if generates:
-            full, parts = logits(model, ids), cached_logits(model, ids)
-            difference = ((full - parts).abs().max() / full.abs().max()).item()
-    kinds = tuple(dict.fromkeys(site.kind for site in sites(model)))
-    return Measured(len(sites(model)), kinds, linear, cached, difference)
+        if TEXT[name].task != "encoder":
+            cached = torch.equal(cached_logits(model, ids), cached_logits(host, ids))
+            connect(model, "feature")
+            one_pass = logits(model, ids)
+            same = torch.allclose(cached_logits(model, ids), one_pass, rtol=0, atol=2e-6 * one_pass.abs().max().item())
+    blocks = [module for module in model.modules() if spec_of(module)]
+    classes, kinds = [type(block).__name__ for block in blocks], [site.kind for site in sites(model)]
+    return Measured(name, ", ".join(f"`{cls}`" for cls in dict.fromkeys(classes)), len(kinds),
+                    ", ".join(dict.fromkeys(kinds)), linear, cached, same)

@@ -1,4 +1,4 @@
-"""A study that takes seconds: its file, its runs, trained in this process, and what they leave."""
+"""A study whose runs take seconds and train in the process of the test."""
 import json
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from timm_ortho.lab.running import launch, run
 from timm_ortho.lab.running.loop import Training
 from timm_ortho.runs.folders import read_history
 
-# Everything that a run can do, in seconds.
 STUDY = """
 title: Does it work?
 paper: Table 0
@@ -38,26 +37,26 @@ scales:
       model_kwargs: {embed_dim: 16, num_heads: 2, patch_size: 8, depth: 2}
 """
 SMALL = yaml.safe_load(STUDY)["scales"]["smoke"]["options"]
-BATCHES = 4  # of an epoch
+BATCHES = 4  # per epoch
 TIMED = ("seconds", "images_per_second", "peak_memory")
 
 
 def written(folder, text=STUDY, **changes):
-    """A study's file, with some of its keys changed."""
+    """Write a study's file with changed keys and return its path."""
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(text), **changes}, sort_keys=False))
     return str(path)
 
 
 def request(name, output=None, *, seeds=None, only=(), train_py=None, gpus=0, scale="smoke", **given):
-    """For a study's file or the name of a shipped one."""
+    """Return the request for a study: a file, or the name of a shipped study."""
     return study.Request(
         study.load(name, scale), {"device": "cpu", **given}, seeds=seeds, only=only, train_py=train_py, gpus=gpus,
         output=None if output is None else str(output), command="timm-ortho study run")
 
 
 def compared(output=None, connections=("linear", "feature"), seeds=1, recipe=None, **given):
-    """For `timm-ortho compare` on a few digits."""
+    """Return the request of `timm-ortho compare` on a few digits."""
     options = {key: value for key, value in SMALL.items() if key != "model_kwargs"}
     kwargs = {"model_kwargs": {**SMALL["model_kwargs"], **given.pop("model_kwargs", {})}, **given}
     return study.Request(
@@ -66,14 +65,14 @@ def compared(output=None, connections=("linear", "feature"), seeds=1, recipe=Non
 
 
 def planned(request):
-    """The plan, with its folders."""
+    """Plan a request, write its folders and return the plan."""
     found = plan.plan(request)
     found.write()
     return found
 
 
 def trained(request):
-    """The output folder of runs that were trained here, one after the other."""
+    """Train the runs of a request in this process, one at a time, and return the output folder."""
     found = planned(request)
     for name in found.runs:
         run.run(found.folder / name)
@@ -81,7 +80,7 @@ def trained(request):
 
 
 def in_this_process(monkeypatch):
-    """Commands train here, one run after the other, without a process for each."""
+    """Make commands train in this process, one run at a time."""
     def local(root, runs, *_):
         for name in launch.waiting(root, runs):
             run.run(root / name)
@@ -91,23 +90,23 @@ def in_this_process(monkeypatch):
 
 
 def only_run(request):
-    """The folder of a study's one run, planned."""
+    """Plan a request with a single run and return the run's folder."""
     found = planned(request)
     (name,) = found.runs
     return found.folder / name
 
 
 def one_run(output, connection="feature", **options):
-    """The folder of one run, planned."""
+    """Plan one run of `timm-ortho compare` and return its folder."""
     return only_run(compared(output, [connection], **options))
 
 
 class Stop(Exception):
-    """What ends a run at a moment that the test chooses."""
+    """Raised by `stopped` to end a run."""
 
 
 def stopped(folder, monkeypatch, step, error=Stop):
-    """Trains a run until an exception before its n-th backward pass."""
+    """Train a run and raise an exception before its n-th backward pass."""
     original, left = Training._backward, [step]
 
     def backward(self, loss, update):
@@ -122,11 +121,11 @@ def stopped(folder, monkeypatch, step, error=Stop):
             run.run(folder)
         except error:
             return
-    raise AssertionError("it ended before that")
+    raise AssertionError(f"the run finished before step {step}")
 
 
 def switching(optimizer, **options):
-    """One run: a connection that draws random numbers, then another, with every state that a checkpoint can hold."""
+    """Return the changes for one run that switches connections, with every state that a checkpoint can contain."""
     values = yaml.safe_load(STUDY)
     values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
     return dict(
@@ -148,19 +147,19 @@ def rates(folder):
 
 
 def assert_same_run(one, other):
-    """Weights, optimizers, EMAs and every record of both stages are bit for bit the same."""
+    """Check that weights, optimizers, EMAs and records of both stages are bit-identical."""
     files = [{path.relative_to(folder) for path in folder.rglob("*.pth.tar")} for folder in (one, other)]
     assert files[0] == files[1]
-    for place in (file.parent for file in files[0]):
+    for stage in (file.parent for file in files[0]):
         for key in ("state_dict", "state_dict_ema"):
-            mine, theirs = (state(folder / place).get(key, {}) for folder in (one, other))
+            mine, theirs = (state(folder / stage).get(key, {}) for folder in (one, other))
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-        mine, theirs = (state(folder / place)["optimizer"] for folder in (one, other))
+        mine, theirs = (state(folder / stage)["optimizer"] for folder in (one, other))
         assert mine["param_groups"] == theirs["param_groups"]
         torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
         untimed = [[{key: value for key, value in row.items() if key.removeprefix("train_") not in TIMED}
-                    for row in read_history(folder / place)] for folder in (one, other)]
+                    for row in read_history(folder / stage)] for folder in (one, other)]
         assert untimed[0] == untimed[1] != []
     for name in ("probe.jsonl", "records.jsonl"):
         assert read_lines(one / name) == read_lines(other / name)

@@ -1,4 +1,4 @@
-"""Folders of trained runs in seconds: by timm's own writers as its train.py leaves them, and by the lab itself."""
+"""Run folders that take seconds: of the lab, and as timm's train.py writes them."""
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,14 +14,14 @@ TINY = dict(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2)
 
 
 def lab_grid(folder, seeds=3):
-    """`timm-ortho compare` on a few digits, in this process."""
+    """Run `timm-ortho compare` on a few digits in this process and return the output folder."""
     output = trained(compared(folder, seeds=seeds, batch_size=32))
     study.report_on([output])
     return output
 
 
 def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
-    """What train.py leaves: args.yaml, summary.csv, checkpoints. Random weights; row n has top-1 10 n + 0.25."""
+    """Write args.yaml, summary.csv and checkpoints of random weights, as train.py does. Row n has top-1 10 n + 0.25."""
     folder = Path(folder)
     folder.mkdir(parents=True)
     args = Namespace(**{
@@ -34,7 +34,7 @@ def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
     (folder / "args.yaml").write_text(yaml.safe_dump(vars(args)))
     torch.manual_seed(0)
     net = timm.create_model(model, num_classes=7, **args.model_kwargs)
-    args.num_classes = 7  # train.py completes it after it has written args.yaml
+    args.num_classes = 7  # train.py sets it after writing args.yaml
     shadow = ModelEmaV3(net) if ema else None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     saver = CheckpointSaver(net, optimizer, args=args, model_ema=shadow, checkpoint_dir=str(folder), max_history=epochs)
@@ -42,7 +42,7 @@ def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
         for parameter in net.parameters():
             parameter.data += 0.01 * torch.randn_like(parameter)
         top1 = 10 * (epoch + 1) + 0.25
-        figures = {"loss": 1 / (epoch + 1), "top1": top1, "top5": top1 + 50}
-        update_summary(epoch, {"loss": 2.5}, figures, folder / "summary.csv", lr=0.1, write_header=epoch == 0)
-        saver.save_checkpoint(epoch, metric=-abs(epoch - 1))  # the second is the best
+        metrics = {"loss": 1 / (epoch + 1), "top1": top1, "top5": top1 + 50}
+        update_summary(epoch, {"loss": 2.5}, metrics, folder / "summary.csv", lr=0.1, write_header=epoch == 0)
+        saver.save_checkpoint(epoch, metric=-abs(epoch - 1))  # the second epoch is the best
     return folder

@@ -1,4 +1,4 @@
-"""What a type checker sees of the public interface: mypy reads this file, nobody runs it."""
+"""Use the public interface as a user would. mypy checks this file; it is never run."""
 from typing import Callable, List
 
 import timm

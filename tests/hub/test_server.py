@@ -1,4 +1,4 @@
-"""The Hub of `hub_server.py` against the real client: what holds here is what the other tests of the Hub stand on."""
+"""The mock Hub with the real client. The other tests of the Hub rely on this behaviour."""
 import hashlib
 import os
 import random
@@ -19,26 +19,26 @@ def test_a_cut_download_is_continued_where_it_was_cut(server, client):
                         ".hexdigest())")
     assert result.answer == hashlib.sha256(LARGE).hexdigest(), result.output
     parts = [(r.headers.get("range"), r.status) for r in server.requests if "/blobs/" in r.path]
-    assert parts == [(None, 0), ("bytes=10485760-", 206)]  # the client writes 10 MiB at a time
+    assert parts == [(None, 0), ("bytes=10485760-", 206)]  # the client writes blocks of 10 MiB
 
 
-def test_a_large_file_that_has_not_come_in_cannot_be_committed(server, client):
+def test_a_commit_needs_complete_uploads(server, client):
     server.create_repo("me/model")
     result = client.run("""
 add = CommitOperationAdd("model.safetensors", b"1" * 600)
 add._upload_mode, add._is_uploaded = "lfs", True
 api.create_commit("me/model", [add], commit_message="nothing behind it")
 """)
-    assert "has not come in whole" in result.error
+    assert "the upload of model.safetensors is not complete" in result.error
 
 
-def test_a_token_where_it_does_not_belong_is_found(server):
+def test_leaked_tokens_are_reported(server):
     import urllib.request
 
     token = server.add_user("me")
     server.commit("me/model", {"model.safetensors": b"1" * 100})
     headers = {"Authorization": f"Bearer {token}"}
-    urllib.request.urlopen(urllib.request.Request(  # follows to the other host, header and all
+    urllib.request.urlopen(urllib.request.Request(  # the redirect to the blobs' host keeps the header
         f"{server.endpoint}/me/model/resolve/main/model.safetensors", headers=headers)).close()
     urllib.request.urlopen(f"{server.endpoint}/api/agent-harnesses?token={token}").close()
     assert server.leaks(token) == [
@@ -46,7 +46,7 @@ def test_a_token_where_it_does_not_belong_is_found(server):
         f"GET /api/agent-harnesses?token={token}"]
 
 
-def test_the_client_reaches_nothing_but_this_machine(client):
+def test_the_client_reaches_only_this_machine(client):
     result = client.run("__import__('urllib.request').request.urlopen('http://192.0.2.1/', timeout=1)")
     assert result.error
     assert client.run("__import__('socket').create_connection(('192.0.2.1', 80), 1)").error == (
@@ -55,7 +55,7 @@ def test_the_client_reaches_nothing_but_this_machine(client):
         "OSError: a test tried to reach example.com")
 
 
-def test_each_run_is_a_process_of_its_own(client):
+def test_each_run_has_a_new_process(client):
     first = client.run("import os; hf_hub_download = None; answer(os.getpid())").answer
     second = client.run("import os; answer([os.getpid(), hf_hub_download is None, os.environ['HF_HOME']])").answer
     assert second[0] not in (first, os.getpid())

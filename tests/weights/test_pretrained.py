@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers.authors_vit import REPOSITORY, SMALL, SMALL_ARGUMENTS, described, put_into_cache
+from helpers.authors_vit import REPOSITORY, SMALL, SMALL_ARGUMENTS, authors_vit, put_into_cache
 from helpers.hub_client import HubClient
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A narrow model in the layout, and its file."""
-    model = described(**SMALL)
+    model = authors_vit(**SMALL)
     path = tmp_path_factory.mktemp("small") / "model.safetensors"
     save_file(model.state_dict(), path)
     return model, path
@@ -72,7 +72,7 @@ def images(*shape):
 
 @torch.no_grad()
 def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_path):
-    theirs = described()
+    theirs = authors_vit()
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert len(shapes) == 2 + 2 + 12 * 12 + 2 + 2
     assert shapes["vit.embeddings.position_embeddings"] == (1, 197, 768)
@@ -89,7 +89,7 @@ def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_pa
 
 @torch.no_grad()
 def test_the_linear_twin_has_the_same_layout(tmp_path):
-    theirs = described(**SMALL, add=torch.add)
+    theirs = authors_vit(**SMALL, add=torch.add)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     x = images(2, 3, 64, 64)
     torch.testing.assert_close(

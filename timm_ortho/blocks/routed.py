@@ -52,7 +52,7 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
         kinds: The kinds of sites to route, as :func:`reached` returns them; None for all.
 
     Raises:
-        timm_ortho.routing.RoutingError: The additions of the class are not those of the spec.
+        timm_ortho.routing.RoutingError: The additions of the class do not match the spec.
     """
     return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds)
 
@@ -81,7 +81,7 @@ def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
 
 @cache
 def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Route:
-    """Return the additions of a block class; those of the selected kinds are routed."""
+    """Return the additions of a block class; only the selected kinds are routed."""
     streams = spec.stream if isinstance(spec.stream, tuple) else (spec.stream,) * len(spec.kinds)
     sums = [
         Sum(stream, f"connection_{kind}" if kind in kinds and kind else None)

@@ -1,23 +1,25 @@
-"""The table of timm's residual blocks: which variable is the stream, and where something is added to it.
+"""List timm's residual blocks: the stream variable of each class, and its additions.
 
-What is a site: one summand is the stream, that is the block's input or what the block's own shortcut makes of it, and
-the other is what the block's module computed from it. Whether an activation follows the sum (``resnet``) or a norm ends
-the branch (Swin V2) plays no part: the branch output is what is added, after its norm, LayerScale and drop path. So
+An addition is a site if one summand is the stream and the second is what the block computed from it, the branch output.
+The stream is the input of the block, or the block's own shortcut applied to that input. The branch output includes its
+norm, LayerScale and drop path. An activation or a norm after the sum makes no difference. Therefore:
 
-  * a LayerScale of 1e-6 or a last norm of zeros makes a small or no branch output at the start, which changes nothing:
-    the projection is linear in it, and ``eps`` is added to the stream's square alone;
-  * class and register tokens are tokens: the global scope sums over them too, as over every axis but the first, and
-    leaves out padding alone;
-  * where a stream comes cut into pieces that share the first axis with the batch (``mobilevit``'s patches, ``tnt``'s
-    pixels), the global scope is one projection for each piece. Swin, MaxViT, SAM and others cut inside the branch:
-    there the stream is whole, and so is the scope;
-  * where a module works on the class token alone and hands copies of the others on as its output (``xcit``), they would
-    make up the global scope's inner product and take the class token's own stream away: there each token has its own;
-  * with one channel nothing is across the stream of a pixel, so there is no site on such a stream.
+  * A LayerScale of 1e-6, or a last norm with zero weights, makes the branch output small or zero at the start. The
+    projection is linear in the branch output, and ``eps`` is added only to the square of the stream, so this needs no
+    special case.
+  * Class and register tokens are tokens. The global scope sums over all axes but the first and excludes only padding.
+  * Some models cut the stream into pieces along the batch axis (the patches of ``mobilevit``, the pixels of ``tnt``).
+    The global scope then has one projection per piece. Swin, MaxViT and SAM cut inside the branch, so that the scope is
+    the whole stream.
+  * ``xcit`` has a module that changes only the class token and returns copies of all patch tokens. In a sum over all
+    tokens, these copies would remove the class token's own stream. Here the global scope projects each token
+    separately.
+  * A stream of one channel has no orthogonal component, so its additions are not sites.
 
-What is none: sums of parallel branches that a re-parameterisation folds into one convolution (the connection would not
-survive it), sums inside a branch (unless they are a transformer's: ``edgenext``'s attention, ``mobilevit``'s blocks),
-sums of resolutions, position embeddings, concatenations. ``NOT_RESIDUAL`` names the classes that have nothing else.
+These additions are not sites: parallel branches that a re-parameterisation folds into one convolution, which would
+remove the connection; sums inside a branch, except in a transformer (the attention of ``edgenext``, the blocks of
+``mobilevit``); sums of resolutions; position embeddings; concatenations. ``NOT_RESIDUAL`` lists classes that have only
+such additions.
 """
 from typing import Dict, List, Tuple
 
@@ -27,19 +29,22 @@ from .spec import BlockSpec, last_width
 
 
 def _of_mlp(block: nn.Module) -> int:
-    """Channels come first where the MLP is made of convolutions."""
+    """Return the channel axis of a block, which is 1 if its MLP consists of convolutions."""
     return 1 if any(isinstance(module, nn.Conv2d) for module in block.mlp.modules()) else -1
 
 
 def _shortcut_width(block: nn.Module) -> int:
-    """Of a block whose branch ends in channels from two convolutions: its projected shortcut's, or its input's."""
+    """Return the stream width of a block whose branch concatenates the outputs of two convolutions.
+
+    It is the width of the projected shortcut, or of the input.
+    """
     if any(True for _ in block.shortcut.parameters()):
         return last_width(block.shortcut)
     return next(module for module in block.modules() if isinstance(module, nn.Conv2d)).in_channels
 
 
 def _of_bn3(block: nn.Module) -> int:
-    """Of a block whose last convolution may be a mixture, of kernels or of experts."""
+    """Return the stream width of a block whose last convolution may be a mixture of kernels or experts."""
     return len(block.bn3.weight)
 
 
@@ -49,7 +54,7 @@ def _tnt_widths(block: nn.Module) -> Tuple[int, ...]:
 
 
 def _is_folded(block: nn.Module) -> bool:
-    """A shortcut around one depthwise convolution, which ``fuse`` folds into it."""
+    """Return whether ``fuse`` folds the shortcut of a block into its depthwise convolution."""
     wrapped = block.m if hasattr(block, "m") else block.module
     return type(wrapped).__name__ in ("Conv2dNorm", "ConvNorm")
 
@@ -74,7 +79,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
     *_blocks("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
     *_blocks("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the class token alone
-    # the branch of a patch token is that token, in the first sum after the norm
+    # in its first sum, the branch output of a patch token is a copy of that token, after the norm
     *_blocks("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
     *_blocks("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
     *_blocks("volo.Outlooker volo.Transformer", "x", _TRANSFORMER, _NHWC),
@@ -91,7 +96,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks(
         "mvitv2.MultiScaleBlock", "x_shortcut", _TRANSFORMER, _TOKENS,
         width=lambda block: (len(block.norm2.weight), last_width(block.mlp))),
-    *_blocks("nest.TransformerLayer", "x", _TRANSFORMER, _TOKENS),  # B T N C: all windows T of a sample
+    *_blocks("nest.TransformerLayer", "x", _TRANSFORMER, _TOKENS),  # B T N C with all windows T of a sample
     *_blocks("levit.LevitBlock", "x", _TRANSFORMER, _of_mlp),
     *_blocks("levit.LevitDownsample", "x", ("mlp",), _of_mlp),
     *_blocks("mlp_mixer.MixerBlock mlp_mixer.ResBlock", "x", ("mixer", "mlp"), _TOKENS),
@@ -118,16 +123,16 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         "metaformer.MetaFormerBlock", ("self.res_scale1(x)", "self.res_scale2(x)"), ("mixer", "mlp"), _of_mlp),
     *_blocks("focalnet.FocalNetBlock", ("shortcut", "x"), ("mixer", "mlp"), _NCHW),
     *_blocks("edgenext.ConvBlock", "shortcut", ("conv",), _NCHW),
-    *_blocks(  # a position encoding, which depends on the image's size alone, then tokens, then the feature map
+    *_blocks(  # a position encoding that depends on the image size only, then tokens, then the feature map
         "edgenext.SplitTransposeBlock", ("x", "x", "shortcut"), (None, "attention", "mlp"), (_TOKENS, _TOKENS, _NCHW)),
-    # a call that attends to another map has its own addition, on the other side of an if
+    # cross-attention has its own addition, on the second side of an if
     *_blocks("mobilevit.LinearTransformerBlock", (("x", "res"), "x"), _TRANSFORMER, _NCHW),
     *_blocks("efficientformer.MetaBlock1d", "x", _TRANSFORMER, _TOKENS),
     *_blocks("efficientformer.MetaBlock2d", "x", ("mixer", "mlp"), _NCHW),
     *_blocks(
         "efficientformer_v2.EfficientFormerV2Block swiftformer.Block visformer.Block fastvit.AttentionBlock",
         "x", _TRANSFORMER, _NCHW),
-    *_blocks("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # the convolution is the shortcut
+    *_blocks("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # its convolution is the shortcut
     *_blocks("efficientvit_mit.ResidualBlock lowformer.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
     *_blocks("efficientvit_msra.ResidualDrop", "x", ("branch",), _NCHW),
     *_blocks("cpubone.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
@@ -137,8 +142,8 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks(
         "nextvit.NextTransformerBlock", ("x", "out", "x"), ("attention", "conv", "mlp"), _NCHW,
         width=lambda block: (block.mhsa_out_chs, block.mhca_out_chs, block.out_chs)),
-    *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded into one convolution
-    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # likewise
+    *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded
+    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # its mixer is folded
     *_blocks("repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
     *_blocks("shvit.Residual iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
     *_blocks(  # its depthwise convolutions are folded
@@ -146,8 +151,8 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("csatv2.Block", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.pwconv2)),
     *_blocks("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
     # --------------------------------------------------------------------------------- convolutions, B C H W
-    # In these the stream is the shortcut: the block's input or, where the shape changes, its projection.
-    # keep: an activation may work in place on the sum, in the block or at the start of the next one.
+    # The stream is the shortcut: the input of the block, or its projection if the shape changes.
+    # keep="branch": an in-place activation may follow the sum, in this block or at the start of the next block.
     *_blocks(
         """resnetv2.PreActBasic resnetv2.PreActBottleneck cspnet.DarkBlock cspnet.EdgeBlock inception_next.MetaNeXtBlock
         vitamin.MbConvLNBlock lcnetv2.RepDepthwiseSeparable _efficientnet_blocks.ConvBnAct
@@ -173,9 +178,9 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("fasternet.MLPBlock", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.mlp)),
     *_blocks("hgnet.HighPerfGpuBlock", "identity", ("conv",), _NCHW),
     *_blocks("vovnet.OsaBlock", "output[0]", ("conv",), _NCHW),
-    *_blocks(  # the channels that the input has
+    *_blocks(  # the sum covers the first channels, as many as the input has
         "rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW, width=lambda block: block.in_channels),
-    *_blocks(  # the residual half of the two paths
+    *_blocks(  # the residual path; the dense path is concatenated
         "dpn.DualPathBlock", "x_s1", ("conv",), _NCHW, width=lambda block: block.num_1x1_c),
     *_blocks("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
     *_blocks("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
@@ -189,10 +194,10 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 
-# Classes that add what follows from their input to each other and have no stream, and why.
+# Classes that look residual and have no site, with the reason.
 NOT_RESIDUAL: Dict[str, str] = {
-    f"timm.{name}": why
-    for why, names in {
+    f"timm.{name}": reason
+    for reason, names in {
         "parallel branches, folded into one convolution by a re-parameterisation": """
             models.byobnet.RepVggBlock models.byobnet.MobileOneBlock models.efficientvim.PatchMerging
             models.fastvit.MobileOneBlock models.fastvit.RepMixer models.fastvit.ReparamLargeKernelConv
@@ -216,7 +221,7 @@ NOT_RESIDUAL: Dict[str, str] = {
             layers.coord_attn.StripAttn layers.evo_norm.EvoNorm2dB0 layers.gather_excite.GatherExcite
             layers.global_context.GlobalContext layers.grn.GlobalResponseNorm layers.squeeze_excite.SEModule
             layers.squeeze_excite.EffectiveSEModule""",
-        "one channel, across which nothing is": "models.csatv2.SpatialTransformerBlock",
+        "a stream of one channel": "models.csatv2.SpatialTransformerBlock",
         "a sum of resolutions": "models.hrnet.HighResolutionModule",
         "the mean of two classifiers": "models.iformer.RepVitClassifier models.repvit.RepVitClassifier",
         "pools for the head, after the last block": """

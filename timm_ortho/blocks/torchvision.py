@@ -1,7 +1,7 @@
-"""The table of torchvision's residual blocks, those of its classification networks for images and videos.
+"""List the residual blocks of torchvision's classification networks for images and videos.
 
-:mod:`timm_ortho.blocks.timm` says what a site is. Of MaxViT's partitioned attention the stream is whole: [B, windows,
-tokens, C].
+:mod:`timm_ortho.blocks.timm` defines a site. In MaxViT's partitioned attention the stream is the whole sample: [B,
+windows, tokens, C].
 """
 from typing import Dict, Tuple
 
@@ -20,7 +20,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     _block("swin_transformer.SwinTransformerBlock", "x", _TRANSFORMER, _NHWC),  # video: B T H W C
     _block("swin_transformer.SwinTransformerBlockV2", "x", _TRANSFORMER, _NHWC),
     _block("maxvit.MBConv", "res", ("conv",), _NCHW),
-    _block("maxvit.PartitionAttentionLayer", "x", _TRANSFORMER, _TOKENS),  # B windows N C: whole
+    _block("maxvit.PartitionAttentionLayer", "x", _TRANSFORMER, _TOKENS),  # B windows N C
     _block("resnet.BasicBlock", "identity", ("conv",), _NCHW, keep="branch"),
     _block("resnet.Bottleneck", "identity", ("conv",), _NCHW, keep="branch"),
     _block("regnet.ResBottleneckBlock", (("self.proj(x)", "x"),), ("conv",), _NCHW, keep="branch"),

@@ -1,4 +1,4 @@
-"""List transformers' residual blocks, of its image classifiers and of its language models.
+"""List the residual blocks of transformers' image classifiers and language models.
 
 :mod:`timm_ortho.blocks.timm` defines a site. This module does not import transformers: the table has the names of the
 classes. Releases before 5 have other blocks, for which :func:`timm_ortho.connect` raises an error.
@@ -23,7 +23,7 @@ def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
 
 
 def _attention_width(block: nn.Module) -> int:
-    """Return the output width of the attention, of a block whose experts are no linear layers."""
+    """Return the stream width of a block whose experts are not linear layers."""
     return block.self_attn.o_proj.out_features
 
 
@@ -36,7 +36,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         """vit.ViTLayer deit.DeiTLayer beit.BeitLayer dinov2.Dinov2Layer dinov2_with_registers.Dinov2WithRegistersLayer
         dinov3_vit.DINOv3ViTLayer vit_msn.ViTMSNLayer vit_mae.ViTMAELayer ijepa.IJepaLayer segformer.SegformerLayer""",
         "residual", _TRANSFORMER, _TOKENS),
-    *_blocks(  # of their text towers as well
+    *_blocks(  # image and text encoders
         "clip.CLIPEncoderLayer metaclip_2.MetaClip2EncoderLayer siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer",
         "residual", _TRANSFORMER, _TOKENS),
     *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer", "hidden_states", _TRANSFORMER, _TOKENS),
@@ -47,10 +47,10 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("pvt_v2.PvtV2BlockLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("focalnet.FocalNetLayer", ("shortcut", "hidden_state"), ("mixer", "mlp"), _TOKENS),
     *_blocks("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
-    # two classes share a block; the second is in the first, so both are of one layer
+    # a block has two classes; the second is inside the first, so that both belong to one layer
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
-    # patches share the first axis with the batch, as in timm's mobilevit
+    # the patches are along the batch axis, as in timm's mobilevit
     *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
     *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),
@@ -62,7 +62,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("swiftformer.SwiftFormerLocalRepresentation", "input", ("conv",), _NCHW),
     *_blocks("swiftformer.SwiftFormerEncoderBlock", "x", _TRANSFORMER, _NCHW),
     # --------------------------------------------------------------------------------- convolutions, B C H W
-    # activations are not in place in transformers (ACT2FN), so each sum can be kept
+    # transformers' activations (ACT2FN) are not in place, so that autograd can keep the sums
     *_blocks(
         """resnet.ResNetBasicLayer resnet.ResNetBottleNeckLayer regnet.RegNetXLayer regnet.RegNetYLayer
         convnext.ConvNextLayer convnextv2.ConvNextV2Layer dinov3_convnext.DINOv3ConvNextLayer
@@ -86,7 +86,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("opt.OPTDecoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=True),
     *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
              width=lambda block: len(block.ln_1.weight)),
-    *_blocks(  # attention and MLP in one sum, or one after the other
+    *_blocks(  # attention and MLP in one sum or in two
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
         ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
     *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal="self_attn.is_causal"),
@@ -102,8 +102,8 @@ BLOCKS: Tuple[BlockSpec, ...] = (
 )
 
 NOT_RESIDUAL: Dict[str, str] = {
-    _name(name): why
-    for why, names in {
+    _name(name): reason
+    for reason, names in {
         "mask tokens replace masked tokens": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
         "a sum of resolutions": "hiera.HieraMultiScaleHead",
         "parallel branches, folded into one convolution by a re-parameterisation": "textnet.TextNetRepConvLayer",

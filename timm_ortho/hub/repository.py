@@ -37,7 +37,7 @@ from ..convert import connect
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_repo_id, without_tokens
 from ..models.arguments import is_variant_argument, pop_connect_arguments, variant_argument
-from ..models.build import creation_arguments
+from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
 from ..runs.folders import class_names, import_modules
 from ..skips.rewrites import ChangeOfBasis
@@ -181,7 +181,9 @@ class Publication:
         kept = {name: value for name, value in config.get("model_args", {}).items()
                 if name != "num_classes" and not is_variant_argument(name)}
         config["model_args"] = {**kept, **connection}
-        file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        name = config["architecture"]
+        tagged = {**config, "architecture": f"{name}.{IMPORT_TAG}" if is_variant(name) else name}
+        file.write_text(json.dumps(tagged, indent=2), encoding="utf-8")
         return config
 
     def _subject(self, config: Mapping[str, Any], license: Optional[str], revision: Optional[str]) -> Subject:

@@ -1,0 +1,109 @@
+"""A third party replaces the classes of blocks after `connect`, as token merging does: this is noticed."""
+import warnings
+
+import pytest
+import timm
+from timm.models.vision_transformer import Block
+from torch import nn
+
+import timm_ortho
+from timm_ortho import UnsupportedModelError, connect, disconnect, hub, register_block, sites
+from timm_ortho.blocks import tables
+from timm_ortho.diagnostics import show
+
+
+class Merging(Block):
+    """A forward of its own, without connections, as tomesd and ToMe write it."""
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def replaced(make=lambda cls: Merging, **arguments):
+    model = timm.create_model("vit_test_ortho", **arguments).eval()
+    for block in model.blocks:
+        block.__class__ = make(type(block))
+    return model
+
+
+@pytest.fixture
+def unregistered(monkeypatch):
+    for name in ("SPECS", "REGISTERED"):
+        monkeypatch.setattr(tables, name, dict(getattr(tables, name)))
+
+
+MESSAGE = "additions of 4 blocks are linear, 'blocks.0' first: .* and Merging does not call their connections"
+
+
+def test_sites_warns():
+    model = replaced()
+    with pytest.warns(UserWarning, match=MESSAGE) as caught:
+        assert len(sites(model)) == 8
+    assert caught[0].filename == __file__
+    assert "\n" not in str(caught[0].message)
+
+
+def test_show_and_cards_warn(tmp_path):
+    model = replaced()
+    with pytest.warns(UserWarning, match=MESSAGE):
+        text = show.as_text(show.measured_sites(model, show.batch(model)))
+    assert text.count("nan") == 4 * 8
+    with pytest.warns(UserWarning, match=MESSAGE), pytest.raises(hub.PublishError):
+        hub.export(model, tmp_path / "out", "me/merged")
+
+
+def subclass_with_super(cls):
+    class Timed(cls):
+        def forward(self, *args, **kwargs):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(*args, **kwargs)
+    return Timed
+
+
+def subclass_with_a_method(cls):
+    return type("Named", (cls,), {"describe": lambda self: "a block"})
+
+
+def subclass_with_a_forward(cls):
+    return type("Merging", (cls,), {"forward": Merging.forward})
+
+
+@pytest.mark.parametrize(("make", "warns"), [
+    (subclass_with_super, False), (subclass_with_a_method, False), (subclass_with_a_forward, True)])
+def test_a_subclass_that_still_calls_the_connections_is_fine(make, warns):
+    model = replaced(make)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sites(model)
+    assert bool(caught) is warns
+
+
+def test_connections_in_an_authors_code_are_left_alone():
+    """The author may find them by a name that the code does not contain."""
+    class Dynamic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.connection_mlp, self.mlp = timm_ortho.create_connection("feature"), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return getattr(self, "connection_" + "mlp")(x, self.mlp(x))
+
+    assert len(sites(connect(nn.Sequential(Dynamic()), "feature"))) == 1
+
+
+def test_connecting_again_refuses_the_unknown_class_and_takes_the_registered_one(unregistered):
+    model = replaced()
+    with pytest.raises(UnsupportedModelError, match=r"not supported: .*\.Merging"):
+        connect(model, "global")
+    register_block(Merging, stream="x", kinds=["attention", "mlp"])
+    connect(model, "global")
+    assert {site.connection.name for site in sites(model)} == {"global"}
+    assert isinstance(model.blocks[0], Merging)
+
+
+def test_disconnect_removes_the_connections():
+    model = disconnect(replaced())
+    assert sites(model) == []
+    assert type(model.blocks[0]) is Merging
+    assert not hasattr(model.blocks[0], "connection_mlp")
