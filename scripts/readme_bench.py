@@ -112,8 +112,8 @@ def opening(rows: Sequence[Row]) -> str:
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
-            said.append(f"Time of a training step with orthogonal connections, relative to linear connections, on a {kind} "
-                        f"({', '.join(names)}). {'. '.join(steps)}.")
+            said.append("Time of a training step with orthogonal connections, relative to linear connections, on a "
+                        f"{kind} ({', '.join(names)}). {'. '.join(steps)}.")
         if small:
             over = [sorted(float(row[column]) for row in small) for column in ("appendix_ratio_p50", "ratio_p50")]
             said.append("A ViT of width 64 takes {:.2f} to {:.2f} times as long as with the formula of the paper's "

@@ -1,7 +1,4 @@
-"""DDP and FSDP2 over two processes: the losses of one process on the whole batch, and checkpoints that it loads.
-
-And what a sharded model still is, in one process: fully_shard gives each block a class of its own.
-"""
+"""Two processes with DDP or FSDP2 have the losses and weights of one process; sharded models can be connected."""
 import os
 from datetime import timedelta
 from functools import cache
@@ -20,22 +17,24 @@ import timm_ortho
 STEPS, BATCH = 4, 4
 VIT = dict(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=5)
 CASES = {
-    f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
-    for connection in ("feature", "global", "hybrid") for checkpointed in ("", " checkpointed")
+    "resnet": dict(connection="global", resnet=True),
+    **{f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
+       for connection in ("feature", "global", "hybrid") for checkpointed in ("", " checkpointed")},
 }
-WRAPPERS = ("DDP",) if torch.__version__.startswith("2.6.") else ("DDP", "FSDP2")  # there fully_shard is for GPUs only
+WRAPPERS = ("DDP",) if torch.__version__.startswith("2.6.") else ("DDP", "FSDP2")  # torch 2.6: GPUs only
 
 
-def create(connection, checkpointing):
-    """A ViT in double precision, so that the order of sums is the only difference."""
+def create(connection, checkpointing=False, resnet=False):
+    """Return a ViT or a ResNet in float64, so that results differ only by the order of sums."""
     torch.manual_seed(0)
-    model = timm.create_model("vit_small_ortho", connection=connection, connection_eps=1e-3, **VIT).double()
+    name, sizes = ("resnetv2_18_cifar_ortho", dict(width_factor=0.25)) if resnet else ("vit_small_ortho", VIT)
+    model = timm.create_model(name, connection=connection, connection_eps=1e-3, **sizes).double()
     model.set_grad_checkpointing(checkpointing)
-    return model.train()
+    return model.train(not resnet)  # in training BatchNorm depends on the size of the local batch
 
 
 def train(model, rank=0, size=1):
-    """The losses of each step on this process's share of the batch, and for the whole of it."""
+    """Train on this process's share of each batch and return the losses of the whole batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     generator = torch.Generator().manual_seed(1)
     losses = []
@@ -55,19 +54,19 @@ def train(model, rank=0, size=1):
 
 
 def parallel(model, wrapper):
-    """``model`` spread over the processes, as PyTorch's documentation does it."""
+    """Wrap ``model`` as in PyTorch's documentation."""
     if wrapper == "DDP":
         return DistributedDataParallel(model)
-    for block in model.blocks:
+    for block in model.blocks if hasattr(model, "blocks") else model.stages:
         fully_shard(block)
     return fully_shard(model)
 
 
 def work(rank, folder):
-    """One of two processes; the first one leaves losses and whole checkpoints in ``folder``."""
+    """Run one of two processes. The first process writes losses and full checkpoints to ``folder``."""
     torch.set_num_threads(1)
-    store, patience = f"file://{folder}/store", timedelta(minutes=2)
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
+    store, timeout = f"file://{folder}/store", timedelta(minutes=2)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
     for name, arguments in CASES.items():
         for wrapper in WRAPPERS:
             model = parallel(create(**arguments), wrapper)
@@ -78,7 +77,7 @@ def work(rank, folder):
             if rank == 0:
                 torch.save({"losses": losses, "weights": weights, "share": shares}, f"{folder}/{wrapper} {name}")
     distributed.barrier()
-    # Not by Python's own end: Gloo's threads may meet it and abort (github.com/pytorch/pytorch/pull/179291).
+    # Gloo's threads may abort if Python exits normally (github.com/pytorch/pytorch/pull/179291).
     os._exit(0)
 
 
@@ -91,7 +90,7 @@ def results(tmp_path_factory):
 
 @cache
 def alone(name):
-    """Losses and the trained model of one process."""
+    """Train in one process; return losses and model."""
     model = create(**CASES[name])
     return train(model), model
 
@@ -100,22 +99,22 @@ def alone(name):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_same_losses_as_one_process(results, wrapper, name):
     losses, model = alone(name)
-    found = results(wrapper, name)
-    torch.testing.assert_close(found["losses"], losses, rtol=1e-9, atol=1e-11)
+    two = results(wrapper, name)
+    torch.testing.assert_close(two["losses"], losses, rtol=1e-9, atol=1e-11)
     assert losses[0] != losses[-1]
     whole = sum(parameter.numel() for parameter in model.parameters())
-    assert found["share"] == whole if wrapper == "DDP" else found["share"] < 0.6 * whole
+    assert two["share"] == whole if wrapper == "DDP" else two["share"] < 0.6 * whole
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_checkpoint_loads_into_one_process(results, wrapper, name):
-    """By timm's own names, with the weights and so the logits of the one that trained alone."""
+    """It has timm's parameter names, and the weights and logits of a model that was trained in one process."""
     model, (_, expected) = create(**CASES[name]).eval(), alone(name)
     model.load_state_dict(results(wrapper, name)["weights"], strict=True)
-    for (parameter, found), weight in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (parameter, loaded), weight in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(
-            found, weight, rtol=1e-7, atol=1e-9, msg=lambda message, parameter=parameter: f"{parameter}: {message}")
+            loaded, weight, rtol=1e-7, atol=1e-9, msg=lambda message, parameter=parameter: f"{parameter}: {message}")
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     torch.testing.assert_close(model(images), expected.eval()(images), rtol=1e-7, atol=1e-9)
 
@@ -135,19 +134,19 @@ def connections(model):
 
 
 @pytest.mark.usefixtures("group")
-def test_a_sharded_model_has_its_sites():
+def test_a_sharded_model_keeps_its_sites():
     model = create("feature", checkpointing=False)
     before = connections(model)
     with timm_ortho.record(parallel(model, "FSDP2"), every=1) as recorder:
         model(torch.randn(2, 3, 16, 16, dtype=torch.float64))
     assert connections(model) == before
-    assert [(row["layer"], row["kind"], row["name"]) for row in recorder.rows] == [place[:3] for place in before]
+    assert [(row["layer"], row["kind"], row["name"]) for row in recorder.rows] == [site[:3] for site in before]
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("before", "after"), [("feature", "global"), ("hybrid", "linear")])
-def test_a_sharded_model_switches_its_connections_and_stays_sharded(before, after):
-    """In the middle of a training, with the losses and the weights of one that is not sharded."""
+def test_connecting_a_sharded_model_keeps_it_sharded(before, after):
+    """Losses and weights before and after the switch are those without sharding."""
     models = create(before, checkpointing=False), parallel(create(before, checkpointing=False), "FSDP2")
     classes = [type(module) for module in models[1].modules() if not isinstance(module, timm_ortho.Connection)]
     losses = []
@@ -165,11 +164,11 @@ def test_a_sharded_model_switches_its_connections_and_stays_sharded(before, afte
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("name", "connection", "blocks"), [
-    ("vit_small_patch16_224", "feature", True),  # another class for each block
-    ("vit_small_ortho", "hybrid", True),  # parameters that nobody shards, whose gradients nobody reduces
+    ("vit_small_patch16_224", "feature", True),  # needs other block classes
+    ("vit_small_ortho", "hybrid", True),  # adds parameters, which would not be sharded or reduced
     ("vit_small_ortho", "hybrid", False),
 ])
-def test_what_a_sharded_model_cannot_become_is_refused(name, connection, blocks):
+def test_connections_that_sharding_rules_out_are_refused(name, connection, blocks):
     model = timm.create_model(name, **VIT)
     model = parallel(model, "FSDP2") if blocks else fully_shard(model)
     before = [type(module) for module in model.modules()]
@@ -180,7 +179,7 @@ def test_what_a_sharded_model_cannot_become_is_refused(name, connection, blocks)
 
 
 @pytest.mark.usefixtures("group")
-def test_parameters_that_ddp_would_not_synchronise_are_refused():
+def test_new_parameters_in_a_ddp_model_are_refused():
     model = DistributedDataParallel(timm.create_model("vit_small_ortho", **VIT))
     with pytest.raises(timm_ortho.UnsupportedModelError, match="in DistributedDataParallel, which"):
         timm_ortho.connect(model, "hybrid")
@@ -188,16 +187,16 @@ def test_parameters_that_ddp_would_not_synchronise_are_refused():
 
 
 @pytest.mark.usefixtures("group")
-def test_what_is_no_block_is_none_when_it_is_sharded():
+def test_a_sharded_attention_pool_is_no_block():
     model = timm.create_model("vit_small_ortho", global_pool="map", class_token=False, **VIT)
-    fully_shard(model.attn_pool)  # looks residual, and is known by its class
+    fully_shard(model.attn_pool)  # its source looks residual; NOT_RESIDUAL lists its class
     assert len(timm_ortho.sites(timm_ortho.connect(model, "global"))) == 6
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("dim", [-1, None])
-def test_tokens_spread_over_processes(dim):
-    """Sequence parallelism: a sum over tokens is a sum of each process's share until it is used."""
+def test_sharded_tokens(dim):
+    """Sequence parallelism: sums over tokens are partial sums per process."""
     x, f = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
     plain = timm_ortho.residual_update(x, f, dim=dim)
     mesh = init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""Models in bfloat16, and with int8 linear layers: they run, keep their connections, and lose no more than timm's."""
+"""Models in bfloat16 and with int8 linear layers keep their connections and are as accurate as timm's models."""
 import copy
 
 import pytest
@@ -13,7 +13,7 @@ CONNECTIONS = ["linear", "feature", "global", "hybrid"]
 
 
 def create(name, connection=None):
-    """A variant, or timm's own model, whose branches all put something out: no LayerScale of 1e-6."""
+    """Return timm's model, connected or not, with LayerScale 0.5: at 1e-6 branches would hardly matter."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10)
     with torch.no_grad():
@@ -24,29 +24,29 @@ def create(name, connection=None):
 
 
 def images():
-    """Coarse, so that they differ by more than noise."""
+    """Return low-frequency images, whose logits differ by more than noise."""
     return nn.functional.interpolate(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)), size=160)
 
 
 @torch.no_grad()
 def loss_of_precision(model, coarse, dtype=torch.float32):
-    """How far logits are off, relative to what distinguishes one image from another."""
-    expected, found = model(images()), coarse(images().to(dtype))
-    assert found.dtype == dtype
-    return ((found.float() - expected).norm() / (expected - expected.mean(0)).norm()).item()
+    """Return the error of the logits relative to their variation between images."""
+    expected, logits = model(images()), coarse(images().to(dtype))
+    assert logits.dtype == dtype
+    return ((logits.float() - expected).norm() / (expected - expected.mean(0)).norm()).item()
 
 
 def types(model):
     return [type(site.connection) for site in sites(model)]
 
 
-@pytest.mark.skipif(not hasattr(torch.ao.quantization, "quantize_dynamic"), reason="this PyTorch has it no more")
+@pytest.mark.skipif(not hasattr(torch.ao.quantization, "quantize_dynamic"), reason="this release of PyTorch lacks it")
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("connection", CONNECTIONS)
 def test_int8(name, connection):
-    """Dynamic quantisation of the linear layers, which PyTorch has announced to drop: torchao is no dependency."""
+    """Dynamic quantization of linear layers. PyTorch deprecates it for torchao, which is not a dependency."""
     def quantised(model):
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 

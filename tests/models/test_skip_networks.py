@@ -1,4 +1,4 @@
-"""The networks of Wang et al. (2017): shapes, branches, order of layers, and that nothing leaks between branches."""
+"""The networks of Wang et al. (2017): shapes, order of layers, and independent branches."""
 import pytest
 import timm
 import torch
@@ -16,7 +16,7 @@ def small(name, **kwargs):
 
 
 @pytest.mark.parametrize("base", ARCHITECTURES)
-def test_registered_and_as_deep_as_its_name(base):
+def test_depth_is_that_of_the_name(base):
     with on_meta():
         model = timm.create_model(f"{base}_linear")
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
@@ -41,13 +41,13 @@ def test_widths_and_branches(name, widths, groups):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_order_of_a_branch(name):
-    """BN, convolution, BN, ReLU, convolution, written out here; no bias, no norm at the end."""
+    """A branch is BN, convolution, BN, ReLU, convolution. There is no bias and no final norm."""
     model = small(f"{name}_linear").eval()
     x = torch.randn(2, 3, 16, 16)
     y = nn.functional.conv2d(x, model.stem.conv.weight, padding=1)
     for stage, stride in zip(model.stages, (1, 2, 2), strict=True):
         block = stage.blocks[0]
-        normed = y / (1 + block.norm1.eps) ** 0.5  # a BatchNorm that has seen nothing
+        normed = y / (1 + block.norm1.eps) ** 0.5  # a BatchNorm with initial statistics
         h = nn.functional.conv2d(normed, block.conv1.weight, stride=stride, padding=1, groups=block.conv1.groups)
         h = (h / (1 + block.norm2.eps) ** 0.5).relu()
         f = nn.functional.conv2d(h, block.conv2.weight, padding=1, groups=block.conv2.groups)
@@ -62,7 +62,7 @@ def test_order_of_a_branch(name):
     ("identity", False), ("scaled", False), ("idempotent_mr", True), ("idempotent_cmr", True), ("orthogonal_tp", True),
     ("orthogonal_random", True)])
 @pytest.mark.parametrize("name", KINDS[1:])
-def test_only_a_transform_joins_the_branches(name, skip, mixes):
+def test_only_skip_transforms_mix_branches(name, skip, mixes):
     model = small(f"{name}_linear", skip=skip).eval()
     x = torch.randn(1, model.num_features // 4, 8, 8, requires_grad=True)  # the stream after the stem
     y = model.stages(x)
@@ -71,7 +71,7 @@ def test_only_a_transform_joins_the_branches(name, skip, mixes):
     assert bool(gradient[:, x.shape[1] // 4:].any()) is mixes
 
 
-def test_branches_of_the_idempotent_skips_are_the_networks():
+def test_idempotent_skips_have_the_branches_of_the_network():
     def branches(name, **kwargs):
         return [site.connection.skip.branches for site in sites(small(name, skip="idempotent_cmr", **kwargs))]
 
@@ -83,7 +83,7 @@ def test_branches_of_the_idempotent_skips_are_the_networks():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_branch_starts_as_a_convolution_of_its_own(name):
+def test_branches_are_initialised_separately(name):
     torch.manual_seed(0)
     model = timm.create_model(f"{name}_linear")
     for stage in model.stages:

@@ -1,9 +1,8 @@
-"""timm's own train.py and validate.py, unmodified, on the variants.
+"""timm's unmodified train.py and validate.py run the variants.
 
-Runs where TIMM_DIR points at a checkout of timm's repository, or at a folder with its train.py and validate.py: the
-scripts are in no wheel. They are copied, so that they import the installed timm and not the checkout's. The images are
-Fashion-MNIST's test set where TIMM_DATA points at a folder that torchvision reads it from (FashionMNIST/raw/ in it),
-else a few that are made here.
+These tests need TIMM_DIR, a folder with timm's train.py and validate.py, which are not in timm's wheel. They run copies
+of the scripts, which import the installed timm. Images are synthetic, or Fashion-MNIST's test set if TIMM_DATA is a
+folder that torchvision can read it from (with FashionMNIST/raw/ in it).
 """
 import csv
 import json
@@ -32,16 +31,15 @@ from timm_ortho.lab.planning.recipe import shipped
 TIMM_DIR = os.environ.get("TIMM_DIR")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not TIMM_DIR, reason="TIMM_DIR does not point at a checkout of timm, which has train.py"),
+    pytest.mark.skipif(not TIMM_DIR, reason="TIMM_DIR, the folder of timm's train.py, is not set"),
 ]
 
-# Small enough for a CPU. The ResNet is the architecture as it is.
 MODELS = {
     "vit_small_ortho": ["--model-kwargs", "img_size=28", "patch_size=7", "embed_dim=48", "depth=2", "num_heads=3"],
     "resnetv2_18_orthog": [],
 }
 
-# timm hands DDP a device id, which PyTorch refuses for modules on the CPU. This drops it and starts the script.
+# timm passes a device id to DDP, which PyTorch refuses for modules on the CPU. This script drops it.
 LAUNCH = """
 import runpy
 import sys
@@ -65,7 +63,7 @@ def scripts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("timm_scripts")
     for name in ("train.py", "validate.py"):
         source = Path(TIMM_DIR) / name
-        assert source.is_file(), f"TIMM_DIR is {TIMM_DIR}, where there is no {name}"
+        assert source.is_file(), f"TIMM_DIR={TIMM_DIR} has no {name}"
         shutil.copy(source, folder)
     (folder / "launch.py").write_text(LAUNCH)
     return folder
@@ -73,14 +71,14 @@ def scripts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Folders of images, train/ and validation/, ten classes: of Fashion-MNIST, or made up."""
+    """Return a folder with train/ and validation/ images of ten classes."""
     folder = tmp_path_factory.mktemp("images")
     if os.environ.get("TIMM_DATA"):
         from torchvision.datasets import FashionMNIST
 
         data = FashionMNIST(os.environ["TIMM_DATA"], train=False)
         examples = [(image, label) for image, label in zip(data.data.numpy(), data.targets.tolist(), strict=True)]
-    else:  # a bright row that stands elsewhere in each class
+    else:  # the position of a bright row is the class
         generator = np.random.default_rng(0)
         pixels = generator.integers(0, 120, size=(600, 28, 28)).astype(np.uint8)
         examples = [(image, index % 10) for index, image in enumerate(pixels)]
@@ -94,7 +92,7 @@ def images(tmp_path_factory):
 
 
 def call(command, cwd, **variables):
-    """Runs it in a clean environment, returns its output; its output is in the message if it fails."""
+    """Run a command and return its output; show the output if the command fails."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env.update(variables)
     process = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, text=True, timeout=900,
@@ -110,7 +108,7 @@ def common(model, images):
 
 
 def train(scripts, images, output, model, *options, processes=1, epochs=1, resume=None):
-    """Trains; returns the rows of its summary.csv."""
+    """Run train.py and return the rows of its summary.csv."""
     command = [scripts / "train.py", *common(model, images), "--device-modules", "timm_ortho",
                "--epochs", str(epochs), "--warmup-epochs", "0", "--opt", "adamw", "--lr", "1e-3", "--no-aug",
                "--output", output, "--experiment", "run", *options]
@@ -129,15 +127,15 @@ def train(scripts, images, output, model, *options, processes=1, epochs=1, resum
 
 
 def validate(scripts, images, model, checkpoint, output):
-    """The top-1 accuracy that validate.py, started through the runner, finds."""
+    """Run validate.py by `python -m timm_ortho run` and return its top-1 accuracy."""
     call(["-m", "timm_ortho", "run", scripts / "validate.py", *common(model, images), "--checkpoint", checkpoint,
           "--results-file", output, "--results-format", "json"], scripts)
     results = json.loads(output.read_text())
     return (results[0] if isinstance(results, list) else results)["top1"]
 
 
-def test_the_authors_pair_is_evaluated_as_their_cards_say(scripts, images, tmp_path):
-    """The command of the cards, on narrow models in the authors' layout that lie in the cache."""
+def test_the_cards_command_evaluates_the_authors_weights(scripts, images, tmp_path):
+    """The command of the cards, with narrow models in the authors' layout in the cache."""
     card = (Path(__file__).parents[2] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
     command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
     command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
@@ -159,19 +157,19 @@ def test_trains_resumes_and_validates(scripts, images, tmp_path, model):
     first = train(scripts, images, tmp_path / "first", model, epochs=1)
     checkpoint = tmp_path / "first" / "run" / "last.pth.tar"
     assert [row["epoch"] for row in first] == ["0"]
-    found = validate(scripts, images, model, checkpoint, tmp_path / "first.json")
-    assert found == pytest.approx(float(first[0]["eval_top1"]), abs=0.01)
+    top1 = validate(scripts, images, model, checkpoint, tmp_path / "first.json")
+    assert top1 == pytest.approx(float(first[0]["eval_top1"]), abs=0.01)
 
     more = train(scripts, images, tmp_path / "more", model, epochs=3, resume=checkpoint)
     assert [row["epoch"] for row in more] == ["1", "2"]
     assert float(more[-1]["train_loss"]) < float(first[0]["train_loss"])
-    found = validate(scripts, images, model, tmp_path / "more" / "run" / "last.pth.tar", tmp_path / "more.json")
-    assert found == pytest.approx(float(more[-1]["eval_top1"]), abs=0.01)
+    top1 = validate(scripts, images, model, tmp_path / "more" / "run" / "last.pth.tar", tmp_path / "more.json")
+    assert top1 == pytest.approx(float(more[-1]["eval_top1"]), abs=0.01)
 
 
 @pytest.mark.parametrize("ema", [False, True])
-def test_what_it_wrote_is_pushed(scripts, images, tmp_path, ema):
-    """The checkpoint as a repository: its weights, its model's arguments, and its top-1 on the card."""
+def test_its_checkpoint_can_be_pushed(scripts, images, tmp_path, ema):
+    """The repository has the checkpoint's weights and model arguments, and the card its top-1."""
     [row] = train(scripts, images, tmp_path, "vit_small_ortho", *(["--model-ema"] if ema else []))
     checkpoint, folder = tmp_path / "run" / "last.pth.tar", tmp_path / "pushed"
     card = call(["-m", "timm_ortho", "push", checkpoint, "me/model", "--dry-run", "--output", folder,
@@ -188,12 +186,12 @@ def test_what_it_wrote_is_pushed(scripts, images, tmp_path, ema):
 def test_trains_with_two_processes(scripts, images, tmp_path, model):
     rows = train(scripts, images, tmp_path / "two", model, processes=2)
     assert np.isfinite(float(rows[0]["train_loss"]))
-    found = validate(scripts, images, model, tmp_path / "two" / "run" / "last.pth.tar", tmp_path / "two.json")
-    assert found == pytest.approx(float(rows[0]["eval_top1"]), abs=0.01)
+    top1 = validate(scripts, images, model, tmp_path / "two" / "run" / "last.pth.tar", tmp_path / "two.json")
+    assert top1 == pytest.approx(float(rows[0]["eval_top1"]), abs=0.01)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_records_what_the_environment_asks_for(scripts, images, tmp_path, monkeypatch, processes):
+def test_timm_ortho_record_writes_rows(scripts, images, tmp_path, monkeypatch, processes):
     path = tmp_path / "rows.jsonl"
     monkeypatch.setenv("TIMM_ORTHO_RECORD", str(path))
     monkeypatch.setenv("TIMM_ORTHO_RECORD_EVERY", "4")
@@ -201,10 +199,10 @@ def test_records_what_the_environment_asks_for(scripts, images, tmp_path, monkey
     def steps():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert [row["kind"] for row in rows[:4]] == ["attention", "mlp"] * 2
-        return [row["step"] for row in rows[::4]]  # each four times: two blocks, and the first process only
+        return [row["step"] for row in rows[::4]]  # four rows per step: two blocks, first process only
 
     train(scripts, images, tmp_path / "first", "vit_small_ortho", processes=processes)
-    first = [0, 4, 8] if processes == 1 else [0, 4]  # of 10 and of 5 steps
+    first = [0, 4, 8] if processes == 1 else [0, 4]  # an epoch has 10 or 5 steps
     assert steps() == first
     train(scripts, images, tmp_path / "more", "vit_small_ortho", processes=processes, epochs=2,
           resume=tmp_path / "first" / "run" / "last.pth.tar")
@@ -212,7 +210,7 @@ def test_records_what_the_environment_asks_for(scripts, images, tmp_path, monkey
 
 
 def test_a_variant_is_unknown_without_the_device_module(scripts, images, tmp_path):
-    """What --device-modules timm_ortho does, and that the test above would notice if it did nothing."""
+    """The other tests therefore depend on --device-modules timm_ortho."""
     command = [sys.executable, scripts / "train.py", *common("vit_small_ortho", images), "--output", tmp_path]
     process = subprocess.run(list(map(str, command)), cwd=scripts, text=True, capture_output=True, timeout=300)
     assert process.returncode != 0
@@ -229,7 +227,7 @@ spec.loader.exec_module(train)
 paths, sys.argv = sys.argv[2:], ["train.py"]
 parsed = {"": vars(train._parse_args()[0])}
 for path in paths:
-    train.parser.set_defaults(**parsed[""])  # what the recipe before has left there
+    train.parser.set_defaults(**parsed[""])  # remove the previous recipe's defaults
     sys.argv = ["train.py", "-c", path]
     parsed[path] = vars(train._parse_args()[0])
 print(json.dumps(parsed))
@@ -237,7 +235,7 @@ print(json.dumps(parsed))
 
 
 def test_every_recipe_is_parsed(scripts, tmp_path):
-    """By train.py's own parser: every key is one of its options, and holds what the file says."""
+    """train.py's parser knows each key of each recipe and reads its value."""
     (tmp_path / "parse.py").write_text(PARSE)
     paths = {name: str(shipped()[name]) for name in experiments()}
     parsed = json.loads(call([tmp_path / "parse.py", scripts / "train.py", *paths.values()], tmp_path).splitlines()[-1])
@@ -258,7 +256,7 @@ SHRUNK = {
 @pytest.mark.parametrize("name", SHRUNK)
 @pytest.mark.parametrize("sibling", ["", "_linear"])
 def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
-    """All of a recipe but its data set, the size of the model and the number of epochs."""
+    """With another data set, a smaller model and one epoch."""
     model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
     if sibling:
         model = model.rsplit("_", 1)[0] + sibling
@@ -274,7 +272,7 @@ def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
 
 
 def smoke_command(name):
-    """The smoke run of a recipe's header, as one line."""
+    """Return the smoke run's command from a recipe's header."""
     header = shipped()[name].read_text(encoding="utf-8").split("\ndevice_modules")[0].replace(" \\\n#      ", "")
     return re.search(r"# Smoke run.*\n#   (python train\.py .*)", header)[1]
 
@@ -282,7 +280,7 @@ def smoke_command(name):
 @pytest.mark.parametrize("name", ["vit_s_cifar100", "resnetv2_18_tiny_imagenet"])
 def test_smoke_runs(scripts, images, tmp_path, name):
     if "--train-batches-per-epoch" not in (scripts / "train.py").read_text():
-        pytest.skip("this train.py is older than --train-batches-per-epoch")
+        pytest.skip("this train.py has no --train-batches-per-epoch")
     command = smoke_command(name).replace(f'"$(timm-ortho recipe --path {name})"', str(shipped()[name]))
     command = command.replace("DATA", str(images)).replace("python ", f"{sys.executable} ", 1)
     done = subprocess.run(["bash", "-c", f'{command} --dataset "" --output {tmp_path}'], cwd=scripts, text=True,
@@ -291,8 +289,8 @@ def test_smoke_runs(scripts, images, tmp_path, name):
     assert "Train: 0 [   2/3 (100%)]" in done.stdout + done.stderr
 
 
-def test_train_sh_starts_it(scripts, images, tmp_path):
-    """scripts/train.sh with the real train.py, on the CPU."""
+def test_train_sh_runs_it(scripts, images, tmp_path):
+    """scripts/train.sh runs timm's train.py on the CPU."""
     folder = os.path.dirname(sys.executable)
     script = Path(__file__).parents[2] / "scripts" / "train.sh"
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable,

@@ -1,4 +1,4 @@
-"""Every registered architecture: its name, configuration and arguments, and that its linear form is timm's model."""
+"""Registered variants: names, configurations, arguments, and bit-identical outputs with linear connections."""
 import dataclasses
 import json
 from functools import partial
@@ -16,7 +16,7 @@ from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 
-# the paper's families, each architecture of them; of the others blocks/test_timm.py has one for each block class
+# the paper's families; blocks/test_timm.py has one model per block class of the other families
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
@@ -25,9 +25,9 @@ PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orth
 SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
 
-# A twelfth is built on the meta device and its sites counted, with -m slow a third; some of the smallest are run, in
-# full width and depth, with -m slow the others of them. With -m whole all are built, and those up to so many parameters
-# run; scripts/check_linear.py runs the rest.
+# One architecture in twelve is built on the meta device, with -m slow one in three, with -m whole all. Some of SMALLEST
+# are run at full width and depth, with -m slow the rest of SMALLEST, with -m whole all up to RUN_UP_TO parameters.
+# scripts/check_linear.py runs the larger architectures.
 SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
 
@@ -43,7 +43,7 @@ def test_all_names_are_registered():
 
 
 def whole_but(quick, slow, of=BASES):
-    """All architectures, marked unless they are among the quick ones."""
+    """Return all architectures with the mark `slow`, `whole`, or none if quick."""
     marks = dict.fromkeys(of, pytest.mark.whole) | dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(quick, ())
     return [pytest.param(base, marks=marks[base]) for base in of]
 
@@ -51,7 +51,7 @@ def whole_but(quick, slow, of=BASES):
 @pytest.mark.parametrize("base", whole_but(BASES[::12], BASES[::3]))
 def test_built_on_meta(base):
     suffix, connection = (("_ortho", "FeatureConnection"), ("_orthog", "GlobalConnection"))[BASES.index(base) % 2]
-    host, variant = model_on_meta(base), model_on_meta(base + suffix)  # the scopes in turn
+    host, variant = model_on_meta(base), model_on_meta(base + suffix)
     per_block = {"Block": 2, "ResPostBlock": 2, "ParallelThingsBlock": 2}
     layers = host.blocks if hasattr(host, "blocks") else [block for stage in host.stages for block in stage.blocks]
     assert len(sites(variant)) == sum(per_block.get(type(block).__name__, 1) for block in layers) > 0
@@ -60,16 +60,16 @@ def test_built_on_meta(base):
     assert {type(s.connection).__name__ for s in sites(variant)} == {connection}
 
 
-# the sizes of these are not their own arguments: timm finds them by the tag of their weights
+# the tags of these architectures' weights determine their sizes
 BY_TAG = [base for base in bases() if base.startswith(("deepseek_vit", "qwen3_vit")) and not base.endswith("m")]
 
 
-# and some whose sites are easily miscounted: stages of shared or nested blocks
+# architectures with shared or nested blocks, whose sites are easily miscounted
 NESTED = [base for base in ("mobilevit_xxs", "pit_ti_224", "hardcorenas_a", "hrnet_w18_small") if base in bases()]
 
 
 @pytest.mark.parametrize("base", whole_but(bases()[::200] + BY_TAG[:1] + NESTED, bases()[::40] + BY_TAG, of=bases()))
-def test_made_as_timms(base):
+def test_has_timms_parameters(base):
     host = model_on_meta(base).state_dict()
     for suffix in ("_ortho", "_orthog"):
         variant = model_on_meta(base + suffix)
@@ -79,7 +79,7 @@ def test_made_as_timms(base):
         assert not variant.pretrained_cfg.get("tag")
 
 
-def test_made_as_the_tag_that_is_given_says():
+def test_the_tag_determines_the_sizes():
     base, tag = "deepseek_vit_412m_enc", "deepseek_v4_flash_vision_exp"
     if base not in bases():
         pytest.skip(f"this timm has no {base}")
@@ -109,7 +109,7 @@ def test_configuration(name):
 
 
 @pytest.mark.parametrize("name", SPREAD)
-def test_no_weights_of_the_linear_model_sneak_in(name):
+def test_weights_of_the_linear_model_are_not_loaded(name):
     assert not timm.is_model_pretrained(name)
     with pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
         timm.create_model(name, pretrained=True)
@@ -168,7 +168,7 @@ def test_features_only(name):
     assert not torch.equal(orthogonal(x)[-1], host(x)[-1])
 
 
-def test_features_only_with_layers_that_are_cut_off():
+def test_features_only_without_the_last_layers():
     model = timm.create_model(
         "vit_tiny_patch16_224_ortho", features_only=True, out_indices=[2], img_size=32, connection_layers=[0, 11])
     chosen = [s.layer for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
@@ -178,14 +178,14 @@ def test_features_only_with_layers_that_are_cut_off():
 def test_connection_arguments():
     model = timm.create_model(
         "test_vit_orthog", connection="feature", connection_eps=1e-4, connection_prob=0.5, connection_layers=[0, 2])
-    found = [s.connection for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
-    assert len(found) == 4
-    assert {(c.eps, c.prob) for c in found} == {(1e-4, 0.5)}
+    connections = [s.connection for s in sites(model) if type(s.connection).__name__ == "FeatureConnection"]
+    assert len(connections) == 4
+    assert {(c.eps, c.prob) for c in connections} == {(1e-4, 0.5)}
     model = timm.create_model("test_vit_ortho", connection="hybrid", connection_start="linear")
     assert {s.connection.start for s in sites(model)} == {"linear"}
     model = timm.create_model("test_vit_ortho", connection_layers=1)
     assert [s.layer for s in sites(model) if s.connection.name == "feature"] == [1, 1]
-    for name in ("test_vit_ortho", "test_resnet_orthog"):  # of these connections half keep the branch anyway
+    for name in ("test_vit_ortho", "test_resnet_orthog"):  # half of these connections keep the branch by default
         model = timm.create_model(name, connection_keep="branch")
         assert {(s.connection.keep, s.connection.asked_keep) for s in sites(model)} == {("branch", "branch")}
 
@@ -217,7 +217,7 @@ def test_sizes(name, millions):
     assert sum(p.numel() for p in model_on_meta(name).parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
-def test_vit_is_the_papers():
+def test_vit_has_the_papers_layers():
     model = timm.create_model("vit_small_ortho", img_size=32, patch_size=4, num_classes=10)
     assert (model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads) == (384, 6, 6)
     assert model.pos_embed.shape == (1, 64, 384)  # patches only
@@ -232,7 +232,7 @@ def test_vit_is_the_papers():
 
 
 @pytest.mark.parametrize("name", ["resnetv2_18_cifar_ortho", "resnetv2_50_cifar_ortho"])
-def test_resnetv2_is_the_papers(name):
+def test_resnetv2_has_the_papers_layers(name):
     model = timm.create_model(name)
     assert model.stem.conv.kernel_size == (3, 3)
     assert model.stem.conv.stride == (1, 1)
@@ -261,7 +261,7 @@ def test_norm_before_the_classifier():
 
 
 def test_weight_init():
-    """The paper's Table 7: what the weights of convolutions look like, and that nothing else changes."""
+    """The initializations of the paper's Table 7 change the weights of convolutions only."""
     def convolution(weight_init):
         model = timm.create_model("resnetv2_18_cifar_ortho", weight_init=weight_init)
         convs = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
@@ -277,7 +277,7 @@ def test_weight_init():
         timm.create_model("resnetv2_18_cifar_ortho", weight_init="xavir")
 
 
-def test_weight_init_is_timms_unless_said_otherwise():
+def test_the_default_weight_init_is_kaiming():
     torch.manual_seed(0)
     default = timm.create_model("resnetv2_18_cifar_ortho").state_dict()
     torch.manual_seed(0)
@@ -285,7 +285,7 @@ def test_weight_init_is_timms_unless_said_otherwise():
     assert all(torch.equal(default[key], kaiming[key]) for key in default)
 
 
-def test_suffix_is_only_the_default():
+def test_the_suffix_only_sets_the_default_connection():
     torch.manual_seed(0)
     baseline = timm.create_model("vit_small_linear", depth=1, embed_dim=12, num_heads=2, img_size=32)
     torch.manual_seed(0)
@@ -294,7 +294,7 @@ def test_suffix_is_only_the_default():
     assert torch.equal(baseline(x), control(x))
 
 
-# what poolformer_s12 says of its class, beside its sizes
+# arguments of poolformer_s12 besides its sizes
 POOLFORMER = dict(
     downsample_norm=None, mlp_act=torch.nn.GELU, mlp_bias=True, norm_layers=GroupNorm1, layer_scale_init_values=1e-5,
     res_scale_init_values=None, use_mlp_head=False)
@@ -304,8 +304,8 @@ POOLFORMER = dict(
     ("mixer_s32_224", MlpMixer, dict(patch_size=8, num_blocks=2, embed_dim=32), 4),
     ("poolformer_s12", partial(MetaFormer, **POOLFORMER), dict(depths=[1, 2], dims=[16, 32]), 6),
 ])
-def test_sizes_that_an_entry_point_of_timm_fixes_can_be_given(name, plain, sizes, count):
-    """timm refuses them; here they win, and all else stays what the entry point says."""
+def test_arguments_override_an_entry_points_sizes(name, plain, sizes, count):
+    """timm's own entry points refuse these arguments. Everything else keeps the entry point's values."""
     with pytest.raises(TypeError, match="multiple values"):
         timm.create_model(name, **sizes)
     torch.manual_seed(0)
@@ -318,6 +318,6 @@ def test_sizes_that_an_entry_point_of_timm_fixes_can_be_given(name, plain, sizes
     assert model.pretrained_cfg["architecture"] == f"{name}_ortho"
 
 
-def test_an_argument_that_no_model_has_is_refused_as_by_timm():
+def test_unknown_arguments_are_refused_by_timm():
     with pytest.raises(TypeError, match="unexpected keyword argument 'embed_dims'"):
         timm.create_model("mixer_s32_224_ortho", embed_dim=32, embed_dims=3)

@@ -168,6 +168,8 @@ BEFORE = {  # what the snippets of a page take from their reader
         "config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32)\n"
         "timm_ortho.connect(transformers.ViTForImageClassification(config), 'hybrid').save_pretrained('my-folder')\n"
         "new_model = transformers.ViTForImageClassification(config)",
+    "docs/neighbours.md":
+        "timm_ortho.hub.export(timm.create_model('resnetv2_18_ortho'), 'my-exported-model', 'me/my-model')",
     "docs/diagnostics.md":
         "model, other = (timm.create_model(f'vit_test_{name}', pretrained=True) for name in ('linear', 'ortho'))\n"
         "features, x, y = torch.randn(9, 4), torch.randn(9, 4), torch.randn(9, 4)\n"
@@ -195,8 +197,11 @@ def test_snippets_run(name, server, client, tmp_path):
     code = code.replace("timm_ortho.hub.push(", "model = timm.create_model('vit_test_ortho')\ntimm_ortho.hub.push(")
     file = tmp_path / "snippets.py"
     file.write_text(code, encoding="utf-8")
-    if name.endswith("hub.md"):
+    if name.endswith(("hub.md", "neighbours.md")):
         pytest.importorskip("transformers", minversion="5")
+    if name.endswith("neighbours.md"):
+        pytest.importorskip("segmentation_models_pytorch")
+    if name.endswith("hub.md"):
         for revision in ("main", "v1"):
             pushed = client.run("timm_ortho.hub.push(timm.create_model('vit_test_ortho'), 'me/my-model', "
                                 f"revision={revision!r})")

@@ -36,7 +36,7 @@ from ..convert import connect
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_repo_id, without_tokens
 from ..models.arguments import is_variant_argument, pop_connect_arguments, variant_argument
-from ..models.build import creation_arguments
+from ..models.build import IMPORT_TAG, creation_arguments
 from ..runs.folders import class_names, import_modules
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
@@ -310,7 +310,8 @@ def _write(folder: Path, model: nn.Module, config: Mapping[str, Any], card: Mode
         raise PublishError(f"{len(broken)} of {len(weights)} tensors hold NaN or infinities, {broken[0]} among them: "
                            "the training diverged, and nobody can use these weights")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(config, indent=2)
+    tag = f".{IMPORT_TAG}" if _is_variant(model) else ""
+    text = json.dumps({**config, "architecture": config["architecture"] + tag}, indent=2)
     if without_tokens(text, token) != text:
         raise PublishError("config.json would hold what looks like a token: take it out of the model's arguments and "
                            "labels")

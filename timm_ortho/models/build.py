@@ -89,10 +89,16 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     return own
 
 
+# Tag of the architecture in an exported config.json. Without timm_ortho, the errors of timm and transformers quote it.
+IMPORT_TAG = "import_timm_ortho"
+
+
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
     """Return the requested configuration, or the variant's own by tag. timm would look up that of the base."""
     if requested and not isinstance(requested, str):
         return requested
+    if requested == IMPORT_TAG:  # transformers passes the tag as the name of weights
+        requested = None
     cfg = get_pretrained_cfg(f"{name}.{requested}" if requested else name, allow_unregistered=False)
     if cfg is None:
         raise RuntimeError(f"Invalid pretrained tag ({requested}) for {name}.")

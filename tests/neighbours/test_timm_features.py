@@ -1,0 +1,118 @@
+"""timm's optimizers, weights from a file, intermediates, image sizes, classifiers, and copies of trained models."""
+import copy
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2, param_groups_layer_decay
+from torch.optim.swa_utils import AveragedModel
+
+import timm_ortho
+from timm_ortho import hub
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2)
+
+
+def vit(**arguments):
+    torch.manual_seed(0)
+    return timm.create_model("vit_small_ortho", **{**VIT, "num_classes": 5, **arguments})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layer_decay_with_learned_connections_and_frozen_blocks(frozen):
+    """rho and theta have the scale of their block and no weight decay; frozen parameters are in no group."""
+    model = vit(connection="hybrid")
+    if frozen:
+        for part in (model.patch_embed, model.blocks[0]):
+            part.requires_grad_(False)
+    groups = param_groups_layer_decay(
+        model, weight_decay=0.05, weight_decay_exclude_1d=False, no_weight_decay_list=model.no_weight_decay(),
+        layer_decay=0.5)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    settings = {names[id(parameter)]: (group["lr_scale"], group["weight_decay"])
+                for group in groups for parameter in group["params"]}
+    assert settings.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for block in range(frozen, 3):
+        scale = 0.5 ** (3 - block)
+        assert settings[f"blocks.{block}.attn.qkv.weight"] == (scale, 0.05)
+        for kind in ("attention", "mlp"):
+            for name in ("rho", "theta"):
+                assert settings[f"blocks.{block}.connection_{kind}.{name}"] == (scale, 0.0)
+
+
+@pytest.mark.parametrize("connection", ["feature", "hybrid"])
+def test_weights_from_a_file_with_a_new_classifier(connection, tmp_path):
+    """A checkpoint without rho and theta leaves them at their start."""
+    source = vit(connection=connection, num_classes=7)
+    for site in timm_ortho.sites(source) if connection == "hybrid" else ():
+        torch.nn.init.constant_(site.connection.rho, 0.7)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    model = vit(connection="hybrid", pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "weights.pth")))
+    saved = source.state_dict()
+    assert model.head.weight.shape == (5, 32)
+    for name, value in model.state_dict().items():
+        if name in saved and not name.startswith("head."):
+            assert torch.equal(value, saved[name]), name
+    expected = 0.7 if connection == "hybrid" else 1.0
+    assert [site.connection.rho.item() for site in timm_ortho.sites(model)] == pytest.approx([expected] * 6)
+
+
+def test_intermediates_under_checkpointing_draw_the_same_connections():
+    """Both passes over a block must draw the same Bernoulli variables, for connection_prob and for DropPath."""
+    model, results = vit(connection_prob=0.5, drop_path_rate=0.3).train(), []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        torch.manual_seed(1)
+        features, intermediates = model.forward_intermediates(torch.ones(4, 3, 32, 32))
+        sum(one.square().mean() for one in (features, *intermediates)).backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        results.append([features, *intermediates, *gradients, torch.get_rng_state()])
+    assert len(results[0]) == len(results[1]) > 30
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(("name", "arguments", "size"), [
+    ("vit_small_ortho", dict(VIT, img_size=(32, 48)), (32, 48)),
+    ("vit_small_ortho", dict(VIT, dynamic_img_size=True), (48, 32)),
+    ("swin_tiny_patch4_window7_224_ortho", dict(img_size=(56, 112), embed_dim=24, depths=(1, 1, 1, 1)), (56, 112)),
+    ("resnetv2_18_ortho", dict(channels=(8, 8, 8, 8), stem_chs=8), (64, 96)),
+])
+def test_rectangular_images_after_export(name, arguments, size, tmp_path):
+    model = timm.create_model(name, num_classes=5, **arguments).eval()
+    hub.export(model, tmp_path, "me/model")
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    images = torch.randn(1, 3, *size)
+    assert torch.equal(loaded(images), model(images))
+    if arguments.get("img_size") == size:
+        assert tuple(loaded.pretrained_cfg["input_size"]) == (3, *size)
+
+
+@pytest.mark.parametrize(("base", "arguments"), [
+    ("vit_tiny_patch16_224", {}), ("convnext_atto", {}), ("resnetv2_18", {}), ("resnet18", {})])
+def test_a_reset_classifier_has_timms_dtype(base, arguments):
+    """float64 in timm 1.0.31; before timm's pull requests 2743 and 2752 some heads became float32."""
+    variant, plain = (timm.create_model(name, **arguments).double() for name in (f"{base}_ortho", base))
+    for model in (variant, plain):
+        model.reset_classifier(3)
+    dtype = next(plain.get_classifier().parameters()).dtype
+    assert next(variant.get_classifier().parameters()).dtype == dtype
+    if dtype == torch.float64:
+        assert variant.eval()(torch.ones(1, 3, 224, 224).double()).dtype == dtype
+
+
+def test_copies_after_a_step_with_a_recorder():
+    model, images = vit(connection="hybrid").train(), torch.ones(2, 3, 32, 32)
+    recorder = timm_ortho.record(model, every=1)
+    average = AveragedModel(model)
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3)
+    model(images).square().mean().backward()
+    optimizer.step()
+    average.update_parameters(model)
+    copies = [average, copy.deepcopy(model), AveragedModel(model)]
+    expected = model.eval()(images)
+    assert all(torch.equal(one.eval()(images), expected) for one in copies)
+    for one in copies:
+        one.train()(images)
+    assert (recorder.step, len(recorder.rows)) == (1, 6)  # copies are not recorded
+    assert average.module.state_dict().keys() == model.state_dict().keys()

@@ -1,0 +1,52 @@
+"""Hugging Face's Trainer: docs/neighbours.md has the lines that keep weight decay off hybrid's rho and theta."""
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import timm_ortho  # noqa: F401  (registers)
+
+transformers = pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("accelerate")
+
+PAGE = Path(__file__).parents[2] / "docs" / "neighbours.md"
+VIT = dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
+
+
+def decayed(trainer_class, folder):
+    """Return the names of the parameters with weight decay."""
+    config = transformers.TimmWrapperConfig(
+        architecture="vit_small_ortho", num_labels=3,
+        model_args={key: value for key, value in VIT.items() if key != "num_classes"} | {"connection": "hybrid"})
+    model = transformers.TimmWrapperForImageClassification(config)
+    arguments = transformers.TrainingArguments(folder, weight_decay=0.1, report_to="none", use_cpu=True)
+    optimizer = trainer_class(model, arguments).create_optimizer()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)] for group in optimizer.param_groups if group["weight_decay"]
+            for parameter in group["params"]}
+
+
+def test_learned_connections_are_not_decayed(tmp_path):
+    if not PAGE.exists():
+        pytest.skip("no checkout")
+    namespace = {"transformers": transformers}
+    lines, = re.findall(r"^(class Trainer\(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    exec(lines, namespace)
+    without, with_lines = (decayed(cls, tmp_path) for cls in (transformers.Trainer, namespace["Trainer"]))
+    learned = {f"timm_model.blocks.0.connection_{kind}.{name}" for kind in ("attention", "mlp")
+               for name in ("rho", "theta")}
+    assert with_lines == without - learned
+    assert learned < without  # once transformers excludes them itself, the page is out of date
+    assert "timm_model.blocks.0.attn.qkv.weight" in with_lines
+
+
+def test_decay_would_move_theta():
+    """Weight decay is not neutral: it turns hybrid's start `linear` into another update."""
+    model = timm.create_model("vit_small_ortho", connection="hybrid", connection_start="linear", **VIT)
+    theta = model.blocks[0].connection_mlp.theta
+    before = theta.item()
+    theta.grad = torch.zeros_like(theta)
+    torch.optim.AdamW([theta], lr=0.1, weight_decay=0.1).step()
+    assert theta.item() < before
