@@ -8,7 +8,6 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import UnsupportedModelError, connect, disconnect, hub, register_block, sites
-from timm_ortho.blocks import tables
 from timm_ortho.diagnostics import show
 
 
@@ -25,12 +24,6 @@ def replaced(make=lambda cls: Merging, **arguments):
     for block in model.blocks:
         block.__class__ = make(type(block))
     return model
-
-
-@pytest.fixture
-def unregistered(monkeypatch):
-    for name in ("SPECS", "REGISTERED"):
-        monkeypatch.setattr(tables, name, dict(getattr(tables, name)))
 
 
 MESSAGE = "additions of 4 blocks are linear, 'blocks.0' first: .* and Merging does not call their connections"
@@ -92,7 +85,7 @@ def test_connections_in_an_authors_code_are_left_alone():
     assert len(sites(connect(nn.Sequential(Dynamic()), "feature"))) == 1
 
 
-def test_connecting_again_refuses_the_unknown_class_and_takes_the_registered_one(unregistered):
+def test_connecting_again_refuses_the_unknown_class_and_takes_the_registered_one(restored):
     model = replaced()
     with pytest.raises(UnsupportedModelError, match=r"not supported: .*\.Merging"):
         connect(model, "global")

@@ -146,15 +146,9 @@ class Decoder(nn.Module):
         return x + self.f(x)
 
 
-@pytest.fixture
-def unregistered(monkeypatch):
-    for name in ("SPECS", "REGISTERED"):
-        monkeypatch.setattr(tables, name, dict(getattr(tables, name)))
-
-
 @pytest.mark.parametrize(("causal", "refused"), [
     (True, [True, False]), (False, []), ("causal", [True]), ("f.missing", [True, False])])
-def test_a_block_that_is_registered_as_causal(unregistered, causal, refused):
+def test_a_block_that_is_registered_as_causal(restored, causal, refused):
     register_block(Decoder, stream="x", kinds=["mlp"], causal=causal)
     for attribute in (True, False):
         model = nn.Sequential(Decoder(attribute))
@@ -167,7 +161,7 @@ def test_a_block_that_is_registered_as_causal(unregistered, causal, refused):
         assert len(sites(connect(model, "feature"))) == 1
 
 
-def test_causal_is_a_bool_or_a_name(unregistered):
+def test_causal_is_a_bool_or_a_name(restored):
     with pytest.raises(TypeError, match="causal must be True, False or the name of an attribute, got 1"):
         register_block(Decoder, stream="x", kinds=["mlp"], causal=1)
 

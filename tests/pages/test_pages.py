@@ -182,7 +182,7 @@ def snippets(path):
 
 
 def test_every_page_with_snippets_is_run():
-    """own_blocks.md in blocks/test_open_door.py."""
+    """own_blocks.md in blocks/test_own_connections.py."""
     with_snippets = {ids(path) for path in BY_HAND if snippets(path)}
     assert with_snippets == {*BEFORE, "docs/own_blocks.md"}
 

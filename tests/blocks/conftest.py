@@ -1,0 +1,23 @@
+from unittest import mock
+
+import pytest
+from helpers.own_block import MyBlock, register
+
+import timm_ortho
+from timm_ortho.blocks import tables
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """Forget after a test which blocks and connections it registered."""
+    for name in ("SPECS", "NOT_RESIDUAL", "REGISTERED"):
+        monkeypatch.setattr(tables, name, dict(getattr(tables, name)))
+    with mock.patch.dict(timm_ortho.CONNECTIONS):
+        yield
+
+
+@pytest.fixture
+def registered(restored):
+    """The class of a user's block, registered."""
+    register()
+    return MyBlock

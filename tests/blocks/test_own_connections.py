@@ -1,0 +1,195 @@
+"""Connections of users: a class, a function or a registered name; used in blocks, variants, config.json and cards."""
+import copy
+import json
+import multiprocessing
+import re
+import runpy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from helpers.own_block import MyBlock, tokens
+from torch import nn
+
+import timm_ortho
+from timm_ortho import Connection, FeatureConnection, arguments, cli, connect, create_connection, hub, sites
+from timm_ortho.hub import repository
+
+ROOT = Path(timm_ortho.__file__).parents[1]
+
+pytestmark = pytest.mark.usefixtures("restored")
+
+
+class Clipped(Connection):
+    """The length of the parallel component is at most tau |x| + kappa |f_orth|."""
+
+    def __init__(self, dim=-1, eps=1e-6, tau=0.1, kappa=0.5):
+        super().__init__(dim, eps)
+        self.tau, self.kappa = tau, kappa
+
+    def forward(self, x, f, attn_mask=None):
+        parallel, orthogonal = timm_ortho.decompose(x, f, self.dim, self.eps)
+        length = partial(torch.linalg.vector_norm, dim=self.dim, keepdim=True)
+        limit = self.tau * length(x) + self.kappa * length(orthogonal)
+        return x + orthogonal + parallel * (limit / length(parallel).clamp_min(self.eps)).clamp(max=1.0)
+
+
+def test_the_examples_of_the_page(tmp_path):
+    page = ROOT / "docs" / "own_blocks.md"
+    if not page.exists():
+        pytest.skip("no checkout")
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == 2
+    assert examples[0].replace("model =", "mine =") in (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples]))
+    names = runpy.run_path(str(tmp_path / "mine.py"))
+    assert {type(site.connection).__name__ for site in sites(names["model"])} == {"Clipped"}
+    block = timm_ortho.connect(names["MyBlock"](64), "feature")
+    assert [site.kind for site in sites(block)] == ["mlp"]
+    x, f = torch.randn(2, 64, 8), torch.randn(2, 64, 8)
+    torch.testing.assert_close(names["Clipped"]()(x, f).double(), clipped_in_float64(x, f), rtol=1e-5, atol=1e-6)
+
+
+def clipped_in_float64(x, f, tau=0.1, kappa=0.5):
+    x, f = x.double(), f.double()
+    s = (x * f).sum(-1, keepdim=True) / ((x * x).sum(-1, keepdim=True) + 1e-6)
+    parallel, orthogonal = s * x, f - s * x
+    limit = tau * x.norm(dim=-1, keepdim=True) + kappa * orthogonal.norm(dim=-1, keepdim=True)
+    return x + orthogonal + parallel * (limit / parallel.norm(dim=-1, keepdim=True)).clamp(max=1)
+
+
+def test_a_connection_as_a_class_and_as_a_function(registered):
+    x, f = torch.randn(2, 64, 8), torch.randn(2, 64, 8)
+    torch.testing.assert_close(Clipped()(x, f).double(), clipped_in_float64(x, f), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(Clipped()(x, f), FeatureConnection()(x, f))
+    model = connect(nn.Sequential(registered()), Clipped)
+    assert {(type(site.connection), site.connection.name) for site in sites(model)} == {(Clipped, "Clipped")}
+    model(tokens()).sum().backward()
+    connect(model, lambda dim, eps: Clipped(dim, eps, tau=0.0, kappa=0.0))
+    expected = connect(copy.deepcopy(model), "feature")(tokens())
+    torch.testing.assert_close(model(tokens()), expected)
+    connect(model, partial(Clipped, kappa=0.0))
+    assert {site.connection.kappa for site in sites(model)} == {0.0}
+
+
+def test_arguments_that_a_partial_has_bound(registered):
+    model = connect(nn.Sequential(registered()), partial(FeatureConnection, prob=0.25), prob=1.0)
+    assert [site.connection.prob for site in sites(model)] == [0.25] * 2
+
+
+def test_a_connection_by_name(tmp_path):
+    """A variant takes it, config.json stores it, the exported folder restores it, and the card names it."""
+    timm_ortho.register_connection("clipped", Clipped)
+    timm_ortho.register_connection("clipped", Clipped)  # a notebook cell that runs twice
+    model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()
+    assert {(type(site.connection), site.connection.eps) for site in sites(model)} == {(Clipped, 1e-4)}
+    card = hub.export(model, str(tmp_path / "out"), "me/clipped")  # a path as text or as a Path
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_args"].items() >= {"connection": "clipped", "connection_eps": 1e-4}.items()
+    assert "clipped" in str(card)
+    again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(again(x), model(x))
+
+
+def test_another_argument_of_a_connection_is_in_config_json(monkeypatch):
+    """An entry in ``OF_CONNECTIONS`` makes it an argument of variants as well."""
+    monkeypatch.setitem(arguments.OF_CONNECTIONS, "tau", "tau")
+    timm_ortho.register_connection("clipped", Clipped)
+    model = connect(timm.create_model("vit_test_linear"), "clipped")
+    assert repository._connection_arguments(model) == {
+        "connection": "clipped", "connection_eps": 1e-6, "connection_tau": 0.1}
+
+
+def test_a_connection_without_a_name_cannot_be_exported(tmp_path):
+    model = connect(timm.create_model("vit_test_linear"), Clipped)
+    with pytest.raises(hub.PublishError, match=r"timm_ortho\.register_connection"):
+        hub.export(model, tmp_path / "out", "me/clipped")
+
+
+def test_compare_takes_the_connection_of_a_module_by_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import multiprocessing, pathlib, timm_ortho\n"
+        "pathlib.Path(__file__).with_suffix('.txt').write_text(multiprocessing.get_context().get_start_method())\n"
+        "class Half(timm_ortho.FeatureConnection):\n    def forward(self, x, f, attn_mask=None):\n"
+        "        return super().forward(x, 0.5 * f)\ntimm_ortho.register_connection('half', Half)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["compare", "--epochs", "1", "--seeds", "1", "--connections", "linear", "half", "--output",
+               str(tmp_path / "out"), "--model-kwargs", "embed_dim=16", "depth=1", "num_heads=2", "--option"]
+    try:
+        assert cli.main([*command, "device_modules=mine"]) == 0
+    finally:
+        timm_ortho.CONNECTIONS.pop("half", None)
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"Linear", "half"}
+    options = yaml.safe_load((tmp_path / "out" / "half-seed0" / "args.yaml").read_text())
+    assert options["device_modules"] == ["timm_ortho", "mine"]
+    # the loaders of a run use the default start method and no second fork server
+    assert (tmp_path / "mine.txt").read_text() == multiprocessing.get_context().get_start_method()
+    assert cli.main([*command, "device_modules=nowhere"]) == 2
+    assert "option 'device_modules': No module named 'nowhere'" in capsys.readouterr().err
+
+
+class WithoutDim(Connection):
+    def __init__(self, eps=1e-6):
+        super().__init__(-1, eps)
+
+
+class OtherForward(Connection):
+    def forward(self, x, f, g):
+        return x
+
+
+class WithoutModule(Connection):
+    def __init__(self, dim=-1, eps=1e-6):
+        self.dim = dim
+
+
+class WithoutDefault(Connection):
+    def __init__(self, tau, dim=-1, eps=1e-6):
+        super().__init__(dim, eps)
+
+
+@pytest.mark.parametrize(("connection", "message"), [
+    (WithoutModule, r"WithoutModule.__init__ must begin with super\(\).__init__\(dim, eps\)"),
+    (WithoutDefault, "WithoutDefault must have defaults for its own arguments; without a default: tau"),
+    (Connection(), "connection must be a name, a class or a function .*, got an instance of Connection"),
+    (WithoutDim, "WithoutDim must accept dim and eps .*; missing: dim"),
+    (OtherForward, r"OtherForward.forward must accept \(x, f, attn_mask=None\), got \(x, f, g\)"),
+    (lambda dim, eps: nn.Identity(), "must return a timm_ortho.Connection, got Identity"),
+    (3, "connection must be a name, a class or a function .*, got 3"),
+])
+def test_a_wrong_connection(registered, connection, message):
+    model = nn.Sequential(registered())
+    for call in (lambda: connect(model, connection), lambda: timm_ortho.register_connection("other", connection)):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert type(model[0]) is MyBlock
+    assert "other" not in timm_ortho.CONNECTIONS
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("feature", "connection 'feature' already exists, FeatureConnection"), ("a b", "must be an identifier")])
+def test_a_wrong_name_of_a_connection(name, message):
+    with pytest.raises(ValueError, match=message):
+        timm_ortho.register_connection(name, Clipped)
+
+
+def test_a_connection_that_is_defined_again_replaces_the_first():
+    """A notebook cell that runs twice does this."""
+    def define():
+        class Cell(FeatureConnection):
+            pass
+        return Cell
+
+    for cell in (define(), define()):
+        timm_ortho.register_connection("clipped", cell)
+        assert type(create_connection("clipped")) is cell
+    timm_ortho.CONNECTIONS["clipped"] = partial(Clipped, tau=0.0)
+    with pytest.raises(ValueError, match="connection 'clipped' already exists, partial"):
+        timm_ortho.register_connection("clipped", partial(Clipped, tau=1.0))
+
+

@@ -1,0 +1,223 @@
+"""Padding in the update: the masks of the formula, the forms of attention masks, and the connections."""
+import pytest
+import torch
+from helpers.padded import KEYS, LENGTHS, MASK, OF_SAMPLES, RAGGED, SQUARE, additive, batch
+from torch.nn.attention.bias import causal_upper_left
+from torch.nn.attention.flex_attention import create_block_mask
+
+from timm_ortho import CONNECTIONS, create_connection, residual_update
+from timm_ortho.connections import MASK_LAYOUTS, real_tokens
+from timm_ortho.functional import plain_update
+
+
+def with_gradients(function, x, f, g):
+    """Return ``y, dL/dx, dL/df`` for ``L = <g, y>``."""
+    y = function(x, f)
+    return y, *torch.autograd.grad(y, (x, f), g)
+
+
+# -------------------------------------------------------------------------------------------------- the formula
+@pytest.mark.parametrize("padding", [0.0, 3.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.4, 0.7), (1.0, 1.0)])
+def test_each_sample_is_updated_as_without_padding(weights, padding):
+    """As in a loop over the samples without padding, even if the padding is NaN."""
+    x, f = batch(padding=padding)
+    g = torch.randn_like(x)  # upstream gradients of padding are not zero
+    arguments = dict(parallel=weights[0], orthogonal=weights[1], dim=(1, 2), eps=1e-3)
+    together = with_gradients(lambda x, f: residual_update(x, f, mask=MASK, **arguments), x, f, g)
+    for sample, length in enumerate(LENGTHS):
+        alone = [tensor.detach()[sample:sample + 1, :length].requires_grad_() for tensor in (x, f, g)]
+        expected = with_gradients(lambda x, f: residual_update(x, f, **arguments), *alone)
+        for a, b in zip(together, expected, strict=True):
+            torch.testing.assert_close(a[sample, :length], b[0], rtol=1e-12, atol=1e-13)
+            assert not a[sample, length:].any()
+
+
+def test_gradcheck():
+    x, f = batch(padding=2.0)
+    weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    for b in (1.0, weight):
+        inputs = (x, f, weight)
+        assert torch.autograd.gradcheck(
+            lambda x, f, a, b=b: residual_update(x, f, parallel=a, orthogonal=b, dim=None, mask=MASK), inputs)
+    assert torch.autograd.gradgradcheck(lambda x, f: residual_update(x, f, dim=None, mask=MASK), (x, f))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_ones_changes_no_bit_and_neither_does_the_plain_formula(dtype):
+    x, f = batch(dtype=dtype, padding=1.0)
+    assert torch.equal(residual_update(x, f, dim=None, mask=torch.ones_like(MASK)), residual_update(x, f, dim=None))
+    masked = residual_update(x, f, dim=None, mask=MASK)
+    assert masked.dtype == dtype
+    assert torch.equal(masked, plain_update(x, f, 0.0, 1.0, None, 1e-6, MASK))
+
+
+@pytest.mark.parametrize(("mask", "got"), [
+    (MASK.float(), "torch.float32 of shape (4, 8, 1)"), (MASK[:2], "torch.bool of shape (2, 8, 1)"),
+    (MASK.squeeze(-1), "torch.bool of shape (4, 8)"), (MASK[None], "torch.bool of shape (1, 4, 8, 1)"),
+])
+def test_bad_masks(mask, got):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
+        residual_update(*batch(), dim=None, mask=mask)
+    assert str(error.value) == (
+        f"mask must be boolean and broadcast to the shape of x, got {got}; x of shape (4, 8, 6)")
+
+
+# --------------------------------------------------------------------------------------- forms of attention masks
+OTHERS = KEYS & ~torch.eye(8, dtype=torch.bool)  # no token attends to itself
+LONG = torch.zeros(4, 8, 6)
+SQUARE_X = torch.zeros(8, 8, 6)  # as many samples as tokens
+
+
+@pytest.mark.parametrize("allowed", [KEYS, SQUARE, SQUARE.expand(-1, 3, -1, -1), KEYS & torch.ones(8, 8).bool()])
+@pytest.mark.parametrize("form", [
+    lambda mask: mask, lambda mask: additive(mask, -torch.inf), lambda mask: additive(mask, -1e4, torch.bfloat16),
+    lambda mask: additive(mask, torch.finfo(torch.float16).min, torch.float16),
+    lambda mask: additive(mask, torch.finfo(torch.float32).min).double(),
+    lambda mask: additive(mask, -torch.inf) - 30 * torch.rand(8, 8),  # with a bias
+])
+def test_padding_in_masks_of_scores(allowed, form):
+    assert torch.equal(real_tokens(form(allowed), torch.zeros(4, 8, 6)), MASK)
+
+
+@pytest.mark.parametrize("mask", [
+    torch.ones(8, 8).bool().tril(), torch.ones(1, 1, 8, 8).bool().tril(), ~torch.eye(8, dtype=torch.bool),
+    torch.randn(5, 8, 8), torch.zeros(4, 1, 8, 8),
+], ids=["causal", "causal 4-d", "others", "bias of 5 heads", "nothing masked"])
+def test_masks_without_padding_change_nothing(mask):
+    assert real_tokens(mask, torch.zeros(4, 8, 6)).all()
+    connection = create_connection("global")
+    x, f = batch(padding=1.0)
+    assert torch.equal(connection(x, f, mask), connection(x, f))
+
+
+@pytest.mark.parametrize("form", [
+    lambda mask: mask, lambda mask: mask.long(), lambda mask: mask.int(), lambda mask: mask.to(torch.uint8),
+    lambda mask: 3 * mask.long(), lambda mask: mask.float(), lambda mask: mask.half(),
+    lambda mask: (mask.long() - 1) * 10000, lambda mask: additive(mask, -torch.inf),
+    lambda mask: additive(mask, torch.finfo(torch.float16).min, torch.float16),
+    lambda mask: additive(mask, -torch.inf) + torch.rand(mask.shape),
+], ids=["bool", "int64", "int32", "uint8", "numbers of documents", "float of 0 and 1", "half of 0 and 1",
+        "added integers", "-inf", "lowest", "with a bias"])
+def test_padding_in_masks_of_tokens(form):
+    """Tokenizers, image processors and flash attention use masks ``[B, N]``."""
+    assert torch.equal(real_tokens(form(OF_SAMPLES), LONG), MASK)
+    assert torch.equal(real_tokens(form(RAGGED), SQUARE_X, "keys"), RAGGED.unsqueeze(-1))
+    assert real_tokens(form(torch.ones(4, 8).bool()), LONG).all()
+
+
+@pytest.mark.parametrize("form", [lambda mask: mask.long(), lambda mask: (mask.int() - 1) * 10000])
+@pytest.mark.parametrize("allowed", [KEYS, SQUARE, SQUARE.expand(-1, 3, -1, -1)])
+def test_padding_in_integer_masks_of_scores(form, allowed):
+    assert torch.equal(real_tokens(form(allowed), LONG), MASK)
+
+
+def test_float_masks_of_scores_are_additive():
+    """Masks of 0 and 1, or of the logarithms that weight merged tokens, exclude no token."""
+    for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
+        assert real_tokens(mask, LONG).all()
+
+
+@pytest.mark.parametrize(("shape", "x", "words"), [
+    ((8, 8), SQUARE_X, ["can be [B, N] or [N, N]", "[B, 1, 1, N] or as [1, 1, N, N]", "[8, 8]", "[8, 8, 6]"]),
+    ((4, 8, 8), LONG, ["samples or heads as its first axis", "[B, 1, N, N] or as [1, heads, N, N]", "[4, 8, 8]"]),
+    ((4, 1, 8), LONG, ["samples or heads as its first axis", "[4, 1, 8]"]),
+    ((12, 8, 8), LONG, ["samples or heads as its first axis", "[12, 8, 8]"]),  # as in nn.MultiheadAttention
+    ((3, 8), LONG, ["must be [B, N], [N, N]", "[3, 8]"]),
+    ((2, 1, 8, 8), LONG, ["must be [B, N], [N, N]", "[2, 1, 8, 8]"]),
+    ((4, 1, 3, 8), LONG, ["must be [B, N], [N, N]", "[4, 1, 3, 8]"]),
+    ((4, 1, 1, 8, 8), LONG, ["two to four axes", "[4, 1, 1, 8, 8]"]),
+    ((8,), LONG, ["two to four axes", "[8]"]),
+    ((8, 8), torch.zeros(4, 8, 8, 6), ["belong to a stream [B, N, C]", "[4, 8, 8, 6]"]),
+])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
+def test_ambiguous_masks_are_refused(shape, x, words, dtype):
+    with pytest.raises(ValueError, match="attention mask ") as error:
+        real_tokens(torch.ones(shape, dtype=dtype), x)
+    words = [*words, str(dtype), "register the block with mask=''"]
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_mask_of_another_type_is_refused():
+    with pytest.raises(ValueError, match="must be a tensor or a BlockMask, got list"):
+        real_tokens([[True]], LONG)
+
+
+def test_the_layout_resolves_ambiguous_masks():
+    causal, heads = torch.ones(8, 8).bool().tril(), torch.stack([torch.arange(8) < n for n in (2, 6, 3, 5)])
+    assert real_tokens(causal, SQUARE_X, "scores").all()
+    assert torch.equal(real_tokens(causal, SQUARE_X, "keys"), causal.unsqueeze(-1))
+    assert real_tokens(heads.view(4, 1, 8), LONG, "scores").flatten().tolist() == [True] * 6 + [False] * 2
+    for mask in (causal, causal[None], causal[None, None], OF_SAMPLES[:1]):  # unambiguous
+        readings = [real_tokens(mask, LONG[:, :8], layout) for layout in MASK_LAYOUTS]
+        assert all(torch.equal(reading, readings[0]) for reading in readings)
+    with pytest.raises(ValueError, match="unknown mask layout 'key'"):
+        create_connection("global", mask_layout="key")
+
+
+def test_masks_of_flex_attention():
+    lengths = torch.tensor(LENGTHS)
+    mask = create_block_mask(lambda b, h, q, k: (k < lengths[b]) & (k <= q), 4, None, 8, 8, device="cpu")
+    assert torch.equal(real_tokens(mask, LONG), MASK)
+    for layout in MASK_LAYOUTS:
+        assert real_tokens(causal_upper_left(8, 8), LONG, layout) is None
+
+
+def test_a_token_that_one_head_attends_to_is_real():
+    halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # one mask per head
+    assert real_tokens(halves, torch.zeros(4, 8, 6)).flatten().tolist() == [True] * 4 + [False] * 2 + [True] * 2
+
+
+def test_tokens_need_not_attend_to_themselves():
+    assert torch.equal(real_tokens(OTHERS, torch.zeros(4, 8, 6))[:3], MASK[:3])  # except in a sample of one token
+
+
+@pytest.mark.parametrize(("mask", "x"), [
+    (None, torch.zeros(4, 8, 6)),
+    (torch.zeros(4, 1, 8, 5).bool(), torch.zeros(4, 8, 6)),  # keys from another stream
+    (torch.zeros(4, 5).bool(), torch.zeros(4, 8, 6)),
+    (torch.zeros(8, 5), torch.zeros(4, 8, 6)),
+])
+def test_masks_of_other_tokens_are_ignored(mask, x):
+    assert real_tokens(mask, x) is None
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_connections(name):
+    """The global scope excludes padding; the other connections treat each token separately."""
+    x, f = batch(padding=2.0)
+    connection = create_connection(name).double()
+    y = connection(x, f, SQUARE)
+    if name != "global":
+        assert torch.equal(y, connection(x, f))
+    for sample, length in enumerate(LENGTHS):
+        alone = connection(x[sample:sample + 1, :length], f[sample:sample + 1, :length])
+        torch.testing.assert_close(y[sample:sample + 1, :length], alone, rtol=1e-12, atol=1e-13)
+
+
+def test_padding_changes_no_random_draw():
+    x, f = batch(padding=2.0)
+    connection = create_connection("global", prob=0.5).double()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        y = connection(x, f, SQUARE)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(y[2:3, :7], connection(x[2:3, :7], f[2:3, :7]), rtol=1e-12, atol=1e-13)
+
+
+def test_torchscript_and_fx_take_any_mask():
+    x, f = batch(padding=2.0)
+    connection = create_connection("global").double()
+    for compiled in (torch.jit.script(connection), torch.fx.symbolic_trace(connection)):
+        for mask in (None, SQUARE, additive(SQUARE, -torch.inf), OF_SAMPLES, OF_SAMPLES.long(), OF_SAMPLES.float()):
+            torch.testing.assert_close(compiled(x, f, mask), connection(x, f, mask), rtol=1e-12, atol=1e-13)
+            assert mask is None or not compiled(x, f, mask)[~OF_SAMPLES].any()
+        with pytest.raises((ValueError, torch.jit.Error), match=r"can be \[B, N\] or \[N, N\]"):
+            compiled(*torch.ones(2, 8, 8, 6).double(), RAGGED)
+
+
+def test_torchscript_and_fx_use_the_mask_layout():
+    x, f = torch.randn(2, 8, 8, 6).double()
+    connection = create_connection("global", mask_layout="keys").double()
+    for form in (connection, torch.jit.script(connection), torch.fx.symbolic_trace(connection)):
+        assert torch.equal(form(x, f, RAGGED).any(-1), RAGGED)
