@@ -299,7 +299,7 @@ def test_the_first_lines_say_what_to_import():
     """The Hub shows a snippet of its own beside the card, for `library_name: timm`."""
     first = str(model_card(SUBJECT)).split("## Use")[0]
     assert "`import timm_ortho`" in first
-    assert "`Unknown model (vit_small_ortho)`" in first
+    assert "`Unknown model (vit_small_ortho.import_timm_ortho)`" in first
     assert "is not supported in your version of timm" in first
     plain = replace(SUBJECT, config={**CONFIG, "architecture": "resnet18", "model_args": {}})
     assert "Unknown model" not in str(model_card(plain))  # timm itself knows it
