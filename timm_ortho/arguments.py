@@ -1,66 +1,49 @@
-"""Read the arguments of ``connect`` from a connected model, and store them in the configs of transformers."""
+"""Return the arguments that a model was connected with, and store them in the configs of transformers."""
 import copy
 import sys
 import warnings
-from typing import Any, Dict, Sequence
+from typing import Any, Dict
 
 from torch import nn
 
-from .connections import CONNECTIONS, Connection, LinearConnection, Site, sites
-
-# Argument of ``connect`` -> attribute of the connection. None is the default.
-OF_CONNECTIONS = {"eps": "eps", "prob": "prob", "start": "start", "keep": "asked_keep", "groups": "asked_groups"}
+from .connections import CONNECTIONS, LinearConnection, Site, sites
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the arguments of :func:`timm_ortho.connect` that reproduce a model's connections.
+    """Return the arguments of the call of :func:`timm_ortho.connect` that made a model's connections.
 
     All values are valid JSON and can be saved beside a state dict:
-    ``connect(model, **connection_arguments(trained))``.
+    ``connect(model, **connection_arguments(trained))``. Later changes of connections by hand are not included.
+
+    >>> import timm
+    >>> connection_arguments(timm.create_model("vit_test_ortho", connection_layers=[1, 2]))
+    {'connection': 'feature', 'eps': 1e-06, 'layers': [1, 2]}
 
     Args:
         model: Any module.
 
     Returns:
-        Arguments of ``connect`` by name, empty for a model without connections.
+        Arguments of ``connect`` by name, without defaults except ``eps``; empty for a model that was not connected.
 
     Raises:
-        ValueError: The sites have different connections or skips, or the connection has no name.
+        ValueError: Parts of the model were connected with different arguments, or the connection has no name.
     """
-    found = sites(model)
-    if not found:
-        return {}
-    transform = _skip_arguments(found)
-    carrying = [site for site in found if not isinstance(site.connection, LinearConnection)]
-    if not carrying:
-        return {"connection": "linear", **transform}
-    arguments, *others = [_arguments_of(site.connection) for site in carrying]
-    layers, kinds = sorted({site.layer for site in carrying}), list(dict.fromkeys(site.kind for site in carrying))
-    are_others_linear = len(carrying) == sum(site.layer in layers and site.kind in kinds for site in found)
-    if not are_others_linear or any(other != arguments for other in others):
-        raise ValueError("the sites have different connections; use one non-linear connection")
-    if arguments["connection"] not in CONNECTIONS:
-        raise ValueError(f"the model's connection, {arguments['connection']}, has no name that config.json can hold: "
-                         "give it one with timm_ortho.register_connection, and connect the model by that name")
-    if layers != sorted({site.layer for site in found}):
-        arguments["layers"] = layers
-    if len(kinds) < len({site.kind for site in found}):
-        arguments["kinds"] = kinds
-    return {**arguments, **transform}
+    calls = [(site, getattr(site.connection, "connect_arguments", {})) for site in sites(model)]
+    arguments = calls[0][1] if calls else {}
+    if any(call != arguments or _is_carrying(site, call) == isinstance(site.connection, LinearConnection)
+           for site, call in calls):
+        raise ValueError("the sites have different connections: connect the whole model with one call")
+    if arguments and arguments["connection"] not in CONNECTIONS:
+        raise ValueError(f"the model's connection, {arguments['connection']}, has no name that config.json could store:"
+                         " register it with timm_ortho.register_connection, and connect the model by that name")
+    return dict(arguments)
 
 
-def _arguments_of(connection: Connection) -> Dict[str, Any]:
-    own = {name: getattr(connection, attribute, None) for name, attribute in OF_CONNECTIONS.items()}
-    return {"connection": connection.name, **{name: value for name, value in own.items() if value is not None}}
-
-
-def _skip_arguments(found: Sequence[Site]) -> Dict[str, Any]:
-    """Return the skip arguments of ``connect`` for these sites; empty for the identity."""
-    skips = [site.connection.skip for site in found]
-    asked = [{} if skip is None else getattr(skip, "asked", None) for skip in skips]
-    if asked[0] is None or any(one != asked[0] for one in asked):
-        raise ValueError("the sites have different skips; use one skip")
-    return asked[0]
+def _is_carrying(site: Site, arguments: Dict[str, Any]) -> bool:
+    """Return whether a call of ``connect`` gives a site its connection; all other sites are linear."""
+    return (arguments.get("connection", "linear") != "linear"
+            and site.layer in arguments.get("layers", [site.layer])
+            and site.kind in arguments.get("kinds", [site.kind]))
 
 
 def keep_in_config(model: nn.Module) -> None:

@@ -152,9 +152,8 @@ class Connection(nn.Module):
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
         mask_layout: Layout of the attention masks, see :func:`real_tokens`.
-        asked_keep: The requested ``keep`` if it is not the default, else None. ``keep`` itself is also "branch" if a
-            block changes its sum in place.
-        asked_groups: The requested ``groups``, a number or "heads", if it is not the default, else None.
+        connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made it, see
+            :func:`timm_ortho.connection_arguments`.
         name: Registered name, see :data:`CONNECTIONS`; the class name for an unregistered connection.
         routed: Whether :func:`timm_ortho.connect` added it to a block; False if the block's own code contains it.
         depth: Number of modules between its block and its layer, see :class:`timm_ortho.blocks.BlockSpec`.
@@ -184,8 +183,7 @@ class Connection(nn.Module):
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
         self.branch_first = False
         self.mask_layout = ""
-        self.asked_keep = None  # type: Optional[str]
-        self.asked_groups = None  # type: Union[None, int, str]
+        self.connect_arguments = {}  # type: Dict[str, Any]
         self.name = type(self).__name__
 
     def carried(self, x: Tensor) -> Tensor:
@@ -474,8 +472,6 @@ def create_connection(
                          f"{error}") from None
     made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
-    made.asked_keep = None if keep == KEEPS[0] else keep
-    made.asked_groups = None if groups == 1 else groups
     if kept == "branch":  # also for a subclass whose constructor has no argument keep: join reads these
         made.keep, made.keep_branch = kept, True
     if tokens_apart and made.dims is None:

@@ -1,6 +1,7 @@
 """Convert models: :func:`connect` gives their residual additions connections, :func:`disconnect` removes them."""
 import operator
 from functools import partial
+from inspect import signature
 from itertools import repeat
 from typing import Any, Callable, Collection, Iterable, Iterator, NamedTuple, Optional, Sequence, TypeVar, Union
 
@@ -181,7 +182,12 @@ def connect(
     if isinstance(groups, str):
         known_name("groups", groups, ("heads",), " or a whole number")
     # raises before anything is changed, also if no layer is chosen; 2 stands for any number of heads
-    create_connection(connection, **{**arguments, "groups": 2 if groups == "heads" else groups})
+    probe = create_connection(connection, **{**arguments, "groups": 2 if groups == "heads" else groups})
+    call = _call_arguments(
+        probe.name,
+        dict(arguments, layers=None if layers is None else sorted(chosen),
+             kinds=None if kinds is None else sorted(chosen_kinds)),
+        dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed))
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
@@ -194,8 +200,10 @@ def connect(
         cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
         _check_fixed(model, module, cls, connections.values())
         _check_causal(model, block, connections.values())
-        for made in connections.values() if block.spec else ():
-            made.routed, made.depth = True, block.spec.depth
+        for made in connections.values():
+            made.connect_arguments = call
+            if block.spec:
+                made.routed, made.depth = True, block.spec.depth
         converted.append((module, cls, connections))
     for module, cls, connections in converted:
         if not isinstance(module, cls):
@@ -241,10 +249,24 @@ def disconnect(model: ModelT) -> ModelT:
     written = [_Block(name, module, None, kinds) for name, module, kinds in _written(model)]
     for block in written:
         for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
+            made.connect_arguments = {"connection": "linear"}
             setattr(block.module, name, made)
     _spare_from_weight_decay(model)
     keep_in_config(model)
     return model
+
+
+_DEFAULTS = {name: parameter.default for name, parameter in signature(connect).parameters.items()}
+
+
+def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of :func:`connect` that have an effect as JSON values, without most defaults."""
+    effective = dict(arguments) if connection != "linear" else {}
+    if skip_arguments["skip"] != "identity":
+        effective.update(skip_arguments)
+    changed = {name: value for name, value in effective.items() if name == "eps" or value != _DEFAULTS[name]}
+    scalars = {name: value.item() if hasattr(value, "item") else value for name, value in changed.items()}  # NumPy's
+    return {"connection": connection, **scalars}
 
 
 def _spare_from_weight_decay(model: nn.Module) -> None:
@@ -374,11 +396,9 @@ def _make_connections(
     connections = {}
     for kind, detail in block.details().items():
         chosen = arguments if kind.removeprefix("connection_") in carrying else linear
-        groups = chosen.get("groups", 1)
-        if groups != 1:
-            chosen = {**chosen, "groups": block.groups(groups, kind)}
+        if chosen.get("groups", 1) != 1:
+            chosen = {**chosen, "groups": block.groups(chosen["groups"], kind)}
         connection = create_connection(skip=next(skips), **detail, **options, **chosen)
-        connection.asked_groups = None if groups == 1 else groups
         connections[block.spec.sites[kind] if block.spec else kind] = connection.train(block.module.training)
     return connections
 

@@ -15,8 +15,7 @@ from helpers.own_block import MyBlock, tokens
 from torch import nn
 
 import timm_ortho
-from timm_ortho import Connection, FeatureConnection, arguments, cli, connect, create_connection, hub, sites
-from timm_ortho.hub import repository
+from timm_ortho import Connection, FeatureConnection, cli, connect, create_connection, hub, sites
 
 ROOT = Path(timm_ortho.__file__).parents[1]
 
@@ -93,15 +92,6 @@ def test_a_connection_by_name(tmp_path):
     again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(again(x), model(x))
-
-
-def test_another_argument_of_a_connection_is_in_config_json(monkeypatch):
-    """An entry in ``OF_CONNECTIONS`` makes it an argument of variants as well."""
-    monkeypatch.setitem(arguments.OF_CONNECTIONS, "tau", "tau")
-    timm_ortho.register_connection("clipped", Clipped)
-    model = connect(timm.create_model("vit_test_linear"), "clipped")
-    assert repository._connection_arguments(model) == {
-        "connection": "clipped", "connection_eps": 1e-6, "connection_tau": 0.1}
 
 
 def test_a_connection_without_a_name_cannot_be_exported(tmp_path):

@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -56,15 +57,27 @@ def test_arguments_make_the_same_connections(name):
     assert torch.equal(again.eval()(images()), model.eval()(images()))
 
 
+def test_arguments_are_plain_values():
+    model = timm.create_model("vit_test_linear")
+    connect(model, eps=np.float32(0.5), layers=iter(np.arange(1, 3)), kinds=("mlp",), skip="idempotent_mr", skip_rank=8)
+    assert json.loads(json.dumps(connection_arguments(model))) == dict(
+        connection="feature", eps=0.5, layers=[1, 2], kinds=["mlp"], skip="idempotent_mr", skip_rank=8)
+    assert connection_arguments(connect(model, "linear", eps=0.1, prob=0.5)) == {"connection": "linear"}
+
+
 def test_a_model_without_connections_has_no_arguments():
     assert connection_arguments(nn.Linear(2, 2)) == {}
     assert connection_arguments(disconnect(timm.create_model("vit_test_ortho"))) == {}
 
 
-def test_sites_that_differ_have_no_common_arguments():
+@pytest.mark.parametrize("connect_parts", [
+    lambda model: connect(model.blocks[0], "global"),
+    lambda model: [connect(block, layers=0, kinds="mlp") for block in model.blocks],  # each counts its own layers
+], ids=["one part", "one by one"])
+def test_sites_that_differ_have_no_common_arguments(connect_parts):
     model = timm.create_model("vit_test_ortho")
-    connect(model.blocks[0], "global")
-    with pytest.raises(ValueError, match="sites have different connections; use one non-linear connection"):
+    connect_parts(model)
+    with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
         connection_arguments(model)
 
 

@@ -1,11 +1,9 @@
 """Each private name of torch and timm does on the installed release what this package uses it for."""
 import ast
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -44,15 +42,6 @@ def test_forward_mode_is_active():
     assert not _compat.forward_mode_is_active()
     with torch.autograd.forward_ad.dual_level():
         assert _compat.forward_mode_is_active()
-
-
-def test_save_config_for_hf(tmp_path):
-    model = timm.create_model("test_vit", num_classes=7)
-    _compat.save_config_for_hf(model, tmp_path / "config.json", {"model_args": {"depth": 2}})
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["architecture"], config["num_classes"]) == ("test_vit", 7)
-    assert config["model_args"]["depth"] == 2
-    assert config["pretrained_cfg"]["input_size"] == [3, 160, 160]
 
 
 def test_is_recorded():

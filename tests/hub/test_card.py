@@ -358,9 +358,9 @@ def test_what_is_no_run_is_refused(grid, copied, tmp_path):
     assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
     assert message(grid) == f"{grid} contains 6 runs: pass one of them, such as {grid / 'feature-seed0'}"
     assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
-    assert "has no EMA weights: leave --ema away" in message(grid / "feature-seed0", True)
+    assert "has no EMA weights: omit --ema" in message(grid / "feature-seed0", True)
     (copied / "feature-seed1" / "result.json").unlink()
-    assert "is not finished: the command that began it continues it" in message(copied / "feature-seed1")
+    assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
     (copied / "feature-seed2" / "last.pth.tar").write_bytes(b"half")
     assert "cannot be read as a checkpoint" in message(copied / "feature-seed2")
     bare = timm_run(tmp_path / "run")

@@ -59,16 +59,15 @@ def test_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "kwargs", "arguments"), [
-    ("vit_small_ortho", {}, dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
+    ("vit_small_ortho", {}, dict(connection="feature", connection_eps=1e-6)),
     ("vit_small_orthog", dict(connection_prob=0.25, connection_eps=1e-4, connection_layers=[1]),
      dict(connection="global", connection_eps=1e-4, connection_prob=0.25, connection_layers=[1])),
     ("vit_small_ortho", dict(connection_kinds="mlp", connection_layers=[1]),
-     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_layers=[1],
-          connection_kinds=["mlp"])),
+     dict(connection="feature", connection_eps=1e-6, connection_layers=[1], connection_kinds=["mlp"])),
     ("vit_small_ortho", dict(connection_keep="branch"),
-     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0, connection_keep="branch")),
+     dict(connection="feature", connection_eps=1e-6, connection_keep="branch")),
     ("vit_small_ortho", dict(connection_keep="output"),
-     dict(connection="feature", connection_eps=1e-6, connection_prob=1.0)),
+     dict(connection="feature", connection_eps=1e-6)),
     ("vit_small_linear", {}, dict(connection="linear")),
     ("vit_small_ortho", dict(connection="linear"), dict(connection="linear")),
     ("vit_small_ortho", dict(connection="hybrid", connection_start="linear"),
@@ -270,7 +269,7 @@ def test_what_began_with_share_alike_weights_names_their_licence(tmp_path, monke
     for model, is_theirs in ((begun, True), (revised, True), (runs[0], True), (fresh, False), (other, False),
                              *((run, False) for run in runs[1:])):
         card = hub.export(model, tmp_path / "out", "me/model")
-        assert (f"began as those of {base}, which are under cc-by-sa-4.0: share-alike" in card.text) is is_theirs
+        assert (f"the weights of {base}, whose license cc-by-sa-4.0 is share-alike" in card.text) is is_theirs
         assert card.data.base_model == (base if is_theirs else None)
         assert card.data.license is None
 
@@ -306,7 +305,7 @@ def test_no_token_reaches_a_file(tmp_path, monkeypatch):
     for secret in (SECRET, "my-own-token", "third-token", "password"):
         assert secret not in card
     assert "https://***@host/data" in card
-    with pytest.raises(PublishError, match="would hold what looks like a token"):
+    with pytest.raises(PublishError, match="would contain a token"):
         hub.export(tiny(), tmp_path / "out", "me/model", labels=[SECRET, *"bcdefg"])
 
 
@@ -321,17 +320,17 @@ def message(model, folder, repo_id="me/model", **kwargs):
 def test_what_config_json_cannot_say_is_refused(tmp_path):
     changed = tiny()
     changed.blocks[0].mlp.act = torch.nn.ReLU()
-    assert "has other logits than this one: it was changed by hand" in message(changed, tmp_path / "out")
+    assert "has other logits than this one: a later change by hand" in message(changed, tmp_path / "out")
     grown = tiny()
     grown.more = torch.nn.Linear(2, 2)
-    assert "config.json does not make this model again" in message(grown, tmp_path / "out")
+    assert "config.json does not reproduce this model" in message(grown, tmp_path / "out")
     mixed = tiny()
     timm_ortho.connect(mixed.blocks[0], "global")
-    assert "the sites have different connections; use one non-linear" in message(mixed, tmp_path / "out")
-    assert "is not a classifier that timm.create_model made" in message(torch.nn.Linear(2, 2), tmp_path / "out")
+    assert "the sites have different connections: connect the whole model" in message(mixed, tmp_path / "out")
+    assert "is not a classifier of timm.create_model" in message(torch.nn.Linear(2, 2), tmp_path / "out")
     transformed = tiny(skip="orthogonal_tp")
     timm_ortho.sites(transformed)[1].connection.skip = None
-    assert "the sites have different skips; use one skip" in message(transformed, tmp_path / "out")
+    assert "has other logits than this one" in message(transformed, tmp_path / "out")
     rewritten = timm_ortho.absorb(tiny(skip="orthogonal_tp"))
     assert "rewritten by timm_ortho.absorb or diagonalise" in message(rewritten, tmp_path / "out")
     unknown = tiny()
@@ -343,14 +342,14 @@ def test_what_config_json_cannot_say_is_refused(tmp_path):
 def test_broken_weights_are_refused(tmp_path):
     model = tiny()
     model.head.weight.data[0, 0] = float("nan")
-    assert "1 of 24 tensors hold NaN or infinities, head.weight among them" in message(model, tmp_path / "out")
+    assert "1 of 24 tensors contain NaN or infinities, for example head.weight" in message(model, tmp_path / "out")
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
     folder = timm_run(tmp_path / "run")
     args = (folder / "args.yaml").read_text()
     (folder / "args.yaml").write_text(args.replace("depth: 2", "depth: 3"))
-    assert "is not of the model that its arguments describe, 'vit_small_ortho'" in message(folder, tmp_path / "out")
+    assert "does not fit the model of its arguments, 'vit_small_ortho'" in message(folder, tmp_path / "out")
     (folder / "args.yaml").write_text(args.replace("model: vit_small_ortho", "model: vit_smalll"))
     assert "'vit_smalll': Unknown model (vit_smalll)" in message(folder, tmp_path / "out")
 
@@ -415,7 +414,7 @@ def test_other_wrong_words(tmp_path):
     assert "a model has no EMA weights" in message(tiny(), tmp_path / "out", ema=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    assert "holds other things ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
+    assert "contains other files ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
     assert "has no 'state_dict'; build the model, load the weights and pass it to timm_ortho.hub.push" in message(
@@ -423,11 +422,11 @@ def test_other_wrong_words(tmp_path):
     (tmp_path / "begun" / "switched").mkdir(parents=True)
     for name in ("run.yaml", "switched/args.yaml"):
         (tmp_path / "begun" / name).touch()
-    assert "begun is not finished: the command that began it continues it" in message(
+    assert "begun is not finished: repeat the command that started it" in message(
         tmp_path / "begun", tmp_path / "out")
     thesis = tmp_path / "full" / "thesis.tex"
     assert f"{thesis} is a file: choose another --output" in message(tiny(), thesis)
-    assert f"nothing can be written in {thesis}: " in message(tiny(), thesis / "out")
+    assert f"cannot write in {thesis}: " in message(tiny(), thesis / "out")
 
 
 def test_a_link_to_an_earlier_export_is_followed(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: models published there, and pulled from there."""
+"""Publish models on the Hugging Face Hub and load them from there."""
 from .errors import PublishError
 from .pulling import pull
 from .pushing import push

@@ -1,4 +1,4 @@
-"""A model out of a repository or a folder with a config.json, with the same care as one by its registered name."""
+"""Load a model from a repository of the Hub, or from a folder with a config.json."""
 import json
 from pathlib import Path
 from typing import Any, Dict, Union
@@ -13,36 +13,43 @@ from ..weights.checks import SAFE, safetensors_name, weights_in_folder
 
 
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
-    """A pretrained model of the Hub or of a folder, as ``timm.create_model("hf-hub:...", pretrained=True)`` makes it.
+    """Load a pretrained model from the Hub or a folder.
 
-    timm asks the Hub for config.json by itself, which takes it 23 seconds to minutes where there is no answer and ends
-    in "check your connection". This asks once, says within seconds what is wrong, and then has timm build the model
-    from files on this machine. What is in the cache is taken where the Hub gives nothing.
+    The result is that of ``timm.create_model("hf-hub:...", pretrained=True)``. timm alone reports a failure of the Hub
+    after 23 seconds to minutes, always as "check your connection". This function sends one request, reports the cause
+    within seconds, and lets timm build the model from local files. It uses cached files if the Hub cannot be reached.
+
+    >>> import tempfile, timm, timm_ortho
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     card = timm_ortho.hub.export(timm.create_model("vit_test_ortho"), folder, "me/my-model")
+    ...     model = pull(f"local-dir:{folder}", num_classes=2)
+    >>> model.num_classes
+    2
 
     Args:
-        source: ``owner/name``, with ``@revision`` if it is not the default branch and with or without
-            ``hf-hub:``; or a folder, as ``local-dir:DIR`` or as a Path.
-        cache_dir: The cache, if it is not huggingface_hub's own.
-        kwargs: What ``timm.create_model`` takes, before what config.json says.
+        source: ``owner/name`` or ``owner/name@revision``, optionally with the prefix ``hf-hub:``; or a folder, as
+            ``local-dir:DIR`` or as a Path.
+        cache_dir: Cache folder, huggingface_hub's by default.
+        kwargs: Arguments of ``timm.create_model``, which override those of config.json.
 
     Raises:
-        WeightsError: config.json or the weights cannot be had, or do not make a model.
+        WeightsError: config.json or the weights cannot be read, or do not fit the model.
     """
     name = f"local-dir:{source}" if isinstance(source, Path) else source
     if name.startswith("local-dir:"):
         folder = Path(name.removeprefix("local-dir:"))
         if not (folder / "config.json").is_file():
-            raise WeightsError(f"{name}: there is no config.json in it")
+            raise WeightsError(f"{name}: it contains no config.json")
         _check_config(folder / "config.json", name)
         weights_in_folder(folder)
         return timm.create_model(name, pretrained=True, **kwargs)
     hf_hub_id = name.removeprefix("hf-hub:")
-    check_repo_id(
-        split_revision(hf_hub_id)[0], WeightsError, f"; and a folder as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path")
+    repo_id = split_revision(hf_hub_id)[0]
+    check_repo_id(repo_id, WeightsError, f"; pass a folder as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path")
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
     _check_config(config, f"hf-hub:{hf_hub_id}")
-    # of one commit, whatever happens to the branch meanwhile; timm finds both in the cache then and asks nobody
-    commit = f"{split_revision(hf_hub_id)[0]}@{config.parent.name}"
+    # Use one commit for both files, even if the branch changes meanwhile. timm then finds both in the cache.
+    commit = f"{repo_id}@{config.parent.name}"
     fetch(commit, SAFE, cache_dir)
     model = timm.create_model(f"hf-hub:{commit}", pretrained=True, cache_dir=cache_dir, **kwargs)
     vars(model)["pretrained_cfg"]["hf_hub_id"] = hf_hub_id
@@ -50,16 +57,16 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
 
 
 def _check_config(file: Path, source: str) -> None:
-    """A config.json that is of a registered model, timm's own included, and that names no pickle."""
+    """Raise WeightsError unless a config.json names a registered architecture and no pickle."""
     try:
         config: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         architecture = config["architecture"]
         filename = config.get("pretrained_cfg", config).get("hf_hub_filename")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"{source}: its config.json is none of timm's: {type(error).__name__}: {error}") from error
+        raise WeightsError(f"{source}: its config.json is not timm's: {type(error).__name__}: {error}") from error
     if not timm.is_model(architecture):
         raise WeightsError(
             f"{source}: its config.json names the architecture '{architecture}', which is not registered with timm "
-            f"{timm.__version__}: import the package that has it, or update timm"
+            f"{timm.__version__}: import the package that registers it, or update timm"
             f"{did_you_mean(architecture, timm.list_models())}")
     safetensors_name(source, filename)

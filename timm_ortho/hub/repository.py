@@ -1,18 +1,19 @@
-"""A model, or what a training run left, as a folder that is a repository of the Hugging Face Hub.
+"""Write a model or a training run as a folder that is a repository of the Hugging Face Hub.
 
-| file | holds |
+| file | content |
 | --- | --- |
-| `model.safetensors` | the weights; no pickle is ever written |
-| `config.json` | architecture, the arguments that make this model of it, connection included, images, labels |
-| `README.md` | the card, see `card` |
-| `training.png` | the training curve, where it is a run; it takes matplotlib |
+| `model.safetensors` | the weights; no pickle is written |
+| `config.json` | the architecture and its arguments, connections included, how images are prepared, class names |
+| `README.md` | the model card, see `card` |
+| `training.png` | the training curve of a run; needs matplotlib |
 
-The folder is loaded again before anybody gets to see it, and has to give the same logits to the bit.
+The folder is loaded again before it is published and must give the same logits, bit for bit.
 """
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FunctionType
@@ -21,13 +22,13 @@ from typing import Any, Optional, Union
 import timm
 import torch
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from timm.data import create_dataset
-from timm.models import is_model, model_entrypoint
+from timm.models import is_model, model_entrypoint, save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
-from .._compat import current_arguments, save_config_for_hf
+from .._compat import current_arguments
 from .._images import data_config
 from .._text import error_text
 from ..arguments import connection_arguments
@@ -37,6 +38,7 @@ from ..hub_client.download import split_revision
 from ..hub_client.errors import check_repo_id, without_tokens
 from ..models.arguments import is_variant_argument, pop_connect_arguments, variant_argument
 from ..models.build import IMPORT_TAG, creation_arguments
+from ..models.names import is_variant
 from ..runs.folders import class_names, import_modules
 from ..skips.rewrites import ChangeOfBasis
 from .card import CURVE, Subject, draw_curve, model_card
@@ -45,7 +47,7 @@ from .trained_run import CheckpointRun, Run
 
 Model = Union[nn.Module, str, Path]
 
-_OTHER_START = ("pretrained_path", "initial_checkpoint")  # options of train.py that put other weights in their place
+_OTHER_WEIGHTS = ("pretrained_path", "initial_checkpoint")  # options of train.py that replace pretrained weights
 FILES = ("model.safetensors", "config.json", "README.md", CURVE)
 
 
@@ -60,81 +62,172 @@ def export(
         revision: Optional[str] = None,
         token: Optional[str] = None,
 ) -> ModelCard:
-    """Write what `hub.push` would send into a folder, and load it again.
+    """Write the files that `hub.push` uploads into a folder, and check that they load.
+
+    >>> import tempfile, timm
+    >>> model = timm.create_model("vit_test_ortho.digits", pretrained=True)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     card = export(model, folder, "me/my-model")
+    ...     logits = timm.create_model(f"local-dir:{folder}", pretrained=True)(torch.zeros(1, 3, 8, 8))
+    >>> card.data.library_name
+    'timm'
 
     Args:
-        model, repo_id, ema, labels, license, revision: As there.
-        folder: Replaced if it holds nothing but an earlier export.
-        token: What the texts must not hold, beside the token in use and what looks like one.
+        model, repo_id, ema, labels, license, revision: See :func:`timm_ortho.hub.push`.
+        folder: An earlier export in this folder is replaced.
+        token: A token that the files must not contain, in addition to the token in use.
 
     Returns:
         The card.
 
     Raises:
-        PublishError: It cannot be published, or the folder holds other files.
+        PublishError: The model cannot be published, or the folder contains other files.
     """
-    check_repo_id(repo_id, PublishError)
+    publication = Publication.of(model, repo_id, ema)
     folder = Path(folder).resolve()
-    run = None if isinstance(model, nn.Module) else CheckpointRun(Path(model), ema)
-    if run is None and ema:
-        raise PublishError("a model has no EMA weights beside its own: give the EMA's module itself, or a checkpoint")
-    built = _detached(model) if run is None else run_model(run)
-    began_with = getattr(built, "began_with", {})
-    if run is not None and run.options.get("pretrained") and not any(run.options.get(key) for key in _OTHER_START):
-        began_with = built.pretrained_cfg
-    base_model = split_revision(began_with.get("hf_hub_id") or "")[0] or None  # the Hub takes no revision there
-    base_license = began_with.get("license") or ""
-    share_alike = (f"The weights began as those of {base_model}, which are under {base_license}: share-alike, so that "
-                   "what is made of them is published under the same licence.")
-    config = _config(built, run, labels, license)
-    subject = Subject(
-        title=repo_id.rpartition("/")[2],
-        config=config,
-        parameters=sum(parameter.numel() for parameter in built.parameters()),
-        load=f"hf-hub:{repo_id}" + (f"@{revision}" if revision else ""),
-        imports=list(_imports(run, config)),
-        repo_id=repo_id,
-        revision=revision,
-        license=license,
-        base_model=base_model,
-        limits=[share_alike] if base_model and "-sa" in base_license else (),
-    )
-    curve = CURVE if run is not None and run.history else None
-    card = ModelCard(without_tokens(str(model_card(subject, run, curve)), token))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.")
+        scratch = TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.")
     except OSError as error:
-        raise PublishError(f"nothing can be written in {folder.parent}: {error.strerror}") from None
-    with made as scratch:
-        _write(Path(scratch), built, config, card, token)
-        if curve:
-            draw_curve(run, Path(scratch, curve))
-        _verify(Path(scratch), built, config)
-        _move(Path(scratch), folder)
+        raise PublishError(f"cannot write in {folder.parent}: {error.strerror}") from None
+    with scratch as name:
+        card = publication.write(Path(name), labels=labels, license=license, revision=revision, token=token)
+        _move(Path(name), folder)
     return card
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A model to publish.
+
+    Attributes:
+        model: A copy of the model on the CPU, in evaluation mode.
+        repo_id: `owner/name` of the repository.
+        run: The run that trained the model, if it is published from a run.
+        initial: `hf_hub_id` and `license` of the pretrained weights that training started with; empty without.
+    """
+
+    model: nn.Module
+    repo_id: str
+    run: Optional[CheckpointRun]
+    initial: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: Model, repo_id: str, ema: bool = False) -> "Publication":
+        """Check the name of the repository, and read the checkpoint or copy the model.
+
+        Raises:
+            PublishError: The name is invalid, or the model cannot be published.
+        """
+        check_repo_id(repo_id, PublishError)
+        if not isinstance(model, nn.Module):
+            run = CheckpointRun(Path(model), ema)
+            trained = run_model(run)
+            is_pretrained = run.options.get("pretrained") and not any(map(run.options.get, _OTHER_WEIGHTS))
+            return cls(trained, repo_id, run, trained.pretrained_cfg if is_pretrained else {})
+        if ema:
+            raise PublishError("a model has no EMA weights beside its own: pass the module of the EMA, or a checkpoint")
+        return cls(_detached(model), repo_id, None, getattr(unwrap_model(model), "began_with", {}))
+
+    def write(
+            self,
+            folder: Path,
+            *,
+            labels: Optional[Sequence[str]] = None,
+            license: Optional[str] = None,
+            revision: Optional[str] = None,
+            token: Optional[str] = None,
+    ) -> ModelCard:
+        """Write the repository into an empty folder, check that it loads, and return the card.
+
+        Args:
+            folder: An existing folder.
+            labels, license, revision: See :func:`timm_ortho.hub.push`.
+            token: A token that the files must not contain, in addition to the token in use.
+
+        Raises:
+            PublishError: The model cannot be published.
+        """
+        _check_finite(self.model)
+        config = self._save(folder, labels, license)
+        if without_tokens(text := json.dumps(config), token) != text:
+            raise PublishError("config.json would contain a token: remove it from the model's arguments and labels")
+        curve = CURVE if self.run is not None and self.run.history else None
+        card = model_card(self._subject(config, license, revision), self.run, curve)
+        card = ModelCard(without_tokens(str(card), token))
+        card.save(folder / "README.md")
+        if curve:
+            draw_curve(self.run, folder / curve)
+        _verify(folder, self.model, config)
+        return card
+
+    def _save(self, folder: Path, labels: Optional[Sequence[str]], license: Optional[str]) -> dict[str, Any]:
+        """Save weights and config.json as timm does, correct the arguments there, and return the configuration."""
+        connection = _connection_arguments(self.model)
+        arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
+        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # outdated after another connect
+        names = _labels(self.model, self.run, labels)
+        self.model.pretrained_cfg = _pretrained_cfg(
+            self.model, self.run, _architecture(self.model, connection), license)
+        try:
+            save_for_hf(
+                self.model, folder, safe_serialization=True, model_args=arguments,
+                model_config={"label_names": names} if names else None)
+        except (TypeError, ValueError) as error:
+            raise PublishError(f"config.json cannot store the arguments of the model: {error_text(error)}") from None
+        file = folder / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        # timm reads num_classes from the root; transformers' TimmWrapper fails if it is among the arguments too.
+        kept = {name: value for name, value in config.get("model_args", {}).items()
+                if name != "num_classes" and not is_variant_argument(name)}
+        config["model_args"] = {**kept, **connection}
+        name = config["architecture"]
+        tagged = {**config, "architecture": f"{name}.{IMPORT_TAG}" if is_variant(name) else name}
+        file.write_text(json.dumps(tagged, indent=2), encoding="utf-8")
+        return config
+
+    def _subject(self, config: Mapping[str, Any], license: Optional[str], revision: Optional[str]) -> Subject:
+        base_model = split_revision(self.initial.get("hf_hub_id") or "")[0] or None  # the Hub accepts no revision here
+        base_license = self.initial.get("license") or ""
+        share_alike = (f"Training started with the weights of {base_model}, whose license {base_license} is "
+                       "share-alike: publish derived weights under the same license.")
+        return Subject(
+            title=self.repo_id.rpartition("/")[2],
+            config=config,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            load=f"hf-hub:{self.repo_id}" + (f"@{revision}" if revision else ""),
+            imports=list(_imports(self.run, config)),
+            repo_id=self.repo_id,
+            revision=revision,
+            license=license,
+            base_model=base_model,
+            limits=[share_alike] if base_model and "-sa" in base_license else (),
+        )
 
 
 # --------------------------------------------------------------------------------------------- the model
 def _detached(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, in evaluation mode, out of the wrappers of DDP and torch.compile."""
+    """Return a contiguous copy on the CPU in evaluation mode, without the wrappers of DDP and torch.compile."""
     bare = unwrap_model(model)
     if any(isinstance(module, ChangeOfBasis) for module in bare.modules()):
         raise PublishError("the model was rewritten by timm_ortho.absorb or diagonalise, which no arguments of a "
-                           "variant can say: publish the one that it was made from")
+                           "variant reproduce: publish the original model")
     if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
-        raise PublishError(f"{type(bare).__name__} is not a classifier that timm.create_model made: it has no "
-                           "pretrained_cfg or no num_classes, and config.json could not say how to make it")
-    return deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
+        raise PublishError(f"{type(bare).__name__} is not a classifier of timm.create_model: it has no pretrained_cfg "
+                           "or no num_classes, which config.json needs")
+    copy = deepcopy(bare).cpu().to(memory_format=torch.contiguous_format).eval()
+    for tensor in (*copy.parameters(), *copy.buffers()):
+        tensor.data = tensor.data.contiguous()
+    return copy
 
 
-def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> nn.Module:
-    """Make a run's model as timm's train.py does, with the run's weights.
+def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) -> nn.Module:
+    """Build a run's model as timm's train.py does, with the run's weights.
 
     Args:
         run: A run of train.py or of the lab.
-        name: Another model that takes these weights, such as a variant with another connection.
-        given: Arguments of the model that override the run's.
+        name: Another model for these weights, such as a variant with another connection.
+        overrides: Arguments of the model that replace those of the run.
 
     Raises:
         PublishError: The weights do not fit the model, or a module of the run cannot be imported.
@@ -143,11 +236,12 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> n
     import_modules(options.get("device_modules"), PublishError)
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
-    if name != options["model"] or any(map(is_variant_argument, given)):
-        kwargs, connection = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}, None
-    else:
-        connection = run.connection if run.connection != kwargs.get("connection") else None  # switched in mid-training
-    kwargs.update(given)
+    connection = None
+    if name != options["model"] or any(map(is_variant_argument, overrides)):
+        kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
+    elif run.connection != kwargs.get("connection"):  # the run changed its connection
+        connection = run.connection
+    kwargs.update(overrides)
     size = options.get("input_size")
     try:
         model = timm.create_model(
@@ -163,7 +257,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **given: Any) -> n
             connect(model, **{**pop_connect_arguments(kwargs, connection), "connection": connection})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise PublishError(f"{run.path} is not of the model that its arguments describe, '{name}': "
+        raise PublishError(f"{run.path} does not fit the model of its arguments, '{name}': "
                            f"{error_text(error)}") from None
     return model.eval()
 
@@ -174,70 +268,32 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
         arguments = connection_arguments(model)
     except ValueError as error:
         raise PublishError(str(error)) from None
-    if not arguments and _is_variant(model):  # after disconnect
+    if not arguments and is_variant(model.pretrained_cfg.get("architecture")):  # after disconnect
         return {"connection": "linear"}
     return {variant_argument(name): value for name, value in arguments.items()}
 
 
-def _is_variant(model: nn.Module) -> bool:
-    name = model.pretrained_cfg.get("architecture")
-    return bool(name) and is_model(name) and model_entrypoint(name).__module__.startswith("timm_ortho.")
-
-
 def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
-    """The registered name under which the model's connections can be had."""
+    """Return the registered name that takes the arguments of the model's connections."""
     name = model.pretrained_cfg.get("architecture")
     if not name or not is_model(name):
-        raise PublishError(f"architecture '{name}' is not registered with timm, so nobody could load the model: make "
-                           "it with timm.create_model")
-    if _is_variant(model) or not connection:
+        raise PublishError(f"the architecture '{name}' is not registered with timm, so the published model could not "
+                           "be loaded: create it with timm.create_model")
+    if is_variant(name) or not connection:
         return name
     if not is_model(f"{name}_ortho"):
-        raise PublishError(f"there is no variant of '{name}' whose arguments could say its connections: timm-ortho "
-                           "list shows those that there are")
+        raise PublishError(f"'{name}' has no variant that takes the arguments of its connections: timm-ortho list "
+                           "prints the variants")
     return f"{name}_ortho"
 
 
 # -------------------------------------------------------------------------------------------- config.json
-def _config(
-        model: nn.Module,
-        run: Optional[Run],
-        labels: Optional[Sequence[str]],
-        license: Optional[str],
-) -> dict[str, Any]:
-    """What timm writes, with what it leaves out and without what transformers stumbles over.
-
-    The model, which is a copy of this module's own, gets the `pretrained_cfg` that is written.
-    """
-    connection = _connection_arguments(model)
-    made = {name: None if is_variant_argument(name) else value  # which the connections themselves say
-            for name, value in {**creation_arguments(model), **current_arguments(model)}.items()}
-    labels = _labels(model, run, labels)
-    model.pretrained_cfg = _pretrained_cfg(model, run, _architecture(model, connection), license)
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "config.json")
-        try:
-            save_config_for_hf(
-                model,
-                path,
-                model_config={"label_names": labels} if labels else None,
-                model_args=made,
-            )
-        except (TypeError, ValueError) as error:
-            raise PublishError(f"config.json cannot hold what the model was made with: {error_text(error)}") from None
-        config = json.loads(path.read_text(encoding="utf-8"))
-    # num_classes: timm takes it from the root; transformers' TimmWrapper hands on both, and Python refuses the second
-    arguments = {key: value for key, value in config.get("model_args", {}).items()
-                 if key != "num_classes" and not is_variant_argument(key)}
-    return {**config, "model_args": {**arguments, **connection}}
-
-
 def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
-    """Return lines of code that register the architecture and the connection where timm_ortho does not."""
+    """Return lines of code that register the architecture and the connection, unless timm_ortho registers them."""
     own = [module for module in (run and run.options.get("device_modules")) or () if module != "timm_ortho"]
     connection = config["model_args"].get("connection", "linear")
     make = CONNECTIONS[connection]
-    made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # a partial has none
+    made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # a partial has no module
     for module in own or dict.fromkeys((model_entrypoint(config["architecture"]).__module__, made_in)):
         if module == "__main__":
             yield f"# run the author's lines that register the connection '{connection}' here"
@@ -245,9 +301,9 @@ def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
             yield f"import {module}  # the author's own module"
 
 
-# In a pretrained_cfg: what belongs to other weights than these.
+# Fields of a pretrained_cfg that describe the weights of the base model.
 _OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "label_offset")
-_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # what an architecture recommends for its own weights
+_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # recommended for those weights
 
 
 def _pretrained_cfg(
@@ -267,7 +323,7 @@ _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop
 
 
 def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how images are prepared: by the options of a run, or else by the architecture's configuration."""
+    """Return how images are prepared: by the options of a run, and otherwise by the model's configuration."""
     config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
     channels, *size = config["input_size"]
     if model.pretrained_cfg.get("fixed_input_size"):
@@ -275,21 +331,21 @@ def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]
     return {**config, "input_size": (channels, *size)}
 
 
-def _labels(model: nn.Module, run: Optional[Run], given: Optional[Sequence[str]]) -> Optional[list[str]]:
-    if given is not None:
-        if len(given) != model.num_classes:
-            raise PublishError(f"there are {len(given)} labels for {model.num_classes} classes: give one for each, in "
-                               "the order of the classifier's outputs")
-        return list(given)
+def _labels(model: nn.Module, run: Optional[Run], requested: Optional[Sequence[str]]) -> Optional[list[str]]:
+    if requested is not None:
+        if len(requested) != model.num_classes:
+            raise PublishError(f"there are {len(requested)} labels for {model.num_classes} classes: pass one per "
+                               "class, in the order of the classifier's outputs")
+        return list(requested)
     if run is not None:
-        found = run.result.get("labels") or _labels_of_data(run.options)
+        names = run.result.get("labels") or _labels_of_data(run.options)
     else:
-        found = model.pretrained_cfg.get("label_names")
-    return list(found) if found and len(found) == model.num_classes else None
+        names = model.pretrained_cfg.get("label_names")
+    return list(names) if names and len(names) == model.num_classes else None
 
 
 def _labels_of_data(options: Mapping[str, Any]) -> Optional[list[str]]:
-    """The class names of the data set, where it still lies where the run had it."""
+    """Return the class names of the run's data set if it still exists at the path of the run."""
     root = options.get("data_dir") or options.get("data")
     name = options.get("dataset") or ""
     if not root or not Path(root).is_dir() or name.partition("/")[0] in ("hfds", "hfids", "tfds", "wds"):
@@ -299,28 +355,20 @@ def _labels_of_data(options: Mapping[str, Any]) -> Optional[list[str]]:
             name, root=root, split=options.get("val_split") or "validation", is_training=False,
             class_map=options.get("class_map") or ""))
     except (RuntimeError, OSError, AssertionError, ValueError, ImportError):
-        return None  # moved or incomplete: then the repository has numbers for labels, which is no error
+        return None  # moved or incomplete; class names are optional
 
 
 # -------------------------------------------------------------------------------------------- the folder
-def _write(folder: Path, model: nn.Module, config: Mapping[str, Any], card: ModelCard, token: Optional[str]) -> None:
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+def _check_finite(model: nn.Module) -> None:
+    weights = model.state_dict()
     broken = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken:
-        raise PublishError(f"{len(broken)} of {len(weights)} tensors hold NaN or infinities, {broken[0]} among them: "
-                           "the training diverged, and nobody can use these weights")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tag = f".{IMPORT_TAG}" if _is_variant(model) else ""
-    text = json.dumps({**config, "architecture": config["architecture"] + tag}, indent=2)
-    if without_tokens(text, token) != text:
-        raise PublishError("config.json would hold what looks like a token: take it out of the model's arguments and "
-                           "labels")
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    card.save(folder / "README.md")
+        raise PublishError(f"{len(broken)} of {len(weights)} tensors contain NaN or infinities, for example "
+                           f"{broken[0]}: the training diverged")
 
 
 def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Loads the folder anew and compares, weights and logits, to the bit."""
+    """Load the folder and compare its weights and logits with the model's, bit for bit."""
     images = torch.randn(2, *config["pretrained_cfg"]["input_size"], generator=torch.Generator().manual_seed(0))
     dtype = next(model.parameters()).dtype
     try:
@@ -329,20 +377,20 @@ def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
         with torch.no_grad():
             same = torch.equal(loaded.eval()(images.to(dtype)), model(images.to(dtype)))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise PublishError(f"config.json does not make this model again: {error_text(error)}. What it was made with is "
-                           "stored; what was changed by hand afterwards cannot be") from None
+        raise PublishError(f"config.json does not reproduce this model: {error_text(error)}. It stores the arguments "
+                           "of the model, but not later changes by hand") from None
     if not same:
-        raise PublishError("the model that config.json makes has other logits than this one: it was changed by hand "
-                           "after it was made, in a way that arguments cannot say")
+        raise PublishError("the model of config.json has other logits than this one: a later change by hand is not "
+                           "stored in its arguments")
 
 
 def _move(scratch: Path, folder: Path) -> None:
     if folder.exists():
         if not folder.is_dir():
             raise PublishError(f"{folder} is a file: choose another --output")
-        strangers = [item.name for item in folder.iterdir() if item.name not in FILES]
-        if strangers:
-            raise PublishError(f"{folder} holds other things ('{strangers[0]}'): choose another --output")
+        others = [item.name for item in folder.iterdir() if item.name not in FILES]
+        if others:
+            raise PublishError(f"{folder} contains other files ('{others[0]}'): choose another --output")
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(exist_ok=True)

@@ -140,7 +140,6 @@ class Skip(nn.Module):
         branches: B of the idempotent maps, 1 for the others.
         seed: What the rotations are drawn from, empty for other maps.
         rank: Of P.
-        asked: The arguments of :func:`timm_ortho.connect` that it was made with, by name, the default ones left out.
     """
 
     matrices: List[List[List[float]]]
@@ -157,7 +156,6 @@ class Skip(nn.Module):
         self.branches = branches
         self.seed = seed
         self.matrices = factors(width, seed) if name.startswith("orthogonal") else []
-        self.asked: Dict[str, Any] = {"skip": name}
 
     @property
     def rank(self) -> int:
@@ -287,7 +285,6 @@ def create_skip(
             raise ValueError(f"{name} must be a whole number, got {value!r}")
     if branches is not None and rank is not None:
         raise ValueError(f"branches and rank say the same thing: give one, got branches={branches} and rank={rank}")
-    asked = dict(skip_branches=branches, skip_rank=rank, skip_seed=seed or None)
     if skip.startswith("idempotent"):
         branches = branches or width if rank is None else _branches_of(skip, width, rank)
         if width % branches:
@@ -295,6 +292,4 @@ def create_skip(
                 f"branches must divide the width of the stream, got {branches} branches of {width} channels")
     elif rank not in (None, width):
         raise ValueError(f"{skip} has full rank, {width} for this stream, got rank={rank}")
-    made = Skip(skip, width, dim, **SKIPS[skip][1](branches=branches, count=count, seed=seed, site=site))
-    made.asked.update({name: value for name, value in asked.items() if value is not None})
-    return made
+    return Skip(skip, width, dim, **SKIPS[skip][1](branches=branches, count=count, seed=seed, site=site))
