@@ -1,18 +1,18 @@
-"""Put the weights of a finished comparison into the package, with tensors to check them by.
+"""Put the weights of a finished comparison into the package, with the tensors that tests compare them with.
 
     timm-ortho compare --recipe vit_test_digits --output output/vit_test_digits
-    python scripts/make_test_weights.py output/vit_test_digits
-    python scripts/readme_results.py output/vit_test_digits vit_test_digits
+    python -m scripts.make_test_weights output/vit_test_digits
+    python -m scripts.publish --name vit_test_digits output/vit_test_digits
 
-The second command writes, for each connection, two files in ``timm_ortho/weights``, from the run with seed 0 after its
-last epoch:
+The second command writes two files for each connection into `timm_ortho/weights`, from the run with seed 0 after its last
+epoch:
 
-    vit_test_ortho.digits.safetensors           the weights, in float32; in the header what the run was and reached
-    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each digit, as the model gets it
+    vit_test_ortho.digits.safetensors           the weights in float32; the header describes the run and its accuracy
+    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each digit, ready for the model
                                                 output: the logits; features, pre_logits: as timm's tests store them
                                                 target: the digits
 
-The third puts the figures of all runs into ``model_cards/results``, which the card is made from.
+The third command publishes the numbers of all runs, from which the cards are made.
 """
 import json
 import sys
@@ -21,12 +21,13 @@ from pathlib import Path
 import timm
 import torch
 from safetensors.torch import save_file
-from study_results import commit_before
 
 import timm_ortho
 from timm_ortho.lab.data import Digits
 from timm_ortho.models.names import SUFFIXES
 from timm_ortho.weights.pretrained import weights_file
+
+from .publish import commit_before
 
 ROOT = Path(__file__).parents[1]
 SEED = 0
@@ -57,7 +58,7 @@ def main(folder: Path) -> None:
 
 
 def check_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What one pass over ten images gives, one of each digit: float32, [10, ...]."""
+    """Return the float32 tensors of one pass over ten images, one of each digit, each of shape [10, ...]."""
     held_out = Digits(training=False)
     held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
     chosen = [held_out.targets.index(digit) for digit in range(10)]
@@ -67,9 +68,9 @@ def check_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         features = model.forward_features(images)
         pre_logits = model.forward_head(features, pre_logits=True)
         output = model(images)
-    found = {"input": images, "target": torch.arange(10), "features": features, "pre_logits": pre_logits,
-             "output": output}
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}  # no views
+    tensors = {"input": images, "target": torch.arange(10), "features": features, "pre_logits": pre_logits,
+               "output": output}
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}  # no views
 
 
 if __name__ == "__main__":

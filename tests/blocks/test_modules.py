@@ -1,4 +1,4 @@
-"""Models of several modules of timm train and can be exported; `scripts/check_modules.py` does it with all of them."""
+"""Models of several modules of timm train and can be exported; `scripts/checks/modules.py` does it with all of them."""
 import pytest
 import torch
 from helpers.module_checks import compiles, exports, model_of, runs_as_onnx, trains

@@ -1,7 +1,7 @@
 """Check that a small model of a timm module trains, compiles and can be exported.
 
 Each check takes the name of a model in `small_models.py` and a connection, or None for timm's own additions, and raises
-AssertionError on failure. `blocks/test_modules.py` runs a sample, `scripts/check_modules.py` runs all.
+AssertionError on failure. `blocks/test_modules.py` runs a sample, `scripts/checks/modules.py` runs all.
 """
 from functools import cache
 

@@ -13,12 +13,13 @@ import torch
 import yaml
 from helpers.trained_runs import lab_grid, timm_run
 from huggingface_hub import ModelCard
-from recorded import RecordedRun, read_comparison
 
+from scripts import publish
+from scripts.pages.cards import PublishedRun
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
 from timm_ortho.hub import PublishError, card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
-from timm_ortho.hub.trained_run import CheckpointRun
+from timm_ortho.hub.trained_run import CheckpointRun, comparison_rows
 from timm_ortho.runs.folders import class_names, load_checkpoint
 
 CONFIG = {
@@ -82,7 +83,7 @@ def test_metadata_is_the_run_with_its_spread(grid):
 def test_every_figure_of_the_results_is_in_the_files(grid):
     run = CheckpointRun(grid / "feature-seed0")
     text = section(model_card(SUBJECT, run), "Results")
-    rows = read_comparison(grid / "results.json")["summary"]
+    rows = comparison_rows(json.loads((grid / "results.json").read_text()))
     known = {f"{value:.2f}" for value in [*run.peers.values(), run.top1_mean, run.top1_std]}
     known |= {f"{row[key]:.2f}" for row in rows for key in ("top1_mean", "top1_std")}
     difference = rows[1]["difference"]
@@ -190,21 +191,12 @@ def test_without_a_table_nothing_is_measured(tmp_path):
     assert "the run's files have no row for their epoch" in str(card)
 
 
-def test_kept_results_make_the_same_figures(grid):
-    kept, run = RecordedRun(grid / "results.json", "feature", 0), CheckpointRun(grid / "feature-seed0")
+def test_published_numbers_make_the_same_figures(grid, tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")
+    folder = publish.publish(grid, tmp_path, "mine")
+    kept, run = PublishedRun(folder, "feature", 0), CheckpointRun(grid / "feature-seed0")
     assert figures(model_card(SUBJECT, kept)) == figures(model_card(SUBJECT, run))
-    assert (kept.options["model_kwargs"], kept.history) == (run.options["model_kwargs"], run.history)
-
-
-def test_kept_results_as_a_whole(grid):
-    card = model_card(Subject("comparison"), RecordedRun(grid / "results.json"))
-    rows = {row["connection"]: row for row in read_comparison(grid / "results.json")["summary"]}
-    assert figures(card) == {
-        f"top-1 after the last epoch, {name}, mean over seeds, %": (
-            pytest.approx(row["top1_mean"], abs=1e-4),
-            {"std": pytest.approx(row["top1_std"], abs=1e-4), "seeds": [0, 1, 2]})
-        for name, row in rows.items()}
-    assert "create_model" not in str(card)
+    assert kept.options["model_kwargs"] == run.options["model_kwargs"]
 
 
 # --------------------------------------------------------------------------------------- what else it says
@@ -386,8 +378,3 @@ def test_weights_without_arguments_are_refused(tmp_path):
     torch.save([1], tmp_path / "list.pth.tar")
     with pytest.raises(PublishError, match="has no 'state_dict'"):
         CheckpointRun(tmp_path / "list.pth.tar")
-
-
-def test_kept_results_without_the_run_are_refused(grid):
-    with pytest.raises(PublishError, match=r"has no run of connection global, seed 0: it has linear-seed0, feature-"):
-        RecordedRun(grid / "results.json", "global", 0)

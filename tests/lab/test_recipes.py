@@ -7,7 +7,6 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
-import make_recipes
 import numpy as np
 import pytest
 import timm
@@ -20,6 +19,7 @@ from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import timm_ortho
+from scripts.pages import recipes
 from timm_ortho import cli
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import recipe
@@ -195,29 +195,11 @@ def test_commands_train_the_papers_batch(name):
 
 
 # ------------------------------------------------------------------------------------------- generator
-@pytest.fixture
-def check(monkeypatch):
-    monkeypatch.setattr(make_recipes.sys, "argv", ["make_recipes.py", "--check"])
-
-
-@pytest.mark.usefixtures("check")
-def test_the_files_are_what_the_generator_writes(capsys):
-    assert make_recipes.main() == 0
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("check")
-def test_check_names_what_differs_and_writes_nothing(capsys, monkeypatch, tmp_path):
-    for name in NAMES[1:]:
-        (tmp_path / f"{name}.yaml").write_text(text(name), encoding="utf-8")
-    changed = tmp_path / f"{NAMES[2]}.yaml"
-    changed.write_text(text(NAMES[2]).replace("lr: 5.0e-4", "lr: 5.0e-3"), encoding="utf-8")
-    before = {path: path.read_text() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(make_recipes, "FOLDER", tmp_path)
-    assert make_recipes.main() == 1
-    assert capsys.readouterr().err.splitlines() == [
-        f"{name}.yaml differs from what scripts/make_recipes.py writes" for name in (NAMES[0], NAMES[2])]
-    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+def test_the_files_are_what_the_generator_writes():
+    texts = recipes.texts(ROOT)
+    assert {path.stem for path in texts} == set(NAMES)
+    for path, wanted in texts.items():
+        assert path.read_text(encoding="utf-8") == wanted, path.name
 
 
 # ------------------------------------------------------------------------------------------------ lab

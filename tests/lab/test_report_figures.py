@@ -1,5 +1,4 @@
 """The figures of reports: what they draw, and that nothing is cut off or runs into something else."""
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +7,7 @@ import pytest
 import scipy.stats
 from helpers.made_up_runs import GRIDS, RECORDED, run_of, runs_of, study_of, train_py_run
 
-from timm_ortho.lab.reporting import plots as figures, report
+from timm_ortho.lab.reporting import plots as figures, published, report
 from timm_ortho.lab.reporting.plots import STYLES, Panel, lines_chart, style
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results" / "studies"
@@ -66,8 +65,8 @@ def test_nothing_is_cut_off(name, narrow):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMITTED)
 def test_nothing_is_cut_off_of_what_is_committed(name):
-    values = json.loads((RESULTS / name / "results.json").read_text())
-    for figure_name, figure in drawn(values["study"], values["runs"]).items():
+    study, runs, _ = published.read(RESULTS / name)
+    for figure_name, figure in drawn(study, runs).items():
         assert_fits(figure_name, figure)
 
 

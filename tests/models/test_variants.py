@@ -27,7 +27,7 @@ SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_
 
 # One architecture in twelve is built on the meta device, with -m slow one in three, with -m whole all. Some of SMALLEST
 # are run at full width and depth, with -m slow the rest of SMALLEST, with -m whole all up to RUN_UP_TO parameters.
-# scripts/check_linear.py runs the larger architectures.
+# scripts/checks/linear.py runs the larger architectures.
 SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
 
@@ -91,7 +91,7 @@ def test_the_tag_determines_the_sizes():
 @pytest.mark.parametrize("base", whole_but(SMALLEST[::3], SMALLEST))
 def test_linear_is_timms_model_bit_for_bit(base):
     if sum(p.numel() for p in model_on_meta(base).parameters()) > RUN_UP_TO:
-        pytest.skip("large: run by scripts/check_linear.py")
+        pytest.skip("large: run by scripts/checks/linear.py")
     compare_with_host(base)
 
 

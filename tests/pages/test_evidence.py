@@ -1,18 +1,16 @@
-"""scripts/contrasts.py, hypotheses.py, provenance.py and evidence.py: what docs/evidence.md says of the runs."""
+"""scripts/pages/contrasts.py, hypotheses.py, provenance.py and evidence.py: what docs/evidence.md says of the runs."""
 import itertools
 import json
 import random
 import shutil
 from pathlib import Path
 
-import contrasts
-import evidence
-import hypotheses
-import provenance
 import pytest
 from scipy import stats
 
+from scripts.pages import contrasts, evidence, hypotheses, provenance, studies as pages
 from timm_ortho.lab.planning import design
+from timm_ortho.lab.reporting import published
 from timm_ortho.lab.reporting.statistics import holm, paired_difference
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +160,7 @@ LOWER = [-value for value in HIGHER]
 @pytest.fixture
 def only_study(monkeypatch):
     """There are results of `study` and of no other."""
-    monkeypatch.setattr(contrasts, "results_file", lambda study: ROOT / {"study": "README.md"}.get(study, "nothing"))
+    monkeypatch.setattr(contrasts, "is_published", lambda study: study == "study")
 
 
 @pytest.mark.parametrize(("values", "claims", "equivalent", "said"), [
@@ -217,19 +215,6 @@ def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
     for study, weights in hypothesis.contrast.parts:
         variants = design.load(study.partition("-")[0], "small").variants({"dataset": "digits"})
         assert set(weights) <= {(*variant.cell.values(), variant.final_connection) for variant in variants}
-
-
-@pytest.mark.parametrize(("page", "said", "changed"), [
-    ("docs/evidence.md", "411 runs", "412 runs"), ("README.md", "expect little", "expect much")])
-def test_the_pages_are_what_the_runs_say(tmp_path, page, said, changed):
-    evidence.main(check=True)
-    for copied in ("docs/evidence.md", "README.md"):
-        (tmp_path / copied).parent.mkdir(exist_ok=True)
-        text = (ROOT / copied).read_text(encoding="utf-8")
-        assert copied != page or said in text
-        (tmp_path / copied).write_text(text.replace(said, changed) if copied == page else text)
-    with pytest.raises(SystemExit, match="differs from the runs"):
-        evidence.main(check=True, root=tmp_path)
 
 
 def test_every_hypothesis_that_was_written_down_has_a_row():
@@ -302,7 +287,7 @@ def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
         run["made_with"] = {**made[run["seed"]], **({"cpu": "other"} if other else {})}
     monkeypatch.setattr(provenance, "runs_of", contrasts.runs_of)
     monkeypatch.setattr(provenance, "studies_of", lambda part: ["confirm_x-digits-small"])
-    monkeypatch.setattr(provenance, "results_file", lambda study: Path(__file__))
+    monkeypatch.setattr(provenance, "is_published", lambda study: True)
     history = {"one": {"commits": {"aaaaaaaa": "not in the history", "bbbbbbbb": "before", "cccccccc": "after"}}}
     assert provenance.elsewhere("one", history) == {"confirm_x-digits-small": {
         "runs": 4, "seeds": [100, 101], "commits": ["aaaaaaa", "bbbbbbb"], "last": "2026-01-02 03:04"}}
@@ -353,9 +338,9 @@ def sweep(runs, monkeypatch, leads):
     adjusted = holm([paired_difference(lead, [0.0] * 5).p for lead in [*leads.values()] * 2])  # top-1 and top-5
     summary = [{"measure": "top1", "cell": {"lr": rate}, "difference": {"p_holm": p}}
                for rate, p in zip(leads, adjusted, strict=False)]
-    monkeypatch.setattr(hypotheses, "results", lambda study: {"summary": [
+    monkeypatch.setattr(hypotheses, "summary_of", lambda study: [
         *summary, {"measure": "top1", "cell": {"lr": 5e-4}, "difference": None},
-        {"measure": "top5", "cell": {"lr": 4e-3}, "difference": {"p_holm": 0.0}}]})
+        {"measure": "top5", "cell": {"lr": 4e-3}, "difference": {"p_holm": 0.0}}])
     return hypotheses.Sweep.of("study", "digits", tuple(leads))
 
 
@@ -379,7 +364,7 @@ def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
 def test_the_published_sweeps_are_significant_where_their_reports_say_so():
     found = [hypotheses.Sweep.of(study, data, rates) for _, study, data, rates in hypotheses.RATE_STUDIES]
     for of, (_, study, data, _) in zip(found, hypotheses.RATE_STUDIES, strict=True):
-        reported = [entry["difference"] for entry in contrasts.results(f"{study}-{data}-small")["summary"]
+        reported = [entry["difference"] for entry in contrasts.summary_of(f"{study}-{data}-small")
                     if entry["measure"] == "top1" and entry["difference"] and entry["difference"]["p_holm"] < 0.05]
         assert [of.found[rate].found.mean for rate in (*of.significant(-1), *of.significant(1))] == pytest.approx(
             [difference["mean"] for difference in reported], abs=1e-5)
@@ -397,10 +382,10 @@ def part_two(tmp_path, monkeypatch):
     """Made-up results of S0 to S4 beside the published ones."""
     studies = tmp_path / "studies"
     studies.mkdir()
-    for path in contrasts.RESULTS.iterdir():
+    for path in pages.RESULTS.iterdir():
         if path.name != "studies":
             (tmp_path / path.name).symlink_to(path)
-    for path in (contrasts.RESULTS / "studies").iterdir():
+    for path in (pages.RESULTS / "studies").iterdir():
         (studies / path.name).symlink_to(path)
     noise = random.Random(0)
     for name, data, classes in (("cifar_rates", "cifar10", 10), ("cifar_accuracy", "cifar10", 10),
@@ -415,14 +400,10 @@ def part_two(tmp_path, monkeypatch):
                 "history": history, "labels": [str(label) for label in range(classes)], "seconds": 10.0, "loss": 1.0,
                 "parameters": 1,
                 "made_with": {"commit": "c" * 40, "cpu": "one", "torch": "2", "end": "2026-12-01T00:00"}})
-        (studies / f"{name}-{data}-small").mkdir()
-        (studies / f"{name}-{data}-small" / "results.json").write_text(json.dumps({
-            "study": {"kind": "training"}, "runs": made, "summary": []}))
-    for module in (contrasts, evidence, provenance):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    contrasts.results.cache_clear()
-    yield
-    contrasts.results.cache_clear()
+        study = {"name": name, "title": name, "kind": "training", "dataset": data, "connections": ["linear", "feature"],
+                 "axes": dict(found.grid), "seeds": list(range(found.seeds))}
+        published.write(studies / f"{name}-{data}-small", study, made)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
 
 
 def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):

@@ -1,11 +1,11 @@
-"""scripts/linear_floor.py: what a linear classifier reaches on a run's images."""
+"""scripts/checks/linear_floor.py: what a linear classifier reaches on a run's images."""
 import json
 
-import linear_floor
 import numpy as np
 from helpers.tiny_study import STUDY
 from sklearn.linear_model import RidgeClassifier
 
+from scripts.checks import linear_floor
 from timm_ortho import cli
 from timm_ortho.lab.data import Digits
 

@@ -5,7 +5,6 @@ import re
 import shlex
 from pathlib import Path
 
-import make_cards
 import pytest
 import timm
 import yaml
@@ -18,7 +17,7 @@ from timm_ortho.models import arguments
 ROOT = Path(__file__).parents[2]
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*.md")])
-BY_HAND = [path for path in PAGES if path.parent in (ROOT, ROOT / "docs") or path.name in make_cards.BY_HAND]
+BY_HAND = [path for path in PAGES if path.parent != ROOT / "model_cards" or path.name == "README.md"]
 IMPORTS = "import runpy, timm, torch; import timm_ortho"
 
 
@@ -89,7 +88,6 @@ def test_train_pys_model_kwargs_are_those_of_the_readme():
 def test_every_page_is_one_click_from_readme():
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in targets(ROOT / "README.md")}
     assert {path for path in BY_HAND if path.name != "README.md"} <= linked
-    assert ROOT / "docs" / "evidence.md" in linked
 
 
 @pytest.mark.parametrize("path", PAGES, ids=ids)

@@ -1,9 +1,10 @@
-"""scripts/rates.py: the rules that choose rates and a recipe, and the gate."""
+"""scripts/checks/rates.py: the rules that choose rates and a recipe, and the gate."""
 import math
 
 import pytest
-import rates
 from helpers.tiny_study import STUDY, planned, request, written
+
+from scripts.checks import rates
 
 
 def run(recipe, connection, lr, top1, loss=1.0):

@@ -1,9 +1,10 @@
-"""scripts/readme_bench.py: the tables of costs in README and docs/speed.md follow from the rows of bench."""
+"""scripts/pages/speed.py: the tables of costs in README and docs/speed.md follow from the rows of bench."""
 import csv
 
 import pytest
-import readme_bench
 
+from scripts.pages import speed
+from scripts.pages.marked import begin, end
 from timm_ortho.bench.options import DEFAULTS
 from timm_ortho.bench.report import COLUMNS
 
@@ -12,7 +13,7 @@ def fake_csv(folder, name, rows):
     common = dict(device="cpu", cpu="Some CPU, 2 cores, 2 threads", torch="2.9", triton="3.5", timm="1.0.31", driver="",
                   commit="0123456789abcdef-dirty", date="2026-01-02T03:04:05+00:00", command="timm-ortho bench",
                   baseline="linear")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / name, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -31,7 +32,7 @@ def operator_row(step, candidate, **more):
 
 
 def lines_of(results, on):
-    text = readme_bench.section(readme_bench.rows_of(results))
+    text = speed.section(speed.rows_of(results))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()
             if line.startswith(f"| {on} ")]
 
@@ -58,14 +59,14 @@ def test_the_tables_of_speed(tmp_path):
     assert [line[1:4] for line in others] == [["vit_small 1x3x32x32", "training", "1,500.0"]]
     assert others[0][-3:] == ["1.200 [1.100, 1.300]", "0.900 [0.800, 1.000]", "not measured"]
     assert operator[:3] == ["CPU, Some CPU", "16x197x384, tokens", "float32, global"]
-    cells = dict(zip(readme_bench.FORMULAS, operator[3:-1], strict=True))
+    cells = dict(zip(speed.FORMULAS, operator[3:-1], strict=True))
     assert (cells["torch"], cells["triton"], operator[-1]) == ("1.50 (61%, 70%)", "not measured", "2.5 (torch)")
     unmeasured = lines_of(tmp_path, "GPU")
     assert [line[1] for line in unmeasured] == [
-        *DEFAULTS["cuda"]["models"], *DEFAULTS["cuda"]["shapes"], *readme_bench.LAUNCHES]
+        *DEFAULTS["cuda"]["models"], *DEFAULTS["cuda"]["shapes"], *speed.LAUNCHES]
     assert all(set(line[2:]) == {"not measured"} for line in unmeasured)
     assert ("* CPU, Some CPU: `timm-ortho bench`; Some CPU, 2 cores, 2 threads; torch 2.9, triton 3.5, timm 1.0.31; "
-            "commit 0123456789ab with changes, 2026-01-02") in readme_bench.section(readme_bench.rows_of(tmp_path))
+            "commit 0123456789ab with changes, 2026-01-02") in speed.section(speed.rows_of(tmp_path))
 
 
 def test_rows_of_a_gpu(tmp_path):
@@ -77,14 +78,14 @@ def test_rows_of_a_gpu(tmp_path):
     model, operator = lines_of(tmp_path, "NVIDIA H100")
     assert (model[1], model[-1]) == ("vit_small_ortho(depth=2)", "1.002")
     assert operator[-1] == "8.0 (triton)"
-    assert [line[1] for line in lines_of(tmp_path, "GPU")] == list(readme_bench.LAUNCHES)
+    assert [line[1] for line in lines_of(tmp_path, "GPU")] == list(speed.LAUNCHES)
     assert {line[1] for line in lines_of(tmp_path, "CPU")} == {
-        *DEFAULTS["cpu"]["models"], *DEFAULTS["cpu"]["shapes"], *readme_bench.LAUNCHES}
-    assert "driver 570.1, torch 2.9" in readme_bench.section(readme_bench.rows_of(tmp_path))
+        *DEFAULTS["cpu"]["models"], *DEFAULTS["cpu"]["shapes"], *speed.LAUNCHES}
+    assert "driver 570.1, torch 2.9" in speed.section(speed.rows_of(tmp_path))
 
 
 def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
-    assert readme_bench.opening(readme_bench.rows_of(tmp_path)) == "On a CPU: not measured. On a GPU: not measured."
+    assert speed.opening(speed.rows_of(tmp_path)) == "On a CPU: not measured. On a GPU: not measured."
     fake_csv(tmp_path, "bench_cpu.csv", [
         model_row("training", "eager", 1.3), model_row("training", "eager", 1.1, layout="nchw", model="resnetv2_50"),
         model_row("training", "eager", 1.074, layout="channels_last", model="resnetv2_50"),
@@ -92,7 +93,7 @@ def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
         model_row("training", "eager", 1.0, candidate="linear"), model_row("training", "eager", 2.0, model="vit_base"),
         dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate="ortho",
              ratio_p50="1.2", appendix_ratio_p50="0.9")])
-    text = " ".join(readme_bench.opening(readme_bench.rows_of(tmp_path)).split())
+    text = " ".join(speed.opening(speed.rows_of(tmp_path)).split())
     assert "(Some CPU). ViT-S: +30 % in eager mode; -2 % under `torch.compile`. ResNetV2-50: +7 to +10 % in" in text
     assert "0.90 to 0.90 times" in text
     assert "1.20 to 1.20 times" in text
@@ -103,12 +104,12 @@ def test_no_measurement_is_taken_twice(tmp_path):
     for name in ("bench_a.csv", "bench_b.csv"):
         fake_csv(tmp_path, name, [model_row("training", "eager", 1.3)])
     with pytest.raises(SystemExit, match="2 rows of vit_small are the same measurement"):
-        readme_bench.section(readme_bench.rows_of(tmp_path))
+        speed.section(speed.rows_of(tmp_path))
 
 
 def costs_of(results):
     lines = [[cell.strip() for cell in line.strip("|").split("|")]
-             for line in readme_bench.costs(readme_bench.rows_of(results)).splitlines()]
+             for line in speed.costs(speed.rows_of(results)).splitlines()]
     return lines[0], {line[0]: line[1:] for line in lines[2:]}
 
 
@@ -141,30 +142,20 @@ def test_readmes_table_of_costs(tmp_path):
     }
 
 
-def test_the_pages_are_held_to_the_rows(tmp_path, capsys):
-    pages = [tmp_path / "README.md", tmp_path / "docs" / "speed.md"]
-    pages[1].parent.mkdir()
-    opening = "{}\nold\n{}\n".format(*readme_bench.OPENING)
-    for page in pages:
-        page.write_text(f"before\n{opening}{readme_bench.BEGIN}\nold\n{readme_bench.END}\nafter\n")
-    fake_csv(tmp_path / "results", "bench_cpu.csv", [model_row("training", "eager", 1.3)])
-    assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 1
-    assert capsys.readouterr().err.count("run python scripts/readme_bench.py") == 3
-    assert all("old" in page.read_text() for page in pages)
-    assert readme_bench.main([], tmp_path, tmp_path / "results") == 0
-    assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 0
-    for page in pages:
-        text = page.read_text()
+def test_both_pages_get_the_rows(tmp_path):
+    readme, page = tmp_path / "README.md", tmp_path / "docs" / "speed.md"
+    page.parent.mkdir()
+    for path in (readme, page):
+        path.write_text("".join(f"before\n{begin(name)}\nold\n{end(name)}\nafter\n" for name in ("opening", "speed")))
+    fake_csv(tmp_path / "model_cards" / "results", "bench_cpu.csv", [model_row("training", "eager", 1.3)])
+    texts = speed.texts(tmp_path)
+    assert texts.keys() == {readme, page}
+    for text in texts.values():
         assert text.startswith("before\n")
         assert text.endswith("\nafter\n")
         assert "1.300 [1.290, 1.320]" in text
-        page.write_text(text.replace("1.300", "1.200"))
-        assert readme_bench.main(["--check"], tmp_path, tmp_path / "results") == 1
-        page.write_text("no markers")
-        with pytest.raises(SystemExit, match="has no"):
-            readme_bench.main([], tmp_path, tmp_path / "results")
-        page.write_text(text)
-
-
-def test_these_pages():
-    assert readme_bench.main(["--check"]) == 0
+    assert texts[readme].count("old") == 1  # README has no opening
+    assert "old" not in texts[page]
+    page.write_text("no markers")
+    with pytest.raises(SystemExit, match="has no '<!-- opening: "):
+        speed.texts(tmp_path)

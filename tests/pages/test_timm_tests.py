@@ -1,10 +1,11 @@
-"""scripts/timm_tests.py: which tests it runs of a file like timm's, what it makes of them, and where it goes on."""
+"""scripts/checks/timm_tests.py: the selection of tests, the reading of outcomes, and continuing."""
 import json
 from pathlib import Path
 
 import pytest
 import timm
-import timm_tests
+
+from scripts.checks import timm_tests
 
 ROOT = Path(__file__).parents[2]
 

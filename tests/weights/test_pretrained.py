@@ -16,6 +16,7 @@ import timm_ortho
 from timm_ortho import WeightsError, cli, sites
 from timm_ortho.lab.data import Digits
 from timm_ortho.lab.planning import recipe
+from timm_ortho.lab.reporting import published
 from timm_ortho.models.build import register
 from timm_ortho.models.meta import on_meta
 from timm_ortho.models.paper import ARCHITECTURES
@@ -307,8 +308,8 @@ def test_shipped_weights_reach_what_their_header_says(name):
         about = file.metadata()
     assert about["model"] == name
     assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # one image of 360
-    results = json.loads((ROOT / "model_cards" / "results" / "vit_test_digits.json").read_text())
-    run, = [run for run in results["runs"] if (run["connection"], run["seed"]) == (about["connection"], 0)]
+    _, runs, _ = published.read(ROOT / "model_cards" / "results" / "comparisons" / "vit_test_digits")
+    run, = [run for run in runs if (run["connection"], run["seed"]) == (about["connection"], 0)]
     assert run["top1"] == float(about["top1"])
     stored = load_file(pretrained.weights_file(f"{name}.digits").with_suffix(".tensors.safetensors"))
     first = x[[held_out.targets.index(digit) for digit in range(10)]]

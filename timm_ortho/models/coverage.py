@@ -1,4 +1,4 @@
-"""Which of timm's architectures have variants: ``coverage.json``, which ``scripts/coverage.py`` makes by building them.
+"""List timm's architectures that have variants, from `coverage.json`, which `scripts/checks/coverage.py` writes.
 
 Building takes far too long for an import, so the registry is compared with the file: an architecture of a module that
 is there has variants unless the file leaves it out, so that what a newer timm adds to a module is there too, and raises

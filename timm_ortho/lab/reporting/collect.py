@@ -10,14 +10,22 @@ from .. import LabError
 from ..folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
 from ..planning.plan import STUDY, read
 from ..running.features import add_cka
+from . import published
 
-Part = tuple[dict, list[dict], list[str]]  # study, runs and unfinished, as `report` takes them
+Part = tuple  # study, runs, unfinished and, of a published study, `recorded`, as `report.write` takes them
 
 
 def collect(folders: Sequence[Path]) -> list[Part]:
-    """What the folders hold: outputs of `timm-ortho study` and `compare`, and runs that `train.py` was given by hand,
-    each of which joins the first of these studies that has a place for it; a LabError if none has.
+    """What the folders hold: published studies, outputs of `timm-ortho study` and `compare`, and runs that `train.py`
+    was given by hand, each of which joins the first of these studies that has a place for it; a LabError if none has.
     """
+    finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
+    parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]
+    rest = [folder for folder in folders if folder not in finished]
+    return [*parts, *_of_outputs(rest)] if rest else parts
+
+
+def _of_outputs(folders: Sequence[Path]) -> list[Part]:
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
     plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without any, `read` says what is missing

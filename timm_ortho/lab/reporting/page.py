@@ -6,6 +6,9 @@ each other; in print nothing scrolls, and neither a plot nor a row is cut.
 import base64
 import io
 import re
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Callable, NamedTuple, Sequence, Union
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -56,14 +59,29 @@ class Grid(NamedTuple):
     wrap: bool = False
 
 
-class Picture(NamedTuple):
-    """A plot: its file below the report's folder, the SVG and one for narrow screens, the plot in words, a caption."""
+@dataclass(frozen=True)
+class Picture:
+    """A plot, drawn when its SVG is first read.
+
+    Attributes:
+        path: Its file, relative to the report's folder.
+        draw: Returns the figure, with `narrow=True` the one for narrow screens.
+        alt: The plot in words.
+        caption: The text below it.
+    """
 
     path: str
-    svg: str
-    narrow: str
+    draw: Callable[..., Figure]
     alt: str
     caption: str
+
+    @cached_property
+    def svg(self) -> str:
+        return svg(self.draw, Path(self.path).stem)
+
+    @cached_property
+    def narrow(self) -> str:
+        return svg(partial(self.draw, narrow=True), Path(self.path).stem)
 
 
 Block = Union[Heading, Text, Items, Code, Grid, Picture]
@@ -120,6 +138,6 @@ def text_table(table: Table) -> str:
 def svg(draw: Callable[[], Figure], salt: str) -> str:
     """The figure as SVG. The same figure with the same salt has the same bytes."""
     buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": salt}):
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):  # text remains text
         draw().savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

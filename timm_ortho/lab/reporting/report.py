@@ -44,8 +44,8 @@ For the other kinds `runs` are the rows of plain columns that `cost` makes: `ove
 which have none. `unfinished` is empty, `dataset` and `model` are None.
 """
 import json
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
@@ -137,7 +137,7 @@ def write_many(given: Sequence[tuple], folder: Path) -> str:
     single = len(parts) == 1
     title = parts[0].title if single else f"{len(parts)} studies"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    blocks = list(_document(parts))
+    blocks = list(document(parts))
     for block in blocks:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
@@ -149,7 +149,7 @@ def write_many(given: Sequence[tuple], folder: Path) -> str:
 
 
 # ----------------------------------------------------------------------------------------------- the document
-def _document(parts: Sequence[Part]) -> Iterator[Block]:
+def document(parts: Sequence[Part]) -> Iterator[Block]:
     """Return the answer, the blocks of each part, and the method; several parts have a heading each."""
     trained = any(part.runs and part.trains for part in parts)
     if trained:
@@ -175,7 +175,7 @@ def _sections(parts: Sequence[Part]) -> Iterator[Block]:
             if isinstance(block, Heading):
                 block = block._replace(level=3)
             elif isinstance(block, Picture):
-                block = block._replace(path=block.path.replace("/", f"/{name}_"))
+                block = replace(block, path=block.path.replace("/", f"/{name}_"))
             yield block
 
 
@@ -235,9 +235,7 @@ def _extras(extras: Iterable[tables.Extra]) -> Iterator[Block]:
 
 
 def _picture(drawing: Drawing) -> Picture:
-    path = f"figures/{drawing.name}.svg"
-    wide, narrow = (page.svg(partial(drawing.draw, narrow=narrow), drawing.name) for narrow in (False, True))
-    return Picture(path, wide, narrow, drawing.alt, drawing.caption)
+    return Picture(f"figures/{drawing.name}.svg", drawing.draw, drawing.alt, drawing.caption)
 
 
 def _label(entry: tables.Entry) -> str:

@@ -1,0 +1,1 @@
+"""Checks beyond the test suite: `python -m scripts.checks.NAME`."""

@@ -1,0 +1,75 @@
+"""Find the timm architectures that have variants, by building each of them.
+
+    python -m scripts.checks.coverage [MODULE ...]            write timm_ortho/models/coverage.json
+    python -m scripts.checks.coverage --check [MODULE ...]    write nothing; exit status 1 if the file differs
+
+Every architecture of timm's registry is built on the meta device and connected. It is covered if all of its residual
+blocks are in the table of families and at least one has a site; otherwise it is left out, with the reason. With names
+of timm's modules, only those modules are built and the rest of the file stays. All of them take a while: 1,300 models,
+the largest with thousands of modules. `python -m scripts.pages` then writes the table of docs/coverage.md.
+"""
+import argparse
+import json
+import sys
+import warnings
+
+import timm
+from timm.models import list_modules
+
+from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
+from timm_ortho.blocks.timm import NOT_RESIDUAL
+from timm_ortho.models import coverage
+from timm_ortho.models.meta import on_meta
+
+NO_SUMS = "no residual additions"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="of timm.models (default: all)")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if the file says something else")
+    args = parser.parse_args()
+    known = coverage.load()
+    wanted = args.modules or [name for name in list_modules() if coverage.architectures(name)]
+    found = {}
+    for module in wanted:
+        found[module] = survey(module)
+        covered, left_out = found[module]["covered"], found[module]["left_out"]
+        print(f"{module}: {len(covered)} covered, {len(left_out)} left out", flush=True)
+        if not args.check:
+            known["modules"] = dict(sorted({**known["modules"], **found}.items()))
+            known["timm"] = timm.__version__
+            coverage.FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    wrong = [module for module in wanted if found[module] != known["modules"].get(module)] if args.check else []
+    for module in wrong:
+        had = known["modules"].get(module)
+        print(f"{module}: {coverage.FILE.name} has {had}, found {found[module]}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def survey(module: str) -> dict:
+    """The architectures of a module of timm: sites of the covered ones, reasons for the others."""
+    covered, left_out = {}, {}
+    for name in coverage.architectures(module):
+        with on_meta(), warnings.catch_warnings(action="ignore"):  # of deprecated models
+            model = timm.create_model(name)
+        try:
+            covered[name] = len(sites(connect(model, "linear")))
+        except RoutingError as error:
+            left_out[name] = str(error)
+        except UnsupportedModelError as error:
+            left_out[name] = reason(model, error)
+    return {"covered": covered, "left_out": left_out}
+
+
+def reason(model, error: UnsupportedModelError) -> str:
+    """Why a model has no variant: what its blocks add instead, layers left out."""
+    if error.unsupported:
+        return f"residual blocks of unknown classes: {', '.join(error.unsupported)}"
+    classes = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]
+    reasons = [NOT_RESIDUAL[cls] for cls in classes if cls in NOT_RESIDUAL and cls.startswith("timm.models.")]
+    return "; ".join(dict.fromkeys(reasons)) or NO_SUMS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Measure the accuracy of a linear classifier on the raw pixels of a run's images.
+
+    python -m scripts.checks.linear_floor RUN ...    folders of runs; writes model_cards/results/floors/ridge.json
+
+Ridge regression on the pixels between 0 and 1 (scikit-learn's RidgeClassifier): `top1` with alpha 1, `best` with the
+best alpha of `ALPHAS` on the validation images. A network below it has learned less than a linear map, and differences
+between such networks say little.
+"""
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, Iterable
+
+import numpy as np
+from sklearn.linear_model import RidgeClassifier
+
+from timm_ortho.lab.data import open_source
+from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.planning.plan import read
+
+ALPHAS = (1, 10, 100, 1000, 10000)
+FILE = Path(__file__).parents[2] / "model_cards" / "results" / "floors" / "ridge.json"
+
+
+def floor(run: Path) -> dict[str, Any]:
+    """Return the top-1 accuracies in percent and the numbers of images."""
+    plan = RunPlan.read(run)
+    source = open_source(Namespace(**plan.stages[0].options), plan.hold_out)
+    (x, y), (of_validation, labels) = arrays(source.train), arrays(source.validation)
+    predicted = {alpha: RidgeClassifier(alpha=alpha).fit(x, y).predict(of_validation) for alpha in ALPHAS}
+    top1 = {alpha: round(100 * float(np.mean(of == labels)), 2) for alpha, of in predicted.items()}
+    alpha = max(ALPHAS, key=top1.__getitem__)
+    return {"top1": top1[1], "best": top1[alpha], "alpha": alpha,
+            "train": len(y), "validation": len(labels), "held_out": bool(plan.hold_out)}
+
+
+def arrays(images: Iterable) -> tuple[np.ndarray, np.ndarray]:
+    pixels, labels = zip(*((np.asarray(image, dtype=np.float32).ravel() / 255, label) for image, label in images),
+                         strict=True)
+    return np.stack(pixels), np.array(labels)
+
+
+def main(runs: Iterable[Path], file: Path = FILE) -> None:
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for run in runs:
+        study = read(run.parent)["study"]
+        name = "-".join([study["name"], study["dataset"].replace("/", "_"), study["scale"]])
+        found[name] = floor(run)
+        print(name, found[name])
+    file.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(map(Path, sys.argv[1:]))

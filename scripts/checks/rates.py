@@ -1,0 +1,139 @@
+"""Apply the rules of docs/hypotheses.md that choose learning rates and a recipe, and check the gate.
+
+    python -m scripts.checks.rates FOLDER ...    output folders of `timm-ortho study run cifar_rates`, taken together
+
+Exit status 1 if runs are missing, a chosen rate is the lowest or the highest, or the gate is not passed.
+"""
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.reporting.collect import collect
+
+from . import linear_floor
+
+Run = Mapping[str, Any]
+Means = Mapping[str, Mapping[float, float]]  # connection -> rate -> mean
+
+NEARLY, SAME_RECIPE = 0.3, 0.5  # points: rates that count as equally good; recipes that do
+ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # the gate of S0: points of accuracy, training loss
+
+
+def smoothing_floor(smoothing: float, classes: int) -> float:
+    """The entropy of smoothed labels, 1 - s + s / K for the true class and s / K elsewhere: the least cross entropy."""
+    rest, true = smoothing / classes, 1 - smoothing + smoothing / classes
+    return -true * math.log(true) - (classes - 1) * rest * math.log(rest) if smoothing else 0.0
+
+
+def means_of(runs: Iterable[Run], read: Callable[[Run], float] = lambda run: run["top1"]) -> Means:
+    values: dict[str, dict[float, list[float]]] = {}
+    for run in runs:
+        values.setdefault(run["connection"], {}).setdefault(run["cell"]["lr"], []).append(read(run))
+    return {connection: {rate: fmean(of) for rate, of in sorted(rates.items())} for connection, rates in values.items()}
+
+
+def choose(means: Mapping[float, float], nearly: float) -> float:
+    """The rate with the highest mean; of rates that are nearly as good the lowest."""
+    return min(rate for rate, mean in means.items() if mean >= max(means.values()) - nearly)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the runs of one recipe choose.
+
+    Attributes:
+        means: Mean accuracy on held-out images.
+        losses: Mean training loss of the last epoch.
+        rates: The rate of each connection.
+        shared: The rate of the means over both connections.
+        ridge: Accuracy of ridge regression on the same images, in percent.
+        floor: The label-smoothing floor.
+    """
+
+    means: Means
+    losses: Means
+    rates: Mapping[str, float]
+    shared: float
+    ridge: float
+    floor: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], ridge: float, floor: float, nearly: float = NEARLY) -> "Chosen":
+        means = means_of(runs)
+        common = set.intersection(*map(set, means.values()))
+        shared = choose({rate: fmean(of[rate] for of in means.values()) for rate in common}, nearly)
+        return cls(means, means_of(runs, lambda run: run["history"][-1]["train_loss"]),
+                   {connection: choose(of, nearly) for connection, of in means.items()}, shared, ridge, floor)
+
+    def margins(self, connection: str) -> tuple[float, float]:
+        """At the chosen rate: points above ridge regression, and training loss above the floor."""
+        rate = self.rates[connection]
+        return self.means[connection][rate] - self.ridge, self.losses[connection][rate] - self.floor
+
+    def passes(self, connection: str) -> bool:
+        accuracy, loss = self.margins(connection)
+        return accuracy >= ABOVE_RIDGE and loss >= ABOVE_FLOOR
+
+    @property
+    def edges(self) -> list[str]:
+        """The connections whose rate is the lowest or the highest that was tried."""
+        return [connection for connection, rate in self.rates.items()
+                if rate in (min(self.means[connection]), max(self.means[connection]))]
+
+
+def recipe_of(recipes: Mapping[str, Chosen]) -> str:
+    """The recipe in which linear, at its rate, has the higher mean, `paper` if they are close; F takes no part."""
+    accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
+    best = max(accuracy, key=accuracy.__getitem__)
+    return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best
+
+
+def by_recipe(runs: Iterable[Run], ridge: float, floor: float) -> dict[str, Chosen]:
+    runs = list(runs)
+    names = dict.fromkeys(run["cell"]["recipe"] for run in runs)
+    return {name: Chosen.of([run for run in runs if run["cell"]["recipe"] == name], ridge, floor) for name in names}
+
+
+def lines(recipes: Mapping[str, Chosen]) -> list[str]:
+    """The means, the choices and the gate, as Markdown."""
+    shown = recipe_of(recipes)
+    rates = sorted({rate for chosen in recipes.values() for of in chosen.means.values() for rate in of})
+    header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "rate", "above ridge", "loss above floor",
+              "gate"]
+    made = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
+    for name, chosen in recipes.items():
+        for connection, of in chosen.means.items():
+            accuracy, loss = chosen.margins(connection)
+            made.append(
+                f"| {name} | {connection} | {' | '.join(f'{of[rate]:.2f}' if rate in of else '-' for rate in rates)} "
+                f"| {chosen.rates[connection]:g} | {accuracy:+.2f} | {loss:+.3f} "
+                f"| {'passed' if chosen.passes(connection) else 'not passed'} |")
+    edges = [f"{name}, {connection}" for name, chosen in recipes.items() for connection in chosen.edges]
+    shared = ", ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
+    ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
+    return [*made, "",
+            f"Recipe of S1, S2 and S4: {shown}. Shared rates: {shared}. Ridge regression: {ridge:.2f} %; "
+            f"label-smoothing floor: {floor:.3f}. At the edge of the tried rates: {'; '.join(edges) or 'none'}."]
+
+
+def main(folders: Sequence[Path]) -> int:
+    parts = collect(folders)
+    missing = [name for _, _, unfinished in parts for name in unfinished]
+    if missing:
+        print(f"not finished: {', '.join(missing)}", file=sys.stderr)
+    runs = [run for _, of, _ in parts for run in of]
+    first = min(folders[0].glob("*/run.yaml")).parent
+    options = RunPlan.read(first).stages[0].options
+    recipes = by_recipe(runs, linear_floor.floor(first)["best"],
+                        smoothing_floor(options["smoothing"], options["num_classes"]))
+    print("\n".join(lines(recipes)))
+    mine = recipes[recipe_of(recipes)]
+    return int(bool(missing or mine.edges or not all(map(mine.passes, mine.rates))))
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(folder) for folder in sys.argv[1:]]))

@@ -1,0 +1,396 @@
+#!/usr/bin/env python3
+"""Runs timm's own model tests on the variants that `import timm_ortho` registers.
+
+    python -m scripts.checks.timm_tests [OPTIONS]    every variant, the smallest first; continues an earlier run
+
+    --marked              only the tests that timm's CI runs: much quicker
+    --above 100           only architectures of more than 100 million parameters
+    --spread              forty quick variants of as many kinds
+    --only NAME ...       only these variants: vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
+    --skip TRANSFORM      variants with this transform of the stream: --only test_vit_ortho --skip orthogonal_tp
+
+`tests/test_models.py` comes out of timm's source distribution, of the very version that is installed; it is downloaded
+into a cache folder and never becomes part of this project. Only `tests/` is unpacked, so that the installed timm is
+the one under test. In the process that runs them this file is a pytest plugin (`-p timm_tests`): it registers the
+variants before timm's tests list their models, keeps the tests of the models asked for, and writes down each outcome.
+
+A process that dies, for want of memory or of time, is followed by another for the tests that are left, the one that it
+died in first; that test has failed if the new process dies in it as well.
+
+A test that a variant fails is run on the architecture it was made from as well. Where that fails too, or where timm's
+own lists leave the architecture out of that test, it is reported but not held against the variant.
+"""
+import argparse
+import gc
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Dict, Iterable, List, Optional, Tuple
+
+import pytest
+
+# Quick variants of many kinds of blocks, stems, norms and heads; both scopes in turn.
+SPREAD = (
+    "test_vit_ortho", "test_vit3_orthog",  # Block; with LayerScale, registers and average pooling
+    "vit_base_patch16_rpn_224_ortho",  # ResPostBlock
+    "vit_pwee_patch16_reg1_gap_256_orthog",  # ParallelScalingBlock
+    "vit_dpwee_patch16_reg1_gap_256_ortho",  # DiffParallelScalingBlock, from timm 1.0.23
+    "vit_small_patch16_18x2_224_orthog",  # ParallelThingsBlock
+    "deit_tiny_distilled_patch16_224_ortho",  # two heads
+    "resnetv2_18_ortho", "resnetv2_50d_gn_orthog",  # PreActBasic, PreActBottleneck
+    "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
+    "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own
+    # tokens, B N C
+    "test_vit_relpos_orthog", "eva02_tiny_patch14_224_ortho", "convit_tiny_orthog", "coat_lite_tiny_ortho",
+    "pvt_v2_b0_orthog", "levit_128s_ortho", "mixer_s32_224_orthog",
+    # windows and gates, B H W C
+    "swin_tiny_patch4_window7_224_ortho", "test_mambaout_orthog", "test_coatnet_ortho", "test_maxvit_orthog",
+    # transformers on feature maps, B C H W
+    "poolformer_s12_ortho", "edgenext_xx_small_orthog", "mobilevitv2_050_ortho", "efficientvit_b0_orthog",
+    # convolutions
+    "test_resnet_ortho", "test_byobnet_orthog", "test_nfnet_ortho", "test_convnext_orthog", "inception_next_atto_ortho",
+    "regnetx_002_orthog", "cs3darknet_focus_s_ortho", "mobilenetv4_conv_small_035_orthog", "ghostnet_050_ortho",
+    "rexnetr_100_orthog", "starnet_s050_ortho", "fasternet_t0_orthog",
+)
+MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
+ANY = "any test"  # in place of a test's name, of a variant that none was run of
+WANTED, ENDED, OUTCOMES, SKIP = (  # how this script talks to itself as a plugin
+    "TIMM_TESTS_WANTED", "TIMM_TESTS_ENDED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
+
+PYTEST_INI = """[pytest]
+markers =
+    timeout: set by timm's tests for pytest-timeout, which need not be installed
+    base:
+    forward:
+    backward:
+    cfg:
+    cfg_nonstd:
+    torchscript:
+    features:
+    fxforward:
+    fxbackward:
+"""
+
+
+# As a pytest plugin ---------------------------------------------------------------------------------------------------
+
+def pytest_configure(config) -> None:
+    import timm
+    from timm.models import _registry
+
+    import timm_ortho  # noqa: F401  registers the variants
+    from timm_ortho.models.names import base_name
+
+    # timm's feature tests choose models by module: in this process each variant stands in its architecture's module too
+    for name, module in list(_registry._model_to_module.items()):
+        if module in ("variants", "paper", "skip_networks"):
+            own = "resnetv2" if name.startswith(("resnetv2", "skipnet")) else "vision_transformer"
+            home = _registry._model_to_module.get(base_name(name), own)
+            _registry._module_to_models[home].add(name)
+    # timm's file makes its tests of all models that match, 60,000 of them: here it finds only those that are wanted
+    wanted, list_models = json.loads(os.environ[WANTED]), timm.list_models
+    timm.list_models = lambda *args, **kwargs: [
+        name for name in list_models(*args, **kwargs) if name.split(".")[0] in wanted]
+    skip = os.environ.get(SKIP)
+    for name in wanted if skip else ():
+        if base_name(name) != name:
+            _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own, which takes out what has not one of the markers
+def pytest_collection_modifyitems(config, items: list) -> None:
+    """Keeps the tests that have one of the wanted models among their parameters."""
+    wanted, ended = json.loads(os.environ[WANTED]), set(json.loads(os.environ[ENDED]))
+
+    def keep(item) -> bool:
+        functions = wanted.get(_model_of(item)) if item.nodeid not in ended else None
+        return functions is not None and (not functions or item.originalname in functions)
+
+    kept = [item for item in items if keep(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not keep(item)])
+    items[:] = kept
+    for item in items:
+        item.user_properties.append(("timm_test", [_model_of(item), item.originalname]))
+    _write({"collected": [[item.nodeid, _model_of(item), item.originalname] for item in items]})
+    gc.freeze()  # what is there already stays there: not to be looked through after each test
+
+
+def _model_of(item) -> Optional[str]:
+    params = getattr(item, "callspec", None)
+    name = params and params.params.get("model_name")
+    return name.split(".")[0] if isinstance(name, str) else None
+
+
+def pytest_runtest_logstart(nodeid: str, location) -> None:
+    _write({"started": nodeid})
+
+
+def pytest_runtest_teardown(item) -> None:
+    gc.collect()  # graphs of FX hold models of gigabytes in cycles
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions report at the end what the collector never saw
+
+
+def pytest_runtest_logreport(report) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        model, test = dict(report.user_properties)["timm_test"]
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message.strip().splitlines()[0] if crash else ""
+        _write({"ended": report.nodeid, "model": model, "test": test, "outcome": report.outcome, "message": message})
+
+
+def _write(record: dict) -> None:
+    with open(os.environ[OUTCOMES], "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+# As a script ----------------------------------------------------------------------------------------------------------
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--spread", action="store_true", help="forty quick variants of as many kinds")
+    choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
+    parser.add_argument("--skip", metavar="NAME", help="with --only: the variants with this transform of the stream")
+    parser.add_argument("--marked", action="store_true",
+                        help="only the tests with a marker, which are those that timm's CI runs")
+    parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
+                        help="where timm's tests and the state of a full run are kept (default: %(default)s)")
+    parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS",
+                        help="of a full run only architectures of more parameters")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier full runs have finished")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one process (default: 3600)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N",
+                        help="processes of a full run at once (default: 1); the largest architectures need 10 GB")
+    args = parser.parse_args(argv)
+
+    if args.skip and not args.only:
+        parser.error("--skip is for --only")
+    os.environ[SKIP] = args.skip or ""
+    bases = variants_and_bases()
+    if args.only:
+        unknown = sorted(set(args.only) - bases.keys())
+        if unknown:
+            parser.error(f"not a variant of timm_ortho: {', '.join(unknown)}")
+    tests = timm_test_file(args.cache)
+
+    if args.only or args.spread:
+        names = args.only or [name for name in SPREAD if name in bases]
+        for name in sorted(set(SPREAD) - bases.keys()) if args.spread else []:
+            print(f"{name}: this timm has no such architecture")
+        results = run(tests, {name: bases[name] for name in names}, args.timeout, args.marked, verbose=True)
+        return summarize(results)
+    return summarize(run_all(tests, bases, args))
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "timm-ortho" / "timm-tests"
+
+
+def variants_and_bases() -> Dict[str, Optional[str]]:
+    """Every variant's name and the timm architecture it was made from; None for the papers' own."""
+    import timm
+
+    hosts = set(timm.list_models())
+    from timm_ortho.models.names import base_name
+
+    bases: Dict[str, Optional[str]] = {}
+    for name in timm.list_models():
+        if name not in hosts:
+            stem = base_name(name)
+            bases[name] = stem if stem in hosts else None
+    return bases
+
+
+def timm_test_file(cache: Path) -> Path:
+    """tests/test_models.py of the installed timm, downloaded into the cache if it is not there.
+
+    Raises:
+        SystemExit: pip could not get the source distribution.
+    """
+    import tarfile
+
+    import timm
+
+    folder = cache / f"timm-{timm.__version__}"
+    if not (folder / "pytest.ini").exists():  # written last
+        with tempfile.TemporaryDirectory() as download:
+            print(f"downloading the source distribution of timm {timm.__version__}", flush=True)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+                       "--no-binary", "timm", "--dest", download, f"timm=={timm.__version__}"]
+            if subprocess.run(command).returncode:
+                raise SystemExit(f"pip could not download the sources of timm {timm.__version__}")
+            (archive,) = Path(download).glob("timm-*.tar.gz")
+            with tarfile.open(archive) as tar:
+                for member in tar.getmembers():
+                    parts = Path(member.name).parts[1:]  # below timm-VERSION/
+                    if member.isfile() and parts[:1] == ("tests",) and ".." not in parts:
+                        target = folder.joinpath(*parts)
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        target.write_bytes(tar.extractfile(member).read())
+        (folder / "pytest.ini").write_text(PYTEST_INI)
+    return folder / "tests" / "test_models.py"
+
+
+def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespace) -> List[dict]:
+    """Every architecture, a few in each process; what is finished stands in a file and is not run again."""
+    state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
+    state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
+    from timm_ortho.models.names import base_name
+
+    groups: Dict[str, Dict[str, Optional[str]]] = {}
+    for name, base in bases.items():
+        groups.setdefault(base_name(name), {})[name] = base
+    print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
+    sizes = {stem: parameters(*group) for stem, group in groups.items() if stem not in state}
+    sizes = {stem: size for stem, size in sizes.items() if size > 1e6 * args.above}
+    with ThreadPoolExecutor(args.workers) as pool:
+        running = {}
+        for stems in batches(sizes):
+            wanted = {name: base for stem in stems for name, base in groups[stem].items()}
+            running[pool.submit(run, tests, wanted, args.timeout, args.marked)] = stems
+        for finished in as_completed(running):
+            results = finished.result()
+            for stem in running[finished]:
+                state[stem] = [result for result in results if result["model"] in groups[stem]]
+                print(f"[{len(state)}/{len(groups)}] {stem}: {counted(state[stem])}", flush=True)
+            scratch = state_file.with_suffix(".tmp")
+            scratch.write_text(json.dumps(state, indent=1))
+            scratch.replace(state_file)
+    return [result for stem in groups for result in state.get(stem, ())]
+
+
+def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[List[str]]:
+    """The architectures that share a process, at most so many of so many parameters in all: it starts as slowly as the
+    tests of a small one run.
+
+    The smallest go first, so that a run that is stopped has finished many.
+    """
+    found: List[List[str]] = []
+    left = 0.0
+    for stem in sorted(sizes, key=sizes.__getitem__):
+        if not found or len(found[-1]) == most or sizes[stem] > left:
+            found.append([])
+            left = room
+        found[-1].append(stem)
+        left -= sizes[stem]
+    return found
+
+
+def parameters(name: str, *others: str) -> int:
+    """Of one of an architecture's variants."""
+    import timm
+
+    from timm_ortho.models.meta import on_meta
+
+    with on_meta():
+        return sum(parameter.numel() for parameter in timm.create_model(name).parameters())
+
+
+def fingerprint() -> str:
+    """Changes with timm, torch and this package's code: a state file never speaks for other code."""
+    import timm
+    import torch
+
+    import timm_ortho
+
+    digest = hashlib.sha256(f"{timm.__version__} {torch.__version__}".encode())
+    for file in sorted(Path(timm_ortho.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bool,
+        verbose: bool = False) -> List[dict]:
+    """timm's tests on some variants, and what the variants fail also on the architectures they were made from.
+
+    Returns:
+        One dict per test and variant: model, test, outcome (passed, skipped, failed, or excused) and message.
+    """
+    results = call_pytest(tests, {name: [] for name in group}, timeout, marked, verbose)
+    untested = group.keys() - {result["model"] for result in results}
+    results += [dict(model=name, test=ANY, outcome="failed", message="no test was run") for name in sorted(untested)]
+
+    failed = [result for result in results if result["outcome"] == "failed" and group[result["model"]]]
+    wanted: Dict[str, List[str]] = {}
+    for result in failed:
+        tests_of_base = wanted.setdefault(group[result["model"]], [])
+        tests_of_base += [result["test"]] if result["test"] != ANY else []
+    of_bases = call_pytest(tests, wanted, timeout, marked, verbose=False) if failed else []
+    for result in failed:
+        base = group[result["model"]]
+        outcomes = [each["outcome"] for each in of_bases
+                    if each["model"] == base and result["test"] in (each["test"], ANY)]
+        if "passed" not in outcomes:
+            reason = f"{base} fails it too" if "failed" in outcomes else f"timm leaves {base} out of it"
+            result.update(outcome="excused", message=f"{reason}; {result['message']}")
+    return results
+
+
+def call_pytest(
+        tests: Path, wanted: Dict[str, List[str]], timeout: float, marked: bool, verbose: bool) -> List[dict]:
+    """Runs pytest, again for what is left where a process dies. `wanted`: model -> names of tests, empty for all."""
+    ended: Dict[str, dict] = {}  # of each test, by pytest's id
+    while True:
+        records, how, log = _one_process(tests, wanted, list(ended), timeout, marked, verbose)
+        collected = {one: dict(model=model, test=test) for r in records for one, model, test in r.get("collected", ())}
+        ended.update((r["ended"], {key: r[key] for key in ("model", "test", "outcome", "message")})
+                     for r in records if "ended" in r)
+        started = [record["started"] for record in records if "started" in record]
+        if started and started[0] not in ended:  # a process of its own was not enough for it either
+            message = f"the process died in it ({how})"
+            ended[started[0]] = dict(collected[started[0]], outcome="failed", message=message)
+        if not started or collected.keys() <= ended.keys():
+            break
+    if not ended and not verbose:
+        print(log[-3000:])
+    return list(ended.values())
+
+
+def _one_process(tests: Path, wanted: Dict[str, List[str]], ended: List[str], timeout: float, marked: bool,
+                 verbose: bool) -> Tuple[List[dict], str, str]:
+    """What the plugin wrote, how the process ended and what it printed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        outcomes = Path(scratch) / "outcomes.jsonl"
+        outcomes.touch()
+        env = dict(
+            os.environ, **{WANTED: json.dumps(wanted), ENDED: json.dumps(ended), OUTCOMES: str(outcomes)})
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), env.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "pytest", str(tests), "-c", str(tests.parents[1] / "pytest.ini")]
+        command += ["-p", Path(__file__).stem, "-p", "no:cacheprovider", "-W", "ignore", "-q", "--tb=short"]
+        command += ["-m", MARKED] if marked else []
+        try:
+            process = subprocess.run(command, cwd=scratch, env=env, timeout=timeout, text=True,
+                                     stdout=None if verbose else subprocess.PIPE, stderr=subprocess.STDOUT)
+            how, log = f"exit status {process.returncode}", process.stdout or ""
+        except subprocess.TimeoutExpired as late:
+            how, log = f"stopped after {timeout:.0f} s", str(late.stdout or "")
+        return [json.loads(line) for line in outcomes.read_text().splitlines()], how, log
+
+
+def counted(results: Iterable[dict]) -> str:
+    counts = Counter(result["outcome"] for result in results)
+    return ", ".join(f"{counts[name]} {name}" for name in ("passed", "skipped", "excused", "failed") if counts[name])
+
+
+def summarize(results: List[dict]) -> int:
+    """Prints what needs attention and the counts; 1 if a variant failed what its architecture passes."""
+    for outcome in ("excused", "failed"):
+        for result in results:
+            if result["outcome"] == outcome:
+                print(f"{outcome.upper()}: {result['model']}: {result['test']}: {result['message']}")
+    print(f"timm's tests on {len({result['model'] for result in results})} variants: {counted(results)}")
+    return int(not results or any(result["outcome"] == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

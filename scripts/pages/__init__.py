@@ -1,0 +1,1 @@
+"""Regenerate the generated pages, tables and plots: `python -m scripts.pages [--check]`."""

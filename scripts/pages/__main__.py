@@ -1,0 +1,77 @@
+"""Regenerate every generated page, table and plot of the project, or check that the committed ones are current.
+
+    python -m scripts.pages [NAME ...]            write them
+    python -m scripts.pages --check [NAME ...]    write nothing; exit status 1 and a line for each page that differs
+
+`python scripts/pages` is the same command. Each NAME is a module beside this file. Its `texts(root)` returns the
+wanted text of files below `root`; `drawings(root)` returns plots as functions of a path. Plots are drawn when files are
+written. A check only looks whether they exist, because another version of matplotlib draws other bytes.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for `python scripts/pages`
+
+from scripts.pages import cards, coverage, evidence, recipes, speed, studies  # noqa: E402
+
+GENERATORS = {  # in the order of writing: later pages show plots of earlier ones
+    "recipes": recipes, "coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
+
+
+def main(arguments: list[str], root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(GENERATORS)} (default: all)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page differs")
+    parsed = parser.parse_args(arguments)
+    unknown = set(parsed.names) - GENERATORS.keys()
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(GENERATORS)}")
+    names = parsed.names or list(GENERATORS)
+    differing = [path for name in names for path in (check if parsed.check else write)(name, root)]
+    if not parsed.names:
+        differing += strangers(root)
+    for path in differing:
+        print(path.relative_to(root).as_posix())
+    if parsed.check and differing:
+        print("these differ from their sources: run python -m scripts.pages", file=sys.stderr)
+    return 1 if parsed.check and differing else 0
+
+
+def check(name: str, root: Path) -> list[Path]:
+    """Return the files of a generator that differ, and its plots that are missing."""
+    generator = GENERATORS[name]
+    differing = [path for path, text in generator.texts(root).items() if read(path) != text]
+    return differing + [path for path in getattr(generator, "drawings", lambda root: ())(root) if not path.is_file()]
+
+
+def write(name: str, root: Path) -> list[Path]:
+    """Write the files and plots of a generator, and return those that changed."""
+    generator, changed = GENERATORS[name], []
+    for path, text in generator.texts(root).items():
+        if read(path) != text:
+            path.write_text(text, encoding="utf-8")
+            changed.append(path)
+    if hasattr(generator, "drawings"):
+        for path, draw in generator.drawings(root).items():
+            before = path.read_bytes() if path.is_file() else None
+            draw(path)
+            if path.read_bytes() != before:
+                changed.append(path)
+    return changed
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def strangers(root: Path) -> list[Path]:
+    """Return pages in model_cards that no generator writes."""
+    known = {*cards.texts(root), *studies.texts(root), root / "model_cards" / "README.md"}
+    return sorted({*(root / "model_cards").glob("*.md")} - known)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""The card of each set of weights that this project has: model_cards/NAME.md, and NAME.png with its training curve.
+
+| card | numbers from |
+| --- | --- |
+| weights that ship, `vit_test_*` | `model_cards/results/comparisons` |
+| the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper.json`) |
+
+`timm_ortho.hub.card` fills the template. The other pages of model_cards are those of studies, see `studies`.
+"""
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple, Optional
+
+import timm
+from huggingface_hub import ModelCard
+from timm.models import get_pretrained_cfg
+
+import timm_ortho  # noqa: F401  registers the models
+from timm_ortho.hub.card import Subject, draw_curve, model_card
+from timm_ortho.hub.trained_run import Run, comparison_rows
+from timm_ortho.lab.paper import experiments
+from timm_ortho.models.meta import on_meta
+from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
+
+from . import studies
+
+VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
+SEED = 0  # of the weights that ship: scripts/make_test_weights.py
+
+
+class Card(NamedTuple):
+    """A card, and the run whose training curve it shows."""
+
+    name: str
+    card: ModelCard
+    run: Optional[Run] = None
+
+
+class PublishedRun(Run):
+    """A run of a published comparison, without its weights.
+
+    Args:
+        folder: The comparison in `model_cards/results/comparisons`.
+        connection, seed: Which of its runs.
+    """
+
+    def __init__(self, folder: Path, connection: str, seed: int) -> None:
+        part = studies.part(folder)
+        runs = [run for run in part.runs if run["connection"] == connection]
+        run = next(run for run in runs if run["seed"] == seed)
+        options = part.study["options"]
+        self.options = {**options, "seed": seed, "model_kwargs": {**options["model_kwargs"], "connection": connection}}
+        self.history = run["history"]
+        self.result = {**run, "made_with": {**part.study["versions"], **(run.get("made_with") or {})}}
+        self.epoch = self.history[-1]["epoch"]
+        self.ema = self.evaluates_ema
+        self.peers = {run["seed"]: run["top1"] for run in runs}
+        self.comparison = comparison_rows({"study": part.study, "summary": studies.summary(folder)})
+
+
+def texts(root: Path) -> dict[Path, str]:
+    return {root / "model_cards" / f"{card.name}.md": f"{str(card.card).rstrip()}\n" for card in cards()}
+
+
+def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
+    return {root / "model_cards" / f"{card.name}.png": lambda path, run=card.run: draw_curve(run, path)
+            for card in cards() if card.run}
+
+
+@cache
+def cards() -> tuple[Card, ...]:
+    return tuple(_cards())
+
+
+def _cards() -> Iterator[Card]:
+    for name in timm.list_pretrained():
+        if is_variant(name):
+            if name in AUTHORS:
+                yield of_authors(name)
+            elif get_pretrained_cfg(name).file:
+                yield of_shipped(name)
+            else:
+                raise SystemExit(f"nothing is known of the weights {name}: add them to AUTHORS in {__file__}")
+
+
+def of_shipped(name: str) -> Card:
+    """Return the card of weights that are part of the package."""
+    architecture, _, data = name.partition(".")
+    folder = studies.RESULTS / "comparisons" / f"vit_test_{data}"
+    run = PublishedRun(folder, SUFFIXES[suffix_of(architecture)], SEED)
+    about = (
+        "These weights are part of timm-ortho, in float32, and load without a network connection. They are small on "
+        "purpose: for tests and for trying out tools.\n\n"
+        f"`timm-ortho compare --recipe vit_test_{data}` trains them with seed {SEED}. `scripts/make_test_weights.py` "
+        "puts them into the package, with the tensors that the tests compare them with.")
+    return Card(name, model_card(subject(name, about=about, license="apache-2.0"), run, curve=f"{name}.png"), run)
+
+
+# What the cards of the authors' repositories say: top-1 and top-5 on ImageNet-1k in %, and of which point of training.
+# Weights of others need a function beside `of_authors`, with what is to be said of them.
+AUTHORS = {
+    "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
+    "vit_base_linear.authors_in1k": (71.23, 90.29, "after a step that is not known here"),
+}
+
+
+def of_authors(name: str) -> Card:
+    """The card of the authors' weights, which are on the Hub; nothing of them has been measured here."""
+    cfg = get_pretrained_cfg(name)
+    top1, top5, when = AUTHORS[name]
+    twin, = AUTHORS.keys() - {name}
+    experiment = experiments()["vit_b_imagenet1k"]
+    mean, std = experiment.top1()["Linear" if "linear" in name else "Orthogonal-F"]
+    about = (
+        f"The weights belong to Giyeong Oh and the other authors of [the paper]({paper_url(cfg)}). They stand in their "
+        f"repository [{cfg.hf_hub_id}](https://huggingface.co/{cfg.hf_hub_id}), in transformers' layout; "
+        f"`pretrained=True` downloads `{cfg.hf_hub_filename}` from there, maps it onto this architecture and folds the "
+        "class token's position embedding into the class token. There is no copy in this repository or package.\n\n"
+        f"**Their card's figures, not measured here:** {top1:.2f} % top-1 and {top5:.2f} % top-5 on ImageNet-1k, "
+        f"{when}. The paper has {mean:.2f} ± {std:.2f} % top-1 at the end of training ({experiment.table}; mean and "
+        f"standard deviation of three runs). The twin, [{twin}]({twin}.md), has {AUTHORS[twin][0]:.2f} % and "
+        f"{AUTHORS[twin][1]:.2f} %. With the images of ImageNet-1k in `IMAGENET/validation`, a folder for each class, "
+        f"timm's [validate.py]({VALIDATE}) evaluates the two:\n\n"
+        "    python -m timm_ortho run validate.py --data-dir IMAGENET --model 'vit_base_*.authors_in1k' --pretrained"
+        "\n\n"
+        f"**Licence:** {cfg.license}, share-alike: what is made of these weights and published, a fine-tuned copy for "
+        "one, is under the same licence, with the authors named.")
+    known = [
+        "Not loaded here: the mapping is tested on random weights in the same layout, against a plain implementation "
+        "of it, to 1e-4 in the logits.",
+        "The resolution, crop, mean and std are those of this package's recipe `vit_b_imagenet1k`.",
+    ]
+    return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=known)))
+
+
+def subject(name: str, **more) -> Subject:
+    architecture = name.partition(".")[0]
+    with on_meta():
+        model = timm.create_model(name)
+    config = {
+        "architecture": architecture,
+        "num_classes": model.num_classes,
+        "model_args": {"connection": SUFFIXES[suffix_of(architecture)]},
+        "pretrained_cfg": model.pretrained_cfg,
+    }
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Subject(title=name, config=config, parameters=parameters, load=name, **more)
+
+
+def paper_url(cfg) -> str:
+    return f"https://arxiv.org/abs/{cfg.paper_ids.removeprefix('arXiv:')}"

@@ -1,0 +1,19 @@
+"""The table of architectures in docs/coverage.md, from the list that `python -m scripts.checks.coverage` writes."""
+from pathlib import Path
+
+from timm_ortho.models import coverage
+
+from .marked import replaced
+
+
+def texts(root: Path) -> dict[Path, str]:
+    page = root / "docs" / "coverage.md"
+    return {page: replaced(page, {"coverage": table()})}
+
+
+def table() -> str:
+    """Return the totals and a table of timm's modules."""
+    rows = coverage.rows()
+    covered, left_out = (sum(len(names) for names in column) for column in list(zip(*rows, strict=True))[1:])
+    total = f"{covered:,} of timm {coverage.load()['timm']}'s {covered + left_out:,} architectures:"
+    return f"{total}\n\n{coverage.table()}"

@@ -1,0 +1,306 @@
+"""The evidence page and README's summary of it: every number is computed from the published runs.
+
+The text is `evidence.md.jinja`, the hypotheses are in `hypotheses.py`, the differences in `contrasts.py`.
+"""
+import json
+import math
+import textwrap
+from collections import Counter
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Callable, Mapping, Optional, Sequence
+
+import jinja2
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from scipy import optimize, stats
+
+from timm_ortho.lab.paper import section
+from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.reporting.plots import STYLES, Row, draw_forest
+from timm_ortho.lab.reporting.statistics import Difference, holm
+
+from ..checks import rates as tuning_rules
+from . import provenance, studies
+from .contrasts import (
+    BRANCH4,
+    OTHERS,
+    Contrast,
+    Run,
+    Weights,
+    difference,
+    is_published,
+    last_branch,
+    late_cosine,
+    learned_theta,
+    mlp_cosine,
+    placed,
+    rates_slope,
+    runs_of,
+    setting_of,
+    settings_of,
+    switch,
+    top1,
+    unpaired,
+)
+from .hypotheses import (
+    BESIDE,
+    CIFAR,
+    ELSEWHERE,
+    FASHION,
+    NAMES,
+    PART_ONE,
+    PART_TWO,
+    RANKS,
+    RATE_STUDIES,
+    RESNET,
+    Sweep,
+    by_epochs,
+    course,
+    decided,
+    early,
+    explored,
+    rank_slope,
+)
+from .marked import replaced
+
+
+def _json(name: str) -> Mapping[str, Any]:
+    return json.loads((studies.RESULTS / name).read_text(encoding="utf-8"))
+
+
+# ---------------------------------------------------------------------------------- rates, recipes, provenance
+def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[tuning_rules.Chosen]:
+    """P0: of rates within 0.1 points of the best the lowest; its gate is the accuracy above ridge regression alone."""
+    if not is_published(study):
+        return None
+    return tuning_rules.Chosen.of(runs_of(study), _json("floors/ridge.json")[study]["top1"], _floor(study), 0.1)
+
+
+def tuned_on_cifar(study: str = f"cifar_rates-{CIFAR}-small") -> Optional[list[str]]:
+    """S0: the table and the choices of `rates.py`."""
+    if not is_published(study):
+        return None
+    ridge = _json("floors/ridge.json")[study]["best"]
+    return tuning_rules.lines(tuning_rules.by_recipe(runs_of(study), ridge, _floor(study)))
+
+
+def _floor(study: str) -> float:
+    """The label-smoothing floor of a study's training loss."""
+    return tuning_rules.smoothing_floor(_options(study).smoothing, len(runs_of(study)[0]["labels"]))
+
+
+def _options(study: str) -> Any:
+    """timm's options of a study's first run."""
+    return design.load(study.partition("-")[0], "small").variants({})[0].options
+
+
+def setting(study: str) -> dict[str, tuple[str, str]]:
+    """Return the settings in which a study of ViTs may differ from the paper's: the study's value and the paper's."""
+    here, paper = _options(study), recipe.resolve_variant({"dataset": "torch/cifar10"}, "vit_s_cifar10")
+    wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
+    width, blocks = here.model_kwargs["embed_dim"], here.model_kwargs.get("depth", wide["blocks"])
+    keys = {"weight decay": "weight_decay", "gradient clipping": "clip_grad", "label smoothing": "smoothing",
+            "epochs": "epochs"}
+    return {"width over depth": (f"{width / blocks:.3g}", f"{wide['gamma']:g}"),
+            "augmentation": (_augmentation(here), _augmentation(paper)),
+            **{title: (_said(getattr(here, key)), _said(getattr(paper, key))) for title, key in keys.items()}}
+
+
+def _said(value: Any) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _augmentation(options: Any) -> str:
+    if options.no_aug:
+        return "none"
+    strong = [title for title, key in (("RandAugment", "aa"), ("MixUp", "mixup"), ("CutMix", "cutmix"),
+                                       ("erasing", "reprob")) if getattr(options, key)]
+    return ", ".join(["crop, flip", *strong])
+
+
+def slower(contrast: Contrast) -> float:
+    """By how many percent a run with F takes longer, the median over the pairs."""
+    seconds = {(run["seed"], run["connection"]): run["seconds"] for run in contrast.runs}
+    seeds = {seed for seed, _ in seconds}
+    return 100 * (median(seconds[seed, "feature"] / seconds[seed, "linear"] for seed in seeds) - 1)
+
+
+def detectable(pairs: int, power: float = 0.8) -> float:
+    """The effect, in standard deviations of a difference, that a two-sided paired test at 5 % finds with this power."""
+    limit = stats.t.ppf(0.975, pairs - 1)
+    return float(optimize.brentq(lambda d: stats.nct.sf(limit, pairs - 1, d * math.sqrt(pairs)) - power, 0.1, 3.9))
+
+
+# -------------------------------------------------------------------------------------------- the first answers
+def answers() -> dict[str, str]:
+    """Return the summary that opens the evidence page and README."""
+    family = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
+    two, h1, h2 = [family["C1"], family["C2"]], family["H1"], family["H2"]
+    on_paper_data = "; ".join(
+        f"{where} {row['hypothesis'].contrast} ({row['hypothesis'].name}, {row['decision']})"
+        for row, where in zip(two, ("CIFAR-10", "Tiny ImageNet"), strict=True) if row["hypothesis"].is_run)
+    digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
+    sweeps = [Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES]
+    return {
+        "ViTs": f"{verdict([h1, *two])}. F − linear: "
+                + (on_paper_data or "CIFAR-10 and Tiny ImageNet not run yet (C1, C2)")
+                + f"; Fashion-MNIST {h1['hypothesis'].contrast} (H1, {h1['decision']}). H1's small ViT trained "
+                  f"{slower(h1['hypothesis'].contrast):.0f} % longer with F on two CPU cores.",
+        "ResNets": f"expect little. F − linear is {RESNET} on Fashion-MNIST; the paper has {RESNET.of_paper}.",
+        "Learning rates":
+            f"F loses less where the rate is far too high. F − linear grows by {digits[0]} points a decade on digits "
+            f"(H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST; without the highest rate by {digits[1]} and "
+            f"{fashion[1]}. {lead(sweeps)} At rates up to linear's best, F − linear is {sweeps[0].up_to_best()} on "
+            f"digits and {sweeps[1].up_to_best()} on Fashion-MNIST.",
+    }
+
+
+def lead(sweeps: Sequence[Sweep]) -> str:
+    """Return the sentences on the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
+    ahead, behind = ([" and ".join(f"{rate / of.best:.2g}" for rate in of.significant(sign)) or "none" for of in sweeps]
+                     for sign in (1, -1))
+    where = "{} (digits) and {} (Fashion-MNIST) times".format
+    worse = f"{where(*behind)} it" if {*behind} > {"none"} else "no rate"
+    return ("After Holm's adjustment within each study, F is more accurate only at "
+            f"{where(*ahead)} linear's best rate, and less accurate at {worse}.")
+
+
+def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:
+    """Points a decade over all rates, and without the highest."""
+    return tuple(Contrast("", [(f"{study}-{data}-small", rates_slope(of))]).found for of in (rates, rates[:-1]))
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The answer for ViTs, from the decisions on accuracy and the training losses."""
+    run = [row for row in rows if row["hypothesis"].is_run]
+    gains = [row["hypothesis"].name for row in run if row["decision"] == "confirmed"]
+    losses = [row["hypothesis"].name for row in run if row["decision"] == "contradicted"]
+    accuracy = "; ".join(filter(None, [
+        f"more accurate in {', '.join(gains)}" if gains else "",
+        f"less accurate in {', '.join(losses)}" if losses else ""])) or "no measurable accuracy gain at this scale"
+    faster = [row["hypothesis"].name for row in run if course(row["hypothesis"])[0].found.ends[1] < 0]
+    fitting = "faster fitting" if len(faster) == len(run) else f"faster fitting in {', '.join(faster) or 'no study'}"
+    return f"{accuracy}, {fitting}, untested with strong augmentation at width {section_width()}"
+
+
+def section_width() -> int:
+    return int(next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")["width"])
+
+
+# -------------------------------------------------------------------------------------------- the pictures
+def pictures() -> dict[str, Figure]:
+    """Of the questions, of all differences of all reports, and of the difference by epoch."""
+    asked = [contrast for found in explored().values() for contrast in found if contrast.unit == "points"]
+    asked = [found.contrast for found in (*PART_TWO, *PART_ONE) if found.is_run] + asked
+    every = []
+    for folder in studies.folders():
+        for entry in studies.summary(folder):
+            found = entry["difference"]
+            if entry["measure"] == "top1" and found and found["half_width"] is not None:
+                label = ", ".join([*entry["row"], *entry["column"]])
+                every.append(Row(f"{folder.name.removesuffix('-small')}: {label}", "points of top-1",
+                                 Difference(found["mean"], found["half_width"], found["pairs"]), None,
+                                 found["paper"].values()))
+    return {
+        "questions": draw_forest([Row(contrast.label, "points of top-1", contrast.found, None, contrast.paper.values())
+                                  for contrast in asked], 0.24),
+        "differences": draw_forest(every, 0.17),
+        "by_epoch": draw_by_epoch({
+            f"{found.name}, {NAMES[found.contrast.parts[0][0].split('-')[1]]}": found.contrast
+            for found in (PART_ONE[0], *PART_TWO[:2]) if found.is_run}),
+    }
+
+
+def draw_by_epoch(contrasts: Mapping[str, Contrast]) -> Figure:
+    """F − linear after each epoch with its 95 % interval, a panel for each study."""
+    figure = Figure(figsize=(4.2 * len(contrasts), 2.8), layout="constrained")
+    for axes, (title, contrast) in zip(figure.subplots(1, len(contrasts), squeeze=False)[0], contrasts.items(),
+                                       strict=True):
+        found = {epoch: of.found for epoch, of in by_epochs(contrast).items()}
+        low, high = zip(*(of.ends for of in found.values()), strict=True)
+        colour = STYLES["feature"]["color"]
+        axes.fill_between([*found], low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.plot([*found], [of.mean for of in found.values()], color=colour)
+        axes.axhline(0, color="#222222", linewidth=0.9)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("epoch", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylabel("F − linear, points of top-1", fontsize=9)
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+# --------------------------------------------------------------------------------------------------- the page
+def text(history: Mapping[str, Any]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True)
+
+    def put(study: str, weights: Weights, read: Callable[[Run], float] = top1, digits: int = 2) -> str:
+        return Contrast("", [(study, weights)], read).found.text(digits)
+
+    def mean(study: str, setting: Sequence[Any], read: Callable[[Run], float] = top1) -> float:
+        return fmean(read(run) for run in runs_of(study) if setting_of(run) == tuple(setting))
+
+    confirming = provenance.studies_of("one") + provenance.studies_of("two")
+    every = [run for folder in studies.folders() if folder.name not in confirming
+             for run in studies.part(folder).runs if studies.part(folder).trains]
+    # equal runs of several studies end with equal metrics
+    same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
+    ridge = _json("floors/ridge.json")
+    floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])
+              for study, floor in ridge.items() if is_published(study)]
+    trainers = _json("trainers/agreement.json")
+    two, one, beside = decided(PART_TWO, holm), decided(PART_ONE, holm), decided(BESIDE, list)
+    rows = {row["hypothesis"].name: row for row in [*two, *one, *beside]}
+    h1, h4 = (rows[which]["hypothesis"].contrast for which in ("H1", "H4"))
+    images = {which: ridge[f"{study}-small"]["validation"] for which, study in (
+        ("digits", "confirm_learning_rate-digits"), ("fashion", f"confirm_accuracy-{FASHION}"))}
+    return environment.get_template("evidence.md.jinja").render(
+        answers=answers(), families={"C1 to C4": two, "H1 to H5": one}, beside=beside, rows=rows, explored=explored(),
+        elsewhere=ELSEWHERE, put=put, mean=mean, difference=difference, placed=placed, switch=switch,
+        transforms4=BRANCH4, transforms3=OTHERS, mlp_cosine=mlp_cosine, learned_theta=learned_theta,
+        last_branch=last_branch, late_cosine=late_cosine, later_ranks=rank_slope(RANKS[1:]),
+        overhead=runs_of("overhead-small"), throughput=section("throughput"), floors=floors, tuning=tuned(),
+        tuning_images=ridge[f"confirm_tuning-{FASHION}-small"]["validation"], cifar_tuning=tuned_on_cifar(),
+        runs=len(every), different=len(same),
+        shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
+        trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))),
+        settings={name: setting(row["hypothesis"].contrast.parts[0][0]) for name, row in rows.items()
+                  if name in ("C1", "C2", "H1") and row["hypothesis"].is_run},
+        verdict=verdict([rows[which] for which in ("H1", "C1", "C2")]),
+        course=course(PART_ONE[0]), early=early(h1), floor=_floor(h1.parts[0][0]), slower=slower(h1),
+        lower=sum(value < 0 for value in course(PART_ONE[0])[0].values),
+        higher=sum(value > 0 for value in course(PART_ONE[0])[1].values),
+        sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
+        image_points=100 / images["digits"], images=images, h4_images=abs(h4.found.mean) * images["digits"] / 100,
+        history=history, elsewhere_made={part: provenance.elsewhere(part, history) for part in provenance.RULES},
+        mixed=[pair for part in provenance.RULES for pair in provenance.mixed_pairs(part)],
+        without_first=h1.without(*provenance.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"]),
+        without_paper=[name for name in design.shipped() if not design.has_scale(name, "paper")],
+        detectable=detectable, names=NAMES)
+
+
+def readme() -> str:
+    """The first answers, as README has them."""
+    return "\n".join(textwrap.fill(f"* **{what}**: {answer}", 120, subsequent_indent="  ", break_on_hyphens=False)
+                     for what, answer in answers().items())
+
+
+def texts(root: Path) -> dict[Path, str]:
+    page, readme_page = root / "docs" / "evidence.md", root / "README.md"
+    history = provenance.recorded()
+    return {page: replaced(page, {"evidence": text(history).strip()}),
+            readme_page: replaced(readme_page, {"evidence": readme()})}
+
+
+def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
+    return {root / "model_cards" / "results" / f"{title}.svg": lambda path, title=title: save(title, path)
+            for title in ("questions", "differences", "by_epoch")}
+
+
+def save(title: str, path: Path) -> None:
+    with rc_context({"svg.hashsalt": title, "svg.fonttype": "none"}):
+        pictures()[title].savefig(path, metadata={"Date": None})

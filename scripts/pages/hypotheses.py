@@ -1,0 +1,328 @@
+"""The hypotheses of docs/hypotheses.md, the comparisons that decide them, and the exploratory comparisons."""
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Callable, Mapping, Optional, Sequence
+
+from timm_ortho.lab.paper import name, section
+
+from .contrasts import (
+    BRANCH4,
+    FACTORS,
+    OTHERS,
+    Comparison,
+    Contrast,
+    Effect,
+    Unpaired,
+    Weights,
+    at_epoch,
+    difference,
+    last,
+    late_cosine,
+    placed,
+    rates_slope,
+    slope,
+    span,
+    summary_of,
+    switch,
+)
+
+DIGITS, FASHION, CIFAR, TINY = "digits", "torch_fashion_mnist", "cifar10", "tiny_imagenet"
+NAMES = {DIGITS: "digits", FASHION: "Fashion-MNIST", CIFAR: "CIFAR-10", TINY: "Tiny ImageNet"}
+RATES, RATES_FASHION = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3), (1e-3, 2e-3, 4e-3, 8e-3)
+RANKS = (0.0, 0.0625, 0.25, 0.5, 0.75, 1.0)
+KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
+UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}  # where each connection has a rate of its own
+
+
+# --------------------------------------------------------------------------------------------- the paper's
+def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: str) -> dict[str, float]:
+    """`effect` of the paper's table, for each data set that it has numbers for."""
+    found, entries = {}, section(table)
+    for step in path:
+        entries = entries[step]
+    for key, values in entries.items():
+        if isinstance(values, dict) and not key.endswith("_first_version"):  # of the same data set
+            try:
+                found[name("dataset", key)] = effect(values)
+            except KeyError:  # a connection that the paper has not run there
+                continue
+    return found
+
+
+def minus(of: str, base: str) -> Callable[[Mapping[str, Any]], float]:
+    return lambda values: values[of][0] - values[base][0]
+
+
+def rank_slope(ranks: Sequence[float]) -> Weights:
+    """Points of accuracy by rank / width."""
+    return slope(ranks, lambda index: {(ranks[index], "linear"): 1.0})
+
+
+def of_switch(first: float, last: float) -> Callable[[Mapping[str, Any]], float]:
+    weights = switch(first, last)
+    return lambda values: sum(weight * values[pair][0] for (pair, _), weight in weights.items())
+
+
+def of_rates(values: Mapping[str, Any]) -> float:
+    rates = list(values["linear"])
+    weights = slope([math.log10(float(rate)) for rate in rates],
+                    lambda index: {(rates[index], "feature"): 1.0, (rates[index], "linear"): -1.0})
+    return sum(weight * values[connection][rate][0] for (rate, connection), weight in weights.items())
+
+
+def of_skips(table: str, weights: Weights) -> dict[str, float]:
+    by_skip = section(table)["20"]
+    return {name("dataset", data): sum(weight * by_skip[skip][data][0] for (_, skip, _), weight in weights.items())
+            for data in by_skip["identity"]}
+
+
+def _mean(*effects: Mapping[str, float]) -> dict[str, float]:
+    """Of several tables, for each data set that all of them have."""
+    return {data: fmean(found[data] for found in effects) for data in effects[0] if all(data in e for e in effects)}
+
+
+GAINS = {model: of_paper("accuracy", minus("feature", "linear"), model) for model in ("vit_s", "resnetv2_18")}
+
+
+def _only(data: str) -> dict[str, float]:
+    return {data: GAINS["vit_s"][data]}
+
+
+# ------------------------------------------------------------------------------------------- the decisions
+@dataclass(frozen=True)
+class Hypothesis:
+    """A hypothesis of hypotheses.md, and the comparison that decides it."""
+
+    name: str
+    says: str
+    contrast: Comparison
+    claims: str = "above"  # of the comparison: above zero, "equal" to it, or "different" from it on either side
+    equivalent: Optional[float] = None  # the bound within which the two are called equivalent
+    of_interest: float = 0.0  # the smallest difference of interest, from hypotheses.md
+
+    @property
+    def is_run(self) -> bool:
+        return self.contrast.is_run
+
+    def decision(self, p: Optional[float]) -> str:
+        """By an adjusted p value; None where the differences have no variance."""
+        if not self.is_run:
+            return "not run yet"
+        mean, significant = self.contrast.found.mean, p is not None and p < 0.05
+        if self.claims == "different" and significant:
+            return "above zero" if mean > 0 else "below zero"
+        if self.claims == "above" and significant:
+            return "confirmed" if mean > 0 else "contradicted"
+        if self.equivalent and self.contrast.within(self.equivalent):
+            return f"equivalent within {self.equivalent}"
+        return "contradicted" if significant else "not confirmed"
+
+    def remark(self, decision: str) -> str:
+        """A qualification of the decision, or nothing."""
+        small = decision == "confirmed" and self.contrast.found.mean < self.of_interest
+        return f"below the {self.of_interest:g}-point threshold of interest" if small else ""
+
+
+def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str = "above",
+                equivalent: Optional[float] = None, of_interest: float = 0.0, **more: Any) -> Hypothesis:
+    contrast = Contrast(f"{name}: {says}", [(f"{study}-small", weights)], **more)
+    return Hypothesis(name, says, contrast, claims, equivalent, of_interest)
+
+
+def _effect(name: str, says: str, factor: str) -> Hypothesis:
+    return Hypothesis(name, says, Effect(f"{name}: {says}", f"cifar_factors-{CIFAR}-small", factor))
+
+
+PART_TWO = (
+    _hypothesis("C1", "F is more accurate than linear (ViT, CIFAR-10)", f"cifar_accuracy-{CIFAR}", UPDATES,
+                equivalent=0.4, paper=_only("CIFAR-10")),
+    _hypothesis("C2", "F is more accurate than linear (ViT, Tiny ImageNet)", f"tiny_imagenet_accuracy-{TINY}", UPDATES,
+                equivalent=0.4, paper=_only("Tiny ImageNet")),
+    _effect("C3", "F's lead grows with the learning rate (four times the best minus the best)", "rate"),
+    _effect("C4", "F's lead grows with the width (128 minus 64)", "width"),
+)
+PART_ONE = (
+    _hypothesis("H1", "F is more accurate than linear (ViT)", f"confirm_accuracy-{FASHION}", difference(),
+                equivalent=0.2, of_interest=0.3, paper=GAINS["vit_s"]),
+    _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
+                rates_slope(RATES), bases="linear", paper=of_paper("learning_rate_sweep", of_rates)),
+    _hypothesis("H3", "PoolFormer's accuracy drop with F comes from its pool(x) - x mixer",
+                f"confirm_poolformer-{FASHION}",
+                {**placed("pool(x)", "both"),
+                 **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}, of_interest=3.0),
+    Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
+        "H4: transforms of the stream help networks of branches",
+        [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)],
+        paper=_mean(of_skips("skips_branch4", BRANCH4), of_skips("skips_depthwise", OTHERS)))),
+    _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0),
+                paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
+)
+RESNET = Contrast("ResNetV2-18: F − linear, Fashion-MNIST, the runs of P1b",
+                  [(f"confirm_resnet-{FASHION}-small", difference())], paper=GAINS["resnetv2_18"])
+BESIDE = (  # outside the families: without adjustment, and so never called confirmed
+    Hypothesis("P1b", "the ViT gains more from F than the ResNet",
+               Unpaired("P1b: the ViT gains more from F than the ResNet", PART_ONE[0].contrast, RESNET), "different"),
+    _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
+                rates_slope(RATES_FASHION), "different", bases="linear",
+                paper=of_paper("learning_rate_sweep", of_rates)),
+    _hypothesis("P4 single", "one branch: transforms equal the identity", f"confirm_skips_single-{DIGITS}", OTHERS,
+                "equal", 0.5),
+    _hypothesis("P4 rank", "accuracy rises with the rank (points by rank / width)", f"confirm_skip_rank-{DIGITS}",
+                rank_slope(RANKS), "different"),
+    _hypothesis("P6", "linear's late MLP cosine (the paper: below zero)", f"confirm_accuracy-{FASHION}",
+                {("linear",): 1.0}, "different", read=late_cosine, unit="cosine"),
+)
+
+
+def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]], Sequence[float]]) -> list[dict]:
+    """A row for each. A hypothesis that is not run yet has the p 1, which keeps Holm's decisions valid."""
+    p = adjust([found.contrast.found.p if found.is_run else 1.0 for found in hypotheses])
+    decisions = [found.decision(value) for found, value in zip(hypotheses, p, strict=True)]
+    return [{"hypothesis": found, "decision": decision, "remark": found.remark(decision), "p": value}
+            for found, decision, value in zip(hypotheses, decisions, p, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------- the explored
+def _both(study: str, label: str, weights: Weights, **more: Any) -> list[Comparison]:
+    """On every data set that the study has been run on."""
+    return _run([Contrast(f"{label}, {NAMES[data]}", [(f"{study}-{data}-small", weights)], **more)
+                 for data in (DIGITS, FASHION)])
+
+
+def _run(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    return [comparison for comparison in comparisons if comparison.is_run]
+
+
+def course(hypothesis: Hypothesis) -> list[Comparison]:
+    """How the final difference of an accuracy study came about: both losses, and the difference after a quarter."""
+    if not hypothesis.is_run:
+        return []
+    parts, name = hypothesis.contrast.parts, hypothesis.name
+    losses = [Contrast(f"{name}'s runs: F − linear, {said} loss at the end", parts, last(key), unit="of the loss")
+              for said, key in (("training", "train_loss"), ("test", "eval_loss"))]
+    return [*losses, early(hypothesis.contrast)[1]]
+
+
+def early(contrast: Contrast) -> tuple[int, Contrast]:
+    """The epoch after a quarter of all, and the difference there."""
+    by_epoch = by_epochs(contrast)
+    epoch = max(1, round(len(by_epoch) / 4))
+    return epoch, by_epoch[epoch]
+
+
+def by_epochs(contrast: Contrast) -> dict[int, Contrast]:
+    """The difference after each epoch."""
+    epochs = min(len(run["history"]) for run in contrast.runs)
+    said = contrast.label.partition(":")[0]
+    return {epoch: Contrast(f"{said}'s runs: F − linear after {epoch} of {epochs} epochs",
+                            contrast.parts, at_epoch(epoch)) for epoch in range(1, epochs + 1)}
+
+
+def explored() -> dict[str, list[Comparison]]:
+    """By the experiment of the paper: differences that no hypothesis preceded."""
+    pattern, norm, start, rank = (
+        section(table) for table in ("layer_pattern", "final_layer_norm", "initialisation", "representation"))
+    width = f"cifar_width-{CIFAR}-small"
+    return {
+        "Table 2, ViT-S": [
+            *_both("accuracy", "ViT: F − linear", difference("vit_s"), paper=GAINS["vit_s"]),
+            *(one for hypothesis in (PART_ONE[0], *PART_TWO[:2]) for one in course(hypothesis))],
+        "Table 2, ResNetV2": [
+            *_both("accuracy", "ResNetV2-18: F − linear", difference("resnetv2_18"), paper=GAINS["resnetv2_18"]),
+            *_run([RESNET])],
+        "Width and depth (gamma)": _run([
+            *(Contrast(f"ViT {wide} wide: F − linear, CIFAR-10", [(width, difference(wide))]) for wide in (128, 384)),
+            Contrast("ViT: F − linear, 384 minus 128 wide, CIFAR-10", [(width, {
+                **difference(384), **{setting: -weight for setting, weight in difference(128).items()}})]),
+            *(Effect(f"effect of {factor} on F − linear, {' to '.join(levels)}", f"cifar_factors-{CIFAR}-small", factor)
+              for factor, levels in FACTORS.items() if factor not in ("rate", "width"))]),
+        "Table 3": _both("switch_reinitialised", "start orthogonal", switch(1, 0),
+                         paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
+        "Table 10": _both("switch_kept", "orthogonal to linear − linear",
+                          {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},
+                          paper=of_paper("connection_switch_continuous", minus("OL", "LL"))),
+        "Table 4": _both("layer_pattern", "all blocks − none", {("all", "feature"): 1.0, ("none", "linear"): -1.0},
+                         paper={"": pattern["all"][0] - pattern["none"][0]}),
+        "Table 7": _both("initialisation", "G − linear, mean of three starts",
+                         {(kind, which): weight / 3 for kind in KINDS_OF_START
+                          for which, weight in (("global", 1.0), ("linear", -1.0))},
+                         paper={"": fmean(start[kind]["global"][0] - start[kind]["linear"][0]
+                                          for kind in KINDS_OF_START)}),
+        "Table 9": _both("head_norm", "F − linear, without the final norm", difference("without"),
+                         paper={"": norm["without"]["feature"][0] - norm["without"]["linear"][0]}),
+        "Table 3 (final version)": [
+            *_both("learning_rate", "F − linear, points a decade of the rate", rates_slope(RATES), bases="linear",
+                   paper=of_paper("learning_rate_sweep", of_rates)),
+            *(Contrast(f"{which} without the highest rate, {NAMES[data]}", [(f"{study}-{data}-small", rates_slope(
+                rates[:-1]))], bases="linear", paper=of_paper("learning_rate_sweep", of_rates))
+              for which, study, data, rates in RATE_STUDIES)],
+        "Figure 4": _both("probability", "pi = 1 minus pi = 0", {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
+        "Figure 5": _both("epsilon", "eps = 1e-3 minus 1e-8", {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
+        "Table 4 (final version)": _both(
+            "representation", "effective rank, F over linear", difference(),  # of other widths: as a ratio
+            read=lambda run: 100 * math.log(run["representation"]["effective_rank"]), unit="log-%",
+            paper={"": 100 * math.log(rank["feature"]["effective_rank"][0] / rank["linear"]["effective_rank"][0])}),
+        "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms − identity", BRANCH4,
+                                      paper=of_skips("skips_branch4", BRANCH4)),
+        "Wang et al., Table 3": _both("skips_depthwise", "depthwise: transforms − identity", OTHERS,
+                                      paper=of_skips("skips_depthwise", OTHERS)),
+        "-": [contrast for family in ("swin", "convnext", "eva02", "mixer", "poolformer", "maxvit", "resnet")
+              for contrast in _both("families", f"{family}: F − linear", difference(family))],
+    }
+
+
+RATE_STUDIES = (("H2", "confirm_learning_rate", DIGITS, RATES),
+                ("P2b", "confirm_learning_rate_fashion", FASHION, RATES_FASHION))
+ELSEWHERE = {
+    "Table 1a": "counted: [report](../model_cards/study_parameters-small.md)",
+    "Table 1b": "timed: [report](../model_cards/study_overhead-small.md)",
+    "Table 11": "counted: [report](../model_cards/study_gamma-small.md)",
+    "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, see below",
+    "Hybrid updates (final version)": "digits, see below",
+    "Wang et al., Table 1": "digits, P4 single above",
+    "Wang et al., Figure 2": "digits, P4 rank above",
+}
+
+
+def of_rate(study: str, data: str, rates: Sequence[float]) -> dict[float, Contrast]:
+    """F − linear at each rate."""
+    return {rate: Contrast(f"F − linear at {rate:g}", [(f"{study}-{data}-small", difference(rate))]) for rate in rates}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """F − linear at each learning rate of a published study.
+
+    Attributes:
+        found: The difference by rate.
+        p: The p of each difference, which the study's report adjusts by Holm's method over all of its differences.
+        best: Linear's best rate.
+    """
+
+    found: Mapping[float, Contrast]
+    p: Mapping[float, Optional[float]]
+    best: float
+
+    @classmethod
+    def of(cls, study: str, data: str, rates: Sequence[float]) -> "Sweep":
+        found = of_rate(study, data, rates)
+        p = {entry["cell"]["lr"]: entry["difference"]["p_holm"]
+             for entry in summary_of(f"{study}-{data}-small")
+             if entry["measure"] == "top1" and entry["difference"]}
+        return cls(found, p, max(rates, key=lambda rate: found[rate].mean(0, (rate, "linear"))))
+
+    def significant(self, sign: int) -> list[float]:
+        """Return the rates with a positive or negative difference and an adjusted p below 0.05."""
+        return [rate for rate, found in self.found.items()
+                if self.p[rate] is not None and self.p[rate] < 0.05 and sign * found.found.mean > 0]
+
+    def excluding_zero(self, sign: int) -> list[float]:
+        """Return the rates whose unadjusted 95 % interval is above zero, or below it."""
+        return [rate for rate, found in self.found.items() if min(sign * end for end in found.found.ends) > 0]
+
+    def up_to_best(self) -> str:
+        """Return the range of the differences at rates up to linear's best, and the rates with a significant one."""
+        low = {rate: found.found.mean for rate, found in self.found.items() if rate <= self.best}
+        significant = [rate for rate in (*self.significant(1), *self.significant(-1)) if rate in low]
+        return span(list(low.values())) + "".join(f", significant at {rate:g}" for rate in significant)

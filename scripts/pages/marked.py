@@ -1,0 +1,26 @@
+"""Generated parts of Markdown pages, each between two comments: `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
+from pathlib import Path
+
+
+def begin(name: str) -> str:
+    return f"<!-- {name}: written by python -m scripts.pages -->"
+
+
+def end(name: str) -> str:
+    return f"<!-- end of {name} -->"
+
+
+def replaced(page: Path, parts: dict[str, str]) -> str:
+    """Return the text of a page with new text in its generated parts.
+
+    Raises:
+        SystemExit: The page lacks the comments of a part.
+    """
+    text = page.read_text(encoding="utf-8")
+    for name, made in parts.items():
+        head, opened, rest = text.partition(begin(name))
+        _, closed, tail = rest.partition(end(name))
+        if not (opened and closed):
+            raise SystemExit(f"{page} has no '{begin(name)}' followed by '{end(name)}'")
+        text = f"{head}{begin(name)}\n\n{made}\n\n{end(name)}{tail}"
+    return text

@@ -1,0 +1,393 @@
+"""The paper's recipes, timm_ortho/lab/recipes/*.yaml, from the numbers of the paper: 21 files, one source.
+
+`digits.yaml`, `small_images.yaml` and `vit_test_digits.yaml`, which are not the paper's, are written by hand.
+"""
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from timm_ortho.lab.paper import Experiment, experiments, figures
+
+WIDTH = 120
+# Where the authors' published code differs from their paper. The recipes follow the paper and say so.
+PUBLISHED = {
+    ("vit_s", "imagenet1k"): {"scale": "0.8 to 1"},
+    ("vit_b", "imagenet1k"): {"scale": "0.8 to 1", "lr": "1e-4", "weight_decay": "1e-3"},
+    **{(f"resnetv2_{depth}", "tiny_imagenet"): {"scale": "0.7 to 1"} for depth in (18, 34, 50, 101)},
+}
+NODES, GPUS_PER_NODE = 2, 4  # of the example in the headers
+SUFFIX = {"linear": "_linear", "feature": "_ortho", "global": "_orthog"}
+
+# What the paper calls the data set's own mean and standard deviation without giving them, over all training pixels.
+STATISTICS = {
+    "cifar10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
+    "cifar100": ([0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761]),
+    "tiny_imagenet": ([0.4802, 0.4481, 0.3975], [0.2770, 0.2691, 0.2821]),
+    "imagenet1k": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+}
+
+# Images of a training step on one GPU in the authors' runs, where all of the batch may not fit: they had 2 H100 for
+# ViT-B on the small images, and on ImageNet-1k 8 L40S, for ViT-B with gradients accumulated over 2 batches.
+FITS = {
+    ("vit_b", "cifar10"): 512, ("vit_b", "cifar100"): 512, ("vit_b", "tiny_imagenet"): 512,
+    ("vit_s", "imagenet1k"): 512, ("vit_b", "imagenet1k"): 256,
+}
+
+
+class Option(NamedTuple):
+    """A line of YAML and why its value is what it is, where the paper alone does not say so."""
+
+    key: str
+    value: Any
+    why: str = ""
+
+
+# ---------------------------------------------------------------------------------------------- options
+def options(experiment: Experiment) -> list[list[Option]]:
+    """All options of a recipe, in paragraphs."""
+    vit = experiment.architecture.startswith("vit")
+    paragraphs = [
+        _model(experiment),
+        _data(experiment),
+        _adamw(experiment.recipe) if vit else _sgd(experiment),
+        _cosine(experiment.recipe) if vit else _multistep(experiment.recipe),
+        [*_crop(experiment.recipe), *(_augmentation(experiment.recipe) if vit else _no_augmentation())],
+    ]
+    published = PUBLISHED.get((experiment.architecture, experiment.dataset), {})
+    return [[option._replace(why=f"the authors' published code has {published[option.key]}")
+             if option.key in published else option for option in paragraph] for paragraph in paragraphs]
+
+
+def _model(experiment: Experiment) -> list[Option]:
+    recipe, dataset = experiment.recipe, figures()["datasets"][experiment.dataset]
+    found = [
+        Option("device_modules", ["timm_ortho"], "train.py imports it, which registers the models"),
+        Option("model", _model_name(experiment)),
+    ]
+    if "patch" in recipe:
+        found.append(Option("model_kwargs", {"img_size": recipe["resolution"], "patch_size": recipe["patch"]}))
+    if experiment.section == "initialisation":
+        found.append(Option("model_kwargs", {"weight_init": "kaiming"}, "or xavier, or orthogonal"))
+    return [*found, Option("num_classes", dataset["classes"])]
+
+
+def _data(experiment: Experiment) -> list[Option]:
+    mean, std = STATISTICS[experiment.dataset]
+    cifar = experiment.dataset.startswith("cifar")
+    runs = _runs(experiment)
+    return [
+        Option("dataset", f"torch/{experiment.dataset}" if cifar else "", "" if cifar else "class folders"),
+        Option("img_size", experiment.recipe["resolution"]),
+        Option("mean", mean, "the data set's own, as the paper says; it does not give them"),
+        Option("std", std),
+        Option("crop_pct", 1.0, "validation on the whole image: not given, so in the authors' code"),
+        Option("seed", 0, f"{runs} runs, as in the paper: 0 to {runs - 1}"),
+    ]
+
+
+_EVERY_PARAMETER = Option(
+    "opt_kwargs", {"filter_bias_and_bn": False},
+    "weight decay of every parameter, as PyTorch's optimizers do it: timm would leave out biases, norms and embeddings")
+
+
+def _adamw(recipe: dict) -> list[Option]:
+    assert recipe["optimizer"] == "AdamW"
+    return [
+        _batch(recipe),
+        Option("opt", "adamw", "the authors' published code has Adam, whose weight decay is an L2 penalty"),
+        Option("opt_betas", recipe["betas"]),
+        Option("lr", recipe["lr"]),
+        Option("weight_decay", recipe["weight_decay"]),
+        _EVERY_PARAMETER,
+        Option("clip_grad", recipe["clip_grad"]["section_4_1"], "no clipping of ViTs (Section 4.1)"),
+    ]
+
+
+def _sgd(experiment: Experiment) -> list[Option]:
+    recipe = experiment.recipe
+    assert recipe["optimizer"] == "SGD"
+    why = "at this norm (Table 8)"
+    if experiment.section == "accuracy":
+        why = ("The paper contradicts itself: clipped at this norm by Section 4.1, not at all by Table 6. The authors' "
+               "published recipes clip, and so does the study of initialisations (Table 8).")
+    return [
+        _batch(recipe),
+        Option("opt", "momentum", "SGD with momentum; timm's 'sgd' is Nesterov's"),
+        Option("momentum", recipe["momentum"]),
+        Option("lr", recipe["lr"]),
+        Option("weight_decay", recipe["weight_decay"]),
+        _EVERY_PARAMETER,
+        Option("clip_grad", next(iter(recipe["clip_grad"].values())), why),
+        Option("clip_mode", "norm"),
+    ]
+
+
+def _batch(recipe: dict) -> Option:
+    return Option("batch_size", recipe["batch"], "of all processes together: timm's -b is that of each, see above")
+
+
+def _cosine(recipe: dict) -> list[Option]:
+    assert recipe["schedule"] == "cosine"
+    epochs, warmup = recipe["epochs"], recipe["warmup_epochs"]
+    below = 100 * (1 - (1 + math.cos(math.pi * warmup / epochs)) / 2)
+    return [
+        Option("epochs", epochs),
+        Option("sched", "cosine"),
+        Option("sched_on_updates", True, "not given: at every update, as in the authors' code"),
+        Option("warmup_epochs", warmup, f"the first of the {epochs}; the cosine is that of all {epochs} and takes over "
+                                        f"{below:.1f} % below its maximum"),
+        Option("warmup_lr", 0.0, "linear from zero: where it starts is not given"),
+        Option("min_lr", 0.0),
+    ]
+
+
+def _multistep(recipe: dict) -> list[Option]:
+    assert recipe["schedule"] == "multi-step"
+    first, second = recipe["decay_epochs"]
+    return [
+        Option("epochs", recipe["epochs"]),
+        Option("sched", "multistep"),
+        Option("decay_milestones", recipe["decay_epochs"]),
+        Option("decay_rate", recipe["decay_factor"]),
+        Option("sched_on_updates", True, f"by epochs timm would decay one epoch early, after {first - 1} and "
+                                         f"{second - 1}; so it is one update"),
+        Option("warmup_epochs", recipe["warmup_epochs"]),
+    ]
+
+
+def _crop(recipe: dict) -> list[Option]:
+    side = recipe["resolution"]
+    interpolation = Option("train_interpolation", "bilinear", "not given: torchvision's default")
+    if recipe["crop"] != "pad 4":
+        return [
+            Option("train_crop_mode", "rrc"),
+            Option("scale", recipe["crop"]["scale"]),
+            Option("ratio", recipe["crop"]["ratio"]),
+            interpolation,
+            Option("hflip", recipe["hflip"]),
+        ]
+    least = side - 4
+    return [
+        Option("train_crop_mode", "rrc",
+               f"The paper pads by 4 pixels and crops {side} x {side}. timm does not: rrc crops and rescales, rkrc and "
+               f"rkrr rescale half of the images, then crop or pad those. Nearest is rrc with a square of {least} to "
+               f"{side} pixels: as there at least {least} x {least} pixels stay visible, and in the mean 0.88 of the "
+               "image (there 0.87). What is lost: shifts without a change of size."),
+        Option("scale", [round(least ** 2 / side ** 2, 3), 1.0]),
+        Option("ratio", [1.0, 1.0]),
+        interpolation,
+        Option("hflip", recipe["hflip"]),
+    ]
+
+
+def _augmentation(recipe: dict) -> list[Option]:
+    operations, magnitude = recipe["randaugment"]["operations"], recipe["randaugment"]["magnitude"]
+    on_timms_scale = round(magnitude * 10 / 30)
+    erasing, jitter = recipe["random_erasing"], recipe["color_jitter"]
+    return [
+        Option("aa", f"rand-n{operations}-m{on_timms_scale}-p0.93-inc1-tincreasing3a",
+               f"RandAug (N, M) = ({operations}, {magnitude}): {operations} operations at magnitude {magnitude}, of 30 "
+               "in torchvision, which the authors' code uses; timm counts to 10, in whole numbers. p0.93: one of "
+               "torchvision's 14 operations does nothing. inc1: operations grow with the magnitude, as there. timm has "
+               "Invert and SolarizeAdd besides. tincreasing3a: timm drops the colour jitter beside RandAugment unless "
+               "the policy has 3a in it, and takes its usual operations where it does not know the set after t."),
+        Option("color_jitter", list(jitter.values()),
+               f"{', '.join(jitter)}; as --color-jitter it would be one number, without hue"),
+        Option("mixup", recipe["mixup"]["alpha"]),
+        Option("cutmix", recipe["cutmix"]["alpha"]),
+        Option("mixup_prob", recipe["mixup"]["prob"]),
+        Option("mixup_switch_prob", 0.5, "MixUp or CutMix for each batch; not given: timm's default"),
+        Option("smoothing", recipe["smoothing"]),
+        Option("reprob", erasing["prob"],
+               "The rectangle is timm's own: area 0.02 to 0.333, ratio 0.3 to 3.33 (paper: "
+               f"{_dash(erasing['scale'])}, {_dash(erasing['ratio'])}). On a GPU, and wherever the prefetcher is on, "
+               "timm erases after mixing."),
+        Option("remode", "pixel", "noise: not given, so in the authors' code"),
+    ]
+
+
+def _no_augmentation() -> list[Option]:
+    none = "not used; timm's default is another"
+    return [Option("color_jitter", 0.0, none), Option("smoothing", 0.0, none)]
+
+
+def _dash(bounds: list[float]) -> str:
+    return f"{bounds[0]} to {bounds[1]}"
+
+
+# ----------------------------------------------------------------------------------------------- header
+def header(experiment: Experiment) -> str:
+    architecture = figures()["architectures"][experiment.architecture]["name"]
+    dataset = figures()["datasets"][experiment.dataset]["name"]
+    study = ", weight initialisation" if experiment.section == "initialisation" else ""
+    lines = [
+        f"{architecture} on {dataset}{study}: {experiment.table} of 'Revisiting Residual Connections' (Oh et al., "
+        "NeurIPS 2025).",
+        f"Values are those of {experiment.recipe['table']}{_caption(experiment)} where nothing else is said, "
+        "keys those of timm's train.py.",
+        "Written by python -m scripts.pages, not by hand.",
+        "",
+        *_expected(experiment),
+        *_compute(experiment),
+        "",
+        *_data_notes(experiment),
+        *_commands(experiment),
+    ]
+    return "".join(f"# {line}".rstrip() + "\n" for text in lines for line in _wrapped(text, WIDTH - 2))
+
+
+def _caption(experiment: Experiment) -> str:
+    return " (captioned ViT-S; Section 4.1 has one recipe for ViTs)" if experiment.architecture == "vit_b" else ""
+
+
+def _expected(experiment: Experiment) -> list[str]:
+    best = f", mean and standard deviation of {_runs(experiment)} runs"
+    if experiment.section == "accuracy":
+        best += ", of each the mean of its 5 best epochs (the 5 largest eval_top1 in its summary.csv)"
+    rows = [f"  {label:25} {mean:.2f} +- {std:.2f}   {_choice(experiment, label)}"
+            for label, (mean, std) in experiment.top1().items()]
+    return [f"Top-1 in the paper, %{best}:", *rows, *_remarks(experiment)]
+
+
+def _choice(experiment: Experiment, label: str) -> str:
+    """The options of train.py that train this row of the table."""
+    start, _, label = label.rpartition(", ")
+    connection = next(key for key, name in figures()["connections"].items() if name == label)
+    weight_init = f" --model-kwargs weight_init={start}" if start else ""
+    return f"--model {_base(experiment)}{SUFFIX[connection]}{weight_init}"
+
+
+def _remarks(experiment: Experiment) -> list[str]:
+    cell = (experiment.architecture, experiment.dataset)
+    if experiment.dataset == "imagenet1k":
+        first = figures()["accuracy"][experiment.architecture]["imagenet1k_first_version"]
+        return [f"These are of the final version; the first has {_inline(first)}."]
+    if experiment.section == "initialisation":
+        return ["Appendix C.1 says 60,000 steps, Table 8 200 epochs, which are 78,000: here they are the epochs."]
+    if cell == ("vit_b", "cifar10"):
+        return ["The spread of 6.06 is the paper's."]
+    if cell == ("resnetv2_34", "tiny_imagenet"):
+        return ["With --model-kwargs head_norm=True (Table 9):", f"  {_inline(figures()['final_layer_norm']['with'])}"]
+    return []
+
+
+def _inline(top1: dict) -> str:
+    return ", ".join(f"{figures()['connections'][key]} {mean:.2f} +- {std:.2f}" for key, (mean, std) in top1.items())
+
+
+def _compute(experiment: Experiment) -> list[str]:
+    compute = figures()["compute"][experiment.architecture][experiment.dataset]
+    hours = "hours not given" if compute["hours"] is None else f"about {compute['hours']} h a run"
+    return [f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
+
+
+def _data_notes(experiment: Experiment) -> list[str]:
+    if experiment.dataset == "imagenet1k":
+        return ["DATA holds class folders: DATA/train/n01440764/*.JPEG, DATA/val/n01440764/*.JPEG and so on.", ""]
+    if experiment.dataset == "tiny_imagenet":
+        return [
+            "DATA holds class folders: DATA/train/n01443537/*.JPEG, DATA/val/n01443537/*.JPEG and so on. The archive "
+            "tiny-imagenet-200.zip has others; in its folder, once:",
+            "  for c in train/*; do mv $c/images/* $c && rmdir $c/images; done",
+            "  while read -r f c _; do mkdir -p val/$c && mv val/images/$f val/$c; done < val/val_annotations.txt", "",
+        ]
+    return []
+
+
+def _commands(experiment: Experiment) -> list[str]:
+    batch, side = experiment.recipe["batch"], experiment.recipe["resolution"]
+    each = batch // (NODES * GPUS_PER_NODE)
+    vit = experiment.architecture.startswith("vit")
+    sync, synced = ([], "") if vit else (["--sync-bn"], ", BatchNorm over all of them")
+    download = ["--dataset-download"] if experiment.dataset.startswith("cifar") else []
+    recipe = [f'-c "$(timm-ortho recipe --path {experiment.name})"', "--data-dir DATA"]
+    nodes = [f"--nnodes {NODES}", f"--nproc-per-node {GPUS_PER_NODE}", "--node-rank $NODE_RANK",
+             "--master-addr $MASTER_ADDR", "--master-port 29500"]
+    smoke = ["--device cpu", "--epochs 1", "-b 4", f"--train-img-sizes {side}", "--train-batches-per-epoch 3",
+             '--val-split ""']
+    parts = " [--grad-accum-steps N]" if _fits(experiment) < batch else ""
+    return [
+        "One GPU, in a folder with timm's train.py:",
+        *_command("python train.py", *recipe, *download, *_parts(experiment, batch)),
+        f"{NODES} nodes of {GPUS_PER_NODE} GPUs, {each} images each{synced}; NODE_RANK is 0 on the first, which "
+        "MASTER_ADDR names, and 1 on the other:",
+        *_command("torchrun", *nodes, "train.py", *recipe, *(_parts(experiment, each) or [f"-b {each}"]), *sync),
+        "Either, with the version of train.py checked and the batch divided:",
+        *_command("scripts/train.sh", experiment.name, _model_name(experiment), "DATA" + parts, *sync),
+        "Smoke run, three small batches on the CPU, no validation (train.py of timm 1.0.29 or later):",
+        *_command("python train.py", *recipe, *smoke),
+    ]
+
+
+def _parts(experiment: Experiment, images: int) -> list[str]:
+    """Options with which one GPU takes that many images for each update; none where it takes them at once."""
+    fits = _fits(experiment)
+    return [f"-b {fits}", f"--grad-accum-steps {images // fits}"] if fits < images else []
+
+
+def _fits(experiment: Experiment) -> int:
+    return FITS.get((experiment.architecture, experiment.dataset), experiment.recipe["batch"])
+
+
+def _command(*words: str) -> list[str]:
+    """A command, indented, over as many lines as it needs; a word is never broken."""
+    lines = [" "]
+    for word in words:
+        if len(lines[-1]) + len(word) + 3 > WIDTH - 2:
+            lines[-1] += " \\"
+            lines.append("     ")
+        lines[-1] += f" {word}"
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------- text
+def _base(experiment: Experiment) -> str:
+    return figures()["architectures"][experiment.architecture]["model"]
+
+
+def _model_name(experiment: Experiment) -> str:
+    return _base(experiment) + SUFFIX["global" if experiment.section == "initialisation" else "feature"]
+
+
+def _runs(experiment: Experiment) -> int:
+    section = figures()[experiment.section]
+    return section.get(f"runs_{experiment.dataset}", section["runs"])
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Prose is wrapped; what is indented is a command or a row and stays."""
+    return textwrap.wrap(text, width, break_on_hyphens=False) if text and not text.startswith(" ") else [text]
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(item) for item in value) + "]"
+    if isinstance(value, bool) or value is None or value == "":
+        return json.dumps(value)
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        mantissa, _, exponent = f"{value:e}".partition("e")
+        return f"{float(mantissa)}e{int(exponent)}"  # with a point, without which YAML 1.1 reads text
+    return str(value)
+
+
+def _line(option: Option) -> str:
+    line = f"{option.key}: {_yaml(option.value)}"
+    beside = f"{line}  # {option.why}" if option.why else line
+    if len(beside) <= WIDTH:
+        return f"{beside}\n"
+    return "".join(f"# {part}\n" for part in _wrapped(option.why, WIDTH - 2)) + f"{line}\n"
+
+
+def text(experiment: Experiment) -> str:
+    """The whole file."""
+    paragraphs = ["".join(_line(option) for option in paragraph) for paragraph in options(experiment)]
+    return header(experiment) + "\n".join(paragraphs)
+
+
+def texts(root: Path) -> dict[Path, str]:
+    folder = root / "timm_ortho" / "lab" / "recipes"
+    return {folder / f"{name}.yaml": text(experiment) for name, experiment in experiments().items()}

@@ -1,0 +1,106 @@
+"""The page of each study, model_cards/study_*.md and compare_*.md, and the list of studies in docs/evidence.md.
+
+Everything is computed from the numbers in model_cards/results, which `python -m scripts.publish` adds.
+"""
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable
+
+from timm_ortho.lab.planning.design import shipped
+from timm_ortho.lab.reporting.page import Block, Code, Heading, Picture, Text, markdown
+from timm_ortho.lab.reporting.published import STUDY, read
+from timm_ortho.lab.reporting.report import Part, document
+
+from .marked import replaced
+
+RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
+LEFT_OUT = ("Plots", "Every run", "Method and terms")  # headings of the report
+CHANCE = "By chance alone about one interval in twenty excludes zero."
+
+
+def folders(kind: str = "studies") -> list[Path]:
+    """Return the folders of published studies, or of `comparisons`."""
+    return sorted(path.parent for path in (RESULTS / kind).glob(f"*/{STUDY}"))
+
+
+@cache
+def part(folder: Path) -> Part:
+    study, runs, recorded = read(folder)
+    return Part.of(study, runs, [], recorded)
+
+
+@cache
+def summary(folder: Path) -> list[dict[str, Any]]:
+    """Return the means of a study and their differences to the baseline."""
+    return part(folder).json["summary"]
+
+
+# ---------------------------------------------------------------------------------------------- the pages
+def pages(root: Path) -> dict[Path, Path]:
+    """Return each page of a study or comparison with the folder of its numbers."""
+    prefixes = (("studies", "study"), ("comparisons", "compare"))
+    return {root / "model_cards" / f"{prefix}_{folder.name}.md": folder
+            for kind, prefix in prefixes for folder in folders(kind)}
+
+
+def texts(root: Path) -> dict[Path, str]:
+    evidence = root / "docs" / "evidence.md"
+    return {**{page: text(page, folder) for page, folder in pages(root).items()},
+            evidence: replaced(evidence, {"studies": listing()})}
+
+
+def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
+    return {page.parent / block.path: lambda path, block=block: path.write_text(block.svg, encoding="utf-8")
+            for page, folder in pages(root).items() for block in blocks(page, folder) if isinstance(block, Picture)}
+
+
+def text(page: Path, folder: Path) -> str:
+    return markdown(part(folder).title, blocks(page, folder))
+
+
+def blocks(page: Path, folder: Path) -> list[Block]:
+    """Return the report of a study without `LEFT_OUT`, and where its numbers are."""
+    where = f"results/{folder.parent.name}/{folder.name}"
+    kept: list[Block] = []
+    heading = ""
+    for block in document([part(folder)]):
+        if isinstance(block, Heading):
+            heading = block.text
+        if isinstance(block, Picture):
+            block = replace(block, path=f"plots/{page.stem}.svg")  # the only one: of the differences
+        if heading not in LEFT_OUT:
+            kept.append(block)
+    return [*kept, Heading("Data"), Text(f"The numbers of every run are in {where}. The whole report, with a plot for "
+                                         "each metric:"),
+            Code(f"timm-ortho study report model_cards/{where} --output DIR")]
+
+
+# ----------------------------------------------------------------------------------------------- the list
+def listing() -> str:
+    """Return a sentence on all differences and a table of the studies, in the order in which the package has them."""
+    order = list(shipped())
+    listed = sorted(folders(), key=lambda folder: (order.index(part(folder).study["name"]), folder.name))
+    compared, apart, adjusted = map(sum, zip(*map(counts, listed), strict=True))
+    lines = [
+        f"Of {compared} differences to a baseline with a 95 % confidence interval, {apart} have an interval that "
+        f"excludes zero, and {adjusted} are detected after Holm's adjustment within each study. {CHANCE}", "",
+        "| study | in the paper | run on | interval excludes zero | of differences | after Holm |", "| --- " * 6 + "|"]
+    return "\n".join([*lines, *map(_line, listed)])
+
+
+def counts(folder: Path) -> tuple[int, int, int]:
+    """Count the differences with an interval, with one that excludes zero, and with an adjusted p of at most 0.05."""
+    differences = [entry["difference"] for entry in summary(folder) if entry["difference"]]
+    differences = [difference for difference in differences if difference["half_width"] is not None]
+    return (len(differences), sum(difference["reading"] in ("higher", "lower") for difference in differences),
+            sum(difference["p_holm"] <= 0.05 for difference in differences))
+
+
+def _line(folder: Path) -> str:
+    study = part(folder).study
+    compared, apart, adjusted = counts(folder)
+    numbers = f"{apart} | {compared} | {adjusted}" if compared else "- | - | -"
+    run_on = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
+    return (f"| [{study['title']}](../model_cards/study_{folder.name}.md) | {study['paper'] or '-'} | {run_on} "
+            f"| {numbers} |")

@@ -1,0 +1,77 @@
+"""Add the numbers of finished studies to model_cards/results, and regenerate the pages.
+
+    python -m scripts.publish FOLDER ...               output folders of timm-ortho study run
+    python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
+
+A study becomes model_cards/results/studies/NAME-DATASET-SCALE, and a comparison model_cards/results/comparisons/NAME.
+An earlier version is replaced. `timm_ortho/lab/published.py` describes the files. To keep the repository small, of each
+run only the last probe is kept, and in studies of many runs only the records of the last epoch.
+"""
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Mapping, Optional, Sequence
+
+from timm_ortho.lab.reporting.published import write
+
+ROOT = Path(__file__).resolve().parents[1]
+MANY = 24  # runs
+OF_PROCESSES = {"command", "pid", "job"}  # of a run's provenance: the study has the command
+
+
+def main(arguments: Sequence[str], root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.publish", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("--name", help="of a comparison: digits")
+    parsed = parser.parse_args(arguments)
+    for folder in parsed.folders:
+        print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
+    from scripts.pages import __main__ as pages, provenance  # after the numbers are written
+    provenance.record()
+    return pages.main([], root)
+
+
+def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Path:
+    """Write the published numbers of a finished study, and return their folder."""
+    values = json.loads(anonymous((folder / "results.json").read_text(encoding="utf-8"), folder))
+    study, runs = values["study"], values["runs"]
+    if values["unfinished"]:
+        raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
+    study["versions"] = {**study.get("versions", {}), "commit": commit_before(folder / "study.yaml")}
+    if study.get("kind", "training") == "training":
+        runs = [lean(run, many=len(runs) > MANY) for run in runs]
+    name = "-".join(filter(None, [study["name"], (study["dataset"] or "").replace("/", "_"), study["scale"]]))
+    target = results / "comparisons" / comparison if comparison else results / "studies" / name
+    write(target, study, runs, values.get("recorded"))
+    return target
+
+
+def anonymous(text: str, folder: Path) -> str:
+    """Return a text without the paths of this machine."""
+    text = text.replace(str(folder.resolve()), f"output/{folder.name}").replace(f"{sys.prefix}/bin/", "")
+    text = re.sub(r"[/\w.-]*/timm_ortho/__main__\.py", "timm-ortho", text)
+    return re.sub(r"(--data-dir\s+|data_dir: )[/\w.-]+", r"\1DIR", text)
+
+
+def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
+    """Return a run with its last probe; of many runs with the records of the last epoch alone."""
+    records = run.get("dynamics") or []
+    if many:
+        begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)
+        records = [row for row in records if row["step"] > begin]
+    made_with = {key: value for key, value in (run.get("made_with") or {}).items() if key not in OF_PROCESSES}
+    return {**run, "dynamics": records, "probe": (run.get("probe") or [])[-1:], "made_with": made_with}
+
+
+def commit_before(file: Path) -> str:
+    """Return the commit that was checked out when a file was last written."""
+    command = ["git", "rev-list", "-1", f"--before={int(file.stat().st_mtime)}", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()[:12]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""scripts/publish.py: which numbers of a finished study become part of the project."""
+import json
+import os
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from helpers.made_up_runs import ROWS, runs_of, study_of
+
+from scripts import publish
+from scripts.pages import __main__ as pages, provenance, studies
+from timm_ortho.lab.reporting import published, report
+
+ROOT = Path(__file__).parents[2]
+COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, model=None, seeds=[])
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A checkout with nothing but results; pages are not written."""
+    monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")  # a checkout may have no .git
+    monkeypatch.setattr(provenance, "record", lambda: None)
+    monkeypatch.setattr(pages, "main", lambda arguments, root: 0)
+    (tmp_path / "checkout").mkdir()
+    return tmp_path / "checkout"
+
+
+def finished(folder, study=COSTS, runs=ROWS["gamma"], unfinished=()):
+    report.write(study, runs, list(unfinished), folder)
+    (folder / "study.yaml").touch()
+    return folder
+
+
+def rounded(value, digits):
+    if isinstance(value, (list, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        kept = {key: rounded(item, digits) for key, item in items if key not in published.LEFT_OUT}
+        return kept if isinstance(value, dict) else list(kept.values())
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def test_a_study_that_trains_nothing(root, tmp_path, capsys):
+    assert publish.main([str(finished(tmp_path / "run"))], root) == 0
+    assert capsys.readouterr().out.splitlines() == ["model_cards/results/studies/gamma-small"]
+    folder = root / "model_cards" / "results" / "studies" / "gamma-small"
+    assert [path.name for path in folder.iterdir()] == ["study.json"]
+    study, runs, recorded = published.read(folder)
+    assert runs == ROWS["gamma"]
+    assert study["versions"]["commit"] == "0123456789ab"
+    assert recorded == {}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("many", [True, False])
+def test_training_runs_come_back_with_fewer_digits(root, tmp_path, monkeypatch, many):
+    runs = runs_of("dynamics")
+    monkeypatch.setattr(publish, "MANY", len(runs) - many)
+    made = finished(tmp_path / "run", study_of("dynamics"), runs)
+    publish.main([str(made)], root)
+    whole = json.loads((made / "results.json").read_text())
+    (folder,) = (root / "model_cards" / "results" / "studies").iterdir()
+    study, kept, recorded = published.read(folder)
+    assert recorded == whole["recorded"] != {}
+    assert json.loads(json.dumps(report.Part.of(study, kept, [], recorded).json["summary"])) == whole["summary"]
+    for less, more in zip(kept, whole["runs"], strict=True):
+        assert less["history"] == rounded(more["history"], published.DIGITS["history"])
+        assert less["probe"] == rounded(more["probe"][-1:], published.DIGITS["probe"])
+        last = max(row["step"] for row in more["dynamics"])
+        rows = [row for row in more["dynamics"] if not many or row["step"] > last * (1 - 1 / more["epochs"])]
+        assert less["dynamics"] == rounded(rows, published.DIGITS["records"])
+        assert len(rows) < len(more["dynamics"]) or not many
+        for key in ("top1", "loss", "seed", "cell", "connection"):
+            assert less[key] == more[key]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_same_study_gives_the_same_bytes(root, tmp_path):
+    made = finished(tmp_path / "run", study_of("dynamics"), runs_of("dynamics"))
+    contents = []
+    for _ in range(2):
+        publish.main([str(made)], root)
+        folder = root / "model_cards" / "results" / "studies"
+        contents.append({path.name: path.read_bytes() for path in folder.glob("*/*")})
+    assert contents[0] == contents[1]
+    assert contents[0].keys() == {"study.json", "history.csv.gz", "probe.csv.gz", "records.csv.gz"}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_comparison_has_a_name(root, tmp_path):
+    publish.main(["--name", "mine", str(finished(tmp_path / "run", study_of("compare"), runs_of("compare")))], root)
+    assert (root / "model_cards" / "results" / "comparisons" / "mine" / "study.json").is_file()
+
+
+def test_paths_and_processes_are_left_out(tmp_path):
+    text = f"{tmp_path}/run --data-dir /home/me/data /usr/lib/timm_ortho/__main__.py"
+    assert publish.anonymous(text, tmp_path / "run") == "output/run --data-dir DIR timm-ortho"
+    run = {"epochs": 1, "made_with": {"pid": 7, "command": "timm-ortho run X", "cpu": "a CPU"}}
+    assert publish.lean(run, many=True)["made_with"] == {"cpu": "a CPU"}
+
+
+def test_an_unfinished_study_is_refused(root, tmp_path):
+    with pytest.raises(SystemExit, match="unfinished runs: lr=1-linear-seed0"):
+        publish.main([str(finished(tmp_path / "run", unfinished=["lr=1-linear-seed0"]))], root)
+    assert not (root / "model_cards").exists()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_time(tmp_path, monkeypatch):
+    repository = tmp_path / "repository"
+    git = ["git", "-C", repository, "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run(["git", "init", "--quiet", repository], check=True)
+    for day in (1, 2):
+        date = f"2026-01-0{day}T12:00:00Z"
+        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", f"{day}", "--date", date], check=True,
+                       env={**os.environ, "GIT_COMMITTER_DATE": date})
+    log = subprocess.run([*git, "log", "--format=%H"], check=True, capture_output=True, text=True)
+    file = tmp_path / "study.yaml"
+    file.touch()
+    noon = datetime(2026, 1, 1, 12, tzinfo=timezone.utc).timestamp()
+    os.utime(file, (noon + 3600, noon + 3600))
+    monkeypatch.setattr(publish, "ROOT", repository)
+    assert publish.commit_before(file) == log.stdout.split()[-1][:12]
+
+
+# ---------------------------------------------------------------------------------- what the project has published
+def test_published_results_are_small():
+    size = sum(path.stat().st_size for path in studies.RESULTS.rglob("*") if path.is_file())
+    assert size < 4e6
+
+
+@pytest.mark.parametrize("folder", studies.folders() + studies.folders("comparisons"), ids=lambda folder: folder.name)
+def test_numbers_of_published_tables_are_in_range(folder):
+    study, runs, _ = published.read(folder)
+    if study.get("kind", "training") == "training":
+        for run in runs:
+            assert len(run["history"]) == run["epochs"]
+            assert run["history"][-1]["eval_top1"] == pytest.approx(run["top1"], abs=1e-4)

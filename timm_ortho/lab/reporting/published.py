@@ -1,0 +1,153 @@
+"""Write and read the published numbers of a study: `study.json` and compressed tables of its epochs and sites.
+
+| file | content |
+| --- | --- |
+| `study.json` | the study, what its report found in whole records, and the results of each run |
+| `history.csv.gz` | a row for each run and epoch |
+| `probe.csv.gz` | a row for each run, probe and site |
+| `records.csv.gz` | a row for each run, recorded step and site |
+
+The first column of a table, `run`, is the run's position in `study.json`. An empty cell means None. Equal studies give
+equal bytes. The format is that of a finished study; `timm-ortho study report FOLDER` makes its report.
+"""
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
+
+STUDY = "study.json"
+TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # file -> key of a run
+DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
+COARSE = {"images_per_second", "seconds"}  # columns with four digits
+LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of others
+
+Rows = list[dict[str, Any]]
+
+
+def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]],
+          recorded: Optional[Mapping[str, Any]] = None) -> None:
+    """Write a finished study into a folder, which is created if needed.
+
+    Args:
+        folder: Files of an earlier version of the study are replaced.
+        study, runs, recorded: See `report.write`. Numbers of epochs and sites are rounded to `DIGITS`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results = [{key: value for key, value in run.items() if key not in TABLES.values()} for run in runs]
+    shared = _shared(results)
+    values = {"study": study, "recorded": recorded or {}, "shared": shared,
+              "runs": [_without(run, shared) for run in results]}
+    (folder / STUDY).write_text(_as_json(values), encoding="utf-8")
+    for table, key in TABLES.items():
+        rows = [{"run": index, **row} for index, run in enumerate(runs) for row in _flat(run.get(key) or [])]
+        file = folder / f"{table}.csv.gz"
+        if rows:
+            _write_table(file, rows, DIGITS[table])
+        else:
+            file.unlink(missing_ok=True)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
+    """Return the study, its runs and what was recorded, as `write` took them."""
+    values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+    runs = [_merged(values["shared"], run) for run in values["runs"]]
+    if values["study"].get("kind", "training") == "training":
+        for table, key in TABLES.items():
+            for run in runs:
+                run[key] = []
+            file = folder / f"{table}.csv.gz"
+            for row in _read_table(file) if file.is_file() else ():
+                _add(runs[row.pop("run")][key], row, probe=table == "probe")
+    return values["study"], runs, values["recorded"]
+
+
+def _as_json(values: Mapping[str, Any]) -> str:
+    """One line for each run and for each other entry; NaN and infinities become null."""
+    plain = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in plain.pop("runs"))
+    head = "".join(f' {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n' for key, value in plain.items())
+    return f'{{\n{head} "runs": [\n{runs}\n ]\n}}\n'
+
+
+# ----------------------------------------------------------------------------------------------------- tables
+def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Return rows of plain values: a probe has a list of sites."""
+    for row in rows:
+        rest = {key: value for key, value in row.items() if key != "sites"}
+        yield from ({**rest, **site} for site in row["sites"]) if "sites" in row else [rest]
+
+
+def _add(rows: Rows, row: dict[str, Any], probe: bool) -> None:
+    """Append a row; sites of one probe go into one list."""
+    if not probe:
+        rows.append(row)
+        return
+    epochs_done = row.pop("epochs_done")
+    if not rows or rows[-1]["epochs_done"] != epochs_done:
+        rows.append({"epochs_done": epochs_done, "sites": []})
+    rows[-1]["sites"].append(row)
+
+
+def _write_table(file: Path, rows: Rows, digits: int) -> None:
+    text = io.StringIO()
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in LEFT_OUT]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_rounded(row.get(key), 4 if key in COARSE else digits) for key in columns] for row in rows)
+    # no name and no time in the header, so that equal tables are equal files
+    with file.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
+        packed.write(text.getvalue().encode("utf-8"))
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _read_table(file: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(file, "rt", encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            yield {key: _parsed(text) for key, text in row.items()}
+
+
+def _parsed(text: str) -> Any:
+    if not text:
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+# ------------------------------------------------------------------------------------- what all runs share
+def _shared(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys with equal values in all runs, also one level below, as in `made_with`."""
+    first, *rest = runs or [{}]
+    shared: dict[str, Any] = {}
+    for key, value in first.items():
+        if all(run.get(key, ...) == value for run in rest):
+            shared[key] = value
+        elif all(isinstance(run.get(key), Mapping) for run in runs):
+            below = _shared([run[key] for run in runs])
+            shared |= {key: below} if below else {}
+    return shared
+
+
+def _without(run: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in run.items():
+        if key not in shared:
+            kept[key] = value
+        elif value != shared[key]:
+            kept[key] = _without(value, shared[key])
+    return kept
+
+
+def _merged(shared: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**shared, **run}
+    for key in shared.keys() & run.keys():
+        merged[key] = _merged(shared[key], run[key])
+    return merged
