@@ -1,4 +1,4 @@
-"""The residual blocks of torchvision and transformers: connected, disconnected, pickled and compiled."""
+"""The residual blocks of torchvision and of transformers' image models: connected, disconnected, pickled, compiled."""
 import copy
 import pickle
 import subprocess
@@ -30,18 +30,18 @@ def made(name):
         transformers.logging.set_verbosity_error()
     model, images = MODELS[name]()
     for parameter in model.parameters():
-        if not parameter.any():  # a head that starts at zero would hide what comes before it
+        if not parameter.any():  # a head of zeros would hide differences in the blocks
             torch.nn.init.normal_(parameter, std=0.1)
     return model, images
 
 
 def output(result):
-    """A model's logits, or the last hidden state of one without a head."""
+    """Return the logits of a model, or the last hidden state of a model without a head."""
     return result if torch.is_tensor(result) else result[0]
 
 
 def step(model, images):
-    """Logits in training, gradients by name, and logits in evaluation."""
+    """Return the logits in training, the gradients by name, and the logits in evaluation."""
     torch.manual_seed(0)
     y = output(model.train()(images))
     model.zero_grad()
@@ -52,7 +52,7 @@ def step(model, images):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_linear_is_the_librarys_model_and_the_others_train(name):
+def test_linear_is_the_librarys_model_and_other_connections_train(name):
     host, images = made(name)
     classes, keys = [type(module) for module in host.modules()], list(host.state_dict())
     expected = step(copy.deepcopy(host), images)
@@ -76,7 +76,7 @@ def test_linear_is_the_librarys_model_and_the_others_train(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_streams_are_as_wide_as_the_table_says(name):
-    """At every site: it is what a transform of the stream is made for, and shows the channel axis."""
+    """Check the channel axis and the width at every site, for which skip transforms are made."""
     model, images = made(name)
     connect(model, SCOPE[name], skip="orthogonal_tp")
     reached = {}
@@ -90,38 +90,38 @@ def test_streams_are_as_wide_as_the_table_says(name):
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in COMPILED else pytest.mark.slow) for name in MODELS])
-def test_compiled_as_the_untouched_model_is(name):
+def test_compiles_if_the_untouched_model_does(name):
     torch._dynamo.reset()
     host, images = made(name)
     host.eval()
     try:
         torch.compile(copy.deepcopy(host), fullgraph=True, backend="eager")(images)
-    except Exception as error:  # noqa: BLE001 whatever the compiler raises
+    except Exception as error:  # noqa: BLE001 the compiler raises many types
         pytest.skip(f"the untouched model does not compile as one graph: {type(error).__name__}")
     torch._dynamo.reset()
     model = connect(host, SCOPE[name])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = []
+    logits = []
     for form in (compiled, model):
-        torch.manual_seed(0)  # vit_mae leaves patches out
-        found.append(output(form(images)))
-    torch.testing.assert_close(*found)
+        torch.manual_seed(0)  # vit_mae drops random patches
+        logits.append(output(form(images)))
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize("library", ["torchvision", "transformers"])
 def test_every_line_of_a_table_has_a_model_here(library):
     pytest.importorskip(library)
     lines = {spec.name for spec in specs(library) if host(spec)}
-    found = set()
+    covered = set()
     for name in MODELS:
         if name.startswith(library):
             model, _ = made(name)
-            found |= {spec.name for module in model.modules() if (spec := spec_of(module)) and reached(module, spec)}
-    found |= {spec.name for spec in specs(library) if spec.causal}  # language models: test_text_models.py
-    # of video models, of text towers and of architectures that need more than an image
+            covered |= {spec.name for module in model.modules() if (spec := spec_of(module)) and reached(module, spec)}
+    covered |= {spec.name for spec in specs(library) if spec.causal}  # language models: test_text_models.py
+    # blocks of text encoders, and of architectures that need more than an image
     others = {"Swinv2CrLayer", "Siglip2EncoderLayer", "PerceiverLayer", "PerceiverAttention", "ModernBertEncoderLayer",
               "TransformerBlock"}
-    assert {name for name in lines - found if name.rpartition(".")[2] not in others} == set()
+    assert {name for name in lines - covered if name.rpartition(".")[2] not in others} == set()
 
 
 @pytest.mark.parametrize("name", ["torchvision resnet18", "transformers vit"])
@@ -140,22 +140,23 @@ def test_pickled_into_a_fresh_process(name, tmp_path):
     detection.retinanet_resnet50_fpn, detection.ssdlite320_mobilenet_v3_large, detection.fasterrcnn_resnet50_fpn,
     segmentation.lraspp_mobilenet_v3_large])
 def test_detectors_and_segmentation_networks_of_torchvision(build):
-    """What they add outside their backbone is no stream."""
+    """Additions outside their backbone are not sites."""
     with torch.device("meta"):
         model = build(weights=None, weights_backbone=None)
     assert len(sites(connect(model))) == len(sites(connect(model.backbone))) > 0
 
 
-def test_layers_count_blocks_as_a_person_would():
-    """transformers' CvT splits a block over two classes, of which one holds the other."""
+def test_a_block_of_two_classes_is_one_layer():
+    """In transformers' CvT the second class is inside the first."""
     model, _ = made("transformers cvt")
-    found = sites(connect(model, "feature", layers=[0]))
-    assert [(site.layer, site.kind) for site in found] == [
+    connected = sites(connect(model, "feature", layers=[0]))
+    assert [(site.layer, site.kind) for site in connected] == [
         (layer, kind) for layer in range(3) for kind in ("attention", "mlp")]
-    assert [type(site.connection).__name__ for site in found] == ["FeatureConnection"] * 2 + ["LinearConnection"] * 4
+    assert [type(site.connection).__name__ for site in connected] == [
+        *["FeatureConnection"] * 2, *["LinearConnection"] * 4]
 
 
-def test_the_list_has_the_libraries(capsys):
+def test_timm_ortho_list_prints_the_libraries(capsys):
     assert cli.main(["list"]) == 0
     _, _, text = capsys.readouterr().out.partition(f"\ntorchvision {torchvision.__version__.partition('+')[0]}")
     lines = text.splitlines()
@@ -164,19 +165,19 @@ def test_the_list_has_the_libraries(capsys):
     assert counts == {library: len(specs(library)) for library in counts}
 
 
-PLAIN = ("alexnet", "densenet", "googlenet", "inception", "shufflenet", "squeezenet", "vgg")  # no residual additions
+WITHOUT_STREAM = ("alexnet", "densenet", "googlenet", "inception", "shufflenet", "squeezenet", "vgg")
 
 
 @pytest.mark.slow
 def test_every_classification_network_of_torchvision_is_covered():
     for name in torchvision.models.list_models(module=torchvision.models):
-        reads_numbers = name.startswith("regnet")  # while it is built: no meta device
+        reads_numbers = name.startswith("regnet")  # its constructor reads values, which the meta device lacks
         if reads_numbers and name != "regnet_y_400mf":
             continue
         arguments = dict(init_weights=False) if name in ("googlenet", "inception_v3") else {}
         with torch.device("cpu" if reads_numbers else "meta"):
             model = torchvision.models.get_model(name, weights=None, **arguments)
-        if name.startswith(PLAIN):
+        if name.startswith(WITHOUT_STREAM):
             with pytest.raises(UnsupportedModelError, match="no residual block found"):
                 connect(model)
         else:

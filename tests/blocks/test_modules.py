@@ -1,4 +1,4 @@
-"""Models of several modules of timm train and can be exported; `scripts/checks/modules.py` does it with all of them."""
+"""Models of several modules of timm train and can be exported; `scripts/checks/modules.py` checks all modules."""
 import pytest
 import torch
 from helpers.module_checks import compiles, exports, model_of, runs_as_onnx, trains
@@ -7,8 +7,8 @@ from helpers.small_models import of_modules
 import timm_ortho
 from timm_ortho.functional import plain_update
 
-# One for each way in which blocks are routed: an attribute of the block, an if, an in-place sum, a post-activation sum,
-# several streams. Small and quick ones.
+# One small model for each form of routing: an attribute of the block, an if, an in-place sum, a sum before an
+# activation, several streams.
 TRAINED = [
     ("eva", "global"), ("convnext", "feature"), ("resnet", "global"), ("mlp_mixer", "global"),
     pytest.param("swin_transformer", "feature", marks=pytest.mark.slow),
@@ -36,7 +36,7 @@ def test_same_outputs_compiled(module, connection):
     compiles(of_modules()[module], connection)
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="it exports none of timm's ResNets either")
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot export timm's ResNets")
 @pytest.mark.parametrize(("module", "connection"), COMPILED)
 def test_same_outputs_in_onnxruntime(module, connection):
     for package in ("onnxruntime", "onnxscript"):
@@ -45,8 +45,8 @@ def test_same_outputs_in_onnxruntime(module, connection):
 
 
 @pytest.mark.parametrize("module", of_modules())
-def test_what_is_recorded_rounds_as_eager_mode_at_every_site(module):
-    """Deep networks show any difference, that of a memory format behind the update too."""
+def test_the_operator_rounds_as_the_plain_formula_at_every_site(module):
+    """A difference in values or in memory format would grow in deep networks."""
     model, size = model_of(of_modules()[module], "feature")
     reached = []
 

@@ -1,4 +1,4 @@
-"""The table of timm's residual blocks, line by line: on a small model for each, and on what it leaves out."""
+"""The table of timm's residual blocks: each line on a small model, and the additions that it leaves out."""
 import copy
 import importlib
 import inspect
@@ -27,8 +27,8 @@ SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name i
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_linear_is_timms_model_and_the_others_train(name):
-    """Bit for bit; otherwise every site is reached, changes the output, and every parameter keeps its gradient."""
+def test_linear_is_timms_model_and_other_connections_train(name):
+    """Linear: bit-identical. Others: each site is reached, the output changes, each parameter keeps its gradient."""
     host, size = build(name)
     model = connect(copy.deepcopy(host), "linear")
     expected = step(host, size)
@@ -53,13 +53,10 @@ def outputs(model, x):
 
 
 @pytest.mark.skipif(
-    not isinstance(on_meta(), torch.device), reason="before timm 1.0.21 not all of a model is on the meta device")
+    not isinstance(on_meta(), torch.device), reason="before timm 1.0.21 some buffers are not on the meta device")
 @pytest.mark.parametrize("name", SHAPES)
 def test_streams_are_as_wide_as_the_table_says(name):
-    """At every site, stream and branch: it is what a transform of the stream is made for, and shows the channel axis.
-
-    Whatever the connection and the transform, the shapes are those of timm's model.
-    """
+    """Check the width of stream and branch at every site, for which skip transforms are made, and the output shapes."""
     with on_meta():
         model, size = build(name)
         expected = [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))]
@@ -86,9 +83,9 @@ def test_every_covered_module_has_a_model_here():
 def test_every_line_of_the_table_has_a_model_here():
     with on_meta():
         models = [build(name)[0] for name in [*ALL, *SHARED_BLOCKS] if name in MADE or timm.is_model(name)]
-    found = {spec.name for model in models for module in model.modules()
+    covered = {spec.name for model in models for module in model.modules()
              if (spec := spec_of(module)) and reached(module, spec)}
-    assert {spec.name for spec in TIMM if host(spec)} - found == set()
+    assert {spec.name for spec in TIMM if host(spec)} - covered == set()
 
 
 @pytest.mark.parametrize("spec", TIMM, ids=lambda spec: spec.name)
@@ -103,7 +100,7 @@ def test_every_line_holds_for_the_installed_timm(spec):
 
 
 def test_channel_axes():
-    """The axis of each site has as many entries as a stream there has channels, where the arguments say how many."""
+    """The size of each site's axis is the number of channels in the model's configuration."""
     def axes(name):
         model, size = build(name)
         connect(model, "feature")
@@ -123,8 +120,8 @@ def test_channel_axes():
         assert {size for name, size in edgenext.items() if name.endswith(kind)} == {48, 88, 168}
 
 
-# ----------------------------------------------------------------------------------------------- what is no site
-def test_blocks_without_a_sum_as_configured_stay_as_they_are():
+# --------------------------------------------------------------------------------- additions that are not sites
+def test_blocks_without_a_sum_in_their_configuration_stay_unchanged():
     with on_meta():
         model = connect(timm.create_model("mobilenetv3_small_050"), "feature")
     blocks = [module for module in model.modules() if isinstance(module, efficientnet_blocks.InvertedResidual)]
@@ -134,7 +131,7 @@ def test_blocks_without_a_sum_as_configured_stay_as_they_are():
     assert all((type(block) is efficientnet_blocks.InvertedResidual) != block.has_skip for block in blocks)
 
 
-def test_a_block_with_half_of_its_sums():
+def test_a_block_with_one_of_its_two_sums():
     model, size = build("visformer_tiny")
     connect(model, "hybrid", start="linear")
     halves = [module for module in model.modules() if type(module) is routed.timm__models__visformer__Block__mlp]
@@ -152,27 +149,27 @@ def test_a_block_with_half_of_its_sums():
     *(pytest.param(name, marks=pytest.mark.whole) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
 ])
 def test_folding_a_model_changes_nothing(name):
-    """What a re-parameterisation folds into a convolution is no site, or the folded model would be another."""
+    """Additions that a re-parameterisation folds into a convolution are not sites; the folded model would differ."""
     model, size = build(name)
     model = connect(model, "feature").eval()
-    step(model, size)  # batch statistics that are not 0 and 1
+    step(model, size)  # for batch statistics other than 0 and 1
     x = torch.randn(2, 3, size, size)
     folded = timm.utils.reparameterize_model(model.eval())
     torch.testing.assert_close(folded(x), model(x), rtol=1e-3, atol=1e-3)
     assert len(sites(folded)) == len(sites(model))
 
 
-def test_what_is_listed_as_no_stream_is_not_taken_for_one():
-    """Nor is it in the table, or it would be left out for nothing."""
+def test_the_list_of_classes_without_a_stream_is_needed():
+    """Each class in it looks residual and is not in the table."""
     assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
     names = {cls.__name__ for cls in here if not looks_residual(cls)}
-    assert names <= {"Cell", "CellStem0"}  # of pnasnet, listed for the reason alone
+    assert names <= {"Cell", "CellStem0"}  # of pnasnet, listed only for the reason in the table of coverage
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
-    """Or users who choose it, an attention gate say, would be refused a model that is otherwise supported."""
+    """Otherwise a supported model with such an option, for example an attention gate, would be refused."""
     names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
     names |= {f"timm.models.{name}" for name in list_modules() if coverage.architectures(name)}
     in_table = {host(spec) for spec in TIMM} - {None}
@@ -182,8 +179,8 @@ def test_every_class_of_timm_that_looks_residual_is_in_a_table():
         if inspect.isclass(cls) and issubclass(cls, torch.nn.Module) and cls.__module__ == name
     }
     assert len(classes) > 600
-    left = {cls for cls in classes - in_table if is_residual(cls)}
-    assert {cls for cls in left if not any(issubclass(block, cls) for block in in_table)} == set()
+    missing = {cls for cls in classes - in_table if is_residual(cls)}
+    assert {cls for cls in missing if not any(issubclass(block, cls) for block in in_table)} == set()
 
 
 def is_residual(cls):
@@ -191,7 +188,7 @@ def is_residual(cls):
 
 
 class _Sums(torch.nn.Module):
-    """Residual additions in other words than ``x + f``."""
+    """Sums that are residual additions, and sums that are not."""
 
     def annotated(self, x):
         z: torch.Tensor = self.f(x)
@@ -246,7 +243,7 @@ class _Sums(torch.nn.Module):
         return self.f(x, start + len(x)) * (scale + start)
 
     def listed(self, x, children):
-        return self.f([x] + children)  # noqa: RUF005 the sum is what is tested
+        return self.f([x] + children)  # noqa: RUF005 the test needs this sum
 
     def moved(self, x):
         return x + self.pos_embed(x).to(x)
@@ -277,36 +274,36 @@ class _Sums(torch.nn.Module):
     ("counted", False), ("listed", False), ("moved", False), ("typed", False), ("constant", False),
     ("collected", False), ("outputs", False), ("position", False),
 ])
-def test_what_looks_residual(method, residual):
+def test_looks_residual(method, residual):
     assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual
 
 
-def test_a_gate_of_the_branch_is_no_residual_block():
+def test_a_gate_of_the_branch_is_not_a_residual_block():
     model = connect(timm.create_model("resnet18", block_args={"attn_layer": "cbam"}), "feature")
     assert len(sites(model)) == 8
 
 
-# ------------------------------------------------------------------------------------------- tokens and their scope
-def test_the_class_tokens_of_xcit_keep_their_stream_among_copies_of_the_others():
-    """The other tokens' branch is what they are: in one sum with them the class token would lose its own stream."""
+# ---------------------------------------------------------------------------------------------- scope of tokens
+def test_the_global_scope_projects_each_token_of_xcits_class_attention():
+    """Copies of the patch tokens are their branch; in one sum with them the class token would lose its stream."""
     model, size = build("xcit_nano_12_p8_224")
     connect(model, "global").eval()
-    kept = []
+    checked = []
 
     def measure(connection, inputs, y):
         (x, f), y = (tensor[:, 0] for tensor in inputs[:2]), y[:, 0]
         across = y - x
         torch.testing.assert_close((across * x).sum(-1), torch.zeros(len(x)), atol=1e-4, rtol=0.0)
         torch.testing.assert_close(across, f - (f * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True) * x)
-        kept.append(connection)
+        checked.append(connection)
 
-    here = [site for site in sites(model) if site.name.startswith("cls_attn_blocks")]
-    for site in here:
+    own = [site for site in sites(model) if site.name.startswith("cls_attn_blocks")]
+    for site in own:
         site.connection.register_forward_hook(measure)
     outputs(model, torch.randn(2, 3, size, size))
-    assert len(here) == 2
-    assert kept == [site.connection for site in here]
-    assert {site.connection.dims is None for site in sites(model) if site not in here} == {True}
+    assert len(own) == 2
+    assert checked == [site.connection for site in own]
+    assert {site.connection.dims is None for site in sites(model) if site not in own} == {True}
 
 
 @pytest.mark.parametrize("name", ["vgg11", "repvgg_a0", "densenet121"])
@@ -318,7 +315,7 @@ def test_models_without_a_stream(name):
 
 
 # ------------------------------------------------------------------------------------------------------ coverage
-def test_coverage_is_what_the_registry_has():
+def test_coverage_lists_every_architecture_of_the_registry():
     rows = {row.module: row for row in coverage.rows()}
     assert set(rows) == {name for name in list_modules() if coverage.architectures(name)}
     for row in rows.values():
@@ -339,18 +336,18 @@ def test_every_covered_architecture_is_registered():
     assert not {name for row in coverage.rows() for name in row.left_out if name + "_ortho" in names}
 
 
-@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page's table is of another timm")
+@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page is of another timm")
 def test_the_page_has_the_table_of_coverage():
     page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
     assert coverage.table() in page
 
 
-def test_what_a_newer_timm_adds_is_reported(monkeypatch):
+def test_architectures_of_a_newer_timm_are_reported(monkeypatch):
     monkeypatch.setattr(coverage, "load", lambda: {"timm": "1.0.0", "modules": {
         "resnet": {"covered": {"resnet18": 8}, "left_out": {}}}})
     rows = {row.module: row for row in coverage.rows()}
     assert rows["resnet"].left_out["resnet34"] == coverage.UNKNOWN
     assert set(rows["vgg"].left_out.values()) == {coverage.UNKNOWN}
-    assert "resnet34" in coverage.bases()  # of a module that is known: there, and an error if it cannot be connected
+    assert "resnet34" in coverage.bases()  # its module is known; an error is raised if it cannot be connected
     assert "vgg11" not in coverage.bases()
 
