@@ -455,10 +455,10 @@ def create_connection(
     arguments = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
     accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # a partial has bound its keywords
     if make is GlobalConnection and groups != 1:
-        raise ValueError(f"global has one projection over all channels and takes no groups, got groups={groups} "
-                         "(allowed: 1)")
+        raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
+                         "feature or hybrid")
     if make is not LinearConnection and groups != 1 and "groups" not in accepted:
-        raise ValueError(f"{_name_of(make)} takes no argument groups, got groups={groups} (allowed: 1)")
+        raise ValueError(f"{_name_of(make)} takes no argument groups: omit groups, or add it to the constructor")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
     if not isinstance(made, Connection):
         raise ValueError(f"{_name_of(make)} must return a timm_ortho.Connection, got {type(made).__name__}")

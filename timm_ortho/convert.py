@@ -65,23 +65,21 @@ class _Block(NamedTuple):
                       mask_layout=self.spec.mask_layout)
         return {kind: dict(dim=dims[kind], branch_first=first[kind], **shared) for kind in self.kinds}
 
-    def groups(self, requested: Union[int, str], kind: str) -> int:
-        """Return the number of groups of channels for a site.
+    def check_groups(self, groups: int, kinds: Sequence[str]) -> None:
+        """Raise ValueError if a number of groups does not divide the width of the stream at sites of these kinds.
 
-        Raises:
-            ValueError: The block has no heads or several numbers of heads, or the groups do not divide its width.
+        Connections in a block's own code check the width when they are called.
         """
-        groups = requested if isinstance(requested, int) else self._heads()
-        if groups > 1 and self.spec is not None:
-            width = self.widths()[kind]
+        widths = self.widths() if groups > 1 and self.spec else {}
+        for width in (widths[kind] for kind in kinds if kind in widths):
             if width % groups:
                 divisors = ", ".join(str(count) for count in range(1, width + 1) if width % count == 0)
                 raise ValueError(f"groups={groups} does not divide the {width} channels of {self.name} "
                                  f"({type(self.module).__name__}); divisors are {divisors}. The model is unchanged.")
-        return groups
 
-    def _heads(self) -> int:
-        counts = {getattr(module, name) for module in self.module.modules() for name in _HEADS
+    def heads(self, model: nn.Module) -> int:
+        """Return the number of heads of the attention in the block's layer."""
+        counts = {getattr(module, name) for module in model.get_submodule(self.layer).modules() for name in _HEADS
                   if isinstance(getattr(module, name, None), int)}
         if len(counts) != 1:
             number = f"has attention with {' and '.join(map(str, sorted(counts)))} heads" if counts else "has no heads"
@@ -180,18 +178,22 @@ def connect(
     chosen_kinds = _chosen_kinds(kinds, blocks)
     arguments: dict[str, Any] = dict(eps=eps, prob=prob, start=start, keep=keep, groups=groups)
     if isinstance(groups, str):
-        known_name("groups", groups, ("heads",), " or a whole number")
-    # raises before anything is changed, also if no layer is chosen; 2 stands for any number of heads
-    probe = create_connection(connection, **{**arguments, "groups": 2 if groups == "heads" else groups})
+        if groups != "heads":
+            raise ValueError(f"groups must be a whole number of at least 1 or 'heads', got {groups!r}")
+        arguments["groups"] = 2  # any number of heads
+    probe = create_connection(connection, **arguments)  # raises before anything is changed, also without a layer
     call = _call_arguments(
         probe.name,
-        dict(arguments, layers=None if layers is None else sorted(chosen),
+        dict(arguments, groups=groups, layers=None if layers is None else sorted(chosen),
              kinds=None if kinds is None else sorted(chosen_kinds)),
         dict(skip=skip, skip_branches=skip_branches, skip_rank=skip_rank, skip_seed=skip_seed))
     skips = _make_skips(blocks, skip, branches=skip_branches, rank=skip_rank, seed=skip_seed)
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
         carrying = chosen_kinds if layer in chosen else ()
+        if carrying_kinds := [kind for kind in block.kinds if kind.removeprefix("connection_") in carrying]:
+            arguments["groups"] = groups if isinstance(groups, int) else block.heads(model)
+            block.check_groups(arguments["groups"], carrying_kinds)
         connections = _make_connections(block, dict(arguments, connection=connection), skips, carrying)
         module = block.module
         for name in connections:
@@ -393,14 +395,12 @@ def _make_connections(
     parameter = next(parameters, None)  # quantized parameters have integer dtypes
     options: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
     linear = dict(eps=arguments["eps"], connection="linear")
-    connections = {}
-    for kind, detail in block.details().items():
-        chosen = arguments if kind.removeprefix("connection_") in carrying else linear
-        if chosen.get("groups", 1) != 1:
-            chosen = {**chosen, "groups": block.groups(chosen["groups"], kind)}
-        connection = create_connection(skip=next(skips), **detail, **options, **chosen)
-        connections[block.spec.sites[kind] if block.spec else kind] = connection.train(block.module.training)
-    return connections
+    return {
+        block.spec.sites[kind] if block.spec else kind: create_connection(
+            skip=next(skips), **detail, **options,
+            **(arguments if kind.removeprefix("connection_") in carrying else linear)).train(block.module.training)
+        for kind, detail in block.details().items()
+    }
 
 
 def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterator[Optional[nn.Module]]:

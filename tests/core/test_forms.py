@@ -57,11 +57,15 @@ TABLE = [
     *(row(connection, name, forms="TorchScript FX export compile") for name in CONNECTIONS),
     *(row(connection, name, prob=0.5, forms="TorchScript FX compile") for name in ("feature", "global")),
     row(connection, HalfConnection),
+    *(row(connection, name, groups=3, forms="TorchScript FX export compile") for name in ("feature", "hybrid")),
+    row(connection, "feature", groups=3, prob=0.5, skip="orthogonal_tp", forms="TorchScript FX"),
     *(row(connection, name, skip=skip, forms="TorchScript FX") for name in CONNECTIONS for skip in SKIPS),
     *(row(transform, skip, inputs=1, forms="TorchScript trace FX export") for skip in SKIPS),
     *(row(model, name, inputs=0, forms="TorchScript FX export compile", slow="inductor") for name in MODELS),
     *(row(model, name, **arguments, inputs=0, slow="compile")
       for name in MODELS for arguments in (dict(connection="hybrid"), dict(connection_prob=0.5))),
+    row(model, MODELS[0], connection_groups="heads", inputs=0, slow="compile"),
+    row(model, MODELS[1], connection="feature", connection_groups=4, inputs=0, slow="compile inductor"),
     row(model, MODELS[1], skip="orthogonal_tp", inputs=0, forms="compile"),
     row(model, MODELS[1], skip="idempotent_cmr", inputs=0, forms="", slow="compile"),
 ]

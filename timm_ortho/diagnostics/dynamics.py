@@ -7,7 +7,9 @@ Figures 3 and 10 to 12):
 
 Norms and products run over the channel axis for every connection, including ``global``, so that connections can be
 compared. Each value is averaged over the batch and over tokens or pixels. Padding tokens are excluded. A connection
-that one forward pass calls several times is one site, averaged over its calls.
+that one forward pass calls several times is one site, averaged over its calls. A connection with groups of channels
+decomposes each group: |f_par|^2 and |f_orth|^2 are sums over the groups, ``cosines`` lists the cosine of each group,
+and ``cosine`` is their mean.
 
 :func:`record` also reports ``parallel_share = parallel / stream`` and ``orthogonal_share = orthogonal / stream``. Both
 are ratios of averages, because a single token may be zero, as the paper's class token is at the start.
@@ -38,21 +40,29 @@ class SiteDynamics(NamedTuple):
     parallel: float
     orthogonal: float
     cosine: float
+    cosines: Tuple[float, ...] = ()  # of each group of channels; empty for a connection without groups
 
 
 # ---------------------------------------------------------------------------------------- one measurement
 def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-    """Return ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, a tensor on the device of ``x``."""
+    """Return ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, a tensor on the device of ``x``.
+
+    With groups of channels, the cosine of each group follows.
+    """
     # the square of a float16 norm overflows at 256
     x = connection.carried(x)
     x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
     real = real_tokens(attn_mask, x, connection.mask_layout)
     if real is not None:
         x, f = without_padding(x, real), without_padding(f, real)
-    dim = connection.dim
-    parallel, orthogonal = decompose(x, f, dim, connection.eps)
-    squares = [part.square().sum(dim).mean() for part in (x, parallel, orthogonal)]
-    means = torch.stack([*squares, nn.functional.cosine_similarity(x, f, dim=dim).mean()])
+    dim = connection.dim % x.dim()  # axis of the groups; the next axis has their channels
+    x, f = (t.unflatten(dim, (connection.groups, -1)) for t in (x, f))
+    parallel, orthogonal = decompose(x, f, dim + 1, connection.eps)
+    squares = [part.square().sum((dim, dim + 1)).mean() for part in (x, parallel, orthogonal)]
+    cosines = nn.functional.cosine_similarity(x, f, dim=dim + 1)
+    means = torch.stack([*squares, cosines.mean()])
+    if connection.groups > 1:
+        means = torch.cat([means, cosines.movedim(dim, 0).flatten(1).mean(1)])
     return means if real is None else means / real.to(means).mean()  # the means include zeros from padding
 
 
@@ -103,11 +113,9 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
 
     with _measuring([site.connection for site in sites], add), evaluation(model), torch.no_grad():
         model(images)
-    return [
-        SiteDynamics(site.layer, site.kind, site.name,
-                     *(torch.stack(means).mean(0).tolist() if means else [math.nan] * 4))
-        for site, means in zip(sites, calls, strict=True)
-    ]
+    values = [torch.stack(means).mean(0).tolist() if means else [math.nan] * 4 for means in calls]
+    return [SiteDynamics(site.layer, site.kind, site.name, *means[:4], cosines=tuple(means[4:]))
+            for site, means in zip(sites, values, strict=True)]
 
 
 @contextmanager
@@ -136,6 +144,7 @@ class Recorder:
     | ``stream``, ``parallel``, ``orthogonal``, ``cosine`` | defined in the module docstring |
     | ``parallel_share``, ``orthogonal_share`` | ``parallel`` and ``orthogonal`` divided by ``stream`` |
     | ``rho``, ``theta`` | learned values after clamping; None if the connection has none |
+    | ``cosines`` | list with the cosine of each group; only for connections with groups of channels |
 
     Training stays bit-identical: no random number is drawn, and outputs and gradients do not change. Sites have hooks
     only during a recorded pass, so activation checkpointing's second pass is not recorded. Copies and pickles of the
@@ -299,13 +308,14 @@ class _Pass:
         return [self._row(self.sites[index], [next(values) for _ in mean]) for index, mean in means.items()]
 
     def _row(self, site: Site, values: List[float]) -> RecordedRow:
-        stream, parallel, orthogonal, cosine, *learned = values
-        rho, theta = learned or (None, None)
+        stream, parallel, orthogonal, cosine, *rest = values
+        groups = site.connection.groups if site.connection.groups > 1 else 0
+        rho, theta = rest[groups:] or (None, None)
         return {
             "step": self.step, "layer": site.layer, "kind": site.kind, "name": site.name,
             "stream": stream, "parallel": parallel, "orthogonal": orthogonal,
             "parallel_share": _ratio(parallel, stream), "orthogonal_share": _ratio(orthogonal, stream),
-            "cosine": cosine, "rho": rho, "theta": theta,
+            "cosine": cosine, "rho": rho, "theta": theta, **({"cosines": rest[:groups]} if groups else {}),
         }
 
 

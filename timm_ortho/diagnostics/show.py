@@ -41,13 +41,17 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
 
 
 def as_text(measured: MeasuredSites) -> str:
-    """Return a text table with a bar from -1 to 1 for the cosine."""
+    """Return a text table with a bar from -1 to 1 for the cosine, and the range over groups of channels."""
     scale = "-1".ljust(_BAR) + "0" + "1".rjust(_BAR)
     table: List[Tuple[str, ...]] = [("block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", scale)]
     for (layer, kind, _, connection), means in measured:
         norms = [f"{value:.4g}" for value in (means.stream, means.parallel, means.orthogonal)]
         table.append((str(layer), kind, connection.name, *norms, f"{means.cosine:+.3f}", _bar(means.cosine)))
-    return "\n".join(aligned(table, "><<>>>><"))
+    if any(means.cosines for _, means in measured):
+        ranges = [f"{min(means.cosines):+.3f} to {max(means.cosines):+.3f}" if means.cosines else ""
+                  for _, means in measured]
+        table = [(*line, text) for line, text in zip(table, ["cosines of groups", *ranges], strict=True)]
+    return "\n".join(aligned(table, "><<>>>><<"[:len(table[0])]))
 
 
 def _bar(cosine: float) -> str:

@@ -50,7 +50,7 @@ _SCALED = frozenset("model recipe options connections seeds grid record argument
 _CELL = frozenset("model recipe connections connection switch".split())
 # Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal",
-                   "connection_keep": "output"}
+                   "connection_keep": "output", "connection_groups": 1}
 
 # The paper's data sets by its names, as timm names them; the last three are class folders.
 _TIMM_NAMES = {

@@ -193,7 +193,8 @@ class Training:
     def _look_at_the_stream(self, epochs: int) -> None:
         with self.amp():
             found = record_dynamics(self.model, self.probe, self.sites)
-        row = {"epochs_done": epochs, "sites": [site._asdict() for site in found]}
+        sites = [{key: value for key, value in site._asdict().items() if value != ()} for site in found]
+        row = {"epochs_done": epochs, "sites": sites}
         append_lines(self.folder / "probe.jsonl", [row])
 
     # -------------------------------------------------------------------------------------- the checkpoint

@@ -1,0 +1,282 @@
+"""One projection per group of channels, compared with a float64 loop over the groups."""
+import argparse
+import copy
+
+import pytest
+import timm
+import torch
+from helpers.oracle import truth
+from torch import nn
+
+import timm_ortho
+from timm_ortho import Connection, connect, connection_arguments, create_connection, sites
+from timm_ortho.diagnostics.dynamics import measure
+from timm_ortho.diagnostics.show import as_text, measured_sites
+
+EPS = 1e-3
+LAYOUTS = {  # shape and channel axis
+    "tokens": ((2, 5, 12), -1), "NHWC": ((2, 3, 4, 12), -1), "NHWC by its number": ((2, 3, 4, 12), 3),
+    "NCHW": ((2, 12, 3, 4), 1), "NCHW from the end": ((2, 12, 3, 4), -3), "vector": ((12,), 0),
+}
+
+
+def looped(x, f, groups, dim, a=0.0, b=1.0, eps=EPS):
+    """Return the oracle's update of each group of channels, concatenated."""
+    parts = zip(x.tensor_split(groups, dim), f.tensor_split(groups, dim), strict=True)
+    return torch.cat([truth(x, f, a, b, [dim], eps) for x, f in parts], dim)
+
+
+def drawn(shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
+
+
+# --------------------------------------------------------------------------------------------- the connection
+@pytest.mark.parametrize("memory", ["contiguous", "transposed", "branch transposed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", [1, 2, 6, 12])
+@pytest.mark.parametrize("keep", ["output", "branch"])
+def test_feature_is_a_loop_over_groups(layout, groups, memory, keep):
+    shape, dim = LAYOUTS[layout]
+    x, f, g = drawn(shape)
+    if memory != "contiguous" and x.dim() > 2:
+        f = f.transpose(1, -1).contiguous().transpose(1, -1)
+        x = x.transpose(1, -1).contiguous().transpose(1, -1) if memory == "transposed" else x
+    x, f = x.requires_grad_(), f.requires_grad_()
+    connection = create_connection("feature", dim=dim, eps=EPS, groups=groups, keep=keep)
+    y, expected = connection(x, f), looped(x, f, groups, dim)
+    torch.testing.assert_close(y, expected)
+    assert y.stride() == (x + f).stride()
+    torch.testing.assert_close(torch.autograd.grad(y, (x, f), g), torch.autograd.grad(expected, (x, f), g))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hybrid_is_a_loop_over_groups_with_shared_weights(layout):
+    shape, dim = LAYOUTS[layout]
+    x, f, g = drawn(shape)
+    connection = create_connection("hybrid", dim=dim, eps=EPS, groups=3, start="linear").double()
+    inputs = (x.requires_grad_(), f.requires_grad_(), connection.rho, connection.theta)
+    y, expected = connection(x, f), looped(x, f, 3, dim, *connection.weights())
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y, inputs, g), torch.autograd.grad(expected, inputs, g))
+
+
+def test_a_probability_scales_the_parallel_part_of_each_group():
+    x, f, _ = drawn((2, 5, 12))
+    connection = create_connection("feature", eps=EPS, groups=4, prob=0.25).eval()
+    torch.testing.assert_close(connection(x, f), looped(x, f, 4, -1, a=0.75))
+    torch.manual_seed(0)
+    results = [connection.train()(x, f) for _ in range(20)]
+    assert {torch.allclose(y, looped(x, f, 4, -1)) for y in results} == {True, False}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    x, f, _ = drawn((2, 5, 12), dtype)
+    y = create_connection("feature", eps=EPS, groups=4)(x, f)
+    assert y.dtype == dtype
+    exact = looped(x.double(), f.double(), 4, -1)
+    assert ((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() * 0.51 + 1e-6).all()
+
+
+def test_jagged_nested_tensors():
+    samples = [torch.randn(length, 12, 2, dtype=torch.float64) for length in (3, 1, 4)]
+    x = torch.nested.nested_tensor([sample[..., 0] for sample in samples], layout=torch.jagged)
+    f = torch.nested.nested_tensor_from_jagged(torch.cat([sample[..., 1] for sample in samples]), x.offsets())
+    y = create_connection("feature", eps=EPS, groups=3)(x, f)
+    for one, sample in zip(y.unbind(), samples, strict=True):
+        torch.testing.assert_close(one, looped(sample[..., 0], sample[..., 1], 3, -1))
+
+
+def test_a_padding_mask_changes_nothing_and_padding_stays_apart():
+    x, f, _ = drawn((2, 5, 12))
+    mask = torch.tensor([[True] * 5, [True, True, False, False, False]]).view(2, 1, 1, 5)
+    connection = create_connection("feature", groups=3)
+    y = connection(x, f, attn_mask=mask)
+    assert torch.equal(y, connection(x, f))
+    x[1, 2:] = torch.nan
+    assert torch.equal(connection(x, f, attn_mask=mask)[1, :2], y[1, :2])
+
+
+def test_a_skip_comes_before_the_groups():
+    x, f, _ = drawn((2, 5, 12))
+    skip = timm_ortho.create_skip("orthogonal_tp", 12)
+    y = create_connection("feature", eps=EPS, groups=3, skip=skip)(x, f)
+    torch.testing.assert_close(y, looped(skip(x), f, 3, -1))
+
+
+def test_a_changed_output_is_an_error_unless_the_branch_is_kept():
+    x, f, g = drawn((2, 5, 12))
+    for keep in ("output", "branch"):
+        y = create_connection("feature", eps=EPS, groups=3, keep=keep)(x.requires_grad_(), f.requires_grad_())
+        y.relu_()
+        if keep == "branch":
+            expected = torch.autograd.grad(looped(x, f, 3, -1).relu(), (x, f), g)
+            torch.testing.assert_close(torch.autograd.grad(y, (x, f), g), expected)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(y, (x, f), g)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the exporter
+@pytest.mark.parametrize(("shape", "dim"), [((2, 5, 12), -1), ((2, 12, 3, 4), 1)])
+def test_onnx(shape, dim):
+    for package in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    import onnxruntime
+
+    x, f, _ = drawn(shape, torch.float32)
+    connection = create_connection("feature", dim=dim, groups=4).eval()
+    program = torch.onnx.export(connection, (x, f), dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    inputs = dict(zip((node.name for node in session.get_inputs()), (x.numpy(), f.numpy()), strict=True))
+    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), connection(x, f))
+
+
+# ------------------------------------------------------------------------------------------------- in a model
+class Looped(Connection):
+    """``feature`` by :func:`looped`."""
+
+    def __init__(self, dim=-1, eps=1e-6, groups=1):
+        super().__init__(dim, eps)
+        self.groups = groups
+
+    def forward(self, x, f, attn_mask=None):
+        return looped(x, f, self.groups, self.dim, eps=self.eps)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        return x + self.f(self.norm(x))
+
+
+def own():
+    timm_ortho.register_block(Own, stream="x", kinds=("mlp",))
+    return nn.Sequential(nn.Flatten(2), nn.LazyLinear(24), Own(), Own(), nn.LazyLinear(5))
+
+
+MODELS = {
+    "ViT": lambda: timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=2, num_heads=6, num_classes=5),
+    "Swin": lambda: timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=64, embed_dim=48, depths=(1, 2, 1, 1), num_classes=5),
+    "ConvNeXt": lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(24, 24, 48, 48), num_classes=5),
+    "own block": own,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_its_twin_with_a_loop(name):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64 if name == "Swin" else 32, 64 if name == "Swin" else 32, dtype=torch.float64)
+    model = MODELS[name]().double().eval()
+    model(x)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    twin = connect(copy.deepcopy(model), Looped, groups=6)
+    y, expected = connect(model, "feature", groups=6)(x), twin(x)
+    assert {site.connection.groups for site in sites(model)} == {6}
+    torch.testing.assert_close(y, expected)
+    assert not torch.allclose(y, connect(copy.deepcopy(model), "feature")(x))
+    gradients = [torch.autograd.grad(output.square().sum(), list(network.parameters()))
+                 for network, output in ((model, y), (twin, expected))]
+    torch.testing.assert_close(*gradients)
+
+
+def test_heads_are_those_of_each_block():
+    model = connect(MODELS["Swin"](), "feature", groups="heads")
+    assert [site.connection.groups for site in sites(model)] == [3, 3, 6, 6, 6, 6, 12, 12, 24, 24]
+    assert connection_arguments(model)["groups"] == "heads"
+    connect(model, "feature", groups="heads", kinds="mlp", layers=[0, 1])
+    assert [site.connection.groups for site in sites(model)] == [1, 3, 1, 6] + [1] * 6
+    assert connection_arguments(model)["groups"] == "heads"
+
+
+@pytest.mark.parametrize("groups", [1, 6, "heads"])
+@pytest.mark.parametrize("connection", ["feature", "hybrid"])
+def test_arguments_rebuild_the_groups(groups, connection):
+    model = connect(MODELS["ViT"](), connection, groups=groups)
+    arguments = connection_arguments(model)
+    assert arguments.get("groups") == (None if groups == 1 else groups)
+    again = connect(MODELS["ViT"](), **arguments)
+    assert [repr(site.connection) for site in sites(again)] == [repr(site.connection) for site in sites(model)]
+
+
+def test_variants_and_the_command_line_take_groups():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
+    for text, expected in (("connection_groups=8", 8), ("connection_groups=heads", 2)):
+        arguments = parser.parse_args(["--model-kwargs", text]).model_kwargs
+        model = timm.create_model("vit_test_ortho", **arguments)
+        assert {site.connection.groups for site in sites(model)} == {expected}
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(("name", "connection", "arguments", "message"), [
+    ("ViT", "feature", dict(groups=5), "groups=5 does not divide the 48 channels of blocks.0 (Block); divisors are "
+                                       "1, 2, 3, 4, 6, 8, 12, 16, 24, 48. The model is unchanged."),
+    ("ConvNeXt", "feature", dict(groups="heads"),
+     "groups='heads' requires one number of heads per block, and stages.0.blocks.0 (ConvNeXtBlock) has no heads: pass "
+     "a number, or restrict layers or kinds. The model is unchanged."),
+    ("ViT", "feature", dict(groups="head"), "groups must be a whole number of at least 1 or 'heads', got 'head'"),
+    ("ViT", "feature", dict(groups=0), "groups must be a whole number of at least 1, got 0"),
+    ("ViT", "feature", dict(groups=2.0), "groups must be a whole number of at least 1, got 2.0"),
+    ("ViT", "feature", dict(groups=True), "groups must be a whole number of at least 1, got True"),
+    *(("ViT", "global", dict(groups=groups),
+       "global has one projection over all channels and takes no groups: omit groups, or choose feature or hybrid")
+      for groups in (6, "heads")),
+])
+def test_bad_groups_leave_the_model_unchanged(name, connection, arguments, message):
+    model = connect(MODELS[name](), "linear")
+    before = [(module, type(module)) for module in model.modules()]
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
+        connect(model, connection, **arguments)
+    assert str(error.value) == message
+    assert [(module, type(module)) for module in model.modules()] == before
+
+
+def test_a_width_that_is_known_only_in_the_forward_pass():
+    x, f, _ = drawn((2, 5, 12))
+    with pytest.raises(ValueError, match="groups=5 does not divide the 12 channels of the stream"):
+        create_connection("feature", groups=5)(x, f)
+
+
+# ------------------------------------------------------------------------------------------------- diagnostics
+def test_diagnostics_measure_each_group():
+    torch.manual_seed(0)
+    x, f, _ = drawn((2, 12, 3, 4))
+    values = measure(create_connection("feature", dim=1, groups=3), x, f)
+    groups = [(u.movedim(1, -1), v.movedim(1, -1)) for u, v in zip(x.chunk(3, 1), f.chunk(3, 1), strict=True)]
+    cosines = torch.stack([torch.cosine_similarity(u, v, -1).mean() for u, v in groups])
+    parallel = sum((((u * v).sum(-1) / u.norm(dim=-1)) ** 2).mean() for u, v in groups)
+    branch = f.square().sum(1).mean()
+    expected = torch.stack([x.square().sum(1).mean(), parallel, branch - parallel, cosines.mean(), *cosines])
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("connection", ["feature", "hybrid"])
+def test_recorded_rows_list_the_cosines_of_groups(connection):
+    model = timm.create_model("vit_test_ortho", connection=connection, connection_groups=4, connection_kinds="mlp")
+    with timm_ortho.record(model, every=1) as recorder:
+        model.train()(torch.randn(2, 3, 8, 8))
+    for row in recorder.rows:
+        assert ("cosines" in row) == (row["kind"] == "mlp")
+        if row["kind"] == "mlp":
+            assert len(row["cosines"]) == 4
+            assert sum(row["cosines"]) / 4 == pytest.approx(row["cosine"], abs=1e-6)
+            assert (row["rho"], row["theta"]) == ((1.0, 0.0) if connection == "hybrid" else (None, None))
+
+
+def test_show_prints_the_range_over_groups():
+    model = timm.create_model("vit_test_ortho", connection_groups=4, connection_kinds="mlp")
+    measured = measured_sites(model, torch.randn(2, 3, 8, 8))
+    head, attention, mlp, *_ = as_text(measured).splitlines()
+    assert head.endswith("cosines of groups")
+    assert " to " not in attention
+    cosines = measured[1][1].cosines
+    assert mlp.endswith(f"{min(cosines):+.3f} to {max(cosines):+.3f}")
