@@ -119,7 +119,7 @@ def test_runs_of_other_settings_and_unfinished_ones_are_no_peers(copied):
     (copied / "feature-seed2" / "result.json").unlink()
     run = CheckpointRun(copied / "feature-seed0")
     assert list(run.peers) == [0]
-    assert "One seed: the figures have no spread" in section(model_card(SUBJECT, run), "Limits")
+    assert "One seed: the variance over seeds is unknown" in section(model_card(SUBJECT, run), "Limits")
     assert list(figures(model_card(SUBJECT, run))) == ["top-1 of these weights, %", "top-5 of these weights, %"]
 
 
@@ -163,19 +163,22 @@ def test_a_resumed_run_repeats_rows_and_the_later_ones_count(tmp_path):
     assert run.evaluated["eval_top1"] == 31.5
 
 
-def test_an_epoch_that_was_chosen_is_said_to_flatter(tmp_path):
+def test_metrics_of_a_selected_epoch_are_marked_as_optimistic(tmp_path):
     folder = timm_run(tmp_path / "run")
     best = CheckpointRun(folder / "model_best.pth.tar")
     assert (best.epoch, best.evaluated["eval_top1"]) == (1, 20.25)
-    assert "the weights after epoch 2 of 3" in section(model_card(SUBJECT, best), "Results")
-    assert "flatter" not in str(model_card(SUBJECT, CheckpointRun(folder)))
+    results = section(model_card(SUBJECT, best), "Results")
+    assert "the weights after epoch 2 of 3" in results
+    assert "too optimistic" in results
+    assert "too optimistic" not in str(model_card(SUBJECT, CheckpointRun(folder)))
 
 
 @pytest.mark.parametrize(("options", "ema", "note"), [
     (dict(ema=True), True, None),
-    (dict(ema=True), False, "the run evaluated its EMA weights, and these are the plain ones"),
+    (dict(ema=True), False, "the run evaluated its EMA weights, and these are its plain weights"),
     (dict(ema=True, model_ema_force_cpu=True), False, None),
-    (dict(ema=True, model_ema_force_cpu=True), True, "the run evaluated its plain weights, and these are the EMA ones"),
+    (dict(ema=True, model_ema_force_cpu=True), True,
+     "the run evaluated its plain weights, and these are its EMA weights"),
 ])
 def test_figures_are_only_of_the_weights_that_were_evaluated(tmp_path, options, ema, note):
     card = model_card(SUBJECT, CheckpointRun(timm_run(tmp_path / "run", **options), ema))
@@ -188,7 +191,7 @@ def test_without_a_table_nothing_is_measured(tmp_path):
     (folder / "summary.csv").unlink()
     card = model_card(SUBJECT, CheckpointRun(folder))
     assert figures(card) == {}
-    assert "the run's files have no row for their epoch" in str(card)
+    assert "the run's files have no metrics of their epoch" in str(card)
 
 
 def test_published_numbers_make_the_same_figures(grid, tmp_path, monkeypatch):
@@ -287,10 +290,11 @@ def test_a_transform_of_the_stream_is_described():
     assert "| `skip_rank` | `4` |\n" in text
 
 
-def test_the_first_lines_say_what_to_import():
-    """The Hub shows a snippet of its own beside the card, for `library_name: timm`."""
-    first = str(model_card(SUBJECT)).split("## Use")[0]
-    assert "`import timm_ortho`" in first
+def test_first_lines_warn_about_the_hubs_snippet():
+    """The Hub shows a fixed snippet without our import for `library_name: timm`."""
+    first = str(model_card(SUBJECT)).partition("# digits\n\n")[2].partition("\n\n")[0]
+    assert first.startswith("> [!IMPORTANT]\n> **Import `timm_ortho` before you load this model.**")
+    assert '"Use this model" lacks this import' in first
     assert "`Unknown model (vit_small_ortho.import_timm_ortho)`" in first
     assert "is not supported in your version of timm" in first
     plain = replace(SUBJECT, config={**CONFIG, "architecture": "resnet18", "model_args": {}})

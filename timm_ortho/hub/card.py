@@ -1,6 +1,6 @@
-"""Model cards, made from `template.md` with huggingface_hub's card classes.
+"""Write model cards from `template.md` with huggingface_hub's card classes.
 
-Every figure on a card comes from a `runs.Run`, and those are read from files; no function here takes a figure.
+Every metric on a card is read from a :class:`Run`, whose values come from files.
 """
 import json
 import math
@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .._text import finite
 from ..connections import CONNECTIONS
+from ..models.build import IMPORT_TAG
 from ..skips import SKIPS
 from .trained_run import Run
 
@@ -22,7 +23,7 @@ CURVE = "training.png"
 TEMPLATE = Path(__file__).with_name("template.md")
 _TIMM = "https://github.com/huggingface/pytorch-image-models"
 
-# timm's name of a data set: its title, and its id on the Hub
+# timm's name of a data set -> its title and its id on the Hub
 DATASETS = {
     "digits": ("scikit-learn's digits", None),
     "torch/cifar10": ("CIFAR-10", "uoft-cs/cifar10"),
@@ -32,41 +33,41 @@ DATASETS = {
     "imagenet1k": ("ImageNet-1k", "ILSVRC/imagenet-1k"),
 }
 
-# an entry of citations.bib by its key
+# BibTeX key -> entry of citations.bib
 CITATIONS = {re.search(r"{(.*?),", entry)[1]: entry for entry in
              Path(__file__).with_name("citations.bib").read_text(encoding="utf-8").strip().split("\n\n")}
 
-# What of timm's options a reader wants to see first, in this order.
+# Options of timm in the table of the recipe, in this order.
 _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup_epochs clip_grad smoothing mixup cutmix
     aa reprob color_jitter hflip scale ratio drop drop_path model_ema amp img_size input_size pretrained seed""".split()
 
 _OF_WEIGHTS = {"eval_top1": "top-1 of these weights, %", "eval_top5": "top-5 of these weights, %"}
 
-# Options whose value is a place on somebody's machine: the last part of the path says enough.
-_PLACES = frozenset("data data_dir class_map initial_checkpoint output pretrained_path resume".split())
+# Options that are local paths. Cards show only the last part of each.
+_PATHS = frozenset("data data_dir class_map initial_checkpoint output pretrained_path resume".split())
 
-_PRIVATE = frozenset("host pid".split())  # of `made_with`
+_PRIVATE = frozenset("host pid".split())  # keys of `made_with` that cards omit
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a card is about, but for its figures.
+    """The subject of a card: weights or results, without metrics.
 
     Attributes:
         title: The heading.
-        config: What `config.json` holds (architecture, model_args, pretrained_cfg, num_classes), None where the card is
-            of results and there are no weights.
-        parameters: Of the model, None where there are no weights.
-        load: What `timm.create_model` takes: `hf-hub:me/repo`, `vit_test_ortho.digits`.
-        repo_id: The repository on the Hub, where the weights are in one.
-        revision: Of that repository, None for main.
-        license: As the Hub names licences (`apache-2.0`), None where the owner has not said.
-        base_model: The Hub's id of the weights that training began with.
-        about: Markdown that stands below the summary: whose weights they are, where they are from.
-        limits: Sentences that stand before those that follow from the run.
-        dataset: timm's name of the data set, where there is no run that says it.
-        tags: Beside those that every card has.
-        imports: Lines of code that follow `import timm_ortho`, for what the author registered.
+        config: Content of `config.json` (architecture, model_args, pretrained_cfg, num_classes); None for results
+            without weights.
+        parameters: Number of parameters; None without weights.
+        load: Argument of `timm.create_model`: `hf-hub:me/repo`, `vit_test_ortho.digits`.
+        repo_id: Repository on the Hub, if the weights are in one.
+        revision: Revision in that repository; None for main.
+        license: Identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
+        base_model: Repository of the weights that training started with.
+        about: Markdown below the summary, for example on the origin of the weights.
+        limits: Sentences before the limits that follow from the run.
+        dataset: timm's name of the data set, if there is no run.
+        tags: Additional tags.
+        imports: Lines of code after `import timm_ortho` that register the author's classes.
     """
 
     title: str
@@ -89,13 +90,18 @@ class Subject:
 
 
 def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str] = None) -> ModelCard:
-    """The card of a set of weights, or of results.
+    """Return the card of weights or results.
+
+    >>> card = model_card(Subject("my-model", license="apache-2.0"))
+    >>> card.data.license
+    'apache-2.0'
 
     Args:
-        subject: What it is about.
-        run: Where the figures come from; without one the card says that nothing was measured.
-        curve: The figure of the training curve, relative to the card; see `draw_curve`.
+        subject: What the card describes.
+        run: Source of the metrics. Without a run the card states that nothing was measured.
+        curve: Path of the training curve relative to the card, see `draw_curve`.
     """
+    registered = subject.config["architecture"] if subject.connection else None
     return filled(
         metadata(subject, run),
         title=subject.title,
@@ -103,18 +109,18 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         about=subject.about,
         load=subject.load,
         imports=subject.imports,
-        registered=subject.config["architecture"] if subject.connection else None,
+        registered=f"{registered}.{IMPORT_TAG}" if registered and subject.repo_id else registered,
         mode=" in grey" if subject.config and _channels(subject.config) == 1 else "",
         repo_id=subject.repo_id,
         revision_argument=f', revision="{subject.revision}"' if subject.revision else "",
         facts=list(_facts(subject)),
         dataset=_images(subject, run, "val_num_samples"),
         split=run.options.get("val_split") or "validation" if run else "",
-        figures=list(_figures(run)) if run else [],
+        metrics=list(_metrics(run)) if run else [],
         result_notes=_result_notes(run),
         comparison=[_compared(row) for row in run.comparison] if run else [],
         comparison_head=["connection", "top-1 %, mean ± std", f"difference to {_baseline(run)}", "seeds"],
-        comparison_note=f"Runs with different connections, paired by seed: the same start, the same batches. {PAIRS}",
+        comparison_note=f"Runs of the same seed have the same initial weights and batches. {PAIRS}",
         curve=curve,
         recipe=list(_recipe(run.options)) if run else [],
         options=_yaml(run.options) if run else "",
@@ -125,22 +131,22 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
 
 
 def filled(data: ModelCardData, **sections: Any) -> ModelCard:
-    """The template with its sections filled in; one that is empty, or not given, is left out."""
+    """Return the template with these sections. Empty and missing sections are omitted."""
     card = ModelCard.from_template(data, template_path=str(TEMPLATE), **sections)
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)
     return card
 
 
 def draw_curve(run: Run, path: Path) -> None:
-    """Loss and top-1 of a run by epoch, as a PNG. Needs matplotlib."""
+    """Draw loss and top-1 of a run by epoch into a PNG file. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     epochs = [row["epoch"] + 1 for row in run.history]
     for axes, title, lines in zip(figure.subplots(1, 2), ("loss", "top-1, %"), _CURVES, strict=True):
-        for key, label, look in lines:
+        for key, label, style in lines:
             values = [math.nan if row.get(key) is None else row[key] for row in run.history]
-            axes.plot(epochs, values, label=label, marker="." if len(epochs) < 3 else None, **look)
+            axes.plot(epochs, values, label=label, marker="." if len(epochs) < 3 else None, **style)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("epochs done", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
@@ -150,7 +156,7 @@ def draw_curve(run: Run, path: Path) -> None:
 
 
 _BLUE = dict(color="#0072b2")
-_CURVES = (  # of the left and of the right panel: column, label, look
+_CURVES = (  # the left and the right panel: key in the history, label, style
     (("train_loss", "training", dict(color="#d55e00", linestyle="--")), ("eval_loss", "validation", _BLUE)),
     (("eval_top1", "validation", _BLUE),),
 )
@@ -158,7 +164,7 @@ _CURVES = (  # of the left and of the right panel: column, label, look
 
 # ---------------------------------------------------------------------------------------------- metadata
 def metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
-    """What a card says to the Hub."""
+    """Return the metadata of a card for the Hub."""
     dataset = _dataset(subject, run)
     title = _images(subject, run, "val_num_samples")
     results = list(_eval_results(run, title, dataset[1] or dataset[0])) if run else []
@@ -203,7 +209,7 @@ def _spread(std: float, seeds: Iterable[int]) -> dict[str, Any]:
 
 
 def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
-    """Title and id on the Hub."""
+    """Return the title of the data set and its id on the Hub."""
     name = run.options.get("dataset") if run else subject.dataset
     if not name:
         folder = Path(str((run.options.get("data_dir") or run.options.get("data")) if run else "")).name
@@ -221,11 +227,11 @@ def _images(subject: Subject, run: Optional[Run], key: str) -> str:
 # -------------------------------------------------------------------------------------------- the tables
 def _summary(subject: Subject, run: Optional[Run]) -> str:
     connection = subject.connection or (run.connection if run else None)
-    what = f"`{subject.config['architecture']}`" if subject.config else "Results of `timm-ortho compare`"
+    title = f"`{subject.config['architecture']}`" if subject.config else "Results of `timm-ortho compare`"
     kind = f" with {connection} residual connections" if connection else ""
     trained = f", trained on {_images(subject, run, 'train_num_samples')}" if run or subject.dataset else ""
-    made = "Made" if run else "Loads"
-    return f"{what}{kind}{trained}. {made} with [timm]({_TIMM}) and timm-ortho."
+    verb = "Made" if run else "Loads"
+    return f"{title}{kind}{trained}. {verb} with [timm]({_TIMM}) and timm-ortho."
 
 
 def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
@@ -236,8 +242,8 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     yield "architecture", f"`{config['architecture']}`"
     connection = arguments.pop("connection", None)
     if connection:
-        said = getattr(CONNECTIONS.get(connection), "__doc__", None) or "Registered by its author."
-        yield "connection", f"{connection}. {said.strip().splitlines()[0]}"
+        description = getattr(CONNECTIONS.get(connection), "__doc__", None) or "Registered by its author."
+        yield "connection", f"{connection}. {description.strip().splitlines()[0]}"
     if "skip" in arguments:
         skip = arguments.pop("skip")
         yield "transform of the stream", f"{skip}: {SKIPS[skip][0]}"
@@ -252,7 +258,7 @@ def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
     yield "classes", str(config["num_classes"])
 
 
-def _figures(run: Run) -> Iterator[tuple[str, str]]:
+def _metrics(run: Run) -> Iterator[tuple[str, str]]:
     row = run.evaluated or {}
     for key, name in _OF_WEIGHTS.items():
         if finite(row.get(key)):
@@ -267,24 +273,24 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
 
 def _result_notes(run: Optional[Run]) -> list[str]:
     if run is None:
-        return ["Not measured: these weights came without the files of a training run."]
+        return ["Not measured: these weights were published without the files of a training run."]
     notes = []
     if run.epoch is not None and run.evaluated is None:
-        why = "they were saved in the middle of an epoch" if run.in_mid_epoch else (
-            "the run's files have no row for their epoch")
+        reason = "they were saved in the middle of an epoch" if run.in_mid_epoch else (
+            "the run's files have no metrics of their epoch")
         if run.ema != run.evaluates_ema:
-            measured, these = ("plain", "EMA") if run.ema else ("EMA", "plain")
-            why = f"the run evaluated its {measured} weights, and these are the {these} ones"
-        notes.append(f"Not measured on these weights: {why}.")
+            measured, published = ("plain", "EMA") if run.ema else ("EMA", "plain")
+            reason = f"the run evaluated its {measured} weights, and these are its {published} weights"
+        notes.append(f"Not measured on these weights: {reason}.")
     if run.chosen_on_validation:
         last = run.history[-1]["epoch"]
-        notes.append(f"These are the weights after epoch {run.epoch + 1} of {last + 1}. Where an epoch is chosen by "
-                     "its figures on the validation set, as timm's `model_best` is, they flatter it.")
+        notes.append(f"These are the weights after epoch {run.epoch + 1} of {last + 1}. If the epoch was selected by "
+                     "its validation metrics, as timm's `model_best` is, these metrics are too optimistic.")
     return notes
 
 
-PAIRS = ("Differences are of such pairs; in brackets is Student's 95 % interval of their mean, and one that holds "
-          "zero tells nothing apart.")
+PAIRS = ("Differences are means over pairs of runs with the same seed, with Student's 95 % confidence interval in "
+         "brackets. An interval that contains zero means no clear difference.")
 
 
 def _baseline(run: Optional[Run]) -> str:
@@ -298,13 +304,21 @@ def _compared(row: Mapping[str, Any]) -> list[str]:
 
 
 def difference(paired: Optional[Mapping[str, Any]], form: str = ".2f") -> str:
-    """A difference of pairs, with its interval; `-` where there is none."""
+    """Return a mean difference with its confidence interval as text; `-` without a difference.
+
+    >>> difference({"mean": 0.5, "half_width": 0.2, "pairs": 3})
+    '+0.50 [+0.30, +0.70]'
+
+    Args:
+        paired: `mean`, `half_width` of the interval or None, and number of `pairs`.
+        form: Format of the numbers.
+    """
     if paired is None:
         return "-"
     mean, half = paired["mean"], paired["half_width"]
     if half is None:
-        why = "one pair" if paired["pairs"] < 2 else f"{paired['pairs']} equal differences"
-        return f"{mean:+{form}} ({why}, no interval)"
+        reason = "one pair" if paired["pairs"] < 2 else f"{paired['pairs']} equal differences"
+        return f"{mean:+{form}} ({reason}, no interval)"
     return f"{mean:+{form}} [{mean - half:+{form}}, {mean + half:+{form}}]"
 
 
@@ -316,26 +330,26 @@ def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _yaml(options: Mapping[str, Any]) -> str:
-    shown = {key: Path(value).name if key in _PLACES and isinstance(value, str) else value
+    shown = {key: Path(value).name if key in _PATHS and isinstance(value, str) else value
              for key, value in options.items()}
-    plain = json.loads(json.dumps(shown, default=str))  # what YAML does not have by its text
+    plain = json.loads(json.dumps(shown, default=str))  # types that YAML does not have become text
     return yaml.safe_dump(plain, default_flow_style=None, width=100).strip()
 
 
 def made_with(result: Mapping[str, Any]) -> str:
-    """Versions, machine, command, commit and device of a run's `result.json`, without what identifies the host."""
+    """Return versions, machine, command, commit and device of a run's `result.json`, without host and process."""
     made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in _PRIVATE}
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if made.get("command"):
         made["command"] = f"`{_without_folders(made['command'])}`"
-    if sessions:  # each has a host, a process and a command of its own
+    if sessions:  # each has its own host, process and command
         made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
-    said = {**made, "commit": commit, "device": result.get("device")}
-    return ", ".join(f"{key} {value}" for key, value in said.items() if value)
+    shown = {**made, "commit": commit, "device": result.get("device")}
+    return ", ".join(f"{key} {value}" for key, value in shown.items() if value)
 
 
 def _without_folders(command: str) -> str:
-    """Return the command with the last part of each absolute path, also of one behind `=`."""
+    """Return a command with only the last part of each absolute path, also after `=`."""
     program, *words = shlex.split(command)
     split = [word.rpartition("=") for word in words]
     words = ["".join([*before, Path(value).name if Path(value).is_absolute() else value]) for *before, value in split]
@@ -345,17 +359,17 @@ def _without_folders(command: str) -> str:
 
 # ---------------------------------------------------------------------------------------------- the texts
 def limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
-    """What is not known about the weights or the results."""
+    """Return sentences on what is unknown about the weights or results."""
     if run is not None or subject.dataset:
-        yield (f"Trained and evaluated on {_dataset(subject, run)[0]} alone: nothing is known about other images, "
-               "other cameras or other classes.")
+        yield (f"Trained and evaluated only on {_dataset(subject, run)[0]}: nothing is known about other images, "
+               "cameras or classes.")
     if run is not None and run.connection is not None and len(run.peers) < 2:
-        yield "One seed: the figures have no spread, and a difference to another model cannot be judged by them."
+        yield "One seed: the variance over seeds is unknown, so differences to other models cannot be assessed."
     if run is not None and 1 < len(run.peers) < 5:
         yield f"{len(run.peers)} seeds: the standard deviation is itself uncertain."
     if run is not None and any("difference" in row and row["difference"] for row in run.comparison):
-        yield "The comparison holds for this data set, this size and this length of training only."
-    yield "Accuracy only: robustness, calibration and fairness have not been measured."
+        yield "The comparison applies only to this data set, model size and length of training."
+    yield "Only accuracy was measured, not robustness, calibration or fairness."
 
 
 def _citations(subject: Subject, run: Optional[Run]) -> Iterator[str]:
