@@ -24,8 +24,8 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
 
 def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
-    """Class folders with different images of noise."""
-    rng = np.random.default_rng(list("/".join(splits).encode()))  # other images in other splits
+    """Write class folders with random images, different in each split."""
+    rng = np.random.default_rng(list("/".join(splits).encode()))
     for split in splits:
         for label in classes:
             folder = root / split / label / below
@@ -36,20 +36,20 @@ def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
 
 
 def samples(split):
-    """Files and labels, of timm's data set or torchvision's."""
+    """Return files and labels of timm's or torchvision's data set."""
     split = getattr(split, "dataset", split)
     return getattr(split, "reader", split).samples
 
 
-def options_of(root, **given):
-    """The options of a run that is planned for an image folder, and not written."""
-    found = plan.plan(compared("unused", ["linear"], **{"dataset": "", "data_dir": str(root), **WHOLE, **given}))
-    return found.runs["linear-seed0"].stages[0].options
+def options_of(root, **options):
+    """Return the options of a planned run on an image folder, without writing it."""
+    experiment = plan.plan(compared("unused", ["linear"], **{"dataset": "", "data_dir": str(root), **WHOLE, **options}))
+    return experiment.runs["linear-seed0"].stages[0].options
 
 
-def refused(message, root, **given):
+def refused(message, root, **options):
     with pytest.raises(LabError, match=message) as error:
-        options_of(root, **given)
+        options_of(root, **options)
     assert "\n" not in str(error.value)
 
 
@@ -136,14 +136,14 @@ def test_half_a_copy_is_refused(tmp_path):
     refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
 
 
-def test_tar_file_is_no_two_splits(tmp_path):
+def test_a_tar_file_has_no_two_splits(tmp_path):
     image_folder(tmp_path, "data")
     path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
     refused("training and validation images would both come from .*data.tar", path)
 
 
-@pytest.mark.parametrize("given", [dict(train_split="test"), dict(val_split="train")])
-def test_one_split_of_a_torchvision_data_set_twice_is_refused(tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("options", [dict(train_split="test"), dict(val_split="train")])
+def test_the_same_torchvision_split_twice_is_refused(tmp_path, monkeypatch, options):
     from torchvision.datasets import MNIST
 
     def made(self, root, train, download):
@@ -154,14 +154,14 @@ def test_one_split_of_a_torchvision_data_set_twice_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(MNIST, "__len__", lambda self: 8)
     monkeypatch.setattr(MNIST, "__getitem__", lambda self, index: (Image.fromarray(self.data[0]), self.targets[index]))
     options_of(tmp_path, dataset="torch/mnist")
-    refused("training and validation images would both be of", tmp_path, dataset="torch/mnist", **given)
+    refused("training and validation images would both be of", tmp_path, dataset="torch/mnist", **options)
 
 
-# --------------------------------------------------------------------------------- what a report says of them
-def data_of(root, **given):
-    """Of `timm-ortho compare`, with one run."""
-    given = {"device": "cpu", "dataset": "", "data_dir": str(root), "batch_size": 4, **given}
-    return plan.plan(commands.Request(commands.comparison(["linear"], None), given, seeds=1)).study["data"]
+# ------------------------------------------------------------------------------------- description in reports
+def data_of(root, **options):
+    """Return the description of the data in a plan of `timm-ortho compare`."""
+    options = {"device": "cpu", "dataset": "", "data_dir": str(root), "batch_size": 4, **options}
+    return plan.plan(commands.Request(commands.comparison(["linear"], None), options, seeds=1)).study["data"]
 
 
 def test_description_of_the_data(tmp_path):
@@ -177,23 +177,23 @@ def test_description_of_the_data(tmp_path):
     assert data_of(root, val_split="test")["validation_split"] == "test"
 
 
-@pytest.mark.parametrize(("given", "size", "origin"), [
+@pytest.mark.parametrize(("options", "size", "origin"), [
     ({"img_size": 48}, [48, 48], "--img-size"),
     ({"input_size": [3, 16, 32]}, [16, 32], "--img-size"),
     ({"model": "vit_test"}, [8, 8], "the model's default"),
     ({"model": "vit_test", "model_kwargs": {"img_size": 24}}, [24, 24], "--model-kwargs img_size"),
 ])
-def test_origin_of_the_image_size(tmp_path, given, size, origin):
-    data = data_of(image_folder(tmp_path, "train", "val"), **given)
+def test_origin_of_the_image_size(tmp_path, options, size, origin):
+    data = data_of(image_folder(tmp_path, "train", "val"), **options)
     assert (data["image_size"], data["size_from"]) == (size, origin)
 
 
 def test_description_of_a_studys_data(tmp_path):
     root = image_folder(tmp_path / "data", "train", "test")
 
-    def described(*given, **changes):
+    def described(*options, **changes):
         path = written(tmp_path, **{"grid": {}, "representation": False, **changes})
-        return plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE, **dict(given))).study["data"]
+        return plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE, **dict(options))).study["data"]
 
     assert (described()["size_from"], described()["validation_split"]) == ("study tiny", "test")
     assert described(("img_size", 24))["size_from"] == "--option img_size"
@@ -205,35 +205,36 @@ def test_description_of_a_studys_data(tmp_path):
 
 
 def test_description_of_train_pys_data(tmp_path):
-    """It takes all images; where the data is elsewhere, they are unknown."""
-    found = plan.plan(for_train_py(tmp_path, image_folder(tmp_path / "data", "train", "test"), train_num_samples=4))
-    assert (found.study["data"]["train"], found.study["data"]["validation_split"]) == (12, "test")
+    """train.py takes all images. Their number is unknown if the plan is made on another machine."""
+    root = image_folder(tmp_path / "data", "train", "test")
+    experiment = plan.plan(for_train_py(tmp_path, root, train_num_samples=4))
+    assert (experiment.study["data"]["train"], experiment.study["data"]["validation_split"]) == (12, "test")
     assert "data" not in plan.plan(for_train_py(tmp_path, "/nowhere")).study
 
 
 # ------------------------------------------------------------------------------------------ timm's train.py
-def for_train_py(tmp_path, root, **given):
+def for_train_py(tmp_path, root, **options):
     return request(written(tmp_path, grid={}, representation=False), tmp_path / "out", train_py=STAND_IN,
-                   **{"dataset": "", "data_dir": str(root), "num_classes": 2, **given})
+                   **{"dataset": "", "data_dir": str(root), "num_classes": 2, **options})
 
 
-def test_train_py_is_given_the_test_split(tmp_path):
-    """Whether or not somebody gives the number of classes."""
+def test_train_py_validates_on_the_test_split(tmp_path):
+    """With and without a given number of classes."""
     root = image_folder(tmp_path / "data", "train", "test")
-    for given in ({}, {"num_classes": None}):
-        found = plan.plan(for_train_py(tmp_path, root, **given))
-        assert {run_plan.stages[0].options["val_split"] for run_plan in found.runs.values()} == {"test"}
+    for options in ({}, {"num_classes": None}):
+        experiment = plan.plan(for_train_py(tmp_path, root, **options))
+        assert {run_plan.stages[0].options["val_split"] for run_plan in experiment.runs.values()} == {"test"}
 
 
-def test_train_py_is_refused_shared_images(tmp_path):
+def test_shared_images_are_refused_for_train_py(tmp_path):
     with pytest.raises(LabError, match="has no folder for the validation images"):
         plan.plan(for_train_py(tmp_path, image_folder(tmp_path / "data", "train")))
 
 
-def test_train_py_is_refused_shared_images_where_the_data_is(tmp_path):
+def test_shared_images_are_refused_when_train_py_starts(tmp_path):
     """A plan may be made on a machine without the data."""
-    found = planned(for_train_py(tmp_path, tmp_path / "data"))
-    folder = found.folder / next(iter(found.runs))
+    experiment = planned(for_train_py(tmp_path, tmp_path / "data"))
+    folder = experiment.folder / next(iter(experiment.runs))
     stage = RunPlan.read(folder).stages[0]
     image_folder(tmp_path / "data", "train", "test")
     with pytest.raises(LabError, match=r"planned with val_split 'validation', .* --option val_split=test"):
@@ -243,10 +244,10 @@ def test_train_py_is_refused_shared_images_where_the_data_is(tmp_path):
 
 # -------------------------------------------------------------------------------------------- the data set
 def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
-    """Also in a study, where digits were trained on in its place."""
+    """Also in a study whose default data set is the digits."""
     root = image_folder(tmp_path / "data", "train", "test")
-    found = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
-    assert (found.study["dataset"], found.study["data"]["classes"]) == ("data", 2)
+    experiment = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
+    assert (experiment.study["dataset"], experiment.study["data"]["classes"]) == ("data", 2)
     with pytest.raises(LabError, match="data set digits takes no --data-dir"):
         plan.plan(request("dynamics", dataset="digits", data_dir=str(root)))
     assert cli.main(["compare", "--recipe", "digits", "--data-dir", str(root)]) == 2
@@ -255,9 +256,9 @@ def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
 
 def test_folder_keeps_its_runs_when_it_moves(tmp_path):
     roots = [image_folder(tmp_path / name / "data", "train", "test") for name in ("here", "there")]
-    found = [plan.plan(compared(dataset="", data_dir=str(root), **WHOLE)) for root in roots]
-    assert found[0].folder == found[1].folder
-    assert found[0].settings == found[1].settings
+    experiments = [plan.plan(compared(dataset="", data_dir=str(root), **WHOLE)) for root in roots]
+    assert experiments[0].folder == experiments[1].folder
+    assert experiments[0].settings == experiments[1].settings
 
 
 # --------------------------------------------------------------------------------------------- the classes
@@ -277,7 +278,7 @@ def tiny_imagenet(root):
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
-def test_tiny_imagenets_layout_is_sorted_by_the_commands_of_the_error(tmp_path, dataset):
+def test_the_errors_commands_sort_tiny_imagenet(tmp_path, dataset):
     root = tiny_imagenet(tmp_path / "tiny imagenet")
     with pytest.raises(LabError, match=r"split '(train|validation)' of .*Tiny ImageNet's own layout") as error:
         options_of(root, dataset=dataset)
@@ -294,7 +295,7 @@ def test_tiny_imagenets_layout_is_sorted_by_the_commands_of_the_error(tmp_path, 
 
 @pytest.mark.parametrize("scale", ["lab", "train.py"])
 def test_one_class_is_refused(tmp_path, scale):
-    """Also where the number of classes is given, as the paper's recipes do for train.py."""
+    """Also if num_classes is set, as in the paper's recipes."""
     def refused_by(root, message):
         with pytest.raises(LabError, match=message):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
@@ -329,14 +330,14 @@ def test_class_map_has_one_class_on_each_line(tmp_path, text, message):
 
 
 def test_torchvision_has_no_class_map(tmp_path):
-    """timm does not pass it on."""
+    """timm does not pass class_map to torchvision."""
     (tmp_path / "classes.txt").write_text("dog\ncat\n")
     refused("class_map has no effect on data set torch/image_folder", image_folder(tmp_path, "train", "val"),
             dataset="torch/image_folder", class_map=str(tmp_path / "classes.txt"))
 
 
 def test_splits_of_different_classes_are_refused(tmp_path):
-    """timm numbers the classes of each split on its own, so that a label would mean two classes."""
+    """timm numbers the classes of each split separately, so one label would mean two classes."""
     root = image_folder(image_folder(tmp_path, "train", classes="abcd"), "val", classes="bcd")
     refused(r"has other classes than split 'train', .*: 1 only in 'train' \(a\)", root)
     (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
@@ -347,15 +348,15 @@ def test_splits_of_different_classes_are_refused(tmp_path):
     refused(r": 1 only in 'validation' \(z\)", root)
 
 
-@pytest.mark.parametrize(("place", "message"), [
+@pytest.mark.parametrize(("path", "message"), [
     ("train/stray.png", "'cat' is inside '.', and both contain images"),
     ("train/cat/.ipynb_checkpoints/0.png", r"folder .*/train/cat/\.ipynb_checkpoints is hidden"),
     ("val/cat/more/small/0.png", "split 'validation' of .*'cat/more/small' is inside 'cat'"),
 ])
-def test_image_between_class_folders_is_refused(tmp_path, place, message):
+def test_image_between_class_folders_is_refused(tmp_path, path, message):
     root = image_folder(tmp_path, "train", "val")
-    (root / place).parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(root / place)
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(root / path)
     refused(message, root)
 
 
@@ -403,20 +404,20 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
     script.write_text(STAND_IN.read_text().replace(
         "    import timm\n", f"    Path({str(seen)!r}).write_text(os.environ['TIMM_DATASET_MAX_RETRIES'])\n"
         "    import timm\n"))
-    found = planned(request(
+    experiment = planned(request(
         written(tmp_path, grid={}, representation=False, connections=["linear"]), tmp_path / "out", train_py=script,
         dataset="", data_dir="/nowhere", num_classes=10))
-    run.run(found.folder / "linear-seed0")
+    run.run(experiment.folder / "linear-seed0")
     assert seen.read_text() == "1"
 
 
 def test_other_images_under_the_same_output_are_refused(tmp_path):
-    """Results of the images before would be reported as results of the images now."""
+    """Old results would be reported as results on the new images."""
     root = image_folder(tmp_path / "data", "train", "val")
 
     def plan_again():
-        found = plan.plan(compared(str(tmp_path / "out"), ["linear"], dataset="", data_dir=str(root), **WHOLE))
-        found.write()
+        experiment = plan.plan(compared(str(tmp_path / "out"), ["linear"], dataset="", data_dir=str(root), **WHOLE))
+        experiment.write()
 
     plan_again()
     plan_again()
@@ -433,10 +434,10 @@ def test_other_images_under_the_same_output_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "dataset"), [("cifar10", "cifar10 (2 classes)"), ("mine", "mine")])
-def test_the_papers_numbers_are_not_put_beside_a_folder_of_another_data_set(tmp_path, name, dataset):
+def test_a_folder_named_after_the_papers_data_set_is_told_apart(tmp_path, name, dataset):
     root = image_folder(tmp_path / name, "train", "val")
-    found = plan.plan(compared("unused", ["linear"], dataset="", data_dir=str(root), **WHOLE))
-    assert found.study["dataset"] == dataset
+    experiment = plan.plan(compared("unused", ["linear"], dataset="", data_dir=str(root), **WHOLE))
+    assert experiment.study["dataset"] == dataset
 
 
 def test_images_that_cannot_be_opened_are_refused_before_training(tmp_path, broken):
@@ -512,14 +513,14 @@ def test_channels_are_one_or_three(tmp_path, key, value):
             image_folder(tmp_path, "train", "val"), **{key: value})
 
 
-@pytest.mark.parametrize(("given", "mode"), [({}, "RGB"), ({"in_chans": 1}, "L")])
-def test_grey_and_colour_images_mix(tmp_path, given, mode):
+@pytest.mark.parametrize(("changes", "mode"), [({}, "RGB"), ({"in_chans": 1}, "L")])
+def test_grey_and_colour_images_mix(tmp_path, changes, mode):
     """All have the channels of the model, whichever image comes first."""
     root = image_folder(tmp_path, "train", "val")
     for label in ("cat", "dog"):
         path = root / "train" / label / "0.png"
         Image.open(path).convert("L").save(path)
-    options = Namespace(**options_of(root, **given))
+    options = Namespace(**options_of(root, **changes))
     source = run.open_source(options)
     assert {image.mode for part in (source.train, source.validation) for image, _ in part} == {mode}
     assert source.in_chans == options.in_chans == len(mode)

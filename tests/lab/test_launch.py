@@ -1,4 +1,4 @@
-"""Processes of runs on this machine: several at a time, killed, failing, interrupted; and what is collected."""
+"""Run processes on this machine: parallel, killed, failing and interrupted runs, and how results are collected."""
 import errno
 import io
 import json
@@ -43,7 +43,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks f
 # --------------------------------------------------------------------------------------- from plan to report
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The file of a study, and its folder, trained in this process."""
+    """A study's file and its output folder, trained in this process."""
     folder = tmp_path_factory.mktemp("study")
     path = written(folder)
     return path, trained(request(path, folder / "out"))
@@ -55,7 +55,7 @@ def finished(output):
 
 
 @pytest.mark.slow
-def test_two_at_a_time_give_the_same_numbers(tiny, tmp_path, capsys):
+def test_parallel_runs_have_the_same_numbers(tiny, tmp_path, capsys):
     path, output = tiny
     arguments = ["study", "run", path, "--scale", "smoke", "--device", "cpu", "--output", str(tmp_path / "out")]
     assert cli.main([*arguments, "--parallel", "2"]) == 0
@@ -64,13 +64,13 @@ def test_two_at_a_time_give_the_same_numbers(tiny, tmp_path, capsys):
     for name in names:
         assert_same_run(output / name, tmp_path / "out" / name)
         assert "epoch 2/2: top-1" in (tmp_path / "out" / name / LOG).read_text()
-    said = capsys.readouterr()
-    assert "[4/4] lr=" in said.err
-    assert "Does it work?" in said.out
+    printed = capsys.readouterr()
+    assert "[4/4] lr=" in printed.err
+    assert "Does it work?" in printed.out
     assert finished(tmp_path / "out") == finished(output)
 
 
-def test_reports_need_neither_training_nor_data_and_can_be_opened(tiny, monkeypatch, tmp_path, capsys):
+def test_reports_need_no_data_and_can_be_opened(tiny, monkeypatch, tmp_path, capsys):
     pages = []
     monkeypatch.setattr("webbrowser.open", pages.append)
     monkeypatch.setattr(run, "open_source", lambda *_: pytest.fail("opened the data"))
@@ -93,7 +93,7 @@ def test_finished_runs_are_not_repeated(tiny, monkeypatch, capsys):
     assert "4 of 4 runs finished before" in capsys.readouterr().err
 
 
-def test_what_is_collected(tiny):
+def test_collected_results(tiny):
     _, output = tiny
     (about, runs, unfinished), = collect.collect([output])
     assert (unfinished, about["axes"], about["seeds"]) == ([], {"lr": [0.001, 0.01]}, [0])
@@ -132,19 +132,19 @@ def test_shipped_study_from_run_to_report(tmp_path, monkeypatch):
 
 # -------------------------------------------------------------------------------------------------- status
 def test_status(tmp_path, monkeypatch, capsys):
-    """Five runs, one of each kind, told by their files alone."""
+    """The status of five runs, one of each kind, comes from their files."""
     values = yaml.safe_load(STUDY)
     path = written(tmp_path, grid={"lr": [1e-3, 1e-2, 1e-1, 1.0, 2.0]}, connections=["linear"], representation=False,
                    scales=values["scales"])
-    found = planned(request(path, tmp_path / "out"))
-    done, half, failed, at_work, _ = (found.folder / name for name in found.runs)
+    experiment = planned(request(path, tmp_path / "out"))
+    done, half, failed, at_work, _ = (experiment.folder / name for name in experiment.runs)
     run.run(done)
     stopped(half, monkeypatch, BATCHES + 1, KeyboardInterrupt)
     stopped(failed, monkeypatch, 1)
     (failed / LOG).write_text("step 1\nRuntimeError: it hurts\n\nepoch 1/2: top-1 9.38 %\ntimm-ortho: ours\n")
     capsys.readouterr()
     with folders.work_on(at_work):
-        assert cli.main(["study", "status", str(found.folder)]) == 0
+        assert cli.main(["study", "status", str(experiment.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     top1 = f"top-1 {read(done / RESULT)['top1']:.2f} %"
     half_top1 = f"top-1 {folders.read_history(half)[0]['eval_top1']:.2f} %"
@@ -159,7 +159,7 @@ def test_status(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("session", "state"), [
     ({"begin": "a"}, ("running", "epoch 0 of 2")), ({"begin": "a", "end": "b"}, ("stopped", "epoch 0 of 2"))])
-def test_the_state_of_a_run_that_may_only_be_read(tmp_path, monkeypatch, session, state):
+def test_the_state_of_a_read_only_run(tmp_path, monkeypatch, session, state):
     class Refused(folders.FileLock):
         def acquire(self, *_, **__):
             raise PermissionError(13, "Permission denied")
@@ -171,7 +171,7 @@ def test_the_state_of_a_run_that_may_only_be_read(tmp_path, monkeypatch, session
     assert folders.state(folder) == state
 
 
-def test_a_run_that_ends_while_it_is_looked_at_is_finished(tmp_path, monkeypatch):
+def test_a_run_that_ends_during_the_check_is_finished(tmp_path, monkeypatch):
     folder = one_run(tmp_path / "out")
 
     def ends(_):
@@ -183,24 +183,23 @@ def test_a_run_that_ends_while_it_is_looked_at_is_finished(tmp_path, monkeypatch
 
 
 def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
-    class Impatient(folders.FileLock):
-        def acquire(self, timeout=None, **given):
-            return super().acquire(0, **given)
+    class NoWait(folders.FileLock):
+        def acquire(self, timeout=None, **arguments):
+            return super().acquire(0, **arguments)
 
     folder = one_run(tmp_path / "out")
     (folder / "sessions.json").write_text('[{"pid": 17, "host": "elsewhere"}]')
     with folders.work_on(folder):
-        monkeypatch.setattr(folders, "FileLock", Impatient)
+        monkeypatch.setattr(folders, "FileLock", NoWait)
         with pytest.raises(LabError, match=r"another process is at work in .*feature-seed0 \(17 on elsewhere\): wait"):
             run.run(folder)
 
 
 # ------------------------------------------------------------------------------------------------ progress
-def test_first_lines_name_runs_and_images(tmp_path, monkeypatch, capsys):
-    """Before the first run, and in the description that a report reads."""
+def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(launch, "local", lambda *_: {})
-    given = compared(tmp_path / "out", seeds=[3, 5], train_num_samples=100)
-    assert study.run(given) == 0
+    requested = compared(tmp_path / "out", seeds=[3, 5], train_num_samples=100)
+    assert study.run(requested) == 0
     assert capsys.readouterr().err.splitlines()[-2:] == [
         f"runs: 4 in {tmp_path / 'out'}; model: vit_small; connections: linear, feature; seeds: 3, 5; epochs: 2",
         "digits: 100 training and 32 validation images (test), 10 classes; images of 8 x 8 (first image) resized to "
@@ -213,38 +212,38 @@ class Terminal(io.StringIO):
 
 
 def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
-    """As a bar on a terminal and as lines elsewhere; also of a run that was continued, or whose loss is no number."""
-    found = planned(compared(tmp_path / "out", epochs=4))
+    """A bar on a terminal and lines elsewhere, also for continued runs and for a loss of nan."""
+    experiment = planned(compared(tmp_path / "out", epochs=4))
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
 
     def epoch(name, number, loss, top1):
-        path = found.folder / name / "summary.csv"
+        path = experiment.folder / name / "summary.csv"
         head = "" if path.exists() else "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n"
         with path.open("a") as file:
             file.write(f"{head}{number},{loss},1.0,{top1},99.0,0.001\n")
 
     epoch("linear-seed0", 0, 2.5, 10.0)
-    lines = launch._Progress(found.folder, found.runs)  # at second 0
-    lines.update(found.runs)
-    assert capsys.readouterr().err == ""  # nothing new
+    lines = launch._Progress(experiment.folder, experiment.runs)  # at second 0
+    lines.update(experiment.runs)
+    assert capsys.readouterr().err == ""  # no new epoch
     epoch("linear-seed0", 1, 1.23456, 67.891)
-    lines.update(found.runs)  # at second 5: one of the seven epochs that were left
-    lines.update(found.runs)
+    lines.update(experiment.runs)  # at second 5, with one of seven epochs done
+    lines.update(experiment.runs)
     epoch("feature-seed0", 0, "nan", 10.0)
-    lines.update(found.runs)  # within the 20 seconds between two lines
+    lines.update(experiment.runs)  # less than 20 seconds after the last line
     epoch("feature-seed0", 1, "nan", 10.0)
     for _ in range(3):
         next(clock)
-    lines.update(found.runs)  # at second 30
+    lines.update(experiment.runs)  # at second 30
     assert capsys.readouterr().err.splitlines() == [
         "linear-seed0: epoch 2/4, loss 1.235, top-1 67.89 %; 2/8 epochs, 00:30 left",
         "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 00:40 left"]
     monkeypatch.undo()
     monkeypatch.setattr(sys, "stderr", Terminal())
-    bar = launch._Progress(found.folder, found.runs)
+    bar = launch._Progress(experiment.folder, experiment.runs)
     epoch("feature-seed0", 2, 0.5, 90.0)
-    bar.update(found.runs)
+    bar.update(experiment.runs)
     shown = sys.stderr.getvalue().rpartition("\r")[2]
     assert "| 5/8 epochs, " in shown
     assert shown.rstrip().endswith(" left; feature-seed0: epoch 3/4, loss 0.500, top-1 90.00 %")
@@ -252,15 +251,15 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
 
 
 # ----------------------------------------------------------------------------------------------- processes
-def test_a_killed_process_is_continued_three_times_at_most(tmp_path, monkeypatch, capsys):
-    """One that dies once in its second epoch, and one that dies again and again; the third run is not touched."""
-    found = planned(compared(tmp_path / "out", ["linear", "feature", "global"]))
+def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, capsys):
+    """One run is killed once, one every time, and one never."""
+    experiment = planned(compared(tmp_path / "out", ["linear", "feature", "global"]))
     whole = one_run(tmp_path / "whole", "linear")
     run.run(whole)
     started = []
 
     class Process:
-        """Runs in this process, and is dead afterwards."""
+        """Train in this process, then appear dead."""
 
         def __init__(self, target, args):
             self.folder, self.exitcode = args[0], 0
@@ -269,7 +268,7 @@ def test_a_killed_process_is_continued_three_times_at_most(tmp_path, monkeypatch
             started.append(self.folder.name)
             times = started.count(self.folder.name)
             if self.folder.name.startswith(("linear", "feature")) and times == 1:
-                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # leaves no error, as a kill
+                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # leaves no error, like a kill
                 self.exitcode = -signal.SIGKILL
             elif self.folder.name.startswith("feature"):
                 self.exitcode = -signal.SIGKILL
@@ -280,48 +279,49 @@ def test_a_killed_process_is_continued_three_times_at_most(tmp_path, monkeypatch
             return False
 
     class Context:
-        Process = staticmethod(lambda **given: Process(**given))
+        Process = staticmethod(lambda **arguments: Process(**arguments))
         set_forkserver_preload = staticmethod(lambda *_: None)
 
     monkeypatch.setattr(launch, "get_context", lambda *_: Context)
-    failed = launch.local(found.folder, found.runs)
-    assert {name: started.count(name) for name in found.runs} == {
+    failed = launch.local(experiment.folder, experiment.runs)
+    assert {name: started.count(name) for name in experiment.runs} == {
         "linear-seed0": 2, "feature-seed0": launch.ATTEMPTS, "global-seed0": 1}
     assert failed == {
-        "feature-seed0": f"its process was killed (SIGKILL), see {found.folder / 'feature-seed0' / LOG}"}
-    assert "feature-seed0  failed    its process was killed (SIGKILL)\n" in collect.status(found.folder)
-    said = capsys.readouterr().err
-    assert said.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is continued") == launch.ATTEMPTS - 1
-    assert "timm-ortho: feature-seed0 failed: its process was killed" in said
-    assert_same_run(found.folder / "linear-seed0", whole)
+        "feature-seed0": f"its process was killed (SIGKILL), see {experiment.folder / 'feature-seed0' / LOG}"}
+    assert "feature-seed0  failed    its process was killed (SIGKILL)\n" in collect.status(experiment.folder)
+    errors = capsys.readouterr().err
+    assert errors.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is continued") == launch.ATTEMPTS - 1
+    assert "timm-ortho: feature-seed0 failed: its process was killed" in errors
+    assert_same_run(experiment.folder / "linear-seed0", whole)
 
 
-def test_a_run_with_an_error_is_reported_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
-    """In real processes: a checkpoint that cannot be read, and an error that nobody foresaw. Neither is tried again."""
-    given = compared(tmp_path / "out", ["linear", "feature", "global"])
-    found = planned(given)
+def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
+    """An unreadable checkpoint and an unexpected error, in real processes. Neither run is started again."""
+    requested = compared(tmp_path / "out", ["linear", "feature", "global"])
+    experiment = planned(requested)
     for name in ("linear", "feature"):
-        stopped(found.folder / f"{name}-seed0", monkeypatch, BATCHES + 1, KeyboardInterrupt)
-    (found.folder / "linear-seed0" / "last.pth.tar").write_bytes(b"half")
-    checkpoint = found.folder / "feature-seed0" / "last.pth.tar"
+        stopped(experiment.folder / f"{name}-seed0", monkeypatch, BATCHES + 1, KeyboardInterrupt)
+    (experiment.folder / "linear-seed0" / "last.pth.tar").write_bytes(b"half")
+    checkpoint = experiment.folder / "feature-seed0" / "last.pth.tar"
     torch.save({**torch.load(checkpoint, weights_only=False), "epoch": "one"}, checkpoint)
     with pytest.raises(LabError) as error:
-        study.run(given, parallel=2)
+        study.run(requested, parallel=2)
     assert str(error.value).startswith("2 of 3 runs failed, first ")
     assert str(error.value).endswith("; the same command again tries them anew")
-    said = capsys.readouterr().err
-    assert "timm-ortho: feature-seed0 failed: TypeError: can only concatenate str (not \"int\") to str" in said
-    assert "timm-ortho: linear-seed0 failed: " in said
-    assert "last.pth.tar cannot be continued (" in said
-    assert "Traceback (most recent call last)" in (found.folder / "feature-seed0" / LOG).read_text()
-    assert "Traceback" not in (found.folder / "linear-seed0" / LOG).read_text()
-    assert finished(found.folder) == ([({}, "global", 0)], ["linear-seed0", "feature-seed0"])
-    assert [len(read(found.folder / f"{name}-seed0" / "sessions.json")) for name in ("linear", "feature")] == [2, 2]
+    errors = capsys.readouterr().err
+    assert "timm-ortho: feature-seed0 failed: TypeError: can only concatenate str (not \"int\") to str" in errors
+    assert "timm-ortho: linear-seed0 failed: " in errors
+    assert "last.pth.tar cannot be continued (" in errors
+    assert "Traceback (most recent call last)" in (experiment.folder / "feature-seed0" / LOG).read_text()
+    assert "Traceback" not in (experiment.folder / "linear-seed0" / LOG).read_text()
+    assert finished(experiment.folder) == ([({}, "global", 0)], ["linear-seed0", "feature-seed0"])
+    sessions = [read(experiment.folder / f"{name}-seed0" / "sessions.json") for name in ("linear", "feature")]
+    assert [len(of_run) for of_run in sessions] == [2, 2]
 
 
 @contextmanager
 def started(path, output, epochs):
-    """`timm-ortho study run` as a process that hears Ctrl-C, though what started pytest may not, and ends with us."""
+    """Start `timm-ortho study run` in a process that handles Ctrl-C even if pytest's parent ignores it."""
     command = [sys.executable, "-m", "timm_ortho", "study", "run", path, "--scale", "smoke", "--device", "cpu",
                "--output", str(output), "--parallel", "2", "-o", f"epochs={epochs}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -329,11 +329,11 @@ def started(path, output, epochs):
         try:
             yield process
         finally:
-            process.kill()  # where a test fails: or its end would be waited for
+            process.kill()  # after a failed test, do not wait for it
 
 
 def pids(output):
-    """The processes that train, by what they say themselves."""
+    """Return the process ids in the sessions of all runs."""
     return [read(path)[-1]["pid"] for path in output.glob("*/sessions.json")]
 
 
@@ -347,18 +347,18 @@ def alive(pid):
 def wait_for(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.1)
 
 
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_the_command(sent, tmp_path):
-    """Ctrl-C reports what is finished; a kill of the launcher ends its runs, too."""
+def test_no_process_outlives_the_command(sent, tmp_path):
+    """Ctrl-C and SIGTERM report the finished runs. SIGKILL of the launcher also ends its runs."""
     output, path = tmp_path / "out", written(tmp_path)
-    one = planned(request(path, output, epochs=100_000))  # however late this process looks, they are at it
-    (output / next(iter(one.runs)) / RESULT).write_text("{}")  # as if it were finished
+    one = planned(request(path, output, epochs=100_000))  # longer than this test waits
+    (output / next(iter(one.runs)) / RESULT).write_text("{}")  # counts as finished
     with started(path, output, epochs=100_000) as process:
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
         at_work = pids(output)
@@ -366,35 +366,35 @@ def test_nothing_outlives_the_command(sent, tmp_path):
         if sent != signal.SIGKILL:
             (output / next(iter(one.runs)) / RESULT).unlink()
         if sent == signal.SIGINT:
-            os.killpg(process.pid, sent)  # as the terminal does
+            os.killpg(process.pid, sent)  # like a terminal
         else:
             process.send_signal(sent)
-        _, said = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     wait_for(lambda: not any(map(alive, at_work)), 30)
     if sent != signal.SIGKILL:
         assert process.returncode == 128 + sent
-        assert said.splitlines()[-1] == "interrupted; the same command again continues where this one stopped"
+        assert errors.splitlines()[-1] == "interrupted; the same command again continues where this one stopped"
         assert len(read(output / "results.json")["unfinished"]) == 4
-        assert "Traceback" not in said + "".join(path.read_text() for path in output.glob(f"*/{LOG}"))
+        assert "Traceback" not in errors + "".join(path.read_text() for path in output.glob(f"*/{LOG}"))
         assert [word for word, _ in map(folders.state, map(output.joinpath, one.runs))] == [
             "waiting", "stopped", "stopped", "waiting"]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_report_what_is_finished(tmp_path, monkeypatch, capsys, sent):
-    given = compared(tmp_path / "out")
-    run.run(planned(given).folder / "linear-seed0")
+def test_ctrl_c_and_sigterm_report_finished_runs(tmp_path, monkeypatch, capsys, sent):
+    requested = compared(tmp_path / "out")
+    run.run(planned(requested).folder / "linear-seed0")
     before = signal.getsignal(signal.SIGTERM)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
     monkeypatch.setattr(launch, "local", lambda *_: signal.raise_signal(sent))
     try:
-        assert study.run(given) == 128 + sent
+        assert study.run(requested) == 128 + sent
     finally:
         signal.signal(signal.SIGINT, inherited)
     assert signal.getsignal(signal.SIGTERM) == before
-    said = capsys.readouterr()
-    assert "not finished: feature-seed0" in said.out
-    assert said.err.endswith("interrupted; the same command again continues where this one stopped\n")
+    printed = capsys.readouterr()
+    assert "not finished: feature-seed0" in printed.out
+    assert printed.err.endswith("interrupted; the same command again continues where this one stopped\n")
     results = read(tmp_path / "out" / "results.json")
     assert [item["connection"] for item in results["runs"]] == ["linear"]
     assert results["unfinished"] == ["feature-seed0"]
@@ -402,16 +402,16 @@ def test_ctrl_c_and_sigterm_report_what_is_finished(tmp_path, monkeypatch, capsy
 
 @linux
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path):
-    """The real thing: SIGKILL to both processes that train, while two runs still wait."""
+def test_killed_runs_have_the_results_of_undisturbed_runs(tmp_path):
+    """SIGKILL both training processes while two runs wait."""
     path, output = written(tmp_path, representation=False), tmp_path / "out"
     with started(path, output, epochs=25) as process:
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
         for pid in pids(output):
             os.kill(pid, signal.SIGKILL)
-        _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert said.count(" was killed (SIGKILL); it is continued") == 2
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert errors.count(" was killed (SIGKILL); it is continued") == 2
     killed = [path.parent for path in output.glob("*/sessions.json") if len(read(path)) == 2]
     assert len(killed) == 2
     whole = planned(request(path, tmp_path / "whole", epochs=25)).folder
@@ -420,7 +420,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path):
 
 
 def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
-    """What Slurm sends at a time limit."""
+    """Slurm sends SIGTERM at a time limit."""
     folder = one_run(tmp_path / "out")
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(run, "_train", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(10))
@@ -433,7 +433,7 @@ def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
     assert folders.state(folder) == ("stopped", "epoch 0 of 2")
 
 
-def test_a_run_of_other_versions_says_so(tmp_path, monkeypatch, capsys):
+def test_continuing_with_another_version_warns(tmp_path, monkeypatch, capsys):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1, Stop)
     sessions = read(folder / "sessions.json")
@@ -447,7 +447,7 @@ def test_a_run_of_other_versions_says_so(tmp_path, monkeypatch, capsys):
     (0, 3, None, ["0", "1", "0"]), (0, 2, "5,7", ["5", "7"]), (1, 4, None, ["0", "1"]), (1, 1, "5,7", ["5"]),
     (2, 4, "5,7", ["5,7"]),
 ])
-def test_gpus_are_shared_by_the_labs_runs_and_divided_among_those_of_train_py(
+def test_lab_runs_share_gpus_and_train_py_runs_do_not(
         monkeypatch, gpus, parallel, visible, slots):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -462,15 +462,15 @@ def test_gpus_are_shared_by_the_labs_runs_and_divided_among_those_of_train_py(
     assert launch._slots(named, 2) == [{}, {}]
 
 
-@pytest.mark.parametrize(("free", "said"), [(4096, ", the disk is full"), (2**30, "")])
-def test_a_disk_that_has_no_room_for_a_runs_words_is_told(tmp_path, monkeypatch, free, said):
+@pytest.mark.parametrize(("free", "reason"), [(4096, ", the disk is full"), (2**30, "")])
+def test_a_full_disk_is_reported(tmp_path, monkeypatch, free, reason):
     monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     progress = launch._Progress(tmp_path, {})
     progress.fail("a", "its process ended with exit status 1")
-    assert progress.failed == {"a": f"its process ended with exit status 1{said}, see {tmp_path / 'a' / LOG}"}
+    assert progress.failed == {"a": f"its process ended with exit status 1{reason}, see {tmp_path / 'a' / LOG}"}
 
 
-def test_a_report_that_finds_no_room_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_at_the_report_is_a_one_line_error(tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "report.html"))
 
@@ -480,7 +480,7 @@ def test_a_report_that_finds_no_room_is_one_line(tmp_path, monkeypatch, capsys):
         f"timm-ortho: error: [Errno 28] No space left on device: '{tmp_path / 'report.html'}'"]
 
 
-def test_a_pipe_that_somebody_closed_is_no_fault_of_the_folder(tmp_path, monkeypatch):
+def test_a_broken_pipe_is_not_reported_as_an_error_of_the_folder(tmp_path, monkeypatch):
     def closed(*_, **__):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
@@ -489,7 +489,7 @@ def test_a_pipe_that_somebody_closed_is_no_fault_of_the_folder(tmp_path, monkeyp
         study.report_on([tmp_path])
 
 
-def test_a_result_without_accuracy_is_said(tmp_path, capsys):
+def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / RESULT).write_text('{"top1": null, "seconds": null}')
     launch._Progress(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}).ended("a")
@@ -499,8 +499,8 @@ def test_a_result_without_accuracy_is_said(tmp_path, capsys):
 @linux
 @pytest.mark.parametrize(
     ("status", "waits"), [(143, True), (-15, True), (-12, True), (-9, False), (1, False), (0, False)])
-def test_a_slurm_task_whose_run_is_told_to_end_waits_for_the_signal_to_requeue(tmp_path, monkeypatch, status, waits):
-    """SIGTERM goes to the whole step: a task that ended with its run would count as completed."""
+def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, status, waits):
+    """Slurm sends SIGTERM to the whole step. A task that ended with its run would count as completed."""
     job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
@@ -512,7 +512,7 @@ def test_a_slurm_task_whose_run_is_told_to_end_waits_for_the_signal_to_requeue(t
     assert launch.os.environ == {"MASTER_ADDR": "node7", "MASTER_PORT": "20012", "NODE_RANK": "0"}
 
 
-def test_what_sbatch_refuses_is_one_line(tmp_path, monkeypatch):
+def test_errors_of_sbatch_are_one_line(tmp_path, monkeypatch):
     submitit = pytest.importorskip("submitit")
 
     def refuse(*_):
@@ -523,7 +523,7 @@ def test_what_sbatch_refuses_is_one_line(tmp_path, monkeypatch):
         launch.Slurm()._submit(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])}, ["a"])
 
 
-def test_without_sbatch_slurm_is_not_asked_for_its_queue(tmp_path, monkeypatch):
+def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
     def none(**_):
         raise RuntimeError("Could not detect srun")
 

@@ -1,7 +1,7 @@
-"""ImageNet photographs at 224 x 224 through `timm-ortho compare` and timm's train.py, a few of them for one epoch.
+"""`timm-ortho compare` and timm's train.py on a few photographs at 224 x 224, for one epoch.
 
-Runs where IMAGENETTE names a folder with train/CLASS/ and val/CLASS/ of ten classes, and for train.py TIMM_DIR a folder
-that has the script.
+These tests need IMAGENETTE, a folder with train/CLASS/ and val/CLASS/ of ten classes. train.py also needs TIMM_DIR, the
+folder of the script.
 """
 import os
 import shutil
@@ -19,7 +19,7 @@ from timm_ortho.runs.folders import read_history
 IMAGENETTE, TIMM_DIR = os.environ.get("IMAGENETTE"), os.environ.get("TIMM_DIR")
 pytestmark = [
     pytest.mark.slow, pytest.mark.usefixtures("undrawn"),
-    pytest.mark.skipif(not IMAGENETTE, reason="IMAGENETTE does not name a folder of photographs")]
+    pytest.mark.skipif(not IMAGENETTE, reason="IMAGENETTE, a folder of photographs, is not set")]
 
 
 def test_compare(tmp_path, capsys):
@@ -35,10 +35,10 @@ def test_compare(tmp_path, capsys):
     assert all(0.0 <= run["history"][0]["eval_top1"] <= 100.0 for run in runs)
 
 
-@pytest.mark.skipif(not TIMM_DIR, reason="TIMM_DIR does not name a folder that has timm's train.py")
+@pytest.mark.skipif(not TIMM_DIR, reason="TIMM_DIR, the folder of timm's train.py, is not set")
 def test_train_py(tmp_path):
-    """On links to a few images of each class, because train.py takes all images of a folder."""
-    shutil.copy(Path(TIMM_DIR, "train.py"), tmp_path)  # apart from the checkout's own package
+    """Use links to a few images of each class, since train.py takes all images of a folder."""
+    shutil.copy(Path(TIMM_DIR, "train.py"), tmp_path)  # so that it imports the installed timm
     for split, count in (("train", 4), ("val", 2)):
         for label in sorted(path for path in Path(IMAGENETTE, split).iterdir() if path.is_dir()):
             folder = tmp_path / "data" / split / label.name

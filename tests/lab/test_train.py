@@ -1,5 +1,4 @@
-"""The lab's own loop: what a run sees, and that stopping it changes nothing. All in this process, on models that are
-hardly ones."""
+"""The lab's training loop: its data, its files, and continued runs. Tiny models train in this process."""
 import errno
 import json
 import os
@@ -43,7 +42,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None)
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """48 images of two classes, bright and dark, in the layout that timm reads."""
+    """48 images of two classes, bright and dark, in class folders."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 16), ("val", 8)):
@@ -56,13 +55,13 @@ def images(tmp_path_factory):
     return root
 
 
-def planned_options(**given):
-    """The options of a run that is planned and not written, and what is planned with it."""
-    found = plan.plan(compared("unused", ["linear"], **given))
-    return Namespace(**found.runs["linear-seed0"].stages[0].options)
+def planned_options(**options):
+    """Return the options of a planned run without writing it."""
+    experiment = plan.plan(compared("unused", ["linear"], **options))
+    return Namespace(**experiment.runs["linear-seed0"].stages[0].options)
 
 
-# ------------------------------------------------------------------------------------------ what a run leaves
+# ---------------------------------------------------------------------------------------------- a run's files
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
@@ -86,7 +85,7 @@ def test_files(study):
         assert result["images_per_second"] > 0
         assert (result["trainer"], result["connection"], result["seed"]) == ("lab", name.split("-")[0], 0)
         assert 1.0 <= result["representation"]["effective_rank"] <= 16.0
-        # 64 images in batches of 16, twice, every second step, two sites in two blocks
+        # two epochs of four steps, recorded every second step, at two sites in each of two blocks
         records = read_lines(folder / "records.jsonl")
         assert [row["step"] for row in records] == [step for step in (0, 2, 4, 6) for _ in range(4)]
         probes = read_lines(folder / "probe.jsonl")
@@ -102,14 +101,14 @@ def test_connections_train_to_different_weights(study):
     assert not all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_args_are_timms(study):
+def test_args_are_timms_options(study):
     args = read_yaml(study / "feature-seed0" / "args.yaml")
     assert set(args) == set(recipe.known_options())
     assert (args["seed"], args["model"], args["device_modules"]) == (0, "vit_small_ortho", ["timm_ortho"])
     assert args["model_kwargs"] == {**KWARGS, "img_size": 16, "connection": "feature"}
 
 
-def test_checkpoints_are_timms(study):
+def test_timm_loads_checkpoints(study):
     folder = study / "feature-seed0"
     checkpoint = state(folder)
     assert (checkpoint["epoch"], checkpoint["arch"], checkpoint["version"]) == (1, "vit_small_ortho", 2)
@@ -125,10 +124,10 @@ def test_finished_runs_are_not_repeated(study, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ pairing
-def batches(connection, seed, **given):
-    """What a run is given to train on, and what it starts from."""
-    found = plan.plan(compared("unused", [connection], [seed], **given))
-    (planned_run,) = found.runs.values()
+def batches(connection, seed, **changes):
+    """Return a run's initial weights and its batches of two epochs."""
+    experiment = plan.plan(compared("unused", [connection], [seed], **changes))
+    (planned_run,) = experiment.runs.values()
     options = Namespace(**planned_run.stages[0].options)
     one = train.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
     seen = []
@@ -144,28 +143,27 @@ def batches(connection, seed, **given):
 
 
 def test_runs_of_one_seed_are_paired():
-    """Weights, order, augmentation, erasing and mixing agree although one connection draws random numbers and one
-    does not; they differ between seeds and epochs."""
-    given = dict(mixup=0.4, cutmix=1.0, reprob=0.5, drop_path=0.2)
-    start, seen = batches("linear", 0, **given)
-    other_start, other_seen = batches("feature", 0, model_kwargs={"connection_prob": 0.5}, **given)
+    """Weights and augmented batches depend on seed and epoch only, even if a connection draws random numbers."""
+    options = dict(mixup=0.4, cutmix=1.0, reprob=0.5, drop_path=0.2)
+    start, seen = batches("linear", 0, **options)
+    other_start, other_seen = batches("feature", 0, model_kwargs={"connection_prob": 0.5}, **options)
     assert all(torch.equal(start[key], other_start[key]) for key in start)
     assert torch.equal(seen, other_seen)
-    third_start, third_seen = batches("linear", 1, **given)
+    third_start, third_seen = batches("linear", 1, **options)
     assert not all(torch.equal(start[key], third_start[key]) for key in start)
     assert not torch.equal(seen, third_seen)
     assert not torch.equal(seen[:BATCHES], seen[BATCHES:])
 
 
-# --------------------------------------------------------------------------------------------- continuing
-@pytest.mark.parametrize("given", [
+# ---------------------------------------------------------------------------------------- continued runs
+@pytest.mark.parametrize("options", [
     dict(mixup=0.4, reprob=0.3, drop_path=0.2, model_ema=True, model_ema_decay=0.9),
     dict(grad_accum_steps=3, sched="step", decay_epochs=1, sched_on_updates=False),
     dict(sched_on_updates=True, opt="sgd", smoothing=0.0, lr_noise=[0.5, 1.0], warmup_epochs=1),
 ], ids=["mixup-ema", "step-accumulation", "per-update"])
-def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, given):
-    given = dict(epochs=4, model_kwargs={"connection_prob": 0.7}, **given)
-    whole, parts = (one_run(tmp_path / name, **given) for name in ("whole", "parts"))
+def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, options):
+    options = dict(epochs=4, model_kwargs={"connection_prob": 0.7}, **options)
+    whole, parts = (one_run(tmp_path / name, **options) for name in ("whole", "parts"))
     run.run(whole)
     stopped(parts, monkeypatch, 2 * BATCHES + 2)
     assert state(parts)["epoch"] == 1
@@ -179,7 +177,7 @@ def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, given):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nobody stopped."""
+    """A run that was not stopped."""
     folder = one_run(tmp_path_factory.mktemp("whole") / "out")
     run.run(folder)
     return folder
@@ -187,22 +185,21 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def switches(tmp_path_factory):
-    """Of both kinds: the study's file, and its run that nobody stopped."""
-    found = {}
-    for optimizer, given in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
-                             ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
+    """For both kinds of switch: the study's file and a run that was not stopped."""
+    runs = {}
+    for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
+                               ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
         folder = tmp_path_factory.mktemp(optimizer)
-        path = written(folder, **switching(optimizer, **given))
-        found[optimizer] = path, only_run(request(path, folder / "whole"))
-        run.run(found[optimizer][1])
-    return found
+        path = written(folder, **switching(optimizer, **options))
+        runs[optimizer] = path, only_run(request(path, folder / "whole"))
+        run.run(runs[optimizer][1])
+    return runs
 
 
 @pytest.mark.parametrize(("optimizer", "epoch"), [
     *(("kept", epoch) for epoch in range(4)), *(("reinitialised", epoch) for epoch in range(8))])
 def test_a_switch_continues_from_any_epoch(optimizer, epoch, tmp_path, switches, monkeypatch):
-    """The connection changes after the second epoch of four, or the fourth of eight: before it, at it and after it
-    the checkpoints mean something else."""
+    """The connection changes after half of the epochs. Runs are stopped before, at and after the switch."""
     path, whole = switches[optimizer]
     parts = only_run(request(path, tmp_path / "parts"))
     stopped(parts, monkeypatch, BATCHES * epoch + 2)
@@ -210,8 +207,8 @@ def test_a_switch_continues_from_any_epoch(optimizer, epoch, tmp_path, switches,
     assert_same_run(parts, whole)
 
 
-def test_switch_kept_goes_on_and_reinitialised_begins_anew(switches):
-    """The schedule tells them apart: a cosine over all epochs, or one over each half."""
+def test_schedules_of_kept_and_reinitialised_switches(switches):
+    """`kept` has one cosine over all epochs, `reinitialised` one per stage."""
     again, kept = (rates(switches[optimizer][1]) for optimizer in ("reinitialised", "kept"))
     assert len(again) == 8
     assert again[:4] == again[4:]
@@ -221,23 +218,23 @@ def test_switch_kept_goes_on_and_reinitialised_begins_anew(switches):
     assert kept == pytest.approx(again[:4], rel=0.2)
     for optimizer, updates in (("reinitialised", 4 * BATCHES), ("kept", 4 * BATCHES // 2)):
         groups = state(switches[optimizer][1] / "switched")["optimizer"]["state"].values()
-        assert {group["step"].item() for group in groups} == {updates}  # of the second optimizer
+        assert {group["step"].item() for group in groups} == {updates}  # updates of the second optimizer
 
 
 @pytest.mark.parametrize("optimizer", ["kept", "reinitialised"])
-def test_what_is_published_of_a_switch_is_of_its_last_weights(optimizer, switches):
-    """With a new optimizer epochs are counted anew: the row of the first stage's last epoch has the same number."""
+def test_a_published_switch_has_the_metrics_of_its_last_weights(optimizer, switches):
+    """A new optimizer restarts the count of epochs, so that both stages have a row with this number."""
     folder = switches[optimizer][1]
-    found = CheckpointRun(folder, ema=True)
-    assert found.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
-    assert not found.chosen_on_validation
+    published = CheckpointRun(folder, ema=True)
+    assert published.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
+    assert not published.chosen_on_validation
 
 
-def test_switch_replaces_the_connections_and_nothing_else(switches):
-    """The first look of the second stage is at the weights of the first stage's end, with other connections."""
+def test_a_switch_replaces_only_the_connections(switches):
+    """The second stage starts with the first stage's last weights and other connections."""
     for optimizer in ("reinitialised", "kept"):
         folder = switches[optimizer][1]
-        assert [state(folder / place)["args"].model_kwargs["connection"] for place in (".", "switched")] == [
+        assert [state(folder / stage)["args"].model_kwargs["connection"] for stage in (".", "switched")] == [
             "global", "feature"]
         result = read(folder / "result.json")
         assert (result["connection"], result["switch_epoch"]) == ("feature", 4 if optimizer == "reinitialised" else 2)
@@ -247,12 +244,12 @@ def test_switch_replaces_the_connections_and_nothing_else(switches):
         one = train.Training(planned_run, stage, folder, data.open_source(options), options)
         assert {(site.connection.name, site.connection.prob) for site in one.sites} == {("feature", 0.7)}
         if optimizer == "reinitialised":
-            before = state(folder)["state_dict_ema"]  # timm takes the EMA weights of a checkpoint
+            before = state(folder)["state_dict_ema"]  # timm loads a checkpoint's EMA weights
             assert all(torch.equal(value, before[key]) for key, value in one.model.state_dict().items())
 
 
-# -------------------------------------------------------------------------------------------------- trouble
-def test_damaged_checkpoint_is_one_line(tmp_path, monkeypatch, capsys):
+# --------------------------------------------------------------------------------------------------- errors
+def test_a_damaged_checkpoint_is_a_one_line_error(tmp_path, monkeypatch, capsys):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1)
     last = folder / "last.pth.tar"
@@ -265,7 +262,7 @@ def test_damaged_checkpoint_is_one_line(tmp_path, monkeypatch, capsys):
     assert read(folder / "sessions.json")[-1]["error"] == line.removeprefix("timm-ortho: ")
 
 
-def test_a_line_that_was_cut_short_is_written_again(tmp_path, monkeypatch, whole):
+def test_incomplete_lines_are_rewritten(tmp_path, monkeypatch, whole):
     parts = one_run(tmp_path / "parts")
     stopped(parts, monkeypatch, BATCHES + 1)
     for name in ("summary.csv", "probe.jsonl"):
@@ -276,7 +273,7 @@ def test_a_line_that_was_cut_short_is_written_again(tmp_path, monkeypatch, whole
 
 
 @pytest.mark.parametrize("left", ["epoch,train_loss\n", None])
-def test_a_file_that_lost_rows_is_not_gone_on_with(tmp_path, monkeypatch, capsys, left):
+def test_a_file_with_lost_rows_is_refused(tmp_path, monkeypatch, capsys, left):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1)
     if left is None:
@@ -289,16 +286,16 @@ def test_a_file_that_lost_rows_is_not_gone_on_with(tmp_path, monkeypatch, capsys
 
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-TORCHS_WORDS = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+TORCHS_ERROR = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
 
 
-@pytest.mark.parametrize(("where", "error"), [
-    ("last.pth.tar", NO_SPACE), ("last.pth.tar", TORCHS_WORDS), ("summary.csv", NO_SPACE), ("result.json", NO_SPACE)])
-def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, whole, where, error):
+@pytest.mark.parametrize(("file", "error"), [
+    ("last.pth.tar", NO_SPACE), ("last.pth.tar", TORCHS_ERROR), ("summary.csv", NO_SPACE), ("result.json", NO_SPACE)])
+def test_a_full_disk_is_a_one_line_error_and_loses_nothing(tmp_path, monkeypatch, capsys, whole, file, error):
     folder = one_run(tmp_path / "out")
     stopped(folder, monkeypatch, BATCHES + 1)
     with monkeypatch.context() as context:
-        fill_disk(context, where, error)
+        fill_disk(context, file, error)
         assert run.main([str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (f"timm-ortho: cannot write in {folder} ({error.args[-1]}): make room, or see to the folder; the "
@@ -308,50 +305,50 @@ def test_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch, capsys, 
     assert_same_run(folder, whole)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+def test_a_missing_file_is_named(tmp_path, monkeypatch, capsys):
     folder = one_run(tmp_path / "out")
     fill_disk(monkeypatch, "summary.csv", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "elsewhere"))
     assert run.main([str(folder)]) == 1
-    said = capsys.readouterr().err
-    assert "FileNotFoundError: [Errno 2] No such file or directory: 'elsewhere'" in said
-    assert "cannot write" not in said
+    errors = capsys.readouterr().err
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'elsewhere'" in errors
+    assert "cannot write" not in errors
 
 
-def test_a_clusters_variables_do_not_make_a_run_one_of_train_py(tmp_path, monkeypatch, whole):
+def test_variables_of_a_cluster_do_not_affect_the_lab(tmp_path, monkeypatch, whole):
     monkeypatch.setenv("NODE_RANK", "1")
     folder = one_run(tmp_path / "out")
     run.run(folder)
     assert_same_run(folder, whole)
 
 
-def test_a_system_that_does_not_say_how_much_memory_was_used(monkeypatch):
-    """Windows has no module `resource`."""
+def test_peak_memory_without_the_module_resource(monkeypatch):
+    """Windows lacks this module."""
     assert train._peak_memory(torch.device("cpu")) > 2**27
     monkeypatch.setitem(sys.modules, "resource", None)
     assert train._peak_memory(torch.device("cpu")) is None
 
 
-def fill_disk(context, where, error):
-    """No room for a file's last bytes: for checkpoints in torch's writer, for the others when they are written."""
+def fill_disk(context, file, error):
+    """Raise ``error`` at the end of writing a file."""
     def full(*_, **__):
         raise error
 
-    if where == "last.pth.tar":
+    if file == "last.pth.tar":
         def save(_, path):
             Path(path).write_bytes(b"half")
             full()
 
         context.setattr("timm_ortho.lab.running.loop.torch.save", save)
-    elif where == "summary.csv":
+    elif file == "summary.csv":
         context.setattr("timm_ortho.lab.running.loop.update_summary", full)
     else:
         original = os.fsync
-        context.setattr("os.fsync", lambda descriptor: full() if f".{where}" in os.readlink(
+        context.setattr("os.fsync", lambda descriptor: full() if f".{file}" in os.readlink(
             f"/proc/self/fd/{descriptor}") else original(descriptor))
 
 
-def test_what_is_still_open_takes_no_room(tmp_path):
-    """torch's writer keeps a checkpoint that did not fit open for as long as its exception lives."""
+def test_an_open_partial_file_is_emptied(tmp_path):
+    """torch's writer keeps the file open while its exception exists."""
     def write():
         with whole_file(tmp_path / "a") as partial:
             held.write(b"x" * 100_000)
@@ -364,7 +361,7 @@ def test_what_is_still_open_takes_no_room(tmp_path):
         assert (os.fstat(held.fileno()).st_size, list(tmp_path.iterdir())) == (0, [])
 
 
-def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_partial_features(tmp_path, monkeypatch):
     def save(file, _):
         file.write(b"half")
         raise NO_SPACE
@@ -377,7 +374,7 @@ def test_features_that_find_no_room_leave_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_two_processes_may_write_the_same_file(tmp_path):
+def test_two_processes_can_write_the_same_file(tmp_path):
     path = tmp_path / "study.yaml"
     with whole_file(path, ".1") as first, whole_file(path, ".2") as second:
         first.write_text("one")
@@ -386,7 +383,7 @@ def test_two_processes_may_write_the_same_file(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["study.yaml"]
 
 
-def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_files_are_written_atomically(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     write_json(path, {"a": float("nan"), "b": [1.0]})
     assert json.loads(path.read_text()) == {"a": None, "b": [1.0]}
@@ -412,37 +409,37 @@ def test_digits_are_split_by_class_and_without_overlap():
     assert training[0][0].size == (8, 8)
 
 
-@pytest.mark.parametrize(("given", "channels"), [
+@pytest.mark.parametrize(("changes", "channels"), [
     ({}, 1), ({"in_chans": 3}, 3), ({"input_img_mode": "RGB"}, 3), ({"in_chans": 1}, 1)])
-def test_grey_images_reach_the_model_in_its_channels(given, channels):
-    options = planned_options(**given)
+def test_grey_images_have_the_channels_of_the_model(changes, channels):
+    options = planned_options(**changes)
     source = data.open_source(options)
     assert (options.in_chans, options.num_classes) == (source.in_chans, source.num_classes) == (channels, 10)
-    (planned_run,) = plan.plan(compared("unused", ["linear"], **given)).runs.values()
+    (planned_run,) = plan.plan(compared("unused", ["linear"], **changes)).runs.values()
     one = train.Training(planned_run, planned_run.stages[0], Path("unused"), source, options)
     assert next(iter(one.train_loader))[0].shape == (16, channels, 16, 16)
 
 
 @pytest.mark.parametrize("model", ["vit_test", "resnetv2_18_cifar"])
-def test_grey_images_have_the_size_of_any_model(model):
-    """No recipe says one where the model is another than its own."""
-    given = dict(model=model, img_size=None, in_chans=1, model_kwargs={})
-    request = commands.Request(commands.comparison(["linear"], None), {"device": "cpu", **given}, seeds=1)
+def test_grey_images_have_the_size_of_the_model(model):
+    """A recipe's image size applies to its own model only."""
+    changes = dict(model=model, img_size=None, in_chans=1, model_kwargs={})
+    request = commands.Request(commands.comparison(["linear"], None), {"device": "cpu", **changes}, seeds=1)
     (planned_run,) = plan.plan(request).runs.values()
     options = planned_run.stages[0].options
     size = timm.get_pretrained_cfg(f"{model}_ortho").input_size[1:]
-    assert tuple(options["input_size"]) == (1, *size)  # which train.py reads as well
+    assert tuple(options["input_size"]) == (1, *size)  # train.py reads this option
     source = data.open_source(Namespace(**options))
     one = train.Training(planned_run, planned_run.stages[0], Path("unused"), source, Namespace(**options))
     assert next(iter(one.train_loader))[0].shape[1:] == (1, *size)
 
 
-@pytest.mark.parametrize("given", [{}, {"dataset": ""}], ids=["digits", "folder"])
-def test_fewer_images_are_taken_evenly(images, given):
-    """In a folder the classes follow one another: the first images would all be of one."""
-    given = {"batch_size": 8, **given, **({"data_dir": str(images)} if given else {})}
-    whole = data.open_source(planned_options(**given, **WHOLE))
-    part = data.open_source(planned_options(**given, train_num_samples=8, val_num_samples=1000))
+@pytest.mark.parametrize("changes", [{}, {"dataset": ""}], ids=["digits", "folder"])
+def test_fewer_images_are_evenly_spaced(images, changes):
+    """The first images of a folder would all have the same class."""
+    changes = {"batch_size": 8, **changes, **({"data_dir": str(images)} if changes else {})}
+    whole = data.open_source(planned_options(**changes, **WHOLE))
+    part = data.open_source(planned_options(**changes, train_num_samples=8, val_num_samples=1000))
     assert (len(part.train), len(part.validation)) == (8, len(whole.validation))
     assert part.num_classes == whole.num_classes
     step = len(whole.train) / 8
@@ -450,7 +447,7 @@ def test_fewer_images_are_taken_evenly(images, given):
         assert part.train[index] == whole.train[int(index * step)]
 
 
-def test_held_out_images_are_those_of_training_that_take_no_part_in_it(images):
+def test_held_out_images_are_excluded_from_training(images):
     options = planned_options(dataset="", data_dir=str(images), **WHOLE)
     whole = data.open_source(options)
     source = data.open_source(options, hold_out=4)
@@ -463,14 +460,14 @@ def test_held_out_images_are_those_of_training_that_take_no_part_in_it(images):
         data.open_source(options, hold_out=500)
 
 
-def test_a_study_may_hold_images_out(tmp_path, monkeypatch):
-    """What a run evaluates then are images of the training split."""
+def test_hold_out_of_a_study(tmp_path, monkeypatch):
+    """Runs evaluate images of the training split."""
     path = written(tmp_path, grid={}, connections=["feature"], hold_out=40)
-    found = planned(request(path, tmp_path / "out", val_num_samples=None))
-    assert found.study["validation"] == "hold-out"
+    experiment = planned(request(path, tmp_path / "out", val_num_samples=None))
+    assert experiment.study["validation"] == "hold-out"
     sources = []
-    monkeypatch.setattr(run, "open_source", lambda *given: sources.append(data.open_source(*given)) or sources[-1])
-    result = run.run(found.folder / "feature-seed0")
+    monkeypatch.setattr(run, "open_source", lambda *args: sources.append(data.open_source(*args)) or sources[-1])
+    result = run.run(experiment.folder / "feature-seed0")
     assert result["hold_out"] == 40
     (source,) = sources
     training = {image.tobytes() for image in data.Digits(True).images}
@@ -478,18 +475,18 @@ def test_a_study_may_hold_images_out(tmp_path, monkeypatch):
     assert all(source.validation.dataset.images[index].tobytes() in training for index in source.validation.index)
 
 
-def test_class_folders_are_trained_on(images, tmp_path):
+def test_training_on_class_folders(images, tmp_path):
     folder = one_run(tmp_path / "out", dataset="", data_dir=str(images), batch_size=8, epochs=1, **WHOLE)
     assert run.run(folder)["labels"] == ["bright", "dark"]
     assert state(folder)["args"].in_chans == 3
 
 
-# --------------------------------------------------------------------------------------------------- the rest
+# ---------------------------------------------------------------------------------- memory format, precision
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_channels_last(channels_last):
-    given = dict(channels_last=channels_last, in_chans=3)
-    (planned_run,) = plan.plan(compared("unused", ["linear"], **given)).runs.values()
-    options = planned_options(**given)
+    changes = dict(channels_last=channels_last, in_chans=3)
+    (planned_run,) = plan.plan(compared("unused", ["linear"], **changes)).runs.values()
+    options = planned_options(**changes)
     one = train.Training(planned_run, planned_run.stages[0], Path("unused"), data.open_source(options), options)
     for tensor in (one.model.patch_embed.proj.weight, one.model.patch_embed.proj(next(iter(one.train_loader))[0])):
         assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
@@ -498,8 +495,8 @@ def test_channels_last(channels_last):
 def test_amp_on_the_cpu(tmp_path, monkeypatch):
     dtypes = []
     original = train.record_dynamics
-    monkeypatch.setattr(train, "record_dynamics", lambda *given: dtypes.append(
-        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))) or original(*given))
+    monkeypatch.setattr(train, "record_dynamics", lambda *arguments: dtypes.append(
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))) or original(*arguments))
     folder = one_run(tmp_path / "out", epochs=1, amp=True)
     run.run(folder)
     assert read_yaml(folder / "args.yaml")["amp_dtype"] == "bfloat16"
@@ -507,7 +504,7 @@ def test_amp_on_the_cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_model_trains_to_what_the_model_trains_to(tmp_path):
+def test_a_compiled_model_trains_to_the_same_weights(tmp_path):
     folders = [one_run(tmp_path / str(backend), epochs=1, torchcompile=backend) for backend in (None, "aot_eager")]
     for folder in folders:
         run.run(folder)

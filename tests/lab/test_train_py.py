@@ -1,4 +1,4 @@
-"""Runs that timm's train.py trains, here a stand-in for it: planned, launched, continued, switched, collected."""
+"""Runs of timm's train.py, here a mock: planned, launched, continued, switched and collected."""
 import shutil
 import sys
 from pathlib import Path
@@ -17,25 +17,25 @@ from timm_ortho.lab.running import launch, run, timm_script as train_py
 pytestmark = pytest.mark.usefixtures("undrawn")
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 STOPS = 'parser.add_argument("--stop-epoch", type=int, default=None)'
-DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # nobody reads it
+DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # never read
 
 
-def tiny(folder, output, *, train_py=STAND_IN, gpus=0, seeds=1, only=(), changes=None, **given):
+def tiny(folder, output, *, train_py=STAND_IN, gpus=0, seeds=1, only=(), changes=None, **options):
     path = written(folder, **{"grid": {}, "representation": False, **(changes or {})})
-    return request(path, output, seeds=seeds, train_py=train_py, gpus=gpus, only=only, **{**DATA, **given})
+    return request(path, output, seeds=seeds, train_py=train_py, gpus=gpus, only=only, **{**DATA, **options})
 
 
-def switched(folder, output, optimizer, **given):
-    """One run of two stages."""
+def switched(folder, output, optimizer, **options):
+    """Return a request for one run with two stages."""
     changes = dict(
         grid={"switch": {"LO": {"connection": "linear", "switch": {"to": "feature", "optimizer": optimizer}}}},
         baseline={"switch": "LO"})
-    return tiny(folder, output, changes=changes, **given)
+    return tiny(folder, output, changes=changes, **options)
 
 
 @pytest.fixture
 def stopping(tmp_path):
-    """A script of a release that has --stop-epoch."""
+    """A script with the option --stop-epoch."""
     path = tmp_path / "train.py"
     path.write_text(STAND_IN.read_text().replace("# MORE", STOPS))
     return path
@@ -44,21 +44,20 @@ def stopping(tmp_path):
 # ---------------------------------------------------------------------------------------- trained and collected
 @pytest.fixture(scope="module")
 def two_by_two(tmp_path_factory):
-    """Two connections and two seeds, of which one run is killed in its second epoch."""
+    """Two connections and two seeds; one run is killed in its second epoch."""
     folder = tmp_path_factory.mktemp("train_py")
-    asked = tiny(folder, folder / "out", seeds=2)
-    found = planned(asked)
-    killed = found.folder / "feature-seed0" / "killed"
-    for name in found.runs:
+    experiment = planned(tiny(folder, folder / "out", seeds=2))
+    killed = experiment.folder / "feature-seed0" / "killed"
+    for name in experiment.runs:
         if name != "feature-seed0":
-            (found.folder / name / "killed").touch()
+            (experiment.folder / name / "killed").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAND_IN_KILL", "1")
-        failed = launch.local(found.folder, found.runs, parallel=2)
+        failed = launch.local(experiment.folder, experiment.runs, parallel=2)
     assert killed.exists()
-    assert failed == {}  # a script that was killed is started again
+    assert failed == {}  # a killed script is started again
     assert "ended with exit status -9 after 1 of 2 epochs" in killed.with_name("log.txt").read_text()
-    return found.folder
+    return experiment.folder
 
 
 @pytest.mark.slow
@@ -80,7 +79,7 @@ def test_two_connections_and_two_seeds(two_by_two):
 
 @pytest.mark.slow
 def test_a_killed_script_is_continued(two_by_two):
-    """With the weights and the optimizer of its last checkpoint; the table has its header again."""
+    """It resumes from its last checkpoint, and summary.csv has a second header."""
     folder = two_by_two / "feature-seed0"
     assert state(folder)["optimizer"] == {"epochs": 2}
     assert (folder / "summary.csv").read_text().count("epoch,") == 2
@@ -91,19 +90,19 @@ def test_a_killed_script_is_continued(two_by_two):
 @pytest.fixture(scope="module")
 def one_finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_finished")
-    found = planned(tiny(folder, folder / "out"))
-    run.run(found.folder / "linear-seed0")
-    return found.folder
+    experiment = planned(tiny(folder, folder / "out"))
+    run.run(experiment.folder / "linear-seed0")
+    return experiment.folder
 
 
 @pytest.fixture
 def unfinished(one_finished, tmp_path):
-    """A study of one finished run, linear of seed 0, as the stand-in leaves it."""
+    """A study with one finished run, linear with seed 0."""
     return shutil.copytree(one_finished, tmp_path / "out")
 
 
-def by_hand(study_folder, folder, **changes):
-    """What somebody leaves who gave train.py a planned run's options with others on top."""
+def manual_run(study_folder, folder, **changes):
+    """Write the folder of a run of train.py with a planned run's options and changes."""
     folder.mkdir()
     args = {**read_yaml(study_folder / "feature-seed0" / "args.yaml"), "seed": 7, **changes}
     (folder / "args.yaml").write_text(yaml.safe_dump(args))
@@ -112,8 +111,8 @@ def by_hand(study_folder, folder, **changes):
     return folder
 
 
-def test_a_run_by_hand_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
-    hand = by_hand(unfinished, tmp_path / "hand")
+def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
+    hand = manual_run(unfinished, tmp_path / "hand")
     (about, runs, left), = collect.collect([unfinished, hand])
     assert (about["seeds"], left) == ([0, 7], ["feature-seed0"])
     assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in runs] == [
@@ -124,19 +123,19 @@ def test_a_run_by_hand_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
 
 
 def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
-    """Whoever gives train.py no --seed has timm's in every run."""
-    hands = [by_hand(unfinished, tmp_path / name) for name in ("one", "two")]
+    """Without --seed every run of train.py has timm's default seed."""
+    manual = [manual_run(unfinished, tmp_path / name) for name in ("one", "two")]
     with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: leave one out"):
-        collect.collect([unfinished, *hands])
+        collect.collect([unfinished, *manual])
 
 
-def test_epochs_without_validation_have_no_row(unfinished, tmp_path):
-    """timm's train.py with `val_interval`, of a study and by hand."""
+def test_epochs_without_validation(unfinished, tmp_path):
+    """train.py's `val_interval`, in a study's run and in a manual run."""
     folder = unfinished / "linear-seed0"
-    hand = by_hand(unfinished, tmp_path / "hand")
-    for place in (folder, hand):
-        header, _, *rows = (place / "summary.csv").read_text().splitlines(keepends=True)
-        (place / "summary.csv").write_text("".join([header, *rows]))
+    hand = manual_run(unfinished, tmp_path / "hand")
+    for path in (folder / "summary.csv", hand / "summary.csv"):
+        header, _, *rows = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([header, *rows]))
     (folder / "result.json").unlink()
     assert "stopped  epoch 2 of 2, top-1 20.00 %" in collect.status(unfinished)
     assert [run.run(folder)[key] for key in ("epochs", "top1", "best_epoch")] == [2, 20, 1]
@@ -144,21 +143,21 @@ def test_epochs_without_validation_have_no_row(unfinished, tmp_path):
     assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
 
 
-def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
+def test_a_manual_run_of_no_cell_is_refused(tmp_path, capsys):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([
             dict(epochs=3), dict(lr=0.5), dict(model="vit_base_ortho"), dict(model_kwargs={"connection": "feature"}),
             dict(model_kwargs={**SMALL["model_kwargs"], "img_size": 16, "connection": "global"})]):
-        hand = by_hand(folder, tmp_path / str(number), **changes)
+        hand = manual_run(folder, tmp_path / str(number), **changes)
         assert cli.main(["study", "report", str(folder), str(hand)]) == 2
-        assert f"error: {hand} (" in (said := capsys.readouterr().err)
-        assert "fits no cell of these studies" in said
+        assert f"error: {hand} (" in (errors := capsys.readouterr().err)
+        assert "fits no cell of these studies" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: give the --output of timm-ortho study or compare" in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert f"{hand / 'args.yaml'} names no model, so it is not train.py's" in capsys.readouterr().err
-    (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # trained without a validation split
+    (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # no validation split
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert "has epochs without eval_top1 in its summary.csv" in capsys.readouterr().err
     (hand / "summary.csv").unlink()
@@ -168,15 +167,15 @@ def test_a_run_by_hand_that_fits_nothing_is_refused(tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------- switches
 def epochs_seen(folder):
-    """By the weights of the last checkpoint, and by its optimizer."""
-    found = state(folder)
-    return round(found["state_dict"]["head.bias"].mean().item()), found["optimizer"]["epochs"], found["epoch"] + 1
+    """Return the epochs counted by the weights, the optimizer and the last checkpoint."""
+    saved = state(folder)
+    return round(saved["state_dict"]["head.bias"].mean().item()), saved["optimizer"]["epochs"], saved["epoch"] + 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_option", [False, True])
 def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
-    """Without --stop-epoch the first stage is stopped at the right epoch; the second goes on with everything."""
+    """The second stage resumes the first, which ends by --stop-epoch or is stopped at its last epoch."""
     if not with_option:
         monkeypatch.setenv("STAND_IN_SECONDS", "4")
     folder = only_run(switched(
@@ -184,7 +183,7 @@ def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
     result = run.run(folder)
     assert epochs_seen(folder) == (1, 1, 1)
     assert epochs_seen(folder / "switched") == (2, 2, 2)
-    assert [state(folder / place)["args"].model_kwargs["connection"] for place in (".", "switched")] == [
+    assert [state(folder / stage)["args"].model_kwargs["connection"] for stage in (".", "switched")] == [
         "linear", "feature"]
     assert (result["epochs"], result["switch_epoch"], result["connection"]) == (2, 1, "feature")
     assert [row["epoch"] for row in folders.history(folder, RunPlan.read(folder))] == [0, 1]
@@ -192,7 +191,7 @@ def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
 
 @pytest.mark.slow
 def test_switch_reinitialised(tmp_path):
-    """The second stage begins with the weights, and with nothing else."""
+    """The second stage starts with the weights only."""
     folder = only_run(switched(tmp_path, tmp_path / "out", "reinitialised", epochs=1))
     result = run.run(folder)
     assert epochs_seen(folder) == (1, 1, 1)
@@ -201,8 +200,8 @@ def test_switch_reinitialised(tmp_path):
     assert [row["epoch"] for row in folders.history(folder, RunPlan.read(folder))] == [0, 1]
 
 
-def test_a_stage_that_went_on_for_too_long_is_refused(tmp_path, monkeypatch):
-    """Its checkpoint is not the one at which the connection was to change."""
+def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
+    """Its checkpoint is later than the switch."""
     folder = only_run(switched(tmp_path, tmp_path / "out", "kept", epochs=4))
     (folder / "last.pth.tar").touch()
     monkeypatch.setattr(train_py, "_epochs", lambda _: 3)
@@ -211,18 +210,18 @@ def test_a_stage_that_went_on_for_too_long_is_refused(tmp_path, monkeypatch):
 
 
 def test_commands_of_the_stages(tmp_path, stopping):
-    """By their files: what there is of a run decides how its next command begins."""
+    """The files of a run determine its next command."""
     def words(stage):
-        python, script, *rest = train_py.command(found, found.stages[stage], folder)
+        python, script, *rest = train_py.command(one, one.stages[stage], folder)
         assert (python, script) == (sys.executable, str(stopping))
         options = dict(zip(rest[::2], rest[1::2], strict=True))
-        place = Path(folder.name, found.stages[stage].folder)
+        path = Path(folder.name, one.stages[stage].folder)
         assert (options.pop("-c"), options.pop("--output"), options.pop("--experiment")) == (
-            str(folder.parent / place / "args.yaml"), str(folder.parent), str(place))
+            str(folder.parent / path / "args.yaml"), str(folder.parent), str(path))
         return options
 
     folder = only_run(switched(tmp_path, tmp_path / "kept", "kept", epochs=4, train_py=stopping))
-    found, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
+    one, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
     assert words(0) == {"--stop-epoch": "2"}
     assert words(1) == {"--resume": first}
     Path(first).touch()
@@ -230,7 +229,7 @@ def test_commands_of_the_stages(tmp_path, stopping):
     Path(second).touch()
     assert words(1) == {"--resume": second}
     folder = only_run(switched(tmp_path, tmp_path / "again", "reinitialised", epochs=4, train_py=stopping))
-    found, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
+    one, first, second = RunPlan.read(folder), str(folder / "last.pth.tar"), str(folder / "switched" / "last.pth.tar")
     assert (words(0), words(1)) == ({}, {"--initial-checkpoint": first})
     Path(second).touch()
     assert words(1) == {"--initial-checkpoint": first, "--resume": second}
@@ -238,28 +237,28 @@ def test_commands_of_the_stages(tmp_path, stopping):
 
 # ------------------------------------------------------------------------------------------------- the batch
 @pytest.mark.parametrize(("gpus", "nodes", "steps", "each"), [(0, 1, 1, 64), (4, 1, 1, 16), (4, 2, 2, 4)])
-def test_the_batch_is_divided(tmp_path, capsys, gpus, nodes, steps, each):
+def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, steps, each):
     arguments = [
         "study", "plan", written(tmp_path, grid={}, representation=False), "--scale", "smoke", "--dataset", "",
         "--data-dir", "/nowhere", "--train-py", str(STAND_IN), "--gpus", str(gpus), "--nodes", str(nodes),
         "-o", "batch_size=64", "-o", f"grad_accum_steps={steps}", "-o", "num_classes=10",
         "--output", str(tmp_path / "out")]
     assert cli.main(arguments) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     processes = max(1, gpus) * nodes
-    assert f"linear-seed0: 64 images an update = {processes} processes x {steps} accumulated x {each}\n" in said
-    where = {(0, 1): "", (4, 1): "-m torch.distributed.run --standalone --nproc-per-node 4 ",
-             (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr localhost --master-port 29500 "
-                     "--nproc-per-node 4 "}[gpus, nodes]
-    assert f"    {sys.executable} {where}{STAND_IN} -c {tmp_path / 'out' / 'linear-seed0' / 'args.yaml'} " in said
+    assert f"linear-seed0: 64 images an update = {processes} processes x {steps} accumulated x {each}\n" in printed
+    launcher = {(0, 1): "", (4, 1): "-m torch.distributed.run --standalone --nproc-per-node 4 ",
+                (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr localhost --master-port 29500 "
+                        "--nproc-per-node 4 "}[gpus, nodes]
+    assert f"    {sys.executable} {launcher}{STAND_IN} -c {tmp_path / 'out' / 'linear-seed0' / 'args.yaml'} " in printed
     args = read_yaml(tmp_path / "out" / "linear-seed0" / "args.yaml")
     assert (args["batch_size"], args["device"]) == (each, "cuda" if gpus else args["device"])
     assert RunPlan.read(tmp_path / "out" / "linear-seed0").whole_batch(
         RunPlan.read(tmp_path / "out" / "linear-seed0").stages[0]) == 64
 
 
-def test_the_same_batch_divided_otherwise_is_the_same_run(tmp_path):
-    """A run that was begun on two GPUs may go on where there are four."""
+def test_another_division_of_the_batch_is_the_same_run(tmp_path):
+    """A run on two GPUs can continue on four."""
     for gpus in (2, 4):
         folder = only_run(tiny(
             tmp_path, tmp_path / "out", gpus=gpus, only=[("connection", "feature")], batch_size=64, device="cuda"))
@@ -268,12 +267,12 @@ def test_the_same_batch_divided_otherwise_is_the_same_run(tmp_path):
         plan.plan(tiny(tmp_path, None, gpus=3, batch_size=64, device="cuda"))
 
 
-# ---------------------------------------------------------------------------------------------------- trouble
+# ----------------------------------------------------------------------------------------------------- errors
 def test_errors(tmp_path):
-    """Before anything is written."""
-    def refused(message, changes=None, **given):
+    """They are raised before anything is written."""
+    def refused(message, changes=None, **options):
         with pytest.raises(LabError, match=message):
-            planned(tiny(tmp_path, tmp_path / "out", changes=changes, **given))
+            planned(tiny(tmp_path, tmp_path / "out", changes=changes, **options))
         assert not (tmp_path / "out").exists()
 
     script = tmp_path / "script.py"
@@ -290,47 +289,47 @@ def test_errors(tmp_path):
     refused("vit_small_ortho with connection 'linear': .*depht", model_kwargs={"depht": 3})
 
 
-def test_options_that_the_script_lacks_are_left_to_it(tmp_path, stopping):
+def test_args_have_only_options_of_the_script(tmp_path, stopping):
     one, other = (only_run(tiny(tmp_path, tmp_path / name, train_py=script, only=[("connection", "linear")]))
                   for name, script in (("one", STAND_IN), ("other", stopping)))
     assert set(read_yaml(other / "args.yaml")) - set(read_yaml(one / "args.yaml")) == {"stop_epoch"}
 
 
-def test_images_that_train_py_does_not_leave_out_are_told(tmp_path, capsys):
-    """timm hands train_num_samples to data sets that are streams, and to no others."""
-    said = "train.py has no use for train_num_samples where a data set is no stream, and takes all images of"
-    for dataset, told in (("torch/fashion_mnist", True), ("wds/somewhere", False)):
+def test_warning_that_train_py_takes_all_images(tmp_path, capsys):
+    """train.py uses train_num_samples for streamed data sets only."""
+    warning = "train.py has no use for train_num_samples where a data set is no stream, and takes all images of"
+    for dataset, warns in (("torch/fashion_mnist", True), ("wds/somewhere", False)):
         planned(tiny(tmp_path, tmp_path / dataset, dataset=dataset, train_num_samples=256, val_num_samples=None))
-        assert (f"{said} '{dataset}'\n" in capsys.readouterr().err) == told
+        assert (f"{warning} '{dataset}'\n" in capsys.readouterr().err) == warns
 
 
-def test_options_that_the_labs_loop_lacks_are_train_pys(tmp_path):
-    found = plan.plan(tiny(tmp_path, None, sched="plateau", kd_model_name="resnet18"))
-    assert found.runs["linear-seed0"].stages[0].options["sched"] == "plateau"
+def test_options_that_only_train_py_supports(tmp_path):
+    experiment = plan.plan(tiny(tmp_path, None, sched="plateau", kd_model_name="resnet18"))
+    assert experiment.runs["linear-seed0"].stages[0].options["sched"] == "plateau"
 
 
-def test_a_run_of_one_trainer_does_not_go_on_with_the_other(tmp_path):
+def test_a_run_cannot_change_its_trainer(tmp_path):
     path = written(tmp_path, grid={}, representation=False)
-    given = dict(dataset="torch/fashion_mnist", data_dir="/nowhere", num_classes=10)
-    found = planned(request(path, tmp_path / "out", train_py=STAND_IN, **given))
-    there = found.runs["linear-seed0"]
-    found.runs = {"linear-seed0": folders.replace(there, trainer="lab")}
+    options = dict(dataset="torch/fashion_mnist", data_dir="/nowhere", num_classes=10)
+    experiment = planned(request(path, tmp_path / "out", train_py=STAND_IN, **options))
+    there = experiment.runs["linear-seed0"]
+    experiment.runs = {"linear-seed0": folders.replace(there, trainer="lab")}
     with pytest.raises(LabError, match=r"is a run of other options \(trainer is 'train.py' there and 'lab' here"):
-        found.write()
-    found.runs = {"linear-seed0": folders.replace(there, trainer="/elsewhere/train.py")}
-    found.write()
+        experiment.write()
+    experiment.runs = {"linear-seed0": folders.replace(there, trainer="/elsewhere/train.py")}
+    experiment.write()
 
 
-def test_a_script_that_fails_says_what_it_said(tmp_path):
+def test_errors_of_a_script_are_reported(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(STAND_IN.read_text().replace("    import timm\n", "    raise SystemExit('no driver')\n"))
-    found = planned(tiny(tmp_path, tmp_path / "out", train_py=script, only=[("connection", "linear")]))
-    failed = launch.local(found.folder, found.runs)
+    experiment = planned(tiny(tmp_path, tmp_path / "out", train_py=script, only=[("connection", "linear")]))
+    failed = launch.local(experiment.folder, experiment.runs)
     assert failed == {"linear-seed0": f"{script} ended with exit status 1 after 0 of 2 epochs; no driver, see "
-                                      f"{found.folder / 'linear-seed0' / 'log.txt'}"}
+                                      f"{experiment.folder / 'linear-seed0' / 'log.txt'}"}
 
 
 def test_more_nodes_need_slurm(tmp_path):
-    asked = tiny(tmp_path, tmp_path / "out", gpus=2, batch_size=64)
+    requested = tiny(tmp_path, tmp_path / "out", gpus=2, batch_size=64)
     with pytest.raises(LabError, match="a run needs 2 GPUs on each of 1 nodes, and this machine has 0: give"):
-        study.run(asked)
+        study.run(requested)

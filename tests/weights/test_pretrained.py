@@ -1,4 +1,4 @@
-"""Weights: the authors' layout read exactly, the small ones that ship, and the list of what there is."""
+"""Pretrained weights: the authors' layout, the weights in the package, and `timm-ortho list --weights`."""
 import copy
 import json
 from pathlib import Path
@@ -26,11 +26,9 @@ TESTED = ["vit_test_ortho", "vit_test_orthog", "vit_test_linear"]
 ROOT = Path(__file__).parents[2]
 
 
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A narrow model in the layout, and its file."""
+    """A narrow model in the authors' layout, and its file."""
     model = authors_vit(**SMALL)
     path = tmp_path_factory.mktemp("small") / "model.safetensors"
     save_file(model.state_dict(), path)
@@ -49,20 +47,20 @@ from timm_ortho import cli
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """Starts processes that cannot reach any network."""
+    """A client that starts processes without network access."""
     with HubClient(tmp_path_factory.mktemp("offline"), "http://127.0.0.1:9", imports=OFFLINE) as client:
         yield client
 
 
 @pytest.fixture
 def offline(processes):
-    """These, with an empty home of huggingface_hub's."""
+    """The client of `processes`, with an empty cache."""
     processes.forget()
     return processes
 
 
 def from_file(path, name="vit_base_ortho", **arguments):
-    """What `pretrained=True` does, with the file beside the configuration instead of on the Hub."""
+    """Create a model with `pretrained=True` and the weights of a local file."""
     return timm.create_model(
         name, pretrained=True, pretrained_cfg_overlay=dict(file=str(path)), **{**SMALL_ARGUMENTS, **arguments}).eval()
 
@@ -72,7 +70,7 @@ def images(*shape):
 
 
 @torch.no_grad()
-def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_path):
+def test_vit_base_has_the_logits_of_the_authors_layout(tmp_path):
     theirs = authors_vit()
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert len(shapes) == 2 + 2 + 12 * 12 + 2 + 2
@@ -83,13 +81,13 @@ def test_vit_base_gives_the_logits_of_the_layout_that_the_authors_publish(tmp_pa
     expected = theirs(x)
     overlay = dict(file=str(tmp_path / "model.safetensors"))
     ours = timm.create_model(
-        "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()  # a faster start
+        "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()  # saves time
     assert expected.std() > 0.3
     torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
-def test_the_linear_twin_has_the_same_layout(tmp_path):
+def test_the_linear_weights_have_the_same_layout(tmp_path):
     theirs = authors_vit(**SMALL, add=torch.add)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     x = images(2, 3, 64, 64)
@@ -98,8 +96,8 @@ def test_the_linear_twin_has_the_same_layout(tmp_path):
 
 
 @torch.no_grad()
-def test_transformers_own_vit_with_connections_gives_these_logits(small, tmp_path):
-    """Loaded by transformers from a folder in the authors' layout, connected, and compared with `vit_base_ortho`."""
+def test_transformers_vit_has_the_same_logits(small, tmp_path):
+    """transformers loads a folder in the authors' layout; connected, it has the logits of `vit_base_ortho`."""
     transformers = pytest.importorskip("transformers", minversion="5")
     tensors = load_file(small[1])
     classes = tensors["classifier.bias"].shape[0]
@@ -120,7 +118,7 @@ def test_transformers_own_vit_with_connections_gives_these_logits(small, tmp_pat
 
 
 @torch.no_grad()
-def test_nothing_of_the_position_embedding_is_lost(small):
+def test_the_position_embedding_is_complete(small):
     theirs, path = small
     model, tensors = from_file(path), load_file(path)
     position = tensors["vit.embeddings.position_embeddings"]
@@ -128,13 +126,13 @@ def test_nothing_of_the_position_embedding_is_lost(small):
     assert torch.equal(model.pos_embed, position[:, 1:])
     x = images(2, 3, 64, 64)
     torch.testing.assert_close(model(x), theirs(x), atol=1e-4, rtol=0)
-    unfolded = from_file(path, no_embed_class=False)  # timm's own way has a row for the class token
+    unfolded = from_file(path, no_embed_class=False)  # with a row for the class token, as in timm
     assert torch.equal(unfolded.pos_embed, position)
     torch.testing.assert_close(unfolded(x), theirs(x), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
-def test_other_resolutions_are_resampled_as_timm_does_it(small):
+def test_other_resolutions_are_resampled_as_in_timm(small):
     _, path = small
     model = from_file(path, img_size=96)
     position = load_file(path)["vit.embeddings.position_embeddings"]
@@ -148,7 +146,7 @@ def test_other_resolutions_are_resampled_as_timm_does_it(small):
 
 
 @torch.no_grad()
-def test_channels_and_classes_adapt_as_timms_do(small):
+def test_channels_and_classes_adapt_as_in_timm(small):
     theirs, path = small
     x = images(2, 1, 64, 64)
     expected = theirs(x.expand(-1, 3, -1, -1))
@@ -166,8 +164,8 @@ def test_channels_and_classes_adapt_as_timms_do(small):
 @pytest.mark.parametrize(("name", "arguments"), [
     ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
     ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])
-def test_a_new_classifier_in_place_of_one_that_fits_is_told(tmp_path, name, arguments, connection):
-    """timm looks at the configuration, which has 1000 classes here or 10, and not at the checkpoint."""
+def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, connection):
+    """timm compares num_classes with the configuration, not with the checkpoint."""
     trained = timm.create_model(name, num_classes=7, **arguments)
     classifier = f"{trained.pretrained_cfg['classifier']}.weight"
     torch.save(trained.state_dict(), tmp_path / "trained.pth")
@@ -177,10 +175,10 @@ def test_a_new_classifier_in_place_of_one_that_fits_is_told(tmp_path, name, argu
         return timm.create_model(
             name, pretrained=True, pretrained_cfg_overlay=overlay, **{**arguments, "connection": connection, **changes})
 
-    for classes in (-1, None):  # -1: train.py's --pretrained-path
-        given = overlay if classes is None else {**overlay, "num_classes": classes}
+    for classes in (-1, None):  # -1: as with train.py's --pretrained-path
+        changed = overlay if classes is None else {**overlay, "num_classes": classes}
         with pytest.warns(UserWarning, match=rf"trained.pth: the classifier \({classifier}.*fits.* num_classes=7"):
-            model = loaded(given, num_classes=7)
+            model = loaded(changed, num_classes=7)
         assert not torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
     model = loaded({**overlay, "num_classes": 7}, num_classes=7)
     assert torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
@@ -192,7 +190,7 @@ def test_a_new_classifier_in_place_of_one_that_fits_is_told(tmp_path, name, argu
 def test_any_connection_starts_from_the_weights(small):
     theirs, path = small
     x = images(2, 3, 64, 64)
-    hybrid = from_file(path, connection="hybrid")  # starts as the orthogonal form
+    hybrid = from_file(path, connection="hybrid")  # starts as `feature`
     assert any(".connection_" in name for name in hybrid.state_dict())
     torch.testing.assert_close(hybrid(x), theirs(x), atol=1e-4, rtol=0)
     linear = from_file(path, connection="linear")(x)
@@ -200,7 +198,7 @@ def test_any_connection_starts_from_the_weights(small):
 
 
 @pytest.mark.parametrize("num_classes", [1000, 7])
-def test_a_checkpoint_that_is_not_whole_is_refused_whatever_the_head(small, tmp_path, num_classes):
+def test_incomplete_checkpoints_are_refused_for_any_head(small, tmp_path, num_classes):
     tensors = load_file(small[1])
     gone = "vit.encoder.layer.1.attention.attention.key.bias"
     lacking, surplus = tmp_path / "lacking.safetensors", tmp_path / "surplus.safetensors"
@@ -221,7 +219,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_whatever_the_head(small, tmp_
         from_file(lacking, num_classes=num_classes)
 
 
-def test_a_checkpoint_in_timms_layout_stays_as_it_is():
+def test_timms_layout_is_not_converted():
     model = timm.create_model("vit_test_ortho")
     state = model.state_dict()
     filtered = pretrained.checkpoint_filter_fn(dict(state), model)
@@ -235,15 +233,15 @@ def test_the_authors_configuration(kind):
     cfg = get_pretrained_cfg(f"vit_base_{kind}")
     assert cfg == get_pretrained_cfg(f"vit_base_{kind}.authors_in1k")
     assert (cfg.hf_hub_id, cfg.hf_hub_filename) == (REPOSITORY.format(kind), "model.safetensors")
-    assert cfg.license == "cc-by-sa-4.0"  # apache-2.0 is that of the code
+    assert cfg.license == "cc-by-sa-4.0"  # the code's license is apache-2.0
     values = recipe.load("vit_b_imagenet1k")
     assert cfg.input_size == (3, values["img_size"], values["img_size"])
     assert (list(cfg.mean), list(cfg.std), cfg.crop_pct) == (values["mean"], values["std"], values["crop_pct"])
     assert cfg.num_classes == values["num_classes"]
 
 
-def test_an_entry_gives_any_variant_weights(monkeypatch):
-    """Of timm's architectures too, and a repository is enough to name the file."""
+def test_a_table_entry_gives_a_variant_weights(monkeypatch):
+    """The variant may be of a timm architecture, and the repository's name is enough."""
     for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
         monkeypatch.setattr(_registry, name, copy.copy(getattr(_registry, name)))
     monkeypatch.setitem(pretrained._OF_ARCHITECTURE, "resnet18_made_up_ortho", {"mine": dict(hf_hub_id="me/mine")})
@@ -253,7 +251,7 @@ def test_an_entry_gives_any_variant_weights(monkeypatch):
     assert pretrained.weights("resnet18_made_up_ortho") == ("resnet18_made_up_ortho.mine", "hf-hub:me/mine", None)
 
 
-def test_only_what_has_weights_says_so():
+def test_models_with_weights():
     ours = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
     assert [name for name in ours if timm.is_model_pretrained(name)] == ["vit_base_ortho", "vit_base_linear", *TESTED]
     assert timm.list_pretrained("vit_test_*") == [f"{name}.digits" for name in sorted(TESTED)]
@@ -265,8 +263,8 @@ def test_only_what_has_weights_says_so():
 
 
 @pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
-def test_no_path_of_this_machine_is_saved_with_a_model(tmp_path):
+    not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 does not recognise this huggingface_hub")
+def test_a_saved_configuration_has_no_local_path(tmp_path):
     model = timm.create_model("vit_test_ortho", pretrained=True)
     assert model.pretrained_cfg["tag"] == "digits"
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
@@ -276,10 +274,10 @@ def test_no_path_of_this_machine_is_saved_with_a_model(tmp_path):
     assert json.loads(text)["architecture"] == "vit_test_ortho"
 
 
-# ------------------------------------------------------------------------------------------ the small weights
+# ------------------------------------------------------------------------------------- weights in the package
 @torch.no_grad()
 @pytest.mark.parametrize("name", TESTED)
-def test_shipped_weights_give_the_stored_logits(name):
+def test_shipped_weights_have_the_stored_logits(name):
     file = pretrained.weights_file(f"{name}.digits")
     stored = load_file(file.with_suffix(".tensors.safetensors"))
     model = timm.create_model(f"{name}.digits", pretrained=True).eval()
@@ -296,7 +294,7 @@ def test_shipped_weights_give_the_stored_logits(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", TESTED)
-def test_shipped_weights_reach_what_their_header_says(name):
+def test_shipped_weights_have_the_accuracy_in_their_header(name):
     model = timm.create_model(name, pretrained=True).eval()
     held_out = Digits(training=False)
     held_out.images = [image.convert("RGB") for image in held_out.images]
@@ -316,7 +314,7 @@ def test_shipped_weights_reach_what_their_header_says(name):
     torch.testing.assert_close(first, stored["input"])
 
 
-def test_shipped_weights_load_without_any_network(offline):
+def test_shipped_weights_load_offline(offline):
     result = offline.run("""
 names = "vit_test_ortho", "vit_test_orthog", "vit_test_linear.digits"
 models = [timm.create_model(name, pretrained=True) for name in names]
@@ -340,7 +338,7 @@ def test_shipped_weights_adapt():
 
 # ---------------------------------------------------------------------------------------------- list --weights
 def listed(offline, *arguments):
-    """Rows of `timm-ortho list --weights`."""
+    """Return the rows of `timm-ortho list --weights`."""
     result = offline.run(f"answer(cli.main({['list', '--weights', *arguments]}))")
     assert result.answer == 0, result.output
     return [line.split(maxsplit=1) for line in result.output.splitlines()]
@@ -363,7 +361,7 @@ def test_list_of_weights(offline, small):
         f"{size}", "kB", f"hf-hub:{REPOSITORY.format('ortho')}", "here"])]
 
 
-def test_list_of_weights_of_nothing(capsys):
+def test_list_of_weights_without_a_match(capsys):
     assert cli.main(["list", "--weights", "resnetv2_18*"]) == 2
     error = capsys.readouterr().err
     assert error == ("timm-ortho: error: no variant that matches 'resnetv2_18*' has weights: timm-ortho list --weights "
@@ -371,9 +369,9 @@ def test_list_of_weights_of_nothing(capsys):
 
 
 @pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="this timm does not know the installed huggingface_hub (1.0.24 does)")
+    not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 does not recognise this huggingface_hub")
 def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
-    """The way over huggingface_hub, on old timm too, which would unpickle a file of this name."""
+    """Through huggingface_hub, and on old releases of timm, which would unpickle a file of this name."""
     put_into_cache(offline.home, small[1])
     result = offline.run(f"""
 model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})
