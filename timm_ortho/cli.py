@@ -270,6 +270,7 @@ def _add_bench(commands: Any) -> None:
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")
     add("--skips", nargs="+", metavar="NAME", help="models with these transforms of the stream, over the identity, in "
                                                    "place of orthogonal variants: orthogonal_tp, ...")
+    add("--groups", nargs="+", metavar="N", help="also models with the channels in N groups, or in one per head: heads")
     add("--img-size", type=int, metavar="N", help="default: each architecture's own")
     add("--batch-size", "-b", type=int, metavar="N", help="default: 8, 16 for vit_small_ortho, on a GPU 256")
     add("--shapes", nargs="+", metavar="SHAPE", help="of the operator's tensors: tokens as 16x197x384, NCHW as "
@@ -286,7 +287,8 @@ def _add_bench(commands: Any) -> None:
 
 
 _MEASURED = (
-    "what", "models", "skips", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats", "quick")
+    "what", "models", "skips", "groups", "img_size", "batch_size", "shapes", "dtypes", "device", "compile", "repeats",
+    "quick")
 
 
 def _bench(parsed: argparse.Namespace) -> int:

@@ -59,6 +59,13 @@ def test_skips_are_measured_against_the_identity(tmp_path):
     same_weights(by_name)
 
 
+def test_groups_of_channels_are_measured_beside_one_group():
+    by_name = models._models(tiny_vit("vit_small")._replace(groups=[4, "heads"]))
+    groups = {name: sites(model)[0].connection.groups for name, model in by_name.items()}
+    assert groups == {"linear": 1, "ortho": 1, "orthog": 1, "ortho_groups_4": 4, "ortho_groups_heads": 2}
+    same_weights(by_name)
+
+
 def test_skips_have_the_branches_of_the_network():
     for arguments, branches in (({}, 4), ({"skip_branches": 8}, 8)):
         one = architecture(

@@ -37,7 +37,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
 
     Args:
         requested: Options that override the device's defaults: keys of `DEFAULTS`, `device`, `quick`, `img_size`,
-            `model_kwargs`, `skips`.
+            `model_kwargs`, `skips`, `groups`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the files.
         command: Command line, for the CSV.

@@ -49,7 +49,7 @@ def _model_candidates(
 
 
 def _models(architecture: Architecture) -> dict[str, nn.Module]:
-    """Return the model with linear connections, then its variants or skip transforms, all with the same weights."""
+    """Return the model with linear connections, then its variants, groups or skips, all with the same weights."""
     first = architecture.suffixes[0]
     models = {"linear": connect(_seeded(architecture, first), "linear")}
     for name, formula in PASTED.items() if architecture.pasted else ():
@@ -59,7 +59,10 @@ def _models(architecture: Architecture) -> dict[str, nn.Module]:
     for name in architecture.skips:
         models[name] = _seeded(architecture, first, connection="linear", skip=name)
     suffixes = () if architecture.skips else architecture.suffixes
-    return {**models, **{suffix[1:]: _seeded(architecture, suffix) for suffix in suffixes}}
+    variants = {suffix[1:]: _seeded(architecture, suffix) for suffix in suffixes}
+    grouped = {f"ortho_groups_{groups}": _seeded(architecture, "_ortho", connection_groups=groups)
+               for groups in architecture.groups}
+    return {**models, **variants, **grouped}
 
 
 def _seeded(architecture: Architecture, suffix: str, **arguments: Any) -> nn.Module:

@@ -1,6 +1,6 @@
 """Defaults of `timm-ortho bench`, and the checks of its options."""
 from argparse import Namespace
-from typing import Any, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Mapping, NamedTuple, Optional, Sequence, Union
 
 import timm
 import torch
@@ -49,6 +49,7 @@ class Architecture(NamedTuple):
         batch: Shape of the images, `[B, C, H, W]`.
         layouts: Memory layouts to measure.
         skips: Skip transforms to measure instead of variants, with linear connections.
+        groups: Numbers of channel groups to measure too, or "heads", see :class:`timm_ortho.FeatureConnection`.
         pasted: Also measure the formulas of `operator.PASTED` in place of the connections.
     """
 
@@ -58,6 +59,7 @@ class Architecture(NamedTuple):
     batch: tuple[int, ...]
     layouts: Sequence[str]
     skips: Sequence[str] = ()
+    groups: Sequence[Union[int, str]] = ()
     pasted: bool = False
 
     @property
@@ -86,6 +88,7 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     quick, device = requested.pop("quick", False), _device(requested.pop("device", None))
     options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **requested}, device=device)
     skips = requested.get("skips", ())
+    groups = [int(text) if str(text).isdecimal() else text for text in requested.get("groups", ())]
     _check_known("part", options.what, PARTS)
     _check_known("dtype", options.dtypes, DTYPES)
     _check_known("skip", skips, SKIPS)
@@ -98,7 +101,8 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     short = SHORT if quick and "models" not in requested else {}
     options.models = [
         architecture(
-            name, batch, requested.get("img_size"), {**short.get(name, {}), **requested.get("model_kwargs", {})}, skips)
+            name, batch, requested.get("img_size"), {**short.get(name, {}), **requested.get("model_kwargs", {})},
+            skips, groups)
         for name, batch in options.models.items() if "models" in options.what]
     return options
 
@@ -136,7 +140,8 @@ def shape_label(shape: tuple[int, ...]) -> str:
 
 
 def architecture(
-        name: str, batch: int, img_size: Optional[int], arguments: Mapping[str, Any], skips: Sequence[str] = (),
+        name: str, batch: int, img_size: Optional[int], arguments: Mapping[str, Any],
+        skips: Sequence[str] = (), groups: Sequence[Union[int, str]] = (),
 ) -> Architecture:
     """Check a model's name and arguments, and return its description.
 
@@ -146,6 +151,7 @@ def architecture(
         img_size: Image size, None for the model's default.
         arguments: Arguments of `timm.create_model`.
         skips: Skip transforms to measure instead of variants.
+        groups: Numbers of channel groups to measure too.
 
     Raises:
         BenchError: The variant does not exist, or it cannot be built with these arguments.
@@ -163,12 +169,13 @@ def architecture(
     try:
         with on_meta():
             model = timm.create_model(f"{base}_ortho", **arguments)
-            for skip in skips:
-                timm.create_model(f"{base}_ortho", **{**arguments, "skip": skip})
+            for argument, values in (("skip", skips), ("connection_groups", groups)):
+                for value in values:
+                    timm.create_model(f"{base}_ortho", **{**arguments, argument: value})
     except (TypeError, ValueError, RuntimeError) as error:
         raise BenchError(f"{name} cannot be built with {dict(arguments)}: {error_text(error)}") from None
     channels, height, width = cfg.input_size
     size = img_size or arguments.get("img_size")
     batch = (batch, arguments.get("in_chans", channels), size or height, size or width)
     layouts = ("nchw", "channels_last") if sites(model)[0].connection.dim == 1 else ("tokens",)
-    return Architecture(base, [suffix] if suffix else ["_ortho", "_orthog"], arguments, batch, layouts, skips)
+    return Architecture(base, [suffix] if suffix else ["_ortho", "_orthog"], arguments, batch, layouts, skips, groups)
