@@ -1,0 +1,111 @@
+"""The related updates of docs/own_blocks.md: their formulas in float64, and a few training steps."""
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import timm_ortho
+from timm_ortho import sites
+
+pytestmark = pytest.mark.usefixtures("restored")
+PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "own_blocks.md"
+NAMES = ("rezero", "gated", "one_sided", "rotation", "delta")
+EPS = 1e-6
+
+
+def examples():
+    section = PAGE.read_text(encoding="utf-8").partition("## Related updates")[2].partition("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Run the examples of the page and return their names."""
+    if not PAGE.exists():
+        pytest.skip("no checkout")
+    (tmp_path / "related.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples()]))
+    return runpy.run_path(str(tmp_path / "related.py"))
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="no checkout")
+def test_each_example_has_at_most_twelve_lines():
+    assert len(examples()) == len(NAMES) + 1
+    assert max(len([line for line in example.splitlines() if line]) for example in examples()) <= 12
+
+
+def rezero(c, x, f, s, orthogonal):
+    c.alpha.data.fill_(0.4)
+    return x + 0.4 * orthogonal
+
+
+def gated(c, x, f, s, orthogonal):
+    weights = torch.sigmoid(torch.einsum("oi,bi...->bo...", c.gate.weight, x) + c.gate.bias[:, None, None])
+    return x + weights[:, :1] * s * x + weights[:, 1:] * orthogonal
+
+
+def one_sided(c, x, f, s, orthogonal):
+    assert (s > 0.1).any()
+    assert (s < 0.1).any()
+    return x + torch.where(s < 0.1, s, 0.1) * x + orthogonal
+
+
+def rotation(c, x, f, s, orthogonal):
+    length, step = (torch.sqrt((t * t).sum(1, keepdim=True)) for t in (x, orthogonal))
+    y = x * torch.cos(step / length) + length * orthogonal / step * torch.sin(step / length)
+    torch.testing.assert_close(y.norm(dim=1), x.norm(dim=1), rtol=1e-4, atol=1e-4)  # eps leaves a parallel rest
+    return y
+
+
+def delta(c, x, f, s, orthogonal):
+    out = torch.einsum("oi,bi...->bo...", c.gate_and_value.weight, x) + c.gate_and_value.bias[:, None, None]
+    k = f / torch.sqrt((f * f).sum(1, keepdim=True))
+    return x + 2 / (1 + torch.exp(-out[:, :1])) * (out[:, 1:] - (k * x).sum(1, keepdim=True)) * k
+
+
+@pytest.mark.parametrize("formula", [rezero, gated, one_sided, rotation, delta], ids=NAMES)
+def test_formulas(page, formula):
+    x, f = torch.randn(2, 6, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
+    connection = timm_ortho.create_connection(formula.__name__, dim=1, dtype=torch.float64)
+    connection(x, f)  # the lazy layers get their width
+    s = (x * f).sum(1, keepdim=True) / ((x * x).sum(1, keepdim=True) + EPS)
+    expected = formula(connection, x, f, s, f - s * x)
+    torch.testing.assert_close(connection(x, f), expected)
+
+
+def test_rezero_starts_as_the_identity(page):
+    x, f = torch.randn(2, 3, 5, 2).unbind(-1)
+    assert torch.equal(timm_ortho.create_connection("rezero")(x, f), x)
+
+
+def test_exclusive_attention(page):
+    model = page["exclusive"]
+    assert {site.kind for site in sites(model) if site.connection.name == "feature"} == {"value"}
+    attention, x = model.blocks[0].attn.double(), torch.randn(2, 5, 32, dtype=torch.float64)
+    q, k, v = attention.qkv(x).view(2, 5, 3, 2, 16).permute(2, 0, 3, 1, 4)
+    z = scaled_dot_product_attention(q, k, v)
+    exclusive = z - (z * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+    expected = attention.proj(exclusive.transpose(1, 2).reshape(2, 5, 32))
+    torch.testing.assert_close(attention(x), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "exclusive"])
+def test_trains(page, name):
+    torch.manual_seed(0)
+    model = page["exclusive"] if name == "exclusive" else timm.create_model("vit_test_ortho", connection=name)
+    images, labels = torch.randn(16, 3, 8, 8), torch.arange(16) % 10
+    model(images)  # the lazy layers get their width
+    optimizer = create_optimizer_v2(model, "adamw", lr=3e-3, weight_decay=0.05)
+    losses = []
+    for _ in range(25):
+        loss = cross_entropy(model.train()(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0], losses
