@@ -1,4 +1,4 @@
-"""absorb and diagonalise: other skips and the same outputs, in float64, for weights that have left their start."""
+"""absorb and diagonalise replace the skips and keep the outputs, in float64, with perturbed weights."""
 import pytest
 import timm
 import torch
@@ -26,7 +26,7 @@ def resnet(**kwargs):
 
 
 def build(kind, connection="linear", **kwargs):
-    """A model in float64 whose norms and biases have left their starting points."""
+    """Return a model in float64 with perturbed parameters and running statistics."""
     torch.manual_seed(0)
     model = connect(MODELS[kind](), connection, **kwargs).double().eval()
     with torch.no_grad():
@@ -58,8 +58,8 @@ def test_absorb(kind, connection, skip):
     assert not changes(model)
     assert torch.equal(model(images()), expected)
     without = connect(other, connection) if connection != "hybrid" else other
-    torch.testing.assert_close(without(images()), expected, rtol=0, atol=1e-5)  # there is no skip left to replace
-    assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3  # which made a difference
+    torch.testing.assert_close(without(images()), expected, rtol=0, atol=1e-5)  # no skips are left
+    assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3  # the skips matter
 
 
 @pytest.mark.parametrize("skip", ["idempotent_mr", "idempotent_cmr"])
@@ -78,7 +78,7 @@ def test_diagonalise(kind, connection, skip):
 
 
 def test_theorem_1_for_one_q():
-    """Eq. 12 and 13 by their letters: z_1 = Q^L x_1, and F_i between Q^(i-L-1) and Q^(L-i)."""
+    """Eq. 12 and 13: z_1 = Q^L x_1, and F_i between Q^(i-L-1) and Q^(L-i)."""
     model = build("vit", skip="orthogonal_tp")
     q, count = sites(model)[0].connection.skip.matrix(), len(sites(model))
     other = absorb(model)
@@ -108,7 +108,7 @@ def test_trains_on():
 
 
 class Written(nn.Module):
-    """A model whose author wrote its connection into it."""
+    """A model that contains its own connection."""
 
     def __init__(self):
         super().__init__()

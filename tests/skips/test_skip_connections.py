@@ -1,4 +1,4 @@
-"""Skip transforms under every connection, in whole models, as arguments of variants, and in what records the stream."""
+"""Skip transforms with every connection, in models, as arguments of variants, and in recorded rows."""
 import copy
 
 import pytest
@@ -15,7 +15,7 @@ def tiny(kind):
     torch.manual_seed(0)
     if kind == "vit":
         return vit.VisionTransformer(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
-    plain = dict(conv_layer=timm.layers.create_conv2d) if kind.startswith("plain") else {}  # not standardised
+    plain = dict(conv_layer=timm.layers.create_conv2d) if kind.startswith("plain") else {}  # no weight standardization
     return resnetv2.ResNetV2(
         layers=(1, 2), channels=(32, 64), num_classes=3, stem_chs=16, basic=kind.endswith("basic"),
         norm_layer=timm.layers.BatchNormAct2d, **plain)
@@ -47,9 +47,9 @@ def test_gradients_through_both():
 @pytest.mark.parametrize("skip", SKIP_NAMES)
 @pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck", "plain basic"])
 def test_every_site_of_a_model(kind, skip):
-    """What each linear site hands on is P x + f, with the P of its width, in its place; gradients reach everything."""
+    """Each linear site returns P x + f, with P of its width, and every parameter gets a gradient."""
     model = connect(tiny(kind), "linear", skip=skip)
-    found = sites(model)
+    all_sites = sites(model)
     checked = []
 
     def check(site):
@@ -61,14 +61,14 @@ def test_every_site_of_a_model(kind, skip):
             checked.append(site.name)
         return hook
 
-    for site in found:
+    for site in all_sites:
         site.connection.register_forward_hook(check(site))
     model(images()).square().sum().backward()
-    assert checked == [site.name for site in found]
+    assert checked == [site.name for site in all_sites]
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_which_transforms_a_model_gets():
+def test_transforms_of_a_model():
     def transforms(**arguments):
         return [site.connection.skip for site in sites(connect(tiny("basic"), "feature", **arguments))]
 
@@ -85,14 +85,14 @@ def test_which_transforms_a_model_gets():
     assert transforms() == [None] * 3
 
 
-def test_layers_choose_connections_not_transforms():
+def test_layers_select_connections_not_transforms():
     model = connect(tiny("basic"), "feature", layers=[1], skip="orthogonal_tp")
     assert [type(site.connection).__name__ for site in sites(model)] == [
         "LinearConnection", "FeatureConnection", "LinearConnection"]
     assert all(site.connection.skip is not None for site in sites(model))
 
 
-def test_there_and_back():
+def test_connecting_without_skips_restores_the_model():
     model, x = connect(tiny("vit"), "linear"), images()
     keys, expected = list(model.state_dict()), model(x)
     connect(model, "feature", skip="orthogonal_random")
@@ -130,8 +130,8 @@ def test_arguments_of_variants(name):
         timm.create_model(name, skip_branch=4)
 
 
-def test_recorded_is_the_stream_that_the_block_hands_on():
-    model = connect(tiny("plain basic"), "feature", skip="idempotent_cmr", skip_rank=0)  # P = 0: there is no stream
+def test_recorded_streams_are_transformed():
+    model = connect(tiny("plain basic"), "feature", skip="idempotent_cmr", skip_rank=0)  # P = 0, so the stream is zero
     with record(model, every=1) as recorder:
         model(images())
     assert {row["stream"] for row in recorder.rows} == {0.0}
@@ -141,17 +141,17 @@ def test_recorded_is_the_stream_that_the_block_hands_on():
     assert min(row["stream"] for row in recorder.rows) > 0
 
 
-def test_compiled_code_sees_another_connect():
-    """In the blocks, and in the weights of a projection."""
+def test_compiled_models_follow_another_connect():
+    """The blocks and the projections' weights change."""
     torch._dynamo.reset()
-    model, x, found = tiny("plain basic").double().eval(), images().double(), []
+    model, x, results = tiny("plain basic").double().eval(), images().double(), []
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for seed in (0, 1, 0):
         connect(model, "feature", skip="orthogonal_random", skip_seed=seed)
-        found.append(compiled(x))
-        torch.testing.assert_close(found[-1], model(x))
-    assert torch.equal(found[0], found[2])
-    assert not torch.allclose(found[0], found[1])
+        results.append(compiled(x))
+        torch.testing.assert_close(results[-1], model(x))
+    assert torch.equal(results[0], found[2])
+    assert not torch.allclose(results[0], found[1])
 
 
 def test_autocast_trains():
@@ -162,18 +162,18 @@ def test_autocast_trains():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_pruned_architecture_is_pruned_before_it_gets_transforms():
-    """Its streams are narrower than the arguments of its class say."""
+def test_transforms_of_a_pruned_architecture():
+    """Its streams are narrower than the arguments of its class."""
     model = timm.create_model("efficientnet_b1_pruned_ortho", skip="orthogonal_tp").eval()
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
     assert model.state_dict().keys() == timm.create_model("efficientnet_b1_pruned").state_dict().keys()
 
 
-def test_a_stream_whose_width_nothing_says():
+def test_an_unknown_width_is_refused():
     class Block(torch.nn.Module):
         def forward(self, x):
             return x + x.exp()
 
     register_block(Block, stream="x", kinds=("mlp",))
-    with pytest.raises(ValueError, match="Block has no linear layer and no convolution that says how wide"):
+    with pytest.raises(ValueError, match="no linear layer and no convolution, so the stream width that the skip needs is unknown"):
         connect(Block(), skip="orthogonal_tp")

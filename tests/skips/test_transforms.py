@@ -1,4 +1,4 @@
-"""Skip transforms: exact properties, parity with dense matrices, gradients, and the forms that compilers want."""
+"""Skip transforms: exact properties, parity with dense matrices, gradients, and compilers."""
 import copy
 import math
 import pickle
@@ -33,7 +33,7 @@ LAYOUTS = {  # shape of a stream of c channels, and its channel axis
 
 
 def dense(name, width, branches=None, **arguments):
-    """P by its definition, Eq. 24 to 26, in float64."""
+    """Return P by its definition, Eq. 24 to 26, in float64."""
     eye = torch.eye(width, dtype=torch.float64)
     if name.startswith("idempotent"):
         branches = branches or width
@@ -59,8 +59,7 @@ def _seed():
 @pytest.mark.parametrize("branches", [1, 2, 4, 16])
 @pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
 def test_idempotent_exactly(name, branches):
-    """On integers that B divides every sum is exact, and P P x is P x bit for bit; so is the matrix, 1/B being a power
-    of two."""
+    """For integers that are multiples of B all sums are exact, so that P P x is bit-identical to P x."""
     skip = create_skip(name, 32, branches=branches)
     x = branches * torch.randint(-100, 100, (5, 32)).float()
     assert torch.equal(skip(skip(x)), skip(x))
@@ -101,15 +100,15 @@ def test_no_skip_connection_is_rank_0():
 @pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
 def test_orthogonal(name, width):
     skip = create_skip(name, width)
-    p = skip(torch.eye(width)).T.double()  # in float32, by the fast path
+    p = skip(torch.eye(width)).T.double()  # in float32, by the fast algorithm
     torch.testing.assert_close(p.T @ p, torch.eye(width).double(), rtol=0, atol=1e-6)
     assert skip.rank == width
     torch.testing.assert_close(skip.transpose(skip(torch.eye(width))), torch.eye(width), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
-def test_many_stay_orthogonal(name):
-    """Norms are kept through 110 blocks, forward and backward."""
+def test_a_product_of_many_is_orthogonal(name):
+    """110 transforms keep the norms of x and of its gradient."""
     skips = [create_skip(name, 96, dim=1, site=site) for site in range(110)]
     x = torch.randn(2, 96, 4, 4, requires_grad=True)
     y = x
@@ -123,7 +122,7 @@ def test_many_stay_orthogonal(name):
     torch.testing.assert_close(product @ product.T, torch.eye(96, dtype=torch.float64))
 
 
-def test_tp_is_the_papers():
+def test_tp_has_the_papers_matrix():
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     torch.testing.assert_close(create_skip("orthogonal_tp", 2)(x).T, torch.tensor([[1.0, -1.0], [1.0, 1.0]]) / 2 ** 0.5)
 
@@ -134,7 +133,7 @@ def test_tp_of_a_prime_mixes_all_channels(width):
 
 
 @pytest.mark.parametrize("width", [2, 3, 6, 16])
-def test_random_is_a_rotation_of_its_own_at_each_site(width):
+def test_random_differs_between_sites_and_seeds(width):
     p, q, other = (create_skip("orthogonal_random", width, site=site, seed=seed).matrix()
                    for site, seed in ((0, 0), (1, 0), (0, 1)))
     assert torch.linalg.det(p).item() == pytest.approx(1.0)
@@ -144,13 +143,13 @@ def test_random_is_a_rotation_of_its_own_at_each_site(width):
 
 
 def test_random_is_a_rotation_for_every_draw():
-    """No reflection among the 3 x 3 factors either, which a QR decomposition gives half of the time."""
+    """The determinant is positive. A QR decomposition gives reflections half of the time."""
     for site in range(12):
         assert torch.linalg.det(create_skip("orthogonal_random", 3, site=site).matrix()).item() == pytest.approx(1.0)
 
 
 def test_random_does_not_depend_on_torch():
-    """What a checkpoint relies on: the numbers follow from seed and site alone."""
+    """Seed and site determine the numbers, since checkpoints do not contain them."""
     before = torch.get_rng_state()
     p = create_skip("orthogonal_random", 2, seed=3, site=7).matrix()
     assert torch.equal(torch.get_rng_state(), before)
@@ -189,18 +188,18 @@ def test_branches_are_blocks_of_channels(name, branches):
 
 
 def test_gradients_are_no_views():
-    """Autograd adds another gradient of the stream to this one in place only if nothing else holds its memory."""
-    module, found = create_skip("orthogonal_tp", 24, dim=1), []
+    """Autograd accumulates gradients in place only if no other tensor uses the memory."""
+    module, gradients = create_skip("orthogonal_tp", 24, dim=1), []
     x = torch.randn(2, 24, 3, 5).to(memory_format=torch.channels_last).requires_grad_().mul(1)
-    x.register_hook(found.append)
+    x.register_hook(gradients.append)
     module(x).sum().backward()
-    assert not found[0]._is_view()
+    assert not gradients[0]._is_view()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MAPS)
 def test_rounds_once(name, dtype):
-    """As near to the truth in float64 as the dtype allows: the matrix is not rounded, nor is anything in between."""
+    """Only the result is rounded, neither the matrix nor intermediate results."""
     skip, arguments = MAPS[name]
     x = (300 * torch.randn(5, 192)).to(dtype)
     module = create_skip(skip, 192, **arguments)
@@ -243,7 +242,7 @@ def test_func_transforms():
     torch.testing.assert_close(jacobian, module.matrix().expand(4, 12, 12))
 
 
-@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # raised by torch
 @pytest.mark.parametrize("backend", ["torch", "inductor"])
 @pytest.mark.parametrize("name", ["idempotent_mr", "orthogonal_tp"])
 def test_batches_of_gradients_and_linearize(name, backend):
@@ -265,7 +264,7 @@ def test_keeps_nothing_for_the_backward_pass():
     assert kept == []
 
 
-# --------------------------------------------------------------------------------------------------- other forms
+# ------------------------------------------------------------------------------------------- compilers, copies
 told_from_export = pytest.mark.skipif(
     not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not tell its compiler from torch.export")
 
@@ -283,8 +282,8 @@ def test_compiled_matrices_are_constants():
 
 
 @told_from_export
-def test_maps_that_are_alike_share_compiled_code():
-    """As the blocks of a model that are compiled one by one; rotations differ, and so do their graphs."""
+def test_equal_transforms_share_compiled_code():
+    """As for blocks that are compiled one by one. Random rotations differ, so each has its own graph."""
     torch._dynamo.reset()
     counter, x = CompileCounter(), torch.randn(2, 24)
     for name, expected in (("orthogonal_tp", 1), ("idempotent_cmr", 2), ("orthogonal_random", 4)):
@@ -310,7 +309,7 @@ def test_a_default_device_changes_nothing(name):
     assert len([node for node in traced.graph.nodes if node.target is skips.plain_skip]) == 1
 
 
-def test_subclasses_of_tensors_are_asked():
+def test_torch_function_of_subclasses_is_called():
     class Stream(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -323,8 +322,8 @@ def test_subclasses_of_tensors_are_asked():
     assert torch.equal(y.as_subclass(torch.Tensor), module(x))
 
 
-def test_what_others_make_of_the_matrices_is_not_kept():
-    """Fake tensors and the transforms of torch.func wrap what is made while they are active."""
+def test_wrapped_matrices_are_not_cached():
+    """Fake tensors and torch.func wrap tensors that are created while they are active."""
     def faked(x):
         with FakeTensorMode() as mode:
             return module(mode.from_tensor(x))
@@ -341,7 +340,7 @@ def test_what_others_make_of_the_matrices_is_not_kept():
 
 def test_copies_and_pickles():
     module, x = create_skip("orthogonal_random", 24, site=4), torch.randn(3, 24)
-    expected = module(x)  # its tensors are made now, and stay behind
+    expected = module(x)  # creates the cached tensors, which are not copied
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.half()):
         assert torch.equal(other(x), expected)
     assert not module.state_dict()
@@ -413,7 +412,7 @@ def test_another_width(name):
 
 @pytest.mark.skipif(not backends._cpp_compiler_is_installed(), reason="there is no C++ compiler")
 @pytest.mark.parametrize("name", ["idempotent_cmr", pytest.param("orthogonal_random", marks=pytest.mark.slow)])
-def test_inductor_where_it_is_asked_for(name, monkeypatch):
+def test_the_inductor_backend(name, monkeypatch):
     calls, compiled = [], skips._compiled
     monkeypatch.setattr(skips, "_compiled", lambda *args: calls.append(args[-1]) or compiled(*args))
     skip, x, g = create_skip(name, 12), *torch.randn(2, 3, 5, 12)
