@@ -150,8 +150,8 @@ def test_compiled_models_follow_another_connect():
         connect(model, "feature", skip="orthogonal_random", skip_seed=seed)
         results.append(compiled(x))
         torch.testing.assert_close(results[-1], model(x))
-    assert torch.equal(results[0], found[2])
-    assert not torch.allclose(results[0], found[1])
+    assert torch.equal(results[0], results[2])
+    assert not torch.allclose(results[0], results[1])
 
 
 def test_autocast_trains():
