@@ -4,8 +4,8 @@
     python -m scripts.make_test_weights output/vit_test_digits
     python -m scripts.publish --name vit_test_digits output/vit_test_digits
 
-The second command writes two files for each connection into `timm_ortho/weights`, from the run with seed 0 after its last
-epoch:
+The second command writes two files for each connection into `timm_ortho/weights`, from the run with seed 0 after its
+last epoch:
 
     vit_test_ortho.digits.safetensors           the weights in float32; the header describes the run and its accuracy
     vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each digit, ready for the model

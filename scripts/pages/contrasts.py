@@ -1,8 +1,8 @@
-"""Metrics of the runs in model_cards/results/studies, and the comparisons of the evidence page.
+"""Comparisons of published runs, and the metrics that they compare.
 
-A number is a contrast: a weighted sum over the settings of a study, seed by seed, with Student's interval of its mean.
-A difference, a slope over the learning rate, a main effect and an interaction are one formula. Two comparisons have an
-error of another kind: `Unpaired` (Welch) and `Effect` (a factor of a half fraction).
+Most are contrasts: a weighted sum over the settings of a study for each seed, and Student's interval of its mean. A
+difference, a slope over the learning rate, a main effect and an interaction are contrasts with different weights.
+`Unpaired` (Welch) and `Effect` (a factor of a half fraction) have another error term.
 """
 import math
 from dataclasses import dataclass, field
@@ -15,7 +15,12 @@ from scipy import stats
 
 from timm_ortho.lab.reporting.published import STUDY
 from timm_ortho.lab.reporting.report import Part
-from timm_ortho.lab.reporting.statistics import Difference, paired_difference, student_interval
+from timm_ortho.lab.reporting.statistics import (
+    Difference,
+    paired_difference,
+    pooled_contrasts,
+    student_interval,
+)
 
 from . import studies
 
@@ -40,16 +45,16 @@ def runs_of(study: str) -> Sequence[Run]:
 
 
 def setting_of(run: Run) -> tuple:
-    """Values of the study's axes and the connection."""
+    """Return the values of the study's axes and the connection."""
     return (*run["cell"].values(), run["connection"])
 
 
 def settings_of(study: str) -> list[list[Run]]:
-    """Runs that differ in nothing but the seed, together."""
-    found: dict[tuple, list[Run]] = {}
+    """Return the runs of each setting, which differ only in the seed."""
+    settings: dict[tuple, list[Run]] = {}
     for run in runs_of(study):
-        found.setdefault(setting_of(run), []).append(run)
-    return list(found.values())
+        settings.setdefault(setting_of(run), []).append(run)
+    return list(settings.values())
 
 
 def top1(run: Run) -> float:
@@ -57,20 +62,20 @@ def top1(run: Run) -> float:
 
 
 class Comparison:
-    """A difference that was found, beside the paper's.
+    """A measured difference and the same difference in the paper.
 
     Attributes:
-        label: The comparison, in words.
+        label: The comparison in words.
         parts: Folders in `results/studies`, each with the weights of its settings.
-        found: The mean with its interval.
-        unit: Of `found`.
+        difference: The mean with its interval.
+        unit: Unit of `difference`.
         paper: The same difference in the paper, by data set.
-        room: The largest value that the networks' accuracy leaves possible.
+        room: The difference if the accuracies of the positive settings were 100 %.
     """
 
     label: str
     parts: Sequence[tuple[str, Weights]]
-    found: Difference
+    difference: Difference
     unit: str = "points"
     paper: Mapping[str, float] = {}
     pooled: Optional[Difference] = None
@@ -82,45 +87,44 @@ class Comparison:
 
     @property
     def seeds(self) -> Union[int, str]:
-        return self.found.pairs
+        return self.difference.pairs
 
     @property
     def of_paper(self) -> str:
-        """`+0.79 to +2.75`, empty where the paper has no such effect."""
+        """The range of the paper's effects, such as `+0.79 to +2.75`; empty without one."""
         return span(list(self.paper.values())) if self.paper else ""
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
-        """The two-sided interval of another level; (-inf, inf) without variance."""
+        """Return the two-sided interval at a confidence level; (-inf, inf) without variance."""
         raise NotImplementedError
 
     def within(self, bound: float) -> bool:
-        """Equivalence by two one-sided tests: whether the 90 % interval lies within [-bound, bound]."""
+        """Return whether two one-sided tests show equivalence: the 90 % interval lies within [-bound, bound]."""
         return max(map(abs, self.ends(0.9))) <= bound
 
     def compatible(self) -> str:
-        """Whether the interval contains effects of the paper's size."""
+        """Return whether the interval contains the paper's effects, in words."""
         if not self.paper:
             return "the paper has no number"
         if min(self.paper.values()) > self.room:
             return f"untestable: 100 % accuracy would give {self.room:+.2f} ({self.of_paper})"
-        low, high = self.found.ends
-        inside = sum(low <= effect <= high for effect in self.paper.values())
-        answer = "no" if not inside else "yes" if inside == len(self.paper) else "in part"
-        return f"{answer} ({self.of_paper}){', and zero' if inside and low <= 0 <= high else ''}"
+        inside = self.difference.contained(self.paper)
+        answer = "no" if not inside else "yes" if len(inside) == len(self.paper) else "in part"
+        return f"{answer} ({self.of_paper}){', and zero' if inside and self.difference.contains(0) else ''}"
 
     def __str__(self) -> str:
-        size = abs(self.found.mean)
-        return self.found.text(2 if self.unit == "points" or size >= 10 else 3 if size >= 0.05 else 4)
+        size = abs(self.difference.mean)
+        return self.difference.text(2 if self.unit == "points" or size >= 10 else 3 if size >= 0.05 else 4)
 
 
 @dataclass(frozen=True)
 class Contrast(Comparison):
-    """A weighted sum of settings for each seed that all of them have.
+    """A weighted sum of settings, for each seed that all of these settings have.
 
     Attributes:
-        parts: As `Comparison` has them; settings without a weight take no part. Several parts are averaged.
-        read: The metric of a run.
-        bases: The baseline connection of a sum whose settings have both signs besides, as a slope has; empty where all
+        parts: See `Comparison`. Settings without a weight are ignored; several parts are averaged.
+        read: Returns the metric of a run.
+        bases: The baseline connection of a slope, whose weights have both signs for each connection. Empty if all
             settings of negative weight are the baseline.
     """
 
@@ -133,13 +137,13 @@ class Contrast(Comparison):
 
     @cached_property
     def rows(self) -> list[dict[int, dict[tuple, float]]]:
-        """Of each part, the metric by seed and setting; limited to the seeds that all parts have."""
+        """For each part, the metric by seed and setting, limited to the seeds of all parts."""
         parts = [table(*part, self.read) for part in self.parts]
         return [{seed: row for seed, row in rows.items() if all(seed in other for other in parts)} for rows in parts]
 
     @cached_property
     def by_seed(self) -> dict[int, float]:
-        """The sum of each seed."""
+        """The weighted sum by seed."""
         return {seed: fmean(sum(weight * rows[seed][setting] for setting, weight in weights.items())
                             for rows, (_, weights) in zip(self.rows, self.parts, strict=True))
                 for seed in self.rows[0]}
@@ -149,7 +153,7 @@ class Contrast(Comparison):
 
     @property
     def runs(self) -> list[Run]:
-        """Of the settings that take part."""
+        """The runs of the settings with a weight."""
         return [run for study, weights in self.parts for run in runs_of(study) if setting_of(run) in weights]
 
     @property
@@ -157,11 +161,11 @@ class Contrast(Comparison):
         return list(self.by_seed.values())
 
     @cached_property
-    def found(self) -> Difference:
+    def difference(self) -> Difference:
         return _paired(self.values)
 
     def without(self, *seeds: int) -> tuple[Difference, tuple[float, float]]:
-        """The mean without some seeds, and its 90 % interval."""
+        """Return the difference without some seeds, and its 90 % interval."""
         values = [value for seed, value in self.by_seed.items() if seed not in seeds]
         return _paired(values), _paired(values, 0.9).ends
 
@@ -170,26 +174,17 @@ class Contrast(Comparison):
 
     @property
     def pooled(self) -> Optional[Difference]:
-        """With one variance for all cells of the study once each seed's mean is removed (randomised blocks).
-
-        Seeds that lack a cell take no part in the variance. None for a sum that is no difference.
+        """The difference with one error variance for all cells, after removing each seed's mean; see
+        `statistics.pooled_contrasts`. None if the weights do not sum to zero.
         """
-        squares = freedom = leverage = scale = 0.0
-        for study, weights in self.parts:
-            if not math.isclose(sum(weights.values()), 0.0, abs_tol=1e-9):
-                return None
-            cells = np.array([list(row.values()) for row in table(study, None, self.read).values()])
-            rest = cells - cells.mean(0) - cells.mean(1, keepdims=True) + cells.mean()
-            squares += (rest ** 2).sum()
-            scale = max(scale, float(abs(cells).max()))
-            freedom += (cells.shape[0] - 1) * (cells.shape[1] - 1)
-            leverage += sum(weight ** 2 for weight in weights.values()) / len(self.by_seed) / len(self.parts) ** 2
-        error = math.sqrt(squares / freedom * leverage)
-        return student_interval(self.found.mean, error, freedom, self.found.pairs, scale)
+        blocks = [_by_setting(study, self.read) for study, _ in self.parts]
+        weights = {(index, setting): weight / len(self.parts)
+                   for index, (_, settings) in enumerate(self.parts) for setting, weight in settings.items()}
+        return pooled_contrasts(blocks, [weights])[0]
 
     @property
     def room(self) -> float:
-        """The sum if all settings of positive weight were at 100 %; infinite for sums without a baseline."""
+        """The sum if all settings of positive weight had 100 % accuracy; infinite without a baseline."""
         bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
         if self.read is not top1 or not (
@@ -201,7 +196,7 @@ class Contrast(Comparison):
 
 @dataclass(frozen=True)
 class Unpaired(Comparison):
-    """The mean of one contrast minus that of another, with Welch's interval: their runs share no batches."""
+    """The difference of the means of two contrasts whose runs share no batches, with Welch's interval."""
 
     label: str
     one: Contrast
@@ -216,15 +211,15 @@ class Unpaired(Comparison):
         return f"{self.one.seeds} and {self.other.seeds}"
 
     @property
-    def found(self) -> Difference:
+    def difference(self) -> Difference:
         return unpaired(self.one.values, self.other.values)
 
 
 @dataclass(frozen=True)
 class Effect(Comparison):
-    """A factor's effect on F - linear in the cells of `cifar_factors`: the mean at its second level minus at its first.
+    """A factor's effect on F - linear in the cells of `cifar_factors`: its mean at the second level minus the first.
 
-    The variance is that of the differences once each cell's and each seed's mean is removed.
+    The error variance is that of the differences after removing the mean of each cell and each seed.
     """
 
     label: str
@@ -238,7 +233,7 @@ class Effect(Comparison):
 
     @cached_property
     def by_cell(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
-        """The levels of each cell, and its differences ``[seeds, cells]``."""
+        """The levels of each cell, and the differences ``[seeds, cells]``."""
         rows = list(table(self.study, None, self.read).values())
         cells = list(dict.fromkeys(setting[0] for setting in rows[0]))
         differences = [[row[cell, "feature"] - row[cell, "linear"] for cell in cells] for row in rows]
@@ -260,7 +255,7 @@ class Effect(Comparison):
         return student_interval(mean, error, freedom, self.seeds, float(abs(differences).max()), level)
 
     @cached_property
-    def found(self) -> Difference:
+    def difference(self) -> Difference:
         return self._interval()
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
@@ -273,7 +268,7 @@ FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e
 
 def table(study: str, settings: Optional[Iterable[tuple]] = None,
           read: Callable[[Run], float] = top1) -> dict[int, dict[tuple, float]]:
-    """A metric by seed and setting, of the seeds that have all settings; by default all settings of the study."""
+    """Return a metric by seed and setting, for the seeds that have all settings (default: all of the study)."""
     wanted = list(dict.fromkeys(map(setting_of, runs_of(study)))) if settings is None else list(settings)
     rows: dict[int, dict[tuple, float]] = {}
     for run in runs_of(study):
@@ -283,8 +278,13 @@ def table(study: str, settings: Optional[Iterable[tuple]] = None,
             if len(row) == len(wanted)}
 
 
+def _by_setting(study: str, read: Callable[[Run], float]) -> dict[tuple, dict[int, float]]:
+    """Return a metric by setting and seed."""
+    return {setting_of(runs[0]): {run["seed"]: read(run) for run in runs} for runs in settings_of(study)}
+
+
 def unpaired(one: Sequence[float], other: Sequence[float]) -> Difference:
-    """Welch's interval of the difference of two means whose runs share no batches."""
+    """Return the difference of the means of two groups of runs, with Welch's interval."""
     error = math.sqrt(variance(one) / len(one) + variance(other) / len(other))
     freedom = float(stats.ttest_ind(one, other, equal_var=False).df) if error else 1.0
     scale = max(map(abs, (*one, *other)))
@@ -305,31 +305,31 @@ def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights
 
 
 def placed(mixer: str, where: str) -> Weights:
-    """Feature in these branches of each block minus linear in all, with this mixer."""
+    """Return the weights of `feature` in some branches of each block minus `linear` in all, for one mixer."""
     return {(mixer, where, "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
 
 
-def slope(places: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
-    """Least squares over `places`: the settings of the i-th count (x_i - mean) / sum (x - mean)^2."""
-    centred = np.array(places) - np.mean(places)
+def slope(x: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
+    """Return the weights of a least-squares slope over x: (x_i - mean) / sum (x - mean)^2 for the settings of x_i."""
+    centred = np.array(x) - np.mean(x)
     shares = centred / (centred ** 2).sum()
     return {setting: float(share) * weight
             for index, share in enumerate(shares) for setting, weight in settings(index).items()}
 
 
 def rates_slope(rates: Sequence[float]) -> Weights:
-    """Points a decade by which feature minus linear rises with the learning rate."""
+    """Return the weights of the slope of feature minus linear, in points per tenfold learning rate."""
     return slope([math.log10(rate) for rate in rates], lambda index: difference(rates[index]))
 
 
 def switch(first: float, last: float) -> Weights:
-    """Main effects of an orthogonal start and an orthogonal end."""
+    """Return the weights of the main effects of an orthogonal start and an orthogonal end."""
     return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
             for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}
 
 
 def transforms(*skips: str) -> Weights:
-    """The mean of the transforms of the stream minus the identity."""
+    """Return the weights of the mean of some transforms of the stream minus the identity."""
     return {(20, "identity", "linear"): -1.0, **{(20, skip, "linear"): 1.0 / len(skips) for skip in skips}}
 
 
@@ -338,30 +338,30 @@ OTHERS = transforms("idempotent_cmr", "orthogonal_tp", "orthogonal_random")
 
 
 def last(key: str) -> Callable[[Run], float]:
-    """A metric of the last epoch: `train_loss`, `eval_loss`, `eval_top1`."""
+    """Return a function that reads a metric of the last epoch: `train_loss`, `eval_loss`, `eval_top1`."""
     return lambda run: run["history"][-1][key]
 
 
 def at_epoch(epoch: int, key: str = "eval_top1") -> Callable[[Run], float]:
-    """A metric after so many epochs."""
+    """Return a function that reads a metric after a number of epochs."""
     return lambda run: run["history"][epoch - 1][key]
 
 
 def mlp_cosine(*layers: int) -> Callable[[Run], float]:
-    """Mean cosine of x and f over the MLP sites of some blocks, on one batch after training."""
+    """Return a function that reads the mean cosine of x and f over the MLP sites of some blocks, after training."""
     return lambda run: fmean(
         site["cosine"] for site in run["probe"][-1]["sites"] if site["kind"] == "mlp" and site["layer"] in layers)
 
 
 def late_cosine(run: Run) -> float:
-    """Mean cosine over the MLP sites of the last two blocks in the last epoch's records."""
+    """Return the mean cosine over the MLP sites of the last two blocks in the last epoch's records."""
     rows = [row for row in run["dynamics"] if row["kind"] == "mlp"]
     last, step = max(row["layer"] for row in rows), max(row["step"] for row in rows) * (1 - 1 / run["epochs"])
     return fmean(row["cosine"] for row in rows if row["layer"] >= last - 1 and row["step"] > step)
 
 
 def learned_theta(run: Run) -> float:
-    """theta of the MLP sites minus theta of the attention sites, at the last record."""
+    """Return theta of the MLP sites minus theta of the attention sites, at the last record."""
     last = max(row["step"] for row in run["dynamics"])
     theta = {kind: fmean(row["theta"] for row in run["dynamics"] if row["step"] == last and row["kind"] == kind)
              for kind in ("mlp", "attention")}
@@ -369,8 +369,8 @@ def learned_theta(run: Run) -> float:
 
 
 def last_branch(study: str) -> Callable[[Run], float]:
-    """|f|² of the last branch at the last record, which the report found in the whole records."""
+    """Return a function that reads |f|² of the last branch at the last record of all steps."""
     runs = runs_of(study)
-    found = {(*setting_of(run), run["seed"]): ends["last"]
+    norms = {(*setting_of(run), run["seed"]): ends["last"]
              for run, ends in zip(runs, published(study).recorded["last_branch"], strict=True)}
-    return lambda run: found[(*setting_of(run), run["seed"])]
+    return lambda run: norms[(*setting_of(run), run["seed"])]

@@ -169,7 +169,7 @@ def lead(sweeps: Sequence[Sweep]) -> str:
 
 def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:
     """Points a decade over all rates, and without the highest."""
-    return tuple(Contrast("", [(f"{study}-{data}-small", rates_slope(of))]).found for of in (rates, rates[:-1]))
+    return tuple(Contrast("", [(f"{study}-{data}-small", rates_slope(of))]).difference for of in (rates, rates[:-1]))
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -180,7 +180,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     accuracy = "; ".join(filter(None, [
         f"more accurate in {', '.join(gains)}" if gains else "",
         f"less accurate in {', '.join(losses)}" if losses else ""])) or "no measurable accuracy gain at this scale"
-    faster = [row["hypothesis"].name for row in run if course(row["hypothesis"])[0].found.ends[1] < 0]
+    faster = [row["hypothesis"].name for row in run if course(row["hypothesis"])[0].difference.ends[1] < 0]
     fitting = "faster fitting" if len(faster) == len(run) else f"faster fitting in {', '.join(faster) or 'no study'}"
     return f"{accuracy}, {fitting}, untested with strong augmentation at width {section_width()}"
 
@@ -192,24 +192,25 @@ def section_width() -> int:
 # -------------------------------------------------------------------------------------------- the pictures
 def pictures() -> dict[str, Figure]:
     """Of the questions, of all differences of all reports, and of the difference by epoch."""
-    asked = [contrast for found in explored().values() for contrast in found if contrast.unit == "points"]
-    asked = [found.contrast for found in (*PART_TWO, *PART_ONE) if found.is_run] + asked
+    asked = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
+    asked = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + asked
     every = []
     for folder in studies.folders():
         for entry in studies.summary(folder):
-            found = entry["difference"]
-            if entry["measure"] == "top1" and found and found["half_width"] is not None:
+            measured = entry["difference"]
+            if entry["measure"] == "top1" and measured and measured["half_width"] is not None:
                 label = ", ".join([*entry["row"], *entry["column"]])
                 every.append(Row(f"{folder.name.removesuffix('-small')}: {label}", "points of top-1",
-                                 Difference(found["mean"], found["half_width"], found["pairs"]), None,
-                                 found["paper"].values()))
+                                 Difference(measured["mean"], measured["half_width"], measured["pairs"]), None,
+                                 measured["paper"].values()))
     return {
-        "questions": draw_forest([Row(contrast.label, "points of top-1", contrast.found, None, contrast.paper.values())
-                                  for contrast in asked], 0.24),
+        "questions": draw_forest([
+            Row(contrast.label, "points of top-1", contrast.difference, None, contrast.paper.values())
+            for contrast in asked], 0.24),
         "differences": draw_forest(every, 0.17),
         "by_epoch": draw_by_epoch({
-            f"{found.name}, {NAMES[found.contrast.parts[0][0].split('-')[1]]}": found.contrast
-            for found in (PART_ONE[0], *PART_TWO[:2]) if found.is_run}),
+            f"{one.name}, {NAMES[one.contrast.parts[0][0].split('-')[1]]}": one.contrast
+            for one in (PART_ONE[0], *PART_TWO[:2]) if one.is_run}),
     }
 
 
@@ -218,11 +219,11 @@ def draw_by_epoch(contrasts: Mapping[str, Contrast]) -> Figure:
     figure = Figure(figsize=(4.2 * len(contrasts), 2.8), layout="constrained")
     for axes, (title, contrast) in zip(figure.subplots(1, len(contrasts), squeeze=False)[0], contrasts.items(),
                                        strict=True):
-        found = {epoch: of.found for epoch, of in by_epochs(contrast).items()}
-        low, high = zip(*(of.ends for of in found.values()), strict=True)
+        by_epoch = {epoch: of.difference for epoch, of in by_epochs(contrast).items()}
+        low, high = zip(*(of.ends for of in by_epoch.values()), strict=True)
         colour = STYLES["feature"]["color"]
-        axes.fill_between([*found], low, high, color=colour, alpha=0.2, linewidth=0)
-        axes.plot([*found], [of.mean for of in found.values()], color=colour)
+        axes.fill_between([*by_epoch], low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.plot([*by_epoch], [of.mean for of in by_epoch.values()], color=colour)
         axes.axhline(0, color="#222222", linewidth=0.9)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("epoch", fontsize=9)
@@ -239,7 +240,7 @@ def text(history: Mapping[str, Any]) -> str:
         lstrip_blocks=True)
 
     def put(study: str, weights: Weights, read: Callable[[Run], float] = top1, digits: int = 2) -> str:
-        return Contrast("", [(study, weights)], read).found.text(digits)
+        return Contrast("", [(study, weights)], read).difference.text(digits)
 
     def mean(study: str, setting: Sequence[Any], read: Callable[[Run], float] = top1) -> float:
         return fmean(read(run) for run in runs_of(study) if setting_of(run) == tuple(setting))
@@ -275,7 +276,7 @@ def text(history: Mapping[str, Any]) -> str:
         lower=sum(value < 0 for value in course(PART_ONE[0])[0].values),
         higher=sum(value > 0 for value in course(PART_ONE[0])[1].values),
         sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
-        image_points=100 / images["digits"], images=images, h4_images=abs(h4.found.mean) * images["digits"] / 100,
+        image_points=100 / images["digits"], images=images, h4_images=abs(h4.difference.mean) * images["digits"] / 100,
         history=history, elsewhere_made={part: provenance.elsewhere(part, history) for part in provenance.RULES},
         mixed=[pair for part in provenance.RULES for pair in provenance.mixed_pairs(part)],
         without_first=h1.without(*provenance.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"]),

@@ -38,16 +38,16 @@ UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}  # where eac
 # --------------------------------------------------------------------------------------------- the paper's
 def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: str) -> dict[str, float]:
     """`effect` of the paper's table, for each data set that it has numbers for."""
-    found, entries = {}, section(table)
+    effects, entries = {}, section(table)
     for step in path:
         entries = entries[step]
     for key, values in entries.items():
         if isinstance(values, dict) and not key.endswith("_first_version"):  # of the same data set
             try:
-                found[name("dataset", key)] = effect(values)
+                effects[name("dataset", key)] = effect(values)
             except KeyError:  # a connection that the paper has not run there
                 continue
-    return found
+    return effects
 
 
 def minus(of: str, base: str) -> Callable[[Mapping[str, Any]], float]:
@@ -79,7 +79,7 @@ def of_skips(table: str, weights: Weights) -> dict[str, float]:
 
 def _mean(*effects: Mapping[str, float]) -> dict[str, float]:
     """Of several tables, for each data set that all of them have."""
-    return {data: fmean(found[data] for found in effects) for data in effects[0] if all(data in e for e in effects)}
+    return {data: fmean(effect[data] for effect in effects) for data in effects[0] if all(data in e for e in effects)}
 
 
 GAINS = {model: of_paper("accuracy", minus("feature", "linear"), model) for model in ("vit_s", "resnetv2_18")}
@@ -109,7 +109,7 @@ class Hypothesis:
         """By an adjusted p value; None where the differences have no variance."""
         if not self.is_run:
             return "not run yet"
-        mean, significant = self.contrast.found.mean, p is not None and p < 0.05
+        mean, significant = self.contrast.difference.mean, p is not None and p < 0.05
         if self.claims == "different" and significant:
             return "above zero" if mean > 0 else "below zero"
         if self.claims == "above" and significant:
@@ -120,7 +120,7 @@ class Hypothesis:
 
     def remark(self, decision: str) -> str:
         """A qualification of the decision, or nothing."""
-        small = decision == "confirmed" and self.contrast.found.mean < self.of_interest
+        small = decision == "confirmed" and self.contrast.difference.mean < self.of_interest
         return f"below the {self.of_interest:g}-point threshold of interest" if small else ""
 
 
@@ -177,10 +177,10 @@ BESIDE = (  # outside the families: without adjustment, and so never called conf
 
 def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]], Sequence[float]]) -> list[dict]:
     """A row for each. A hypothesis that is not run yet has the p 1, which keeps Holm's decisions valid."""
-    p = adjust([found.contrast.found.p if found.is_run else 1.0 for found in hypotheses])
-    decisions = [found.decision(value) for found, value in zip(hypotheses, p, strict=True)]
-    return [{"hypothesis": found, "decision": decision, "remark": found.remark(decision), "p": value}
-            for found, decision, value in zip(hypotheses, decisions, p, strict=True)]
+    p = adjust([one.contrast.difference.p if one.is_run else 1.0 for one in hypotheses])
+    decisions = [one.decision(value) for one, value in zip(hypotheses, p, strict=True)]
+    return [{"hypothesis": one, "decision": decision, "remark": one.remark(decision), "p": value}
+            for one, decision, value in zip(hypotheses, decisions, p, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------- the explored
@@ -295,34 +295,35 @@ class Sweep:
     """F − linear at each learning rate of a published study.
 
     Attributes:
-        found: The difference by rate.
+        by_rate: The difference at each rate.
         p: The p of each difference, which the study's report adjusts by Holm's method over all of its differences.
         best: Linear's best rate.
     """
 
-    found: Mapping[float, Contrast]
+    by_rate: Mapping[float, Contrast]
     p: Mapping[float, Optional[float]]
     best: float
 
     @classmethod
     def of(cls, study: str, data: str, rates: Sequence[float]) -> "Sweep":
-        found = of_rate(study, data, rates)
+        by_rate = of_rate(study, data, rates)
         p = {entry["cell"]["lr"]: entry["difference"]["p_holm"]
              for entry in summary_of(f"{study}-{data}-small")
              if entry["measure"] == "top1" and entry["difference"]}
-        return cls(found, p, max(rates, key=lambda rate: found[rate].mean(0, (rate, "linear"))))
+        return cls(by_rate, p, max(rates, key=lambda rate: by_rate[rate].mean(0, (rate, "linear"))))
 
     def significant(self, sign: int) -> list[float]:
         """Return the rates with a positive or negative difference and an adjusted p below 0.05."""
-        return [rate for rate, found in self.found.items()
-                if self.p[rate] is not None and self.p[rate] < 0.05 and sign * found.found.mean > 0]
+        return [rate for rate, contrast in self.by_rate.items()
+                if self.p[rate] is not None and self.p[rate] < 0.05 and sign * contrast.difference.mean > 0]
 
     def excluding_zero(self, sign: int) -> list[float]:
         """Return the rates whose unadjusted 95 % interval is above zero, or below it."""
-        return [rate for rate, found in self.found.items() if min(sign * end for end in found.found.ends) > 0]
+        return [rate for rate, contrast in self.by_rate.items()
+                if min(sign * end for end in contrast.difference.ends) > 0]
 
     def up_to_best(self) -> str:
         """Return the range of the differences at rates up to linear's best, and the rates with a significant one."""
-        low = {rate: found.found.mean for rate, found in self.found.items() if rate <= self.best}
+        low = {rate: contrast.difference.mean for rate, contrast in self.by_rate.items() if rate <= self.best}
         significant = [rate for rate in (*self.significant(1), *self.significant(-1)) if rate in low]
         return span(list(low.values())) + "".join(f", significant at {rate:g}" for rate in significant)

@@ -40,16 +40,16 @@ def read_history(
     where git or the history is lacking."""
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
-    found = {}
+    histories = {}
     for part, line in RULES.items():
         added = (_git("log", "--reverse", "--format=%H %cI", "-S", line, "--", *pages) or "").splitlines()
         if not added:
             return None
         commit, _, date = added[0].partition(" ")
         named = {run["made_with"]["commit"] for study in studies_of(part) for run in runs_of(study)}
-        found[part] = {"rules": commit, "date": date,
+        histories[part] = {"rules": commit, "date": date,
                        "commits": {name: _place(commit, name) for name in sorted(filter(None, named))}}
-    return found
+    return histories
 
 
 def _place(rules: str, commit: str) -> str:
@@ -68,27 +68,27 @@ def _git(*arguments: str) -> Optional[str]:
 
 def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By study, the runs that name no commit after the rules: their number, seeds, commits, and when the last ended."""
-    found = {}
+    others = {}
     for study in studies_of(part):
         after = {commit for commit, place in history[part]["commits"].items() if place == "after"}
         runs = [run for run in runs_of(study) if run["made_with"].get("commit") not in after]
         if runs:
-            found[study] = {"runs": len(runs), "seeds": sorted({run["seed"] for run in runs}),
+            others[study] = {"runs": len(runs), "seeds": sorted({run["seed"] for run in runs}),
                             "commits": sorted({run["made_with"]["commit"][:7] for run in runs}),
                             "last": max(run["made_with"].get("end") or "" for run in runs)[:16].replace("T", " ")}
-    return found
+    return others
 
 
 def mixed_pairs(part: str) -> list[dict[str, Any]]:
     """The seeds of a study whose runs name two processors, with what else differs."""
-    found = []
+    pairs = []
     for study in filter(lambda study: is_published(study), studies_of(part)):
         for seed in sorted({run["seed"] for run in runs_of(study)}):
             mine = [run for run in runs_of(study) if run["seed"] == seed]
             cpus, torches = _named(mine, "cpu"), _named(mine, "torch")
             if len(cpus) > 1 or len(torches) > 1:
-                found.append({"study": study, "seed": seed, "cpus": cpus, "torches": torches})
-    return found
+                pairs.append({"study": study, "seed": seed, "cpus": cpus, "torches": torches})
+    return pairs
 
 
 def _named(runs: Iterable[Run], key: str) -> list[str]:

@@ -41,9 +41,9 @@ LINEAR, FEATURE = [80.0, 81.5, 79.0, 80.5], [80.5, 81.0, 80.5, 81.5]
 def test_a_difference_is_the_reports(runs):
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
     found = contrast(contrasts.difference())
-    assert found.found == paired_difference(FEATURE, LINEAR)
-    assert found.found.p == pytest.approx(stats.ttest_rel(FEATURE, LINEAR).pvalue)
-    assert found.pooled.half_width == pytest.approx(found.found.half_width)  # of two settings they are one analysis
+    assert found.difference == paired_difference(FEATURE, LINEAR)
+    assert found.difference.p == pytest.approx(stats.ttest_rel(FEATURE, LINEAR).pvalue)
+    assert found.pooled.half_width == pytest.approx(found.difference.half_width)
     interval = stats.ttest_rel(FEATURE, LINEAR).confidence_interval(0.9)
     bound = max(map(abs, interval))
     assert found.within(bound * 1.001)
@@ -185,7 +185,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, said):
     first, second = hypotheses.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (said, "not run yet")
     # a hypothesis that is not run counts with p = 1
-    assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.found.p))
+    assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.difference.p))
 
 
 @pytest.mark.parametrize(("of_interest", "said"), [
@@ -262,18 +262,18 @@ def test_effects_of_the_half_fraction(runs):
     runs("study", {(cell, which): [70.0 + seed + (lead[cell][seed] if which == "feature" else 0.0) for seed in (0, 1)]
                    for cell in CELLS for which in ("linear", "feature")}, axis="cell")
     effects = {factor: contrasts.Effect("", "study", factor) for factor in contrasts.FACTORS}
-    assert effects["rate"].found.mean == pytest.approx(1.0, abs=0.2)
-    assert effects["width"].found.mean == pytest.approx(-0.5, abs=0.2)
+    assert effects["rate"].difference.mean == pytest.approx(1.0, abs=0.2)
+    assert effects["width"].difference.mean == pytest.approx(-0.5, abs=0.2)
     high = [value for cell in CELLS if sign(cell, "rate") > 0 for value in lead[cell]]
     low = [value for cell in CELLS if sign(cell, "rate") < 0 for value in lead[cell]]
-    assert effects["rate"].found.mean == pytest.approx(sum(high) / 16 - sum(low) / 16)
+    assert effects["rate"].difference.mean == pytest.approx(sum(high) / 16 - sum(low) / 16)
     total = sum(high + low) / 32
     by_seed = [sum(lead[cell][seed] for cell in CELLS) / 16 for seed in (0, 1)]
     rest = sum((lead[cell][seed] - sum(lead[cell]) / 2 - by_seed[seed] + total) ** 2
                for cell in CELLS for seed in (0, 1))
     error = (rest / 15 * (1 / 16 + 1 / 16)) ** 0.5
-    assert effects["rate"].found.half_width == pytest.approx(stats.t.ppf(0.975, 15) * error)
-    assert effects["rate"].found.p == pytest.approx(2 * stats.t.sf(effects["rate"].found.mean / error, 15))
+    assert effects["rate"].difference.half_width == pytest.approx(stats.t.ppf(0.975, 15) * error)
+    assert effects["rate"].difference.p == pytest.approx(2 * stats.t.sf(effects["rate"].difference.mean / error, 15))
     assert effects["rate"].seeds == 2
 
 
@@ -366,8 +366,8 @@ def test_the_published_sweeps_are_significant_where_their_reports_say_so():
     for of, (_, study, data, _) in zip(found, hypotheses.RATE_STUDIES, strict=True):
         reported = [entry["difference"] for entry in contrasts.summary_of(f"{study}-{data}-small")
                     if entry["measure"] == "top1" and entry["difference"] and entry["difference"]["p_holm"] < 0.05]
-        assert [of.found[rate].found.mean for rate in (*of.significant(-1), *of.significant(1))] == pytest.approx(
-            [difference["mean"] for difference in reported], abs=1e-5)
+        significant = [of.by_rate[rate].difference.mean for rate in (*of.significant(-1), *of.significant(1))]
+        assert significant == pytest.approx([difference["mean"] for difference in reported], abs=1e-5)
 
 
 def test_the_cost_is_the_median_of_the_pairs(runs):

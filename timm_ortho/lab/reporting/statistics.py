@@ -28,6 +28,15 @@ class Difference:
         half_width = math.inf if self.half_width is None else self.half_width
         return self.mean - half_width, self.mean + half_width
 
+    def contains(self, value: float) -> bool:
+        """Return whether the interval contains a value."""
+        low, high = self.ends
+        return low <= value <= high
+
+    def contained(self, effects: Mapping[str, float]) -> dict[str, float]:
+        """Return the effects that the interval contains."""
+        return {name: effect for name, effect in effects.items() if self.contains(effect)}
+
     @property
     def why_no_interval(self) -> str:
         if self.half_width is not None:
@@ -103,41 +112,56 @@ Block = Mapping[Hashable, Mapping[int, float]]  # treatment -> seed -> value
 
 def pooled_differences(
         blocks: Sequence[Block], pairs: Sequence[tuple[int, Hashable, Hashable]]) -> list[Optional[Difference]]:
-    """Differences with one error variance for all cells of a study.
+    """Return the difference of a treatment and a baseline in one cell, for each triple of cell, treatment, baseline.
 
-    In each cell c: y_cts = treatment_ct + seed_cs + error, the error of variance sigma^2 in all cells, fitted by least
-    squares. s^2 = sum of squared residuals / f, both summed over the cells, with f = observations - rank; a difference
-    c'b has the interval c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of randomised blocks (Cochran and
-    Cox, "Experimental Designs", 1957, chapter 4); cells may lack values.
+    See :func:`pooled_contrasts`.
+    """
+    return pooled_contrasts(blocks, [
+        {(cell, treatment): 1.0, (cell, baseline): -1.0} for cell, treatment, baseline in pairs])
 
-    It has more degrees of freedom than paired t, and is right only where the cells scatter alike. Without any residual
-    there is no interval.
+
+def pooled_contrasts(
+        blocks: Sequence[Block], contrasts: Sequence[Mapping[tuple[int, Hashable], float]],
+) -> list[Optional[Difference]]:
+    """Return weighted sums of treatments with one error variance for all cells of a study.
+
+    In each cell c: y_cts = treatment_ct + seed_cs + error, with error variance sigma^2 shared by all cells, fitted by
+    least squares. s^2 = sum of squared residuals / f, both summed over the cells, with f = observations - rank. A
+    contrast c'b has the interval c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of randomised blocks
+    (Cochran and Cox, "Experimental Designs", 1957, chapter 4). Cells may lack values.
+
+    The intervals have more degrees of freedom than paired t. They are valid only if cells share one error variance.
 
     Args:
         blocks: The values of each cell.
-        pairs: Cell, treatment and baseline of each difference.
+        contrasts: Weights by cell and treatment; in each cell they sum to zero.
 
     Returns:
-        In the order of `pairs`; None without degrees of freedom, or where the two have no seed in common.
+        One difference per contrast; None without degrees of freedom, if treatments have no seed in common, or if the
+        weights of a cell do not sum to zero.
     """
     fits = [_fit(block) for block in blocks]
     freedom = sum(fit[3] for fit in fits)
     if not freedom:
-        return [None] * len(pairs)
+        return [None] * len(contrasts)
     variance = sum(fit[2] for fit in fits) / freedom
     scale = max(abs(value) for block in blocks for values in block.values() for value in values.values())
-    found: list[Optional[Difference]] = []
-    for cell, treatment, baseline in pairs:
-        coefficients, inverse, _, _, columns = fits[cell]
-        common = len(blocks[cell][treatment].keys() & blocks[cell][baseline].keys())
-        if not common:
-            found.append(None)
-            continue
-        contrast = np.zeros(len(coefficients))
-        contrast[columns[treatment]], contrast[columns[baseline]] = 1.0, -1.0
-        error = math.sqrt(variance * float(contrast @ inverse @ contrast))
-        found.append(student_interval(float(contrast @ coefficients), error, freedom, common, scale))
-    return found
+    differences: list[Optional[Difference]] = []
+    for weights in contrasts:
+        mean, leverage, seeds = 0.0, 0.0, []
+        for cell in sorted({cell for cell, _ in weights}):
+            coefficients, inverse, _, _, columns = fits[cell]
+            mine = {treatment: weight for (of, treatment), weight in weights.items() if of == cell}
+            contrast = np.zeros(len(coefficients))
+            for treatment, weight in mine.items():
+                contrast[columns[treatment]] = weight
+            balanced = math.isclose(sum(mine.values()), 0.0, abs_tol=1e-9)
+            seeds.append(len(set.intersection(*(set(blocks[cell][treatment]) for treatment in mine))) * balanced)
+            mean += float(contrast @ coefficients)
+            leverage += float(contrast @ inverse @ contrast)
+        error = math.sqrt(variance * leverage)
+        differences.append(student_interval(mean, error, freedom, min(seeds), scale) if min(seeds) else None)
+    return differences
 
 
 def _fit(block: Block) -> tuple[np.ndarray, np.ndarray, float, int, dict[Hashable, int]]:
@@ -171,14 +195,12 @@ def sees(difference: Optional[Difference], paper: Mapping[str, float], digits: i
     """The half-width, and which of the paper's differences, by data set, the interval contains."""
     if difference is None or difference.half_width is None:
         return "–"
-    low, high = difference.ends
-    inside, outside = [], []
-    for name, effect in paper.items():
-        said = f"{effect:+.{digits}f} ({name})" if name else f"{effect:+.{digits}f}"
-        (inside if low <= effect <= high else outside).append(said)
+    contained = difference.contained(paper)
+    named = {name: f"{effect:+.{digits}f}{f' ({name})' if name else ''}" for name, effect in paper.items()}
+    inside, outside = ([named[name] for name in paper if (name in contained) is side] for side in (True, False))
     parts = [f"± {difference.half_width:.{digits}f}"]
     if outside:
         parts.append(f"excludes the paper's {', '.join(outside)}")
     if inside:
-        parts.append(f"contains {'zero and ' if low <= 0 <= high else ''}the paper's {', '.join(inside)}")
+        parts.append(f"contains {'zero and ' if difference.contains(0) else ''}the paper's {', '.join(inside)}")
     return "; ".join(parts)
