@@ -2,7 +2,7 @@
 import copy
 import sys
 import warnings
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 from torch import nn
 
@@ -28,10 +28,12 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
     Raises:
         ValueError: Parts of the model were connected with different arguments, or the connection has no name.
     """
-    calls = [(site, getattr(site.connection, "connect_arguments", {})) for site in sites(model)]
-    arguments = calls[0][1] if calls else {}
-    if any(call != arguments or _is_carrying(site, call) == isinstance(site.connection, LinearConnection)
-           for site, call in calls):
+    connected = sites(model)
+    calls = [getattr(site.connection, "connect_arguments", {}) for site in connected]
+    arguments = calls[0] if calls else {}
+    if not _reproduces(arguments, connected) and "layers" in arguments:
+        arguments = _of_part(arguments, connected)
+    if any(call != calls[0] for call in calls) or not _reproduces(arguments, connected):
         raise ValueError("the sites have different connections: connect the whole model with one call")
     if arguments and arguments["connection"] not in CONNECTIONS:
         raise ValueError(f"the model's connection, {arguments['connection']}, has no name that config.json could store:"
@@ -39,11 +41,23 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
     return dict(arguments)
 
 
-def _is_carrying(site: Site, arguments: Dict[str, Any]) -> bool:
-    """Return whether a call of ``connect`` gives a site its connection; all other sites are linear."""
-    return (arguments.get("connection", "linear") != "linear"
+def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
+    """Return whether a call of ``connect`` makes the same sites linear; all other sites have its connection."""
+    existing = {site.layer for site in connected}
+    return existing.issuperset(arguments.get("layers", ())) and all(
+        isinstance(site.connection, LinearConnection) != (
+            arguments.get("connection", "linear") != "linear"
             and site.layer in arguments.get("layers", [site.layer])
             and site.kind in arguments.get("kinds", [site.kind]))
+        for site in connected)
+
+
+def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]:
+    """Return the arguments for a part of the model that was connected, whose layers have other indices."""
+    layers = sorted({site.layer for site in connected if not isinstance(site.connection, LinearConnection)})
+    if layers:
+        return {**arguments, "layers": layers}
+    return {**{name: value for name, value in arguments.items() if name != "layers"}, "connection": "linear"}
 
 
 def keep_in_config(model: nn.Module) -> None:

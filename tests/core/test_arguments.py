@@ -70,15 +70,21 @@ def test_a_model_without_connections_has_no_arguments():
     assert connection_arguments(disconnect(timm.create_model("vit_test_ortho"))) == {}
 
 
-@pytest.mark.parametrize("connect_parts", [
-    lambda model: connect(model.blocks[0], "global"),
-    lambda model: [connect(block, layers=0, kinds="mlp") for block in model.blocks],  # each counts its own layers
-], ids=["one part", "one by one"])
-def test_sites_that_differ_have_no_common_arguments(connect_parts):
+def test_sites_that_differ_have_no_common_arguments():
     model = timm.create_model("vit_test_ortho")
-    connect_parts(model)
+    connect(model.blocks[0], "global")
     with pytest.raises(ValueError, match="sites have different connections: connect the whole model with one call"):
         connection_arguments(model)
+
+
+def test_parts_count_their_own_layers():
+    model = connect(timm.create_model("vit_test_ortho"), "global", layers=[1, 3], kinds="mlp")
+    arguments = connection_arguments(model)
+    assert connection_arguments(model.blocks[2:]) == {**arguments, "layers": [1]}
+    assert connection_arguments(model.blocks[2:3])["connection"] == "linear"
+    for block in model.blocks:
+        connect(block, "global", layers=0, kinds="mlp")
+    assert connection_arguments(model) == {**arguments, "layers": [0, 1, 2, 3]}
 
 
 @torch.no_grad()

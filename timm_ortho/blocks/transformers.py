@@ -116,7 +116,7 @@ NOT_RESIDUAL: Dict[str, str] = {
             swiftformer.SwiftFormerForImageClassification""",
         "pools for the head, after the last block":
             "siglip.SiglipMultiheadAttentionPoolingHead siglip2.Siglip2MultiheadAttentionPoolingHead",
-        "concatenated outputs": "perceiver.PerceiverModel",
+        "concatenated outputs": "perceiver.PerceiverModel t5.T5Block t5.T5ForConditionalGeneration",  # T5: before 5.2
     }.items()
     for name in names.split()
 }
