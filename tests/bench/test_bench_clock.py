@@ -1,4 +1,4 @@
-"""The order of measurements, what is timed, what counts as memory, and which errors become notes."""
+"""Order of measurements, timed intervals, memory, and errors that become notes."""
 import importlib
 import random
 from types import SimpleNamespace
@@ -128,7 +128,7 @@ def test_cuda_clock(monkeypatch):
 
 
 def test_peak_memory_excludes_other_candidates(monkeypatch):
-    allocated = [1000]  # bytes of the other candidates
+    allocated = [1000]  # bytes of the group's remaining candidates
     peak = [0]
 
     def allocate(amount):

@@ -168,7 +168,7 @@ def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]
 
 
 def _peak_memory(candidate: Candidate, device: torch.device) -> int:
-    """Return the bytes that a candidate holds plus the peak of a call, without the other candidates' memory."""
+    """Return the bytes that a candidate holds plus the peak of a call. Memory of the group's rest is excluded."""
     candidate.prepare()  # frees the gradients of the previous call
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -275,7 +275,7 @@ record = Recorder
 
 
 class _Hook:
-    """Hook of a recorded model. Copies and pickles of it do nothing, so that copies of the model record nothing."""
+    """Hook of a recorded model. A copied or unpickled hook does nothing, so that copies of the model record nothing."""
 
     def __init__(self, call: Callable[..., None] = lambda *_: None) -> None:
         self.call = call

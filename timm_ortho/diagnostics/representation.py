@@ -223,7 +223,7 @@ def moments(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) 
 
 
 def compare(model: nn.Module, other: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Dict[str, Any]:
-    """Compare the features of two models in one pass over a loader. The arguments are those of :func:`features`.
+    """Compare the features of two models in one pass over a loader. See :func:`features` for the arguments.
 
     Returns:
         ``{"model": summary, "other": summary, "linear_cka": float, "images": int}``, see :func:`summary`.
