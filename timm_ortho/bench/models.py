@@ -22,6 +22,14 @@ def model_groups(options: Namespace) -> list[Group]:
     """Return one group for each architecture, layout, precision, mode and step.
 
     The modes are eager with the default backend, eager with `inductor`, and the whole model under torch.compile.
+
+    Args:
+        options: Options from :func:`timm_ortho.bench.resolve`.
+
+    >>> from timm_ortho.bench import resolve
+    >>> groups = model_groups(resolve(dict(device="cpu", models=["vit_small_ortho"], compile=False)))
+    >>> [(group.labels["mode"], group.labels["step"]) for group in groups]
+    [('eager', 'training'), ('eager', 'inference')]
     """
     modes = MODES if options.compile else MODES[:1]
     return [model_group("models", options.device, model, *how) for model in options.models
@@ -29,9 +37,9 @@ def model_groups(options: Namespace) -> list[Group]:
 
 
 def model_group(
-        what: str, device: torch.device, architecture: Architecture, layout: str, dtype: str, mode: str, step: str,
+        part: str, device: torch.device, architecture: Architecture, layout: str, dtype: str, mode: str, step: str,
 ) -> Group:
-    labels = dict(what=what, model=architecture.label, shape=shape_label(architecture.batch), layout=layout,
+    labels = dict(what=part, model=architecture.label, shape=shape_label(architecture.batch), layout=layout,
                   dtype=dtype if dtype == "float32" else f"amp {dtype}", mode=mode, step=step)
     build = partial(_model_candidates, architecture, device, layout, DTYPES[dtype], mode, step)
     return Group(labels, architecture.batch[0], build)

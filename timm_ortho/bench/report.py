@@ -8,7 +8,7 @@
 | `shortest_ratio` | `ms` divided by that of the shortest formula; only in the part `launch` |
 | `gb_per_s` | bytes that a call must move, in units of 1e9, per second |
 | `share_of_copy` | `gb_per_s` divided by that of copying a large tensor, in the same repetition |
-| `peak_memory` | bytes on a GPU: what the candidate holds plus the peak of a call |
+| `peak_memory` | bytes on a GPU: the candidate's tensors plus the peak of a call |
 | `saved_bytes` | bytes that autograd saves for the backward pass, each storage once, without parameters |
 
 The first four have p20, p50 and p80 over the repetitions; the remaining metrics are medians or single values. None
@@ -189,13 +189,19 @@ def _interval(row: Measurement, name: str) -> str:
 
 
 def tables(rows: Sequence[Measurement]) -> str:
-    """Return a text table for each part."""
-    return "\n\n".join(_table([row for row in rows if row["what"] == what], what) for what in _TABLES
-                       if any(row["what"] == what for row in rows))
+    """Return a text table for each part.
+
+    >>> labels = dict(what="launch", model="", shape="1x1x32", step="inference")
+    >>> text = tables(rows(labels, 0, [Result("linear", ms=[0.002], once={"backend": "torch"})]))
+    >>> text.splitlines()[-1].split()[:5]
+    ['1x1x32', 'inference', 'linear', 'torch', '2.0']
+    """
+    return "\n\n".join(_table([row for row in rows if row["what"] == part], part) for part in _TABLES
+                       if any(row["what"] == part for row in rows))
 
 
-def _table(rows: Sequence[Measurement], what: str) -> str:
-    table = _TABLES[what]
+def _table(rows: Sequence[Measurement], part: str) -> str:
+    table = _TABLES[part]
     lines = [[str(row[cell]) if isinstance(cell, str) else cell(row) for cell in table.values()] for row in rows]
     lines = [[header.strip() for header in table], *map(_without_repeats, [[], *lines], lines)]
     text = aligned(lines)
@@ -228,14 +234,14 @@ def write(folder: Path, rows: Sequence[Measurement]) -> None:
 def plot(rows: Sequence[Measurement]) -> Figure:
     """Plot the ratios to linear, p50 with whiskers from p20 to p80: one panel per part, one line per group."""
     drawn = [row for row in rows if row["candidate"] != "linear" and row["ratio_p50"]]
-    parts = [what for what in _TABLES if any(row["what"] == what for row in drawn)] or ["operator"]
-    lines = {what: list(dict.fromkeys(_line(row) for row in drawn if row["what"] == what)) for what in parts}
-    heights = [max(2, len(lines[what])) for what in parts]
+    parts = [part for part in _TABLES if any(row["what"] == part for row in drawn)] or ["operator"]
+    lines = {part: list(dict.fromkeys(_line(row) for row in drawn if row["what"] == part)) for part in parts}
+    heights = [max(2, len(lines[part])) for part in parts]
     figure = Figure(figsize=(10, 1.2 * len(parts) + 0.35 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, what in zip(panels, parts, strict=True):
-        _panel(axes, [row for row in drawn if row["what"] == what], lines[what])
-        axes.set_title(f"{what}: time over linear, p20 to p80", fontsize=10, loc="left")
+    for axes, part in zip(panels, parts, strict=True):
+        _panel(axes, [row for row in drawn if row["what"] == part], lines[part])
+        axes.set_title(f"{part}: time relative to linear, p20 to p80", fontsize=10, loc="left")
     return figure
 
 

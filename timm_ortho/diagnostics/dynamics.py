@@ -48,6 +48,9 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
     """Return ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, a tensor on the device of ``x``.
 
     With groups of channels, the cosine of each group follows.
+
+    >>> measure(timm_ortho.FeatureConnection(), torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0, 3.0]]))
+    tensor([ 9.0000, 16.0000,  9.0000,  0.8000])
     """
     # the square of a float16 norm overflows at 256
     x = connection.carried(x)
@@ -120,7 +123,15 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and restore each module's mode at the end."""
+    """Switch to evaluation mode, and restore each module's mode at the end.
+
+    >>> model = nn.Dropout()
+    >>> with evaluation(model):
+    ...     model.training
+    False
+    >>> model.training
+    True
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

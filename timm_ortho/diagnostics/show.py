@@ -41,7 +41,13 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
 
 
 def as_text(measured: MeasuredSites) -> str:
-    """Return a text table with a bar from -1 to 1 for the cosine, and the range over groups of channels."""
+    """Return a text table with a bar from -1 to 1 for the cosine, and the range over groups of channels.
+
+    >>> site = Site(0, "mlp", "blocks.0.connection_mlp", timm_ortho.create_connection("feature"))
+    >>> means = SiteDynamics(0, "mlp", site.name, stream=2.0, parallel=1.0, orthogonal=3.0, cosine=0.5)
+    >>> as_text([(site, means)]).splitlines()[1].split()
+    ['0', 'mlp', 'feature', '2', '1', '3', '+0.500', '|=====']
+    """
     scale = "-1".ljust(_BAR) + "0" + "1".rjust(_BAR)
     table: List[Tuple[str, ...]] = [("block", "site", "connection", "|x|²", "|f∥|²", "|f⊥|²", "cosine", scale)]
     for (layer, kind, _, connection), means in measured:
@@ -102,6 +108,9 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
 
     Raises:
         ValueError: The file is not an image, or it is a greyscale image with 16 or 32 bits.
+
+    >>> batch(timm.create_model("vit_test_ortho")).shape
+    torch.Size([4, 3, 8, 8])
     """
     config = config or data_config(model, {})
     if image is None:
