@@ -27,28 +27,28 @@ NO_SUMS = "no residual additions"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="of timm.models (default: all)")
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if the file says something else")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the file differs")
     args = parser.parse_args()
     known = coverage.load()
     wanted = args.modules or [name for name in list_modules() if coverage.architectures(name)]
-    found = {}
+    surveyed = {}
     for module in wanted:
-        found[module] = survey(module)
-        covered, left_out = found[module]["covered"], found[module]["left_out"]
+        surveyed[module] = survey(module)
+        covered, left_out = surveyed[module]["covered"], surveyed[module]["left_out"]
         print(f"{module}: {len(covered)} covered, {len(left_out)} left out", flush=True)
         if not args.check:
-            known["modules"] = dict(sorted({**known["modules"], **found}.items()))
+            known["modules"] = dict(sorted({**known["modules"], **surveyed}.items()))
             known["timm"] = timm.__version__
             coverage.FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    wrong = [module for module in wanted if found[module] != known["modules"].get(module)] if args.check else []
+    wrong = [module for module in wanted if surveyed[module] != known["modules"].get(module)] if args.check else []
     for module in wrong:
         had = known["modules"].get(module)
-        print(f"{module}: {coverage.FILE.name} has {had}, found {found[module]}", file=sys.stderr)
+        print(f"{module}: {coverage.FILE.name} has {had}, the survey {surveyed[module]}", file=sys.stderr)
     return 1 if wrong else 0
 
 
 def survey(module: str) -> dict:
-    """The architectures of a module of timm: sites of the covered ones, reasons for the others."""
+    """Return the sites of a module's covered architectures, and a reason for each architecture that is left out."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
         with on_meta(), warnings.catch_warnings(action="ignore"):  # of deprecated models
@@ -63,7 +63,7 @@ def survey(module: str) -> dict:
 
 
 def reason(model, error: UnsupportedModelError) -> str:
-    """Why a model has no variant: what its blocks add instead, layers left out."""
+    """Return why a model has no variant."""
     if error.unsupported:
         return f"residual blocks of unknown classes: {', '.join(error.unsupported)}"
     classes = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]

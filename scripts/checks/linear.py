@@ -1,10 +1,10 @@
-"""Hold every covered architecture of timm, with linear connections, against timm's own model, bit for bit.
+"""Compare every covered timm architecture with linear connections with timm's own model, bit for bit.
 
     python -m scripts.checks.linear [--above MILLIONS] [--up-to MILLIONS] [PATTERN]
 
-The test suite does this for small models; this is the same check for the others, as far as memory allows: one training
-step at full width and depth on a small image, outputs and all gradients. Models above ``--up-to`` million parameters
-(default 350) are built on the meta device and their sites are counted, as the suite does. One of 1,300 needs 20 GB.
+The test suite does this for small models. This script compares the outputs and all gradients of one training step at
+full width and depth on a small image. Models above `--up-to` million parameters (default 350) are only built on the
+meta device, and their sites are counted. A model of 1,300 million parameters needs 20 GB.
 """
 import argparse
 import fnmatch
@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from helpers.host_comparison import compare_with_host, model_on_meta
 
@@ -24,31 +24,31 @@ from timm_ortho.models.coverage import bases
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pattern", nargs="?", default="*")
-    parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS", help="only larger ones")
-    parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS", help="larger ones are only built")
+    parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS", help="only larger models")
+    parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS", help="larger models are only built")
     args = parser.parse_args()
     counts = Counter()
     for millions, base, count in sorted(measured(base) for base in fnmatch.filter(bases(), args.pattern)):
         if millions <= args.above:
             continue
         start = time.perf_counter()
-        found = compared(base) if millions <= args.up_to else "built on meta"
-        counts[found.partition(":")[0]] += 1
+        result = compared(base) if millions <= args.up_to else "built on meta"
+        counts[result.partition(":")[0]] += 1
         seconds = time.perf_counter() - start
-        print(f"{base}: {millions:.1f} M, {count} sites, {found}, {seconds:.1f} s", flush=True)
+        print(f"{base}: {millions:.1f} M, {count} sites, {result}, {seconds:.1f} s", flush=True)
     print(f"{counts['equal']} equal bit for bit, {counts['built on meta']} built on the meta device, "
           f"{counts['not equal']} not equal")
     return 1 if counts["not equal"] or not counts else 0
 
 
 def measured(base: str) -> tuple[float, str, int]:
-    """Millions of parameters, the name, and the number of sites."""
+    """Return millions of parameters, the name, and the number of sites."""
     model = model_on_meta(base + "_ortho")
     return sum(p.numel() for p in model.parameters()) / 1e6, base, len(sites(model))
 
 
 def compared(base: str) -> str:
-    """"equal", or "not equal" and why, so that one architecture does not keep the others from being compared."""
+    """Return "equal", or "not equal" with the error, which does not stop the comparison of further models."""
     try:
         compare_with_host(base)
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:

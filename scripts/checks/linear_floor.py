@@ -3,8 +3,8 @@
     python -m scripts.checks.linear_floor RUN ...    folders of runs; writes model_cards/results/floors/ridge.json
 
 Ridge regression on the pixels between 0 and 1 (scikit-learn's RidgeClassifier): `top1` with alpha 1, `best` with the
-best alpha of `ALPHAS` on the validation images. A network below it has learned less than a linear map, and differences
-between such networks say little.
+alpha of `ALPHAS` that is best on the validation images. A network with a lower accuracy has learned less than a linear
+map, so differences between such networks mean little.
 """
 import json
 import sys
@@ -42,13 +42,13 @@ def arrays(images: Iterable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(runs: Iterable[Path], file: Path = FILE) -> None:
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    floors = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for run in runs:
         study = read(run.parent)["study"]
         name = "-".join([study["name"], study["dataset"].replace("/", "_"), study["scale"]])
-        found[name] = floor(run)
-        print(name, found[name])
-    file.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+        floors[name] = floor(run)
+        print(name, floors[name])
+    file.write_text(json.dumps(dict(sorted(floors.items())), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

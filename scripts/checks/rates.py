@@ -1,4 +1,4 @@
-"""Apply the rules of docs/hypotheses.md that choose learning rates and a recipe, and check the gate.
+"""Apply the preregistered rules that choose learning rates and a recipe, and check the gate (docs/hypotheses.md).
 
     python -m scripts.checks.rates FOLDER ...    output folders of `timm-ortho study run cifar_rates`, taken together
 
@@ -24,7 +24,7 @@ ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # the gate of S0: points of accuracy, tra
 
 
 def smoothing_floor(smoothing: float, classes: int) -> float:
-    """The entropy of smoothed labels, 1 - s + s / K for the true class and s / K elsewhere: the least cross entropy."""
+    """Return the entropy of smoothed labels, the least cross entropy: 1 - s + s / K for the true class, else s / K."""
     rest, true = smoothing / classes, 1 - smoothing + smoothing / classes
     return -true * math.log(true) - (classes - 1) * rest * math.log(rest) if smoothing else 0.0
 
@@ -37,21 +37,21 @@ def means_of(runs: Iterable[Run], read: Callable[[Run], float] = lambda run: run
 
 
 def choose(means: Mapping[float, float], nearly: float) -> float:
-    """The rate with the highest mean; of rates that are nearly as good the lowest."""
+    """Return the lowest rate whose mean is at most `nearly` points below the best."""
     return min(rate for rate, mean in means.items() if mean >= max(means.values()) - nearly)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the runs of one recipe choose.
+    """Learning rates chosen from the runs of one recipe.
 
     Attributes:
         means: Mean accuracy on held-out images.
         losses: Mean training loss of the last epoch.
-        rates: The rate of each connection.
-        shared: The rate of the means over both connections.
+        rates: The chosen rate of each connection.
+        shared: The rate chosen from the means over both connections.
         ridge: Accuracy of ridge regression on the same images, in percent.
-        floor: The label-smoothing floor.
+        floor: The label-smoothing floor of the training loss.
     """
 
     means: Means
@@ -70,7 +70,7 @@ class Chosen:
                    {connection: choose(of, nearly) for connection, of in means.items()}, shared, ridge, floor)
 
     def margins(self, connection: str) -> tuple[float, float]:
-        """At the chosen rate: points above ridge regression, and training loss above the floor."""
+        """Return accuracy minus ridge regression in points, and training loss minus the floor, at the chosen rate."""
         rate = self.rates[connection]
         return self.means[connection][rate] - self.ridge, self.losses[connection][rate] - self.floor
 
@@ -80,13 +80,13 @@ class Chosen:
 
     @property
     def edges(self) -> list[str]:
-        """The connections whose rate is the lowest or the highest that was tried."""
+        """The connections whose chosen rate is the lowest or the highest tried."""
         return [connection for connection, rate in self.rates.items()
                 if rate in (min(self.means[connection]), max(self.means[connection]))]
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """The recipe in which linear, at its rate, has the higher mean, `paper` if they are close; F takes no part."""
+    """Return the recipe with the higher mean of linear at its chosen rate, or `paper` if the means are close."""
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best
@@ -99,7 +99,7 @@ def by_recipe(runs: Iterable[Run], ridge: float, floor: float) -> dict[str, Chos
 
 
 def lines(recipes: Mapping[str, Chosen]) -> list[str]:
-    """The means, the choices and the gate, as Markdown."""
+    """Return the means, the choices and the gate as lines of Markdown."""
     shown = recipe_of(recipes)
     rates = sorted({rate for chosen in recipes.values() for of in chosen.means.values() for rate in of})
     header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "rate", "above ridge", "loss above floor",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs timm's own model tests on the variants that `import timm_ortho` registers.
+"""Run timm's own model tests on the variants that `import timm_ortho` registers.
 
     python -m scripts.checks.timm_tests [OPTIONS]    every variant, the smallest first; continues an earlier run
 
@@ -9,16 +9,16 @@
     --only NAME ...       only these variants: vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
     --skip TRANSFORM      variants with this transform of the stream: --only test_vit_ortho --skip orthogonal_tp
 
-`tests/test_models.py` comes out of timm's source distribution, of the very version that is installed; it is downloaded
-into a cache folder and never becomes part of this project. Only `tests/` is unpacked, so that the installed timm is
-the one under test. In the process that runs them this file is a pytest plugin (`-p timm_tests`): it registers the
-variants before timm's tests list their models, keeps the tests of the models asked for, and writes down each outcome.
+timm's `tests/test_models.py` is downloaded with the source distribution of the installed version into a cache folder.
+Only `tests/` is unpacked, so the installed timm is tested. In the process that runs the tests this file is a pytest
+plugin (`-p timm_tests`): it registers the variants before timm's tests list their models, selects the tests of the
+requested models, and records each outcome.
 
-A process that dies, for want of memory or of time, is followed by another for the tests that are left, the one that it
-died in first; that test has failed if the new process dies in it as well.
+If a process dies from lack of memory or time, another one runs the remaining tests, beginning with the test that it
+died in. If the new process dies in this test too, the test has failed.
 
-A test that a variant fails is run on the architecture it was made from as well. Where that fails too, or where timm's
-own lists leave the architecture out of that test, it is reported but not held against the variant.
+If a variant fails a test, its architecture runs the test too. If the architecture fails as well, or timm excludes the
+architecture from the test, the result is reported as excused.
 """
 import argparse
 import gc
@@ -60,8 +60,8 @@ SPREAD = (
     "rexnetr_100_orthog", "starnet_s050_ortho", "fasternet_t0_orthog",
 )
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
-ANY = "any test"  # in place of a test's name, of a variant that none was run of
-WANTED, ENDED, OUTCOMES, SKIP = (  # how this script talks to itself as a plugin
+ANY = "any test"  # the test's name for a variant without any test
+WANTED, ENDED, OUTCOMES, SKIP = (  # environment variables for the plugin
     "TIMM_TESTS_WANTED", "TIMM_TESTS_ENDED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
 
 PYTEST_INI = """[pytest]
@@ -88,13 +88,13 @@ def pytest_configure(config) -> None:
     import timm_ortho  # noqa: F401  registers the variants
     from timm_ortho.models.names import base_name
 
-    # timm's feature tests choose models by module: in this process each variant stands in its architecture's module too
+    # timm's feature tests select models by module, so each variant joins its architecture's module in this process
     for name, module in list(_registry._model_to_module.items()):
         if module in ("variants", "paper", "skip_networks"):
             own = "resnetv2" if name.startswith(("resnetv2", "skipnet")) else "vision_transformer"
             home = _registry._model_to_module.get(base_name(name), own)
             _registry._module_to_models[home].add(name)
-    # timm's file makes its tests of all models that match, 60,000 of them: here it finds only those that are wanted
+    # timm's file would create 60,000 tests; listing only the wanted models limits them
     wanted, list_models = json.loads(os.environ[WANTED]), timm.list_models
     timm.list_models = lambda *args, **kwargs: [
         name for name in list_models(*args, **kwargs) if name.split(".")[0] in wanted]
@@ -104,9 +104,9 @@ def pytest_configure(config) -> None:
             _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
 
 
-@pytest.hookimpl(trylast=True)  # after pytest's own, which takes out what has not one of the markers
+@pytest.hookimpl(trylast=True)  # after pytest's own deselection by marker
 def pytest_collection_modifyitems(config, items: list) -> None:
-    """Keeps the tests that have one of the wanted models among their parameters."""
+    """Keep the tests with a wanted model among their parameters."""
     wanted, ended = json.loads(os.environ[WANTED]), set(json.loads(os.environ[ENDED]))
 
     def keep(item) -> bool:
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(config, items: list) -> None:
     for item in items:
         item.user_properties.append(("timm_test", [_model_of(item), item.originalname]))
     _write({"collected": [[item.nodeid, _model_of(item), item.originalname] for item in items]})
-    gc.freeze()  # what is there already stays there: not to be looked through after each test
+    gc.freeze()  # the collection after each test skips existing objects
 
 
 def _model_of(item) -> Optional[str]:
@@ -137,7 +137,7 @@ def pytest_runtest_teardown(item) -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or extensions report at the end what the collector never saw
+    gc.unfreeze()  # otherwise extensions report the frozen objects at exit
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -162,12 +162,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
     parser.add_argument("--skip", metavar="NAME", help="with --only: the variants with this transform of the stream")
     parser.add_argument("--marked", action="store_true",
-                        help="only the tests with a marker, which are those that timm's CI runs")
+                        help="only the tests with a marker, as timm's CI does")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
-                        help="where timm's tests and the state of a full run are kept (default: %(default)s)")
+                        help="folder of timm's tests and of the state of a full run (default: %(default)s)")
     parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS",
-                        help="of a full run only architectures of more parameters")
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier full runs have finished")
+                        help="in a full run, only architectures with more parameters")
+    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier full runs")
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one process (default: 3600)")
     parser.add_argument("--workers", type=int, default=1, metavar="N",
                         help="processes of a full run at once (default: 1); the largest architectures need 10 GB")
@@ -197,7 +197,7 @@ def default_cache() -> Path:
 
 
 def variants_and_bases() -> Dict[str, Optional[str]]:
-    """Every variant's name and the timm architecture it was made from; None for the papers' own."""
+    """Return the timm architecture of every variant; None for the papers' own models."""
     import timm
 
     hosts = set(timm.list_models())
@@ -212,10 +212,10 @@ def variants_and_bases() -> Dict[str, Optional[str]]:
 
 
 def timm_test_file(cache: Path) -> Path:
-    """tests/test_models.py of the installed timm, downloaded into the cache if it is not there.
+    """Return tests/test_models.py of the installed timm, downloaded into the cache if needed.
 
     Raises:
-        SystemExit: pip could not get the source distribution.
+        SystemExit: pip could not download the source distribution.
     """
     import tarfile
 
@@ -242,7 +242,7 @@ def timm_test_file(cache: Path) -> Path:
 
 
 def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespace) -> List[dict]:
-    """Every architecture, a few in each process; what is finished stands in a file and is not run again."""
+    """Run all architectures, a few per process; a state file lists the finished ones, which are skipped."""
     state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
     state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
     from timm_ortho.models.names import base_name
@@ -270,24 +270,24 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
 
 
 def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[List[str]]:
-    """The architectures that share a process, at most so many of so many parameters in all: it starts as slowly as the
-    tests of a small one run.
+    """Group the architectures that share a process: at most `most`, with at most `room` parameters together.
 
-    The smallest go first, so that a run that is stopped has finished many.
+    Starting a process takes as long as the tests of a small architecture. The smallest come first, so that an
+    interrupted run has finished many.
     """
-    found: List[List[str]] = []
+    groups: List[List[str]] = []
     left = 0.0
     for stem in sorted(sizes, key=sizes.__getitem__):
-        if not found or len(found[-1]) == most or sizes[stem] > left:
-            found.append([])
+        if not groups or len(groups[-1]) == most or sizes[stem] > left:
+            groups.append([])
             left = room
-        found[-1].append(stem)
+        groups[-1].append(stem)
         left -= sizes[stem]
-    return found
+    return groups
 
 
 def parameters(name: str, *others: str) -> int:
-    """Of one of an architecture's variants."""
+    """Count the parameters of the first of an architecture's variants."""
     import timm
 
     from timm_ortho.models.meta import on_meta
@@ -297,7 +297,7 @@ def parameters(name: str, *others: str) -> int:
 
 
 def fingerprint() -> str:
-    """Changes with timm, torch and this package's code: a state file never speaks for other code."""
+    """Return a hash of timm's and torch's versions and this package's code, for the name of the state file."""
     import timm
     import torch
 
@@ -311,10 +311,10 @@ def fingerprint() -> str:
 
 def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bool,
         verbose: bool = False) -> List[dict]:
-    """timm's tests on some variants, and what the variants fail also on the architectures they were made from.
+    """Run timm's tests on some variants, and failed tests on their architectures too.
 
     Returns:
-        One dict per test and variant: model, test, outcome (passed, skipped, failed, or excused) and message.
+        One dict per test and variant: model, test, outcome (passed, skipped, failed or excused) and message.
     """
     results = call_pytest(tests, {name: [] for name in group}, timeout, marked, verbose)
     untested = group.keys() - {result["model"] for result in results}
@@ -331,14 +331,14 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bo
         outcomes = [each["outcome"] for each in of_bases
                     if each["model"] == base and result["test"] in (each["test"], ANY)]
         if "passed" not in outcomes:
-            reason = f"{base} fails it too" if "failed" in outcomes else f"timm leaves {base} out of it"
+            reason = f"{base} fails it too" if "failed" in outcomes else f"timm excludes {base} from it"
             result.update(outcome="excused", message=f"{reason}; {result['message']}")
     return results
 
 
 def call_pytest(
         tests: Path, wanted: Dict[str, List[str]], timeout: float, marked: bool, verbose: bool) -> List[dict]:
-    """Runs pytest, again for what is left where a process dies. `wanted`: model -> names of tests, empty for all."""
+    """Run pytest until every test has an outcome. `wanted` maps a model to names of tests, an empty list to all."""
     ended: Dict[str, dict] = {}  # of each test, by pytest's id
     while True:
         records, how, log = _one_process(tests, wanted, list(ended), timeout, marked, verbose)
@@ -346,8 +346,8 @@ def call_pytest(
         ended.update((r["ended"], {key: r[key] for key in ("model", "test", "outcome", "message")})
                      for r in records if "ended" in r)
         started = [record["started"] for record in records if "started" in record]
-        if started and started[0] not in ended:  # a process of its own was not enough for it either
-            message = f"the process died in it ({how})"
+        if started and started[0] not in ended:  # the process died in the first test that it ran
+            message = f"the process died in this test ({how})"
             ended[started[0]] = dict(collected[started[0]], outcome="failed", message=message)
         if not started or collected.keys() <= ended.keys():
             break
@@ -358,7 +358,7 @@ def call_pytest(
 
 def _one_process(tests: Path, wanted: Dict[str, List[str]], ended: List[str], timeout: float, marked: bool,
                  verbose: bool) -> Tuple[List[dict], str, str]:
-    """What the plugin wrote, how the process ended and what it printed."""
+    """Return the plugin's records, how the process ended, and its output."""
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch) / "outcomes.jsonl"
         outcomes.touch()
@@ -383,7 +383,7 @@ def counted(results: Iterable[dict]) -> str:
 
 
 def summarize(results: List[dict]) -> int:
-    """Prints what needs attention and the counts; 1 if a variant failed what its architecture passes."""
+    """Print failures and counts; return 1 if a variant failed a test that its architecture passes."""
     for outcome in ("excused", "failed"):
         for result in results:
             if result["outcome"] == outcome:

@@ -1,4 +1,4 @@
-"""The evidence page and README's summary of it: every number is computed from the published runs.
+"""Write the evidence page and its summary in README; every number is computed from the published runs.
 
 The text is `evidence.md.jinja`, the hypotheses are in `hypotheses.py`, the differences in `contrasts.py`.
 """
@@ -72,14 +72,14 @@ def _json(name: str) -> Mapping[str, Any]:
 
 # ---------------------------------------------------------------------------------- rates, recipes, provenance
 def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[tuning_rules.Chosen]:
-    """P0: of rates within 0.1 points of the best the lowest; its gate is the accuracy above ridge regression alone."""
+    """Return the rates that P0 chose: the lowest within 0.1 points of the best."""
     if not is_published(study):
         return None
     return tuning_rules.Chosen.of(runs_of(study), _json("floors/ridge.json")[study]["top1"], _floor(study), 0.1)
 
 
 def tuned_on_cifar(study: str = f"cifar_rates-{CIFAR}-small") -> Optional[list[str]]:
-    """S0: the table and the choices of `rates.py`."""
+    """Return the table and the choices of S0, see `scripts.checks.rates`."""
     if not is_published(study):
         return None
     ridge = _json("floors/ridge.json")[study]["best"]
@@ -87,12 +87,12 @@ def tuned_on_cifar(study: str = f"cifar_rates-{CIFAR}-small") -> Optional[list[s
 
 
 def _floor(study: str) -> float:
-    """The label-smoothing floor of a study's training loss."""
+    """Return the label-smoothing floor of a study's training loss."""
     return tuning_rules.smoothing_floor(_options(study).smoothing, len(runs_of(study)[0]["labels"]))
 
 
 def _options(study: str) -> Any:
-    """timm's options of a study's first run."""
+    """Return the train.py options of a study's first variant."""
     return design.load(study.partition("-")[0], "small").variants({})[0].options
 
 
@@ -124,14 +124,14 @@ DATA = {"C1": "CIFAR-10", "C2": "Tiny ImageNet", "H1": "Fashion-MNIST"}  # of th
 
 
 def slower(contrast: Contrast) -> float:
-    """By how many percent a run with F takes longer, the median over the pairs."""
+    """Return by how many percent a run takes longer with F, as the median over the pairs."""
     seconds = {(run["seed"], run["connection"]): run["seconds"] for run in contrast.runs}
     seeds = {seed for seed, _ in seconds}
     return 100 * (median(seconds[seed, "feature"] / seconds[seed, "linear"] for seed in seeds) - 1)
 
 
 def detectable(pairs: int, power: float = 0.8) -> float:
-    """The effect, in standard deviations of a difference, that a two-sided paired test at 5 % finds with this power."""
+    """Return the effect that a two-sided paired test at 5 % detects with this power, in standard deviations."""
     limit = stats.t.ppf(0.975, pairs - 1)
     return float(optimize.brentq(lambda d: stats.nct.sf(limit, pairs - 1, d * math.sqrt(pairs)) - power, 0.1, 3.9))
 
@@ -170,7 +170,7 @@ def lead(sweeps: Sequence[Sweep]) -> str:
 
 
 def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:
-    """Points a decade over all rates, and without the highest."""
+    """Return the slope of F − linear over all rates, and without the highest rate."""
     return tuple(Contrast("", [(f"{study}-{data}-small", rates_slope(of))]).difference for of in (rates, rates[:-1]))
 
 
@@ -194,7 +194,7 @@ def section_width() -> int:
 
 # -------------------------------------------------------------------------------------------- the pictures
 def pictures() -> dict[str, Figure]:
-    """Of the questions, of all differences of all reports, and of the difference by epoch."""
+    """Return the plots of the hypotheses, of all differences of all reports, and of the difference by epoch."""
     asked = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
     asked = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + asked
     every = []
@@ -218,7 +218,7 @@ def pictures() -> dict[str, Figure]:
 
 
 def draw_by_epoch(contrasts: Mapping[str, Contrast]) -> Figure:
-    """F − linear after each epoch with its 95 % interval, a panel for each study."""
+    """Draw F − linear after each epoch with its 95 % interval, one panel per study."""
     figure = Figure(figsize=(4.2 * len(contrasts), 2.8), layout="constrained")
     for axes, (title, contrast) in zip(figure.subplots(1, len(contrasts), squeeze=False)[0], contrasts.items(),
                                        strict=True):
@@ -251,7 +251,7 @@ def text(history: Mapping[str, Any]) -> str:
     confirming = provenance.studies_of("one") + provenance.studies_of("two")
     every = [run for folder in studies.folders() if folder.name not in confirming
              for run in studies.part(folder).runs if studies.part(folder).trains]
-    # equal runs of several studies end with equal metrics
+    # a run that occurs in several studies has equal metrics in each
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
     ridge = _json("floors/ridge.json")
     floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])
@@ -288,7 +288,7 @@ def text(history: Mapping[str, Any]) -> str:
 
 
 def readme() -> str:
-    """The first answers, as README has them."""
+    """Return the summary as README's list."""
     return "\n".join(textwrap.fill(f"* **{what}**: {answer}", 120, subsequent_indent="  ", break_on_hyphens=False)
                      for what, answer in answers().items())
 

@@ -1,4 +1,4 @@
-"""The hypotheses of docs/hypotheses.md, the comparisons that decide them, and the exploratory comparisons."""
+"""The preregistered hypotheses (docs/hypotheses.md) with their comparisons, and the exploratory comparisons."""
 import math
 from dataclasses import dataclass
 from statistics import fmean
@@ -32,12 +32,12 @@ NAMES = {DIGITS: "digits", FASHION: "Fashion-MNIST", CIFAR: "CIFAR-10", TINY: "T
 RATES, RATES_FASHION = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3), (1e-3, 2e-3, 4e-3, 8e-3)
 RANKS = (0.0, 0.0625, 0.25, 0.5, 0.75, 1.0)
 KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
-UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}  # where each connection has a rate of its own
+UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}  # in studies with a rate per connection
 
 
 # --------------------------------------------------------------------------------------------- the paper's
 def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: str) -> dict[str, float]:
-    """`effect` of the paper's table, for each data set that it has numbers for."""
+    """Return an effect in a table of the paper, for each data set with numbers."""
     effects, entries = {}, section(table)
     for step in path:
         entries = entries[step]
@@ -55,7 +55,7 @@ def minus(of: str, base: str) -> Callable[[Mapping[str, Any]], float]:
 
 
 def rank_slope(ranks: Sequence[float]) -> Weights:
-    """Points of accuracy by rank / width."""
+    """Return the weights of the slope of accuracy over rank / width."""
     return slope(ranks, lambda index: {(ranks[index], "linear"): 1.0})
 
 
@@ -78,7 +78,7 @@ def of_skips(table: str, weights: Weights) -> dict[str, float]:
 
 
 def _mean(*effects: Mapping[str, float]) -> dict[str, float]:
-    """Of several tables, for each data set that all of them have."""
+    """Return the mean effect of several tables, for the data sets that all of them have."""
     return {data: fmean(effect[data] for effect in effects) for data in effects[0] if all(data in e for e in effects)}
 
 
@@ -92,12 +92,12 @@ def _only(data: str) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------- the decisions
 @dataclass(frozen=True)
 class Hypothesis:
-    """A hypothesis of hypotheses.md, and the comparison that decides it."""
+    """A preregistered hypothesis and the comparison that decides it."""
 
     name: str
     says: str
     contrast: Comparison
-    claims: str = "above"  # of the comparison: above zero, "equal" to it, or "different" from it on either side
+    claims: str = "above"  # the difference is "above" zero, "equal" to zero, or "different" from zero
     equivalent: Optional[float] = None  # the bound within which the two are called equivalent
     of_interest: float = 0.0  # the smallest difference of interest, from hypotheses.md
 
@@ -106,7 +106,7 @@ class Hypothesis:
         return self.contrast.is_run
 
     def decision(self, p: Optional[float]) -> str:
-        """By an adjusted p value; None where the differences have no variance."""
+        """Return the decision at an adjusted p value (None if the differences have no variance)."""
         if not self.is_run:
             return "not run yet"
         mean, significant = self.contrast.difference.mean, p is not None and p < 0.05
@@ -119,7 +119,7 @@ class Hypothesis:
         return "contradicted" if significant else "not confirmed"
 
     def remark(self, decision: str) -> str:
-        """A qualification of the decision, or nothing."""
+        """Return a qualification of the decision, or an empty string."""
         small = decision == "confirmed" and self.contrast.difference.mean < self.of_interest
         return f"below the {self.of_interest:g}-point threshold of interest" if small else ""
 
@@ -160,7 +160,7 @@ PART_ONE = (
 )
 RESNET = Contrast("ResNetV2-18: F − linear, Fashion-MNIST, the runs of P1b",
                   [(f"confirm_resnet-{FASHION}-small", difference())], paper=GAINS["resnetv2_18"])
-BESIDE = (  # outside the families: without adjustment, and so never called confirmed
+BESIDE = (  # outside the families: not adjusted, so never called confirmed
     Hypothesis("P1b", "the ViT gains more from F than the ResNet",
                Unpaired("P1b: the ViT gains more from F than the ResNet", PART_ONE[0].contrast, RESNET), "different"),
     _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
@@ -176,7 +176,7 @@ BESIDE = (  # outside the families: without adjustment, and so never called conf
 
 
 def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]], Sequence[float]]) -> list[dict]:
-    """A row for each. A hypothesis that is not run yet has the p 1, which keeps Holm's decisions valid."""
+    """Return a row for each hypothesis. Without runs, p is 1, which keeps Holm's decisions valid."""
     p = adjust([one.contrast.difference.p if one.is_run else 1.0 for one in hypotheses])
     decisions = [one.decision(value) for one, value in zip(hypotheses, p, strict=True)]
     return [{"hypothesis": one, "decision": decision, "remark": one.remark(decision), "p": value}
@@ -185,7 +185,7 @@ def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]]
 
 # ------------------------------------------------------------------------------------------- the explored
 def _both(study: str, label: str, weights: Weights, **more: Any) -> list[Comparison]:
-    """On every data set that the study has been run on."""
+    """Return the comparison on each data set that the study has been run on."""
     return _run([Contrast(f"{label}, {NAMES[data]}", [(f"{study}-{data}-small", weights)], **more)
                  for data in (DIGITS, FASHION)])
 
@@ -195,7 +195,7 @@ def _run(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def course(hypothesis: Hypothesis) -> list[Comparison]:
-    """How the final difference of an accuracy study came about: both losses, and the difference after a quarter."""
+    """Return an accuracy study's differences of both losses, and of accuracy after a quarter of the epochs."""
     if not hypothesis.is_run:
         return []
     parts, name = hypothesis.contrast.parts, hypothesis.name
@@ -205,14 +205,14 @@ def course(hypothesis: Hypothesis) -> list[Comparison]:
 
 
 def early(contrast: Contrast) -> tuple[int, Contrast]:
-    """The epoch after a quarter of all, and the difference there."""
+    """Return the epoch after a quarter of all epochs, and the difference there."""
     by_epoch = by_epochs(contrast)
     epoch = max(1, round(len(by_epoch) / 4))
     return epoch, by_epoch[epoch]
 
 
 def by_epochs(contrast: Contrast) -> dict[int, Contrast]:
-    """The difference after each epoch."""
+    """Return the difference after each epoch."""
     epochs = min(len(run["history"]) for run in contrast.runs)
     said = contrast.label.partition(":")[0]
     return {epoch: Contrast(f"{said}'s runs: F − linear after {epoch} of {epochs} epochs",
@@ -220,7 +220,7 @@ def by_epochs(contrast: Contrast) -> dict[int, Contrast]:
 
 
 def explored() -> dict[str, list[Comparison]]:
-    """By the experiment of the paper: differences that no hypothesis preceded."""
+    """Return the exploratory comparisons by experiment of the paper."""
     pattern, norm, start, rank = (
         section(table) for table in ("layer_pattern", "final_layer_norm", "initialisation", "representation"))
     width = f"cifar_width-{CIFAR}-small"
@@ -286,7 +286,7 @@ ELSEWHERE = {
 
 
 def of_rate(study: str, data: str, rates: Sequence[float]) -> dict[float, Contrast]:
-    """F − linear at each rate."""
+    """Return F − linear at each rate."""
     return {rate: Contrast(f"F − linear at {rate:g}", [(f"{study}-{data}-small", difference(rate))]) for rate in rates}
 
 

@@ -1,7 +1,7 @@
-"""Where the confirming runs were made: commits, processors and torch versions.
+"""Commits, processors and torch versions of the runs that test hypotheses.
 
-`evidence.py` records the history of the repository in model_cards/results/provenance/commits.json, so that a checkout
-without history can check the page.
+Publishing records the commits in model_cards/results/provenance/commits.json, so that a checkout without history can
+check the page.
 """
 import json
 import subprocess
@@ -12,12 +12,12 @@ from . import studies
 from .contrasts import Run, is_published, runs_of
 
 ROOT = Path(__file__).parents[2]
-RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # a line that came with each part
+RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # a line that was added with each part
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
 def studies_of(part: str) -> list[str]:
-    """Folders of the published studies that a part of hypotheses.md plans."""
+    """Return the folders of the published studies of one part of hypotheses.md."""
     prefixes = {"one": ("confirm_",), "two": ("cifar_", "tiny_imagenet_")}[part]
     return [folder.name for folder in studies.folders() if folder.name.startswith(prefixes)]
 
@@ -27,7 +27,7 @@ def recorded() -> dict[str, Any]:
 
 
 def record() -> None:
-    """Write `FILE` anew, where the whole history is known."""
+    """Rewrite `FILE` if the checkout has its history."""
     history = read_history()
     if history:
         FILE.write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
@@ -36,8 +36,10 @@ def record() -> None:
 def read_history(
         pages: Sequence[str] = ("docs/hypotheses.md", "model_cards/hypotheses.md"),
 ) -> Optional[dict[str, Any]]:
-    """By part: the commit that brought its rules, and of each commit that a run names whether it comes after; None
-    where git or the history is lacking."""
+    """Return, by part, the commit that added the rules, and the position of each run's commit relative to it.
+
+    None without git or without history.
+    """
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
     histories = {}
@@ -48,11 +50,11 @@ def read_history(
         commit, _, date = added[0].partition(" ")
         named = {run["made_with"]["commit"] for study in studies_of(part) for run in runs_of(study)}
         histories[part] = {"rules": commit, "date": date,
-                       "commits": {name: _place(commit, name) for name in sorted(filter(None, named))}}
+                       "commits": {name: _position(commit, name) for name in sorted(filter(None, named))}}
     return histories
 
 
-def _place(rules: str, commit: str) -> str:
+def _position(rules: str, commit: str) -> str:
     if _git("cat-file", "-t", commit) is None:
         return "not in the history"
     return "after" if _git("merge-base", "--is-ancestor", rules, commit) is not None else "before"
@@ -67,10 +69,10 @@ def _git(*arguments: str) -> Optional[str]:
 
 
 def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By study, the runs that name no commit after the rules: their number, seeds, commits, and when the last ended."""
+    """Return, by study, number, seeds and commits of the runs without a commit after the rules, and the last end."""
     others = {}
     for study in studies_of(part):
-        after = {commit for commit, place in history[part]["commits"].items() if place == "after"}
+        after = {commit for commit, position in history[part]["commits"].items() if position == "after"}
         runs = [run for run in runs_of(study) if run["made_with"].get("commit") not in after]
         if runs:
             others[study] = {"runs": len(runs), "seeds": sorted({run["seed"] for run in runs}),
@@ -80,9 +82,9 @@ def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def mixed_pairs(part: str) -> list[dict[str, Any]]:
-    """The seeds of a study whose runs name two processors, with what else differs."""
+    """Return the seeds whose runs had several processors or torch versions."""
     pairs = []
-    for study in filter(lambda study: is_published(study), studies_of(part)):
+    for study in filter(is_published, studies_of(part)):
         for seed in sorted({run["seed"] for run in runs_of(study)}):
             mine = [run for run in runs_of(study) if run["seed"] == seed]
             cpus, torches = _named(mine, "cpu"), _named(mine, "torch")

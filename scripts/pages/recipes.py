@@ -1,6 +1,6 @@
-"""The paper's recipes, timm_ortho/lab/recipes/*.yaml, from the numbers of the paper: 21 files, one source.
+"""Write the paper's recipes, timm_ortho/lab/recipes/*.yaml, from timm_ortho/lab/paper/paper.json.
 
-`digits.yaml`, `small_images.yaml` and `vit_test_digits.yaml`, which are not the paper's, are written by hand.
+`digits.yaml`, `small_images.yaml`, `vit_test_digits.yaml` and `skipnet_*.yaml` are written by hand.
 """
 import json
 import math
@@ -37,7 +37,7 @@ FITS = {
 
 
 class Option(NamedTuple):
-    """A line of YAML and why its value is what it is, where the paper alone does not say so."""
+    """A line of YAML, and the reason of a value that the paper does not state."""
 
     key: str
     value: Any
@@ -46,7 +46,7 @@ class Option(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------- options
 def options(experiment: Experiment) -> list[list[Option]]:
-    """All options of a recipe, in paragraphs."""
+    """Return all options of a recipe, in paragraphs."""
     vit = experiment.architecture.startswith("vit")
     paragraphs = [
         _model(experiment),
@@ -252,7 +252,7 @@ def _expected(experiment: Experiment) -> list[str]:
 
 
 def _choice(experiment: Experiment, label: str) -> str:
-    """The options of train.py that train this row of the table."""
+    """Return the command-line options of train.py for one row of the table."""
     start, _, label = label.rpartition(", ")
     connection = next(key for key, name in figures()["connections"].items() if name == label)
     weight_init = f" --model-kwargs weight_init={start}" if start else ""
@@ -322,7 +322,7 @@ def _commands(experiment: Experiment) -> list[str]:
 
 
 def _parts(experiment: Experiment, images: int) -> list[str]:
-    """Options with which one GPU takes that many images for each update; none where it takes them at once."""
+    """Return the options that split an update on one GPU into smaller batches; empty if the batch fits."""
     fits = _fits(experiment)
     return [f"-b {fits}", f"--grad-accum-steps {images // fits}"] if fits < images else []
 
@@ -332,7 +332,7 @@ def _fits(experiment: Experiment) -> int:
 
 
 def _command(*words: str) -> list[str]:
-    """A command, indented, over as many lines as it needs; a word is never broken."""
+    """Return an indented command, wrapped between words."""
     lines = [" "]
     for word in words:
         if len(lines[-1]) + len(word) + 3 > WIDTH - 2:
@@ -357,7 +357,7 @@ def _runs(experiment: Experiment) -> int:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Prose is wrapped; what is indented is a command or a row and stays."""
+    """Return wrapped prose; indented lines are commands or rows and stay unchanged."""
     return textwrap.wrap(text, width, break_on_hyphens=False) if text and not text.startswith(" ") else [text]
 
 
@@ -383,7 +383,7 @@ def _line(option: Option) -> str:
 
 
 def text(experiment: Experiment) -> str:
-    """The whole file."""
+    """Return the whole file."""
     paragraphs = ["".join(_line(option) for option in paragraph) for paragraph in options(experiment)]
     return header(experiment) + "\n".join(paragraphs)
 

@@ -1,4 +1,4 @@
-"""README's table of costs, and the opening and tables of docs/speed.md, from the rows of `timm-ortho bench`.
+"""Write README's table of costs and the tables of docs/speed.md from the rows of `timm-ortho bench`.
 
 The rows come from `model_cards/results/bench_*.csv`. Each file is a `bench.csv` under another name; a file may have
 several runs of one commit. The tables contain every measured case. Default cases of `timm-ortho bench` without a row
@@ -36,7 +36,7 @@ LAUNCH_HEADER = (
     "on", "tensor or model", "step", *(f"{name}, us" for name in LAUNCHED), "over linear", "over appendix",
     "over shortest")
 
-Row = Mapping[str, str]
+BenchRow = Mapping[str, str]
 
 
 def texts(root: Path) -> dict[Path, str]:
@@ -46,16 +46,16 @@ def texts(root: Path) -> dict[Path, str]:
             page: replaced(page, {"opening": opening(rows), "speed": section(rows)})}
 
 
-def rows_of(results: Path) -> list[Row]:
+def rows_of(results: Path) -> list[BenchRow]:
     return [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
 
 
-def costs(rows: Sequence[Row]) -> str:
-    """README's table: a line for each cost, a column for each CPU and GPU that was measured."""
+def costs(rows: Sequence[BenchRow]) -> str:
+    """Return README's table: a row for each cost, a column for each measured device."""
     on_cpu = [row["device"] == "cpu" for row in rows]
-    devices = [*(["CPU"] if True not in on_cpu else []), *dict.fromkeys(map(place, rows)),
+    devices = [*(["CPU"] if True not in on_cpu else []), *dict.fromkeys(map(device, rows)),
                *(["GPU"] if False not in on_cpu else [])]
-    by_device = {name: [row for row in rows if place(row) == name] for name in devices}
+    by_device = {name: [row for row in rows if device(row) == name] for name in devices}
     lines = [[f"launch, {LAUNCHES[0]}, {step}", *(launch(mine, step) for mine in by_device.values())]
              for step in MODEL_STEPS]
     lines += [[f"{name}: {label}", *(ratio(mine, models, *how) for mine in by_device.values())]
@@ -63,17 +63,17 @@ def costs(rows: Sequence[Row]) -> str:
     return markdown(["orthogonal over linear", *by_device], lines)
 
 
-def ratio(rows: Iterable[Row], models: Sequence[str], step: str, mode: str, name: str) -> str:
-    """What a model of these names costs, in each precision that was measured."""
-    found = [row for row in rows if row["what"] == "models" and row["model"] in models and row["candidate"] == "ortho"
+def ratio(rows: Iterable[BenchRow], models: Sequence[str], step: str, mode: str, name: str) -> str:
+    """Return a ratio of the first model with one of these names, in each measured precision."""
+    matched = [row for row in rows if row["what"] == "models" and row["model"] in models and row["candidate"] == "ortho"
              and row["layout"] in ("tokens", "nchw") and (row["step"], row["mode"]) == (step, mode)]
-    said = {row["dtype"]: interval(row) if name == "ratio" else number(row, name, "{:.3f}") for row in found}
-    if len(said) < 2:
-        return next(iter(said.values()), NOT_MEASURED)
-    return "; ".join(f"{text} ({dtype})" for dtype, text in said.items())
+    sentences = {row["dtype"]: interval(row) if name == "ratio" else number(row, name, "{:.3f}") for row in matched}
+    if len(sentences) < 2:
+        return next(iter(sentences.values()), NOT_MEASURED)
+    return "; ".join(f"{text} ({dtype})" for dtype, text in sentences.items())
 
 
-def launch(rows: Iterable[Row], step: str) -> str:
+def launch(rows: Iterable[BenchRow], step: str) -> str:
     ours, linear = (pick(rows, what="launch", shape=LAUNCHES[0], step=step, candidate=name)
                     for name in ("ortho", "linear"))
     if not (ours and linear):
@@ -81,73 +81,74 @@ def launch(rows: Iterable[Row], step: str) -> str:
     return " against ".join(f"{float(row['ms_p50']) * 1e3:,.1f} us" for row in (ours, linear))
 
 
-def opening(rows: Sequence[Row]) -> str:
-    """The ranges of the ratios in the tables, by kind of device."""
-    said = []
+def opening(rows: Sequence[BenchRow]) -> str:
+    """Return the ranges of the ratios in the tables, by kind of device."""
+    sentences = []
     for kind, on_cpu in (("CPU", True), ("GPU", False)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
         steps = [f"{name}: {'; '.join(ranges)}" for name, models in SHOWN.items() if (ranges := [
-            f"{percent(found)} {how}" for mode, how in HOW.items() if (found := ratios(mine, "models", models, mode))])]
+            f"{percent(of)} {how}" for mode, how in HOW.items() if (of := ratios(mine, "models", models, mode))])]
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
-            said.append("Time of a training step with orthogonal connections, relative to linear connections, on a "
-                        f"{kind} ({', '.join(names)}). {'. '.join(steps)}.")
+            sentences.append("Time of a training step with orthogonal connections, relative to linear connections, "
+                             f"on a {kind} ({', '.join(names)}). {'. '.join(steps)}.")
         if small:
             over = [sorted(float(row[column]) for row in small) for column in ("appendix_ratio_p50", "ratio_p50")]
-            said.append("A ViT of width 64 takes {:.2f} to {:.2f} times as long as with the formula of the paper's "
-                        "appendix, and {:.2f} to {:.2f} times as long as with addition.".format(
-                            *(end for found in over for end in (found[0], found[-1]))))
+            sentences.append("A ViT of width 64 takes {:.2f} to {:.2f} times as long as with the formula of the "
+                             "paper's appendix, and {:.2f} to {:.2f} times as long as with addition.".format(
+                                 *(end for matched in over for end in (matched[0], matched[-1]))))
         if not steps and not small:
-            said.append(f"On a {kind}: not measured.")
-    return textwrap.fill(" ".join(said), 120, break_on_hyphens=False)
+            sentences.append(f"On a {kind}: not measured.")
+    return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
 
 
-def ratios(rows: Iterable[Row], what: str, models: Sequence[str], mode: str) -> list[float]:
-    """Of a training step with linear connections, in every layout and precision."""
+def ratios(rows: Iterable[BenchRow], what: str, models: Sequence[str], mode: str) -> list[float]:
+    """Return the ratios of a training step to linear connections, in every layout and precision."""
     return [float(row["ratio_p50"]) for row in rows if row["what"] == what and row["model"] in models
             and row["candidate"] == "ortho" and (row["step"], row["mode"]) == ("training", mode) and row["ratio_p50"]]
 
 
-def percent(found: Sequence[float]) -> str:
-    """`+7 to +17 %`."""
-    low, high = (f"{100 * (end - 1):+.0f}".replace("-0", "+0") for end in (min(found), max(found)))
+def percent(matched: Sequence[float]) -> str:
+    """Return the range of ratios in percent, such as `+7 to +17 %`."""
+    low, high = (f"{100 * (end - 1):+.0f}".replace("-0", "+0") for end in (min(matched), max(matched)))
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
-def section(rows: Sequence[Row]) -> str:
-    """The tables of speed.md, of models, operator and launches, and where the rows come from."""
+def section(rows: Sequence[BenchRow]) -> str:
+    """Return the tables of models, operator and launches in speed.md, and the sources of their rows."""
     tables = [markdown(header, [*lines(rows), *unmeasured(rows, what, len(header))])
               for what, (header, lines) in TABLES.items()]
     return "\n\n".join(filter(None, [*tables, sources(rows)]))
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[BenchRow]:
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def sources(rows: Iterable[Row]) -> str:
-    """An item for each run: command, machine, versions, commit, day."""
+def sources(rows: Iterable[BenchRow]) -> str:
+    """Return a list item for each run: command, machine, versions, commit, day."""
     return "\n".join(dict.fromkeys(
-        f"* {place(row)}: `{row['command']}`; {row['cpu']}; {'driver ' + row['driver'] + ', ' if row['driver'] else ''}"
+        f"* {device(row)}: `{row['command']}`; {row['cpu']}; "
+        f"{'driver ' + row['driver'] + ', ' if row['driver'] else ''}"
         f"torch {row['torch']}, triton {row['triton']}, timm {row['timm']}; commit {commit(row)}, {row['date'][:10]}"
         for row in rows))
 
 
-def commit(row: Row) -> str:
+def commit(row: BenchRow) -> str:
     number, _, dirty = row["commit"].partition("-")
     return f"{number[:12] or 'unknown'}{' with changes' if dirty else ''}"
 
 
-def place(row: Row) -> str:
-    """The processor or the GPU by its own name."""
+def device(row: BenchRow) -> str:
+    """Return the name of the processor or GPU."""
     cpu = row["cpu"].partition(",")[0].replace("(R)", "").removesuffix(" Processor")
     return f"CPU, {cpu}" if row["device"] == "cpu" else row["device"]
 
 
-def unmeasured(rows: Sequence[Row], what: str, width: int) -> list[list[str]]:
-    """A line for each default model, shape or launch of a kind of device that there are no rows of."""
+def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str]]:
+    """Return a line for each default model, shape or launch of a kind of device without rows."""
     lines = []
     for kind, name in (("cpu", "CPU"), ("cuda", "GPU")):
         if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
@@ -156,28 +157,29 @@ def unmeasured(rows: Sequence[Row], what: str, width: int) -> list[list[str]]:
     return lines
 
 
-def cases(rows: Iterable[Row], what: str, *labels: str) -> dict[tuple[str, ...], list[Row]]:
-    found: dict[tuple[str, ...], list[Row]] = {}
+def cases(rows: Iterable[BenchRow], what: str, *labels: str) -> dict[tuple[str, ...], list[BenchRow]]:
+    matched: dict[tuple[str, ...], list[BenchRow]] = {}
     for row in rows:
         if row["what"] == what:
-            found.setdefault((place(row), *(row[label] for label in labels)), []).append(row)
-    return found
+            matched.setdefault((device(row), *(row[label] for label in labels)), []).append(row)
+    return matched
 
 
-def pick(rows: Iterable[Row], **wanted: str) -> Row:
-    """The row with these values, empty if there is none."""
-    found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-    if len(found) > 1:
-        raise SystemExit(f"{len(found)} rows of {found[0]['model'] or found[0]['shape']} are the same measurement, "
-                         f"{wanted}, by: {', '.join(sorted({row['command'] for row in found}))}")
-    return found[0] if found else {}
+def pick(rows: Iterable[BenchRow], **wanted: str) -> BenchRow:
+    """Return the row with these values, or an empty row."""
+    matched = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    if len(matched) > 1:
+        subject = matched[0]["model"] or matched[0]["shape"]
+        raise SystemExit(f"{len(matched)} rows of {subject} are the same measurement, "
+                         f"{wanted}, by: {', '.join(sorted({row['command'] for row in matched}))}")
+    return matched[0] if matched else {}
 
 
-def number(row: Row, column: str, form: str, unit: float = 1) -> str:
+def number(row: BenchRow, column: str, form: str, unit: float = 1) -> str:
     return form.format(float(row[column]) / unit) if row.get(column) else NOT_MEASURED
 
 
-def model_lines(rows: Iterable[Row]) -> list[list[str]]:
+def model_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
     lines = []
     for (on, model, candidate, *how), mine in cases(rows, "models", "model", "candidate", "layout", "dtype").items():
         if candidate != "linear":
@@ -190,13 +192,13 @@ def model_lines(rows: Iterable[Row]) -> list[list[str]]:
     return lines
 
 
-def interval(row: Row, name: str = "ratio") -> str:
+def interval(row: BenchRow, name: str = "ratio") -> str:
     if not row.get(f"{name}_p50"):
         return NOT_MEASURED
     return "{:.3f} [{:.3f}, {:.3f}]".format(*(float(row[f"{name}_{q}"]) for q in ("p50", "p20", "p80")))
 
 
-def operator_lines(rows: Iterable[Row]) -> list[list[str]]:
+def operator_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
     lines = []
     for (on, shape, layout, *how), mine in cases(rows, "operator", "shape", "layout", "dtype", "scope").items():
         lines.append([on, f"{shape}, {layout}", ", ".join(how), *(formula(mine, name) for name in FORMULAS),
@@ -204,8 +206,8 @@ def operator_lines(rows: Iterable[Row]) -> list[list[str]]:
     return lines
 
 
-def formula(rows: Sequence[Row], name: str) -> str:
-    """Forward and backward over linear, and forward's and backward's shares of a copy's bandwidth."""
+def formula(rows: Sequence[BenchRow], name: str) -> str:
+    """Return the ratio of forward and backward to linear, and the share of a copy's bandwidth of each pass."""
     ratio = number(pick(rows, step="both", candidate=name), "ratio_p50", "{:.2f}")
     if ratio == NOT_MEASURED:
         return ratio
@@ -214,8 +216,8 @@ def formula(rows: Sequence[Row], name: str) -> str:
     return f"{ratio} ({', '.join(shares)})"
 
 
-def speedup(rows: Sequence[Row]) -> str:
-    """How many times as fast as the appendix's formula the kernels are, or without them the eager update."""
+def speedup(rows: Sequence[BenchRow]) -> str:
+    """Return the speedup of the kernels over the appendix's formula, or that of the eager update without kernels."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:
@@ -223,7 +225,7 @@ def speedup(rows: Sequence[Row]) -> str:
     return NOT_MEASURED
 
 
-def launch_lines(rows: Iterable[Row]) -> list[list[str]]:
+def launch_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
     lines = []
     for (on, model, shape, step), mine in cases(rows, "launch", "model", "shape", "step").items():
         times = (number(pick(mine, candidate=name), "ms_p50", "{:,.1f}", 1e-3) for name in LAUNCHED)

@@ -91,10 +91,10 @@ def test_a_variant_is_held_against_its_architecture(cache, capfd):
     told = {line.split(": ")[2]: line for line in lines if line.startswith(("EXCUSED", "FAILED: "))}
     assert told["test_hard"].startswith("EXCUSED: test_vit_ortho: test_hard: test_vit fails it too; ")
     assert told["test_timm_knows_better"].startswith(
-        "EXCUSED: test_vit_ortho: test_timm_knows_better: timm leaves test_vit out of it; ")
+        "EXCUSED: test_vit_ortho: test_timm_knows_better: timm excludes test_vit from it; ")
     assert told["test_unlike_its_base"].startswith(
         "FAILED: test_vit_ortho: test_unlike_its_base: AssertionError: not what timm gives")
-    assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in it (exit status 9)"
+    assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in this test (exit status 9)"
     assert lines[-1] == "timm's tests on 2 variants: 6 passed, 2 skipped, 2 excused, 2 failed"
     # one that dies, one that dies in the same test again, one for what is left, one for the architecture
     assert (status, processes) == (1, 4)
@@ -105,7 +105,7 @@ def test_a_variant_without_tests_is_excused_only_if_its_architecture_has_none_ei
     for left_out, outcome, status in (("test_vit*", "EXCUSED", 0), ("test_vit_*", "FAILED", 1)):
         tests.write_text(TEST_MODELS.replace("timm.list_models()", f"timm.list_models(exclude_filters={left_out!r})"))
         found, lines, _ = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
-        reason = "timm leaves test_vit out of it; " if outcome == "EXCUSED" else ""
+        reason = "timm excludes test_vit from it; " if outcome == "EXCUSED" else ""
         assert f"{outcome}: test_vit_ortho: any test: {reason}no test was run" in lines
         assert found == status
 
