@@ -78,9 +78,10 @@ class _Block(NamedTuple):
                                  f"({type(self.module).__name__}); divisors are {divisors}. The model is unchanged.")
 
     def heads(self, model: nn.Module) -> int:
-        """Return the number of heads of the attention in the block's layer."""
-        counts = {getattr(module, name) for module in model.get_submodule(self.layer).modules() for name in _HEADS
-                  if isinstance(getattr(module, name, None), int)}
+        """Return the number of heads of the attention in the block's layer; transformers may have it in a config."""
+        modules = list(model.get_submodule(self.layer).modules())
+        configs = [module.config for module in modules if "config" in vars(module)]
+        counts = next(filter(None, map(_numbers_of_heads, (modules, configs))), set())
         if len(counts) != 1:
             number = f"has attention with {' and '.join(map(str, sorted(counts)))} heads" if counts else "has no heads"
             raise ValueError(f"groups='heads' requires one number of heads per block, and {self.name} "
@@ -90,6 +91,10 @@ class _Block(NamedTuple):
 
 
 _HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head")  # attributes of attention layers
+
+
+def _numbers_of_heads(owners: Iterable[Any]) -> set[int]:
+    return {getattr(owner, name) for owner in owners for name in _HEADS if isinstance(getattr(owner, name, None), int)}
 
 
 class UnsupportedModelError(ValueError):
@@ -160,8 +165,8 @@ def connect(
         The same model.
 
     Raises:
-        ValueError: An unknown name, a value outside its range, or a connection with another signature. The model is
-            unchanged.
+        ValueError: An unknown name, a value outside its range, a connection with another signature, or one with the
+            global scope in a causal block. The model is unchanged.
         UnsupportedModelError: No known block, residual blocks of unknown classes, or sharded blocks that would need
             another class or new parameters. The model is unchanged.
         timm_ortho.RoutingError: The source of a block does not match its description.

@@ -74,6 +74,14 @@ def test_feature_reaches_every_site_and_trains(name):
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_a_projection_per_head(name):
+    model, ids = connect(made(name), "feature", groups="heads"), tokens()
+    assert {site.connection.groups for site in sites(model)} == {4}
+    with torch.no_grad():
+        assert not torch.allclose(logits(model, ids), logits(connect(model, "feature"), ids))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_the_table_knows_the_causal_models(name):
     model, ids = made(name), tokens()
     if TEXT[name].task == "encoder":
