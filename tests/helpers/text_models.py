@@ -1,4 +1,4 @@
-"""Tiny random text models of transformers, one for each line of the table, and what is measured on them."""
+"""Tiny random text models of transformers, one or more for each line of the table, and the comparisons on them."""
 import inspect
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -88,7 +88,7 @@ def made(name: str, **changes: Any) -> torch.nn.Module:
     config, text = config_of(name, **changes), TEXT[name]
     torch.manual_seed(0)
     model = getattr(transformers, f"AutoModelFor{HEADS[text.task]}").from_config(config)
-    for parameter in model.parameters():  # its own start is so narrow that tokens would hardly affect each other
+    for parameter in model.parameters():  # the default values are so small that tokens would hardly affect each other
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     return model.eval()
@@ -125,15 +125,15 @@ def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) ->
 
 
 class Measured(NamedTuple):
-    """What one model shows, a row of the table in docs/text_models.md."""
+    """The results of one model, a row of the table in docs/text_models.md."""
 
     name: str
-    classes: str  # of its blocks
+    classes: str  # block classes
     sites: int
     kinds: str
-    linear: bool  # logits are those of the untouched model, bit by bit
+    linear: bool  # bit-identical logits of the connected and the untouched model
     linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
-    cache: Optional[bool]  # with feature, logits from the cache are those of one pass within rounding
+    cache: Optional[bool]  # with feature, the cache and one pass have the same logits within rounding
 
     def row(self) -> str:
         words = {True: "yes", False: "no", None: "no cache"}

@@ -18,6 +18,10 @@ def looks_residual(cls: type) -> bool:
 
     The rule prefers false positives, so that no model is converted in part. :func:`timm_ortho.not_residual` excludes a
     class. The rule misses sums in other methods, calls of ``sum``, and classes without source.
+
+    Example:
+        >>> looks_residual(timm.models.vision_transformer.Block), looks_residual(timm.layers.Mlp)
+        (True, False)
     """
     function = _forward_of(cls)
     if function is None:

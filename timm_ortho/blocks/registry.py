@@ -132,12 +132,22 @@ def not_residual(block: type, reason: str) -> type:
 
 
 def spec_of(module: nn.Module) -> Optional[BlockSpec]:
-    """Return the spec of a block, with or without connections; None for any other module."""
+    """Return the spec of a block, with or without connections; None for any other module.
+
+    Example:
+        >>> spec_of(timm.create_model("vit_test_ortho").blocks[0]).kinds
+        ('attention', 'mlp')
+    """
     return tables.spec_of_class(host_class(module))
 
 
 def is_residual(module: nn.Module) -> bool:
-    """Return whether a module without a spec looks like a residual block."""
+    """Return whether a module without a spec looks like a residual block.
+
+    Example:
+        >>> is_residual(torch.nn.TransformerEncoderLayer(8, 2)), is_residual(torch.nn.Linear(8, 8))
+        (True, False)
+    """
     return _looks_residual(written_class(module))
 
 

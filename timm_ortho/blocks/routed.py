@@ -20,7 +20,13 @@ from .spec import BlockSpec
 
 
 def written_class(module: nn.Module) -> type:
-    """Return the class of a module without the subclass that ``fully_shard`` or a parametrization put in its place."""
+    """Return the class of a module without the subclass that ``fully_shard`` or a parametrization put in its place.
+
+    Example:
+        >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+        >>> type(layer).__name__, written_class(layer).__name__
+        ('ParametrizedLinear', 'Linear')
+    """
     cls = type(module)
     while (cls.__module__.startswith("torch.") and cls.__module__ != "torch.nn.modules.container"
            and _forward(cls) is _forward(cls.__bases__[-1])):
@@ -34,7 +40,13 @@ def _forward(cls: type) -> Any:
 
 
 def host_class(module: nn.Module) -> type:
-    """Return the class that a module has without connections."""
+    """Return the class that a module has without connections.
+
+    Example:
+        >>> block = timm.create_model("vit_test_ortho").blocks[0]
+        >>> type(block).__module__, host_class(block).__module__
+        ('timm_ortho.blocks.routed', 'timm.models.vision_transformer')
+    """
     cls = written_class(module)
     return cls.__bases__[0] if cls.__module__ == __name__ else cls
 
@@ -53,6 +65,11 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
 
     Raises:
         timm_ortho.routing.RoutingError: The additions of the class do not match the spec.
+
+    Example:
+        >>> host = timm.models.vision_transformer.Block
+        >>> issubclass(routed_class(host, tables.spec_of_class(host)), host)
+        True
     """
     return _routed_class(host, spec, tuple(spec.sites) if kinds is None else kinds)
 
@@ -67,7 +84,13 @@ def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...]) -> type:
 
 
 def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
-    """Return the kinds of sites that a block has in its configuration."""
+    """Return the kinds of sites that a block has in its configuration.
+
+    Example:
+        >>> block = timm.models.vision_transformer.Block(8, 2)
+        >>> reached(block, tables.spec_of_class(type(block)))
+        ('attention', 'mlp')
+    """
     if spec.unless(block):
         return ()
     can_be = route(host_class(block), spec, spec.kinds).reached(block)
@@ -75,7 +98,13 @@ def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
 
 
 def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
-    """Return, by kind of site, whether the source has the branch to the left of the stream."""
+    """Return, by kind of site, whether the source has the branch to the left of the stream.
+
+    Example:
+        >>> host = timm.models.vision_transformer.Block
+        >>> branch_first(host, tables.spec_of_class(host))
+        {'attention': False, 'mlp': False}
+    """
     return dict(zip(spec.kinds, route(host, spec, spec.kinds).branch_first, strict=True))
 
 
@@ -92,7 +121,12 @@ def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Rout
 
 
 def library_of(cls: type) -> str:
-    """Return the library of a class with its version, ``timm 1.0.31``, for error messages."""
+    """Return the library of a class with its version, for error messages.
+
+    Example:
+        >>> library_of(timm.models.vision_transformer.Block) == f"timm {timm.__version__}"
+        True
+    """
     library = cls.__module__.partition(".")[0]
     return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".strip()
 

@@ -30,8 +30,13 @@ class BlockSpec(NamedTuple):
             attribute with the answer. It is read from the block, or from the nearest module around it that has it.
         depth: Number of modules between a block and its layer. BERT has one class for the end of each branch, so that
             a ``BertOutput`` is one level below its ``BertLayer``. Sites of one layer have the same index.
-        sides_differ: By default, additions on the two sides of an ``if`` count once. True counts them one after the
-            other, for a block with other kinds of additions on each side.
+        sides_differ: By default, additions on the two sides of an ``if`` count once. True counts the additions of both
+            sides, for a block with other kinds of additions on each side.
+
+    Example:
+        >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))
+        >>> spec.sites
+        {'attention': 'connection_attention', 'mlp': 'connection_mlp'}
     """
 
     name: str
@@ -83,6 +88,10 @@ def last_width(block: nn.Module) -> int:
 
     Raises:
         ValueError: The block has no such layer.
+
+    Example:
+        >>> last_width(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()))
+        8
     """
     layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
     last = next((module for module in reversed([*block.modules()]) if isinstance(module, layers)), None)

@@ -28,7 +28,12 @@ def spec_of_class(cls: type) -> Optional[BlockSpec]:
 
 
 def specs(library: str) -> Tuple[BlockSpec, ...]:
-    """Return the specs of a library, named by its package."""
+    """Return the specs of a library, named by its package.
+
+    Example:
+        >>> specs("torchvision")[0].name
+        'torchvision.models.vision_transformer.EncoderBlock'
+    """
     return tuple(spec for name, spec in SPECS.items() if name.partition(".")[0] == library)
 
 
