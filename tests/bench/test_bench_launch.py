@@ -7,6 +7,7 @@ from helpers.bench_runs import run, tiny_vit
 
 from timm_ortho import bench
 from timm_ortho.bench import launch, models
+from timm_ortho.functional import use_backend
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -47,6 +48,8 @@ def test_tiny_tensors(step):
     candidates = launch._tiny_candidates(torch.device("cpu"), step)
     linear, appendix, shortest, ortho = (one.run(one.prepare()) for one in candidates)
     assert isinstance(ortho, tuple) == (step == "training")  # gradients
+    with use_backend("inductor"):
+        assert [one.backend() for one in candidates] == ["torch", "torch", "torch", "inductor"]
     torch.testing.assert_close(ortho, appendix)
     torch.testing.assert_close(ortho, shortest)
     assert not torch.allclose(linear[0], ortho[0])

@@ -39,6 +39,7 @@ def _tiny_candidates(device: torch.device, step: str) -> list[Candidate]:
     operator_step = "both" if step == "training" else "forward"
     x, f, g = tensors(device, TINY, "tokens", "float32", operator_step)
     pasted = {name: partial(formula, dim=-1) for name, formula in PASTED.items()}
-    updates = {"linear": torch.add, **pasted, "ortho": FeatureConnection()}
-    return [Candidate(name, *timed(update, x, f, g, operator_step), partial(choose_backend, x, f))
-            for name, update in updates.items()]
+    plain = [Candidate(name, *timed(update, x, f, g, operator_step))
+             for name, update in {"linear": torch.add, **pasted}.items()]
+    ours = timed(FeatureConnection(), x, f, g, operator_step)
+    return [*plain, Candidate("ortho", *ours, backend=partial(choose_backend, x, f))]
