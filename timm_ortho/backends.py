@@ -3,11 +3,11 @@
 | backend | implementation | chosen by ``auto`` |
 | --- | --- | --- |
 | ``torch`` | the operations of :mod:`timm_ortho.functional` | on the CPU |
-| ``inductor`` | the same, by ``torch.compile`` but called from eager mode | never: it compiles for half a minute |
-| ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as they agree with ``torch`` |
+| ``inductor`` | the same operations under ``torch.compile``, called from eager mode | never: compiling takes 30 s |
+| ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as their results agree with ``torch`` |
 
-Under ``torch.compile`` and within a dispatch mode all of them are ``torch``: a compiler fuses its operations with those
-around them, and a mode records them. A backend is a pair of functions, see :class:`Backend`.
+Under ``torch.compile`` and inside a dispatch mode every backend is ``torch``: a compiler can then fuse the operations
+with their neighbours, and a mode can record them. A backend is a pair of functions, see :class:`Backend`.
 """
 import functools
 import importlib.util
@@ -30,11 +30,11 @@ BACKENDS = ("auto", "torch", "inductor", "triton")
 BACKEND_VARIABLE = "TIMM_ORTHO_BACKEND"
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
-_default = os.environ.get(BACKEND_VARIABLE) or "auto"  # read once; an unknown name raises in choose_backend
+_default = os.environ.get(BACKEND_VARIABLE) or "auto"  # choose_backend checks the name
 
 
 def accumulate_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products, sums and divisions for a stream of this dtype."""
+    """Return the dtype of products, sums and divisions for a stream of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -46,19 +46,24 @@ class Backend(NamedTuple):
 
 
 def default() -> str:
-    """What runs where nobody names a backend: what the environment said, or :func:`use_backend` says."""
+    """Return the default backend: from :func:`use_backend`, or from the environment."""
     return _default
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within this context ``name`` is what TIMM_ORTHO_BACKEND in the environment is for the whole process.
+    """Set the default backend inside a context, in place of the environment variable TIMM_ORTHO_BACKEND.
 
     Args:
         name: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``.
 
     Raises:
-        ValueError: There is no such backend.
+        ValueError: The name is unknown.
+
+    Example:
+        >>> with use_backend("torch"):
+        ...     choose_backend(torch.ones(1), torch.ones(1))
+        'torch'
     """
     global _default
     before, _default = _default, known_name("backend", name, BACKENDS)
@@ -69,59 +74,63 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
-    """The backend that :func:`timm_ortho.residual_update` takes for these tensors, here and now.
+    """Return the backend that :func:`timm_ortho.residual_update` would use for these tensors.
 
     Args:
         x: Stream.
         f: Branch output.
         backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``. None uses the environment variable
-            TIMM_ORTHO_BACKEND, read when this package was imported, or ``"auto"`` if it was not set.
+            TIMM_ORTHO_BACKEND, read when this package is imported, or ``"auto"`` if it is not set.
 
     Returns:
-        ``"torch"``, ``"inductor"`` or ``"triton"``. ``"auto"`` is resolved. Under ``torch.compile`` and within a
-        dispatch mode the result is always ``"torch"``.
+        ``"torch"``, ``"inductor"`` or ``"triton"``, also for ``"auto"``. Under ``torch.compile`` and inside a dispatch
+        mode the result is always ``"torch"``.
 
     Raises:
-        ValueError: There is no such backend.
-        RuntimeError: The one that was asked for cannot run; the message says why.
+        ValueError: The name is unknown.
+        RuntimeError: The requested backend cannot run; the message contains the reason.
+
+    Example:
+        >>> choose_backend(torch.ones(2, 3), torch.ones(2, 3), "torch")
+        'torch'
     """
     name = _default if backend is None else backend
     if name == "torch" or (name == "auto" and x.is_cpu):
         return "torch"
     if name == "auto":
-        # Not measured, but counted: of the stream's size Triton's kernels read or write 3 + 5 tensors, forward and
-        # backward, PyTorch's operations 9 + 15.
+        # Counted, not measured: the Triton kernels read or write 3 + 5 tensors of the stream's size, forward and
+        # backward. PyTorch's operations read or write 9 + 15.
         takes_triton = x.is_cuda and is_plain(x) and is_plain(f) and _why_not("triton", x, f) is None
-        return "triton" if takes_triton and not _is_followed() else "torch"
+        return "triton" if takes_triton and not _is_recorded() else "torch"
     source = BACKEND_VARIABLE if backend is None else "backend"
     reason = _why_not(known_name(source, name, BACKENDS), x, f)
     if reason is not None:
         raise RuntimeError(f"{source} {name!r} cannot run: {reason}; choose 'torch' or 'auto'")
-    return "torch" if _is_followed() else name
+    return "torch" if _is_recorded() else name
 
 
-def _is_followed() -> bool:
-    """Whether a compiler or a dispatch mode wants the operations themselves."""
+def _is_recorded() -> bool:
+    """Return whether a compiler or a dispatch mode records the operations."""
     return torch.compiler.is_compiling() or dispatch_mode_is_active()
 
 
 def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
-    """What keeps ``"triton"`` or ``"inductor"`` from running on these tensors, or None."""
+    """Return why ``"triton"`` or ``"inductor"`` cannot run on these tensors, or None."""
     device = x.device.type
     if name == "triton" and not TRITON_IS_INSTALLED:
         return "Triton is not installed"
     if device not in ("cuda", "cpu"):
         return f"there are no kernels for tensors on '{device}'"
     if device == "cpu" and name == "triton" and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        return "the tensors are on the CPU, which takes TRITON_INTERPRET=1 in the environment from the start"
-    # torch.compile cannot trace the search for a compiler.
+        return "the tensors are on the CPU, which requires TRITON_INTERPRET=1 in the environment before Python starts"
+    # torch.compile cannot trace the search for a compiler
     if device == "cpu" and name == "inductor" and not (torch.compiler.is_compiling() or _cpp_compiler_is_installed()):
-        return "there is no C++ compiler: install one (apt install g++), or name yours as CXX in the environment"
+        return "there is no C++ compiler: install one (apt install g++), or set CXX in the environment"
     if not {x.dtype, f.dtype} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         return f"there are no kernels for {x.dtype} and {f.dtype}"
     if name == "triton" and {x.dtype, f.dtype} == {torch.float64, torch.bfloat16}:
-        return "Triton's interpreter stores float64 results as bfloat16 wrongly"
-    return "it knows nothing of torch.func's transforms" if functorch_is_active() else None
+        return "Triton's interpreter casts float64 to bfloat16 incorrectly"
+    return "it does not support the transforms of torch.func" if functorch_is_active() else None
 
 
 @functools.cache
@@ -131,15 +140,15 @@ def _cpp_compiler_is_installed() -> bool:
 
 # ------------------------------------------------------------------------------------------------- "inductor"
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a backend function with dynamic sizes, to be called from eager mode and without gradients.
+    """Compile a backend function with dynamic sizes, for calls from eager mode without gradients.
 
-    At torch's limit of recompilations a RuntimeWarning is given, and the case that reached it runs in eager mode.
+    A case that reaches torch's limit of recompilations raises a RuntimeWarning and runs in eager mode.
     """
     in_eager_mode = set()  # cases that reached the limit
 
     @functools.cache
-    def of(*case: Any) -> Callable[..., Any]:
-        # torch.compile limits how often a code object is compiled anew: each case has one of its own
+    def compiled_for(*case: Any) -> Callable[..., Any]:
+        # torch.compile limits recompilations per code object, hence a copy for each case
         fresh = types.FunctionType(function.__code__.replace(), function.__globals__, argdefs=function.__defaults__)
         return torch.compile(fresh, fullgraph=True, dynamic=True)
 
@@ -150,7 +159,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         if case in in_eager_mode:
             return function(*args)
         try:
-            return of(*case)(*args)
+            return compiled_for(*case)(*args)
         except Exception as error:
             if not is_compiler_error(error):
                 raise
@@ -159,8 +168,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(f"backend 'inductor' cannot compile: {reason}; choose 'torch' or 'auto'") from error
         in_eager_mode.add(case)
         warnings.warn(
-            "timm_ortho's backend 'inductor' reached torch._dynamo.config.recompile_limit and uses the backend 'torch' "
-            f"for tensors like these from now on (x of shape {tuple(args[0].shape)}): {reason}", RuntimeWarning,
+            "timm_ortho's backend 'inductor' reached torch._dynamo.config.recompile_limit; tensors like these use the "
+            f"backend 'torch' from now on (x of shape {tuple(args[0].shape)}): {reason}", RuntimeWarning,
             stacklevel=2)
         return function(*args)
 
@@ -168,22 +177,28 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _static(argument: Any) -> Any:
-    """The properties of an argument that the compiled code depends on; torch.compile treats sizes of 1 as constants."""
+    """Return the properties of an argument that compiled code depends on; sizes of 1 are constants in torch.compile."""
     if isinstance(argument, Tensor):
         return argument.dtype, tuple(size == 1 for size in argument.shape)
     return tuple(map(_static, argument)) if isinstance(argument, list) else argument
 
 
-# ----------------------------------------------------------------------------------- "triton", taken by "auto"
+# ---------------------------------------------------------------------------------- "triton", chosen by "auto"
 _SAMPLE = 2 ** 22  # elements of the stream that are computed again: well under a millisecond on a GPU
-_agrees: Dict[Tuple[Any, ...], bool] = {}  # of each case in this process, whether the kernels gave what "torch" gives
+_agrees: Dict[Tuple[Any, ...], bool] = {}  # case -> whether the kernels agreed with "torch" in this process
 
 
 def checked(direction: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, compared with the torch backend at the first call of each case: direction, scope, layout and dtypes.
+    """Wrap a kernel so that the first call of each case is compared with the torch backend.
 
-    If they differ beyond tolerance or the launch fails, a RuntimeWarning is given and the reference runs from then on.
-    Nothing is compared while a CUDA graph is captured, and nothing is decided by results that are not finite.
+    A case is a direction, scope, layout and pair of dtypes. If the results differ beyond tolerance or the launch fails,
+    a RuntimeWarning is raised and later calls use the reference. There is no comparison while a CUDA graph is captured,
+    and no decision from results that are not finite.
+
+    Args:
+        direction: ``"forward"`` or ``"backward"``, for the warning.
+        kernel: Function of the backend ``triton``.
+        reference: Function of the backend ``torch`` with the same arguments.
     """
     def call(x: Tensor, other: Tensor, *args: Any) -> Any:
         dims = next(arg for arg in args if isinstance(arg, list))
@@ -198,7 +213,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
             results = kernel(x, other, *args)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 Triton's compiler may raise anything; the warning quotes it
+        except Exception as error:  # noqa: BLE001 Triton's compiler may raise any type; the warning quotes it
             problem = f"could not be launched ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
         else:
             problem = _difference(results, reference, (x, other, *args), 0 in [d % x.dim() for d in dims])
@@ -210,16 +225,16 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
         warnings.warn(
             f"timm_ortho's Triton kernel ({direction}, {'feature' if len(dims) == 1 else 'global'} scope, stream of "
             f"shape {tuple(x.shape)} and {x.dtype} on {x.device}) {problem}; the torch backend is used from now on. "
-            "Please report it. TIMM_ORTHO_BACKEND=torch avoids this check", RuntimeWarning, stacklevel=2)
+            "Please report this. TIMM_ORTHO_BACKEND=torch avoids the check", RuntimeWarning, stacklevel=2)
         return reference(x, other, *args)
 
     return call
 
 
 def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ...], whole: bool) -> Optional[str]:
-    """Return the fault of the results, "" if there is none, None if infinities or NaN prevent a decision.
+    """Return how the results differ from the reference, "" if they agree, None if they are not finite.
 
-    Samples from the first to the last are computed again by the reference, or the ``whole`` batch.
+    The reference computes evenly spaced samples of the batch, or the ``whole`` batch.
     """
     x = args[0]
     count = len(x) if whole or not len(x) else min(len(x), max(2, _SAMPLE * len(x) // max(1, x.numel())))
@@ -228,16 +243,16 @@ def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ..
     def sample(tensor: Any) -> Any:
         return tensor[index] if isinstance(tensor, Tensor) and tensor.dim() == x.dim() else tensor
 
-    figures = []  # for each result: largest error over the allowed relative error, and the largest expected value
+    measured = []  # for each result: largest error over the allowed relative error, and the largest expected value
     for result, expected in zip(results, reference(*map(sample, args)), strict=True):
         if result is not None and result.numel():
             result, allowed = sample(result), 2 * torch.finfo(result.dtype).eps
             allowed += 1e-10 if result.dtype == torch.float64 else 1e-4
             size = expected.abs().max().double()
-            figures.append(torch.stack([(result - expected).abs().max() / allowed, size]))
-    for distance, size in torch.stack(figures).tolist() if figures else ():
+            measured.append(torch.stack([(result - expected).abs().max() / allowed, size]))
+    for distance, size in torch.stack(measured).tolist() if measured else ():
         if not size < float("inf"):
             return None
         if not distance <= size:
-            return f"is off: {distance / size:.2g} times what is allowed"
+            return f"is inaccurate: its error is {distance / size:.2g} times the tolerance"
     return ""

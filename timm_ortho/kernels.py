@@ -1,20 +1,21 @@
 """Triton kernels for the residual update and its gradients; :mod:`timm_ortho.functional` imports them on first use.
 
-The equations are those of :mod:`timm_ortho.functional`. Products, sums and divisions are in the accumulation dtype
-(float32, or float64 for float64 inputs), with one rounding when a result is stored. What has to move, for a stream of
-S bytes, and what these kernels move:
+The docstring of :mod:`timm_ortho.functional` has the equations. Products, sums and divisions are in the accumulation
+dtype (float32, or float64 for float64 inputs). Results are rounded once, when they are stored.
+
+Memory traffic for a stream of S bytes:
 
 | | forward | backward |
 | --- | --- | --- |
-| the limit: every input read once, every result written once | 3 S, as ``x + f`` | 5 S: x, y or f, g; two gradients |
-| a projection fits one program (``feature``) | 3 S | 5 S |
-| a projection is cut into pieces (``global``) | 5 S: x and f again, once their products are known | 7 S |
+| lower bound: read every input once, write every result once | 3 S, as ``x + f`` | 5 S: x, y or f, g; two gradients |
+| one projection fits one program (``feature``) | 3 S | 5 S |
+| a projection is split into pieces (``global``) | 5 S: x and f are read again after the sums | 7 S |
 
-Tensors are viewed as ``[outer, width, inner]`` with a projection over ``width`` (:mod:`timm_ortho._views`). A program
-reads the ``inner`` pixels of contiguous NCHW side by side; no transposed copy is made.
+Tensors are viewed as ``[outer, width, inner]`` with a projection over ``width`` (:mod:`timm_ortho._views`). Contiguous
+NCHW is not transposed: a program reads several of the ``inner`` pixels at once.
 
-Sums are made in a fixed order and without atomics: the same inputs give the same bits. Nothing waits for the device,
-and everything can be captured in a CUDA graph.
+Sums have a fixed order and use no atomics, so that results are deterministic. The kernels do not synchronise the device
+and can be captured in a CUDA graph.
 """
 import functools
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -29,12 +30,12 @@ from .backends import accumulate_in
 
 Weight = Union[float, Tensor]
 
-TILE = 4096  # elements of each tensor that a program holds at a time
-LONGEST_ROW = 8192  # elements of a row that a program holds whole; longer rows are cut into pieces
-LONGEST_COLUMN = 512  # likewise, channels of a pixel in NCHW; longer ones are read twice by the same program
-PIXELS = 16  # that a program reads side by side at least: 32 bytes in half precision, the unit of the memory
-PER_THREAD = 16  # elements of each tensor: two or four loads of 16 bytes, and three tensors fit the registers
-MOST_PIECES = 1024  # of a row, so that one program can add up their sums at once
+TILE = 4096  # elements of each tensor in one tile
+LONGEST_ROW = 8192  # longer rows are split into pieces, one per program
+LONGEST_COLUMN = 512  # channels of a pixel in NCHW; a program reads longer columns twice
+PIXELS = 16  # least number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
+PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes; three tensors fit the registers
+MOST_PIECES = 1024  # pieces of a row, so that one program can add their sums in one step
 
 
 # --------------------------------------------------------------------------------------- the formula, in Triton
@@ -46,7 +47,7 @@ def _combine(x, f, s, a, b):
 
 @triton.jit
 def _branch(x, kept, s, RECOVER: tl.constexpr):
-    """``f``, or for a = 0 and b = 1 what it was: ``f = y - (1 - s) x``"""
+    """``f``, recovered from y for a = 0 and b = 1: ``f = y - (1 - s) x``"""
     if RECOVER:
         kept = kept - (1.0 - s) * x
     return kept
@@ -66,23 +67,25 @@ def _branch_gradient(x, g, t, a, b):
 
 @triton.jit
 def _weight(number, pointer, ACC: tl.constexpr):
-    """A weight in the accumulation dtype: what its pointer holds, or the number where it has none."""
+    """Return a weight in the accumulation dtype, from its pointer or, without a pointer, from the number."""
     if pointer is None:
         return tl.full([], number, ACC)
     else:
         return tl.load(pointer).to(ACC)
 
 
-# ----------------------------------------------------------------------------- where a program finds its elements
-# A program works on tiles of [BLOCK_P projections, BLOCK_W elements of each], `step_p` and `step_w` apart in memory.
-# One of the steps is 1: there Triton lays its threads. Offsets within a program have 32 bits, where it starts has 64.
+# ------------------------------------------------------------------------------------------- tiles of a program
+# A tile is [BLOCK_P projections, BLOCK_W elements of each] with strides `step_p` and `step_w`. One stride is 1, and
+# Triton orders the threads along it. The start of a program is a 64-bit offset; offsets from there have 32 bits.
 @triton.jit
-def place(
+def tile_index(
         width, count, step_p, step_w, step_outer, pieces, piece_width, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
-    """This program's first element, the number of its first projection, the places of all, its piece, and its width."""
+    """Return the offset of this program's first element, its first projection, the indices of its projections and
+    which of them exist, its piece, and the width of the piece.
+    """
     program = tl.program_id(0)
-    if REVERSED:  # what the program before this kernel read last is still in the cache: begin there
+    if REVERSED:  # begin with the elements that the previous kernel read last, which are still in the cache
         program = tl.num_programs(0) - 1 - program
     piece = program % pieces
     blocks = tl.cdiv(count, BLOCK_P)
@@ -96,7 +99,7 @@ def place(
 
 @triton.jit
 def _offsets(p, valid, w, step_p, step_w, width):
-    """Offsets of a tile from the program's first element, and which of them exist."""
+    """Return the offsets of a tile from the program's first element, and which of them exist."""
     return p[:, None] * step_p + w[None, :] * step_w, valid[:, None] & (w < width)[None, :]
 
 
@@ -110,7 +113,7 @@ def _sums(
         p_ptr, q_ptr, r_ptr, p, valid, step_p, step_w, width,
         SAME: tl.constexpr, BOTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, ACC: tl.constexpr,
 ):
-    """``<p, r>`` and, if BOTH, ``<q, r>`` over ``width`` elements, a tile at a time. SAME: p and r are one tensor."""
+    """Return ``<p, r>`` and, if BOTH, ``<q, r>`` over ``width`` elements. SAME: p and r are the same tensor."""
     pr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     qr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     for begin in range(0, width, BLOCK_W):
@@ -127,7 +130,7 @@ def _sums(
 
 @triton.jit
 def _total(partial_ptr, projection, p, valid, pieces, BLOCK_P: tl.constexpr, BLOCK_PIECES: tl.constexpr):
-    """The sum over all pieces of each projection, always in the same order."""
+    """Return the sum over all pieces of each projection, in a fixed order."""
     piece = tl.arange(0, BLOCK_PIECES)
     offsets = (projection + p)[:, None] * pieces + piece[None, :]
     return tl.sum(tl.load(partial_ptr + offsets, mask=valid[:, None] & (piece < pieces)[None, :], other=0.0), 1)
@@ -141,8 +144,8 @@ def _partial_sums_kernel(
         SAME: tl.constexpr, BOTH: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
 ):
-    """First of two phases where projections are cut into pieces: ``<p, r>`` and ``<q, r>`` of one piece."""
-    start, projection, p, valid, piece, width = place(
+    """Store ``<p, r>`` and ``<q, r>`` of one piece: the first of two phases for projections in pieces."""
+    start, projection, p, valid, piece, width = tile_index(
         width, count, step_p, step_w, step_outer, pieces, piece_width, False, BLOCK_P)
     pr, qr = _sums(
         p_ptr + start, q_ptr + start, r_ptr + start, p, valid, step_p, step_w, width,
@@ -162,11 +165,11 @@ def _update_kernel(
 ):
     """Forward: ``n = <x, x> + eps``, ``s = <x, f> / n``, ``y = b f + (1 + (a - b) s) x``.
 
-    ONCE: a projection is one tile. Otherwise a program reads it twice, or, if BLOCK_PIECES is not 0, reads one piece
-    and finds the sums of all pieces in `xx_ptr` and `xf_ptr`. STORE: s and n are wanted.
+    ONCE: a projection is one tile. Otherwise a program reads its projection twice, or, if BLOCK_PIECES is not 0, reads
+    one piece and the sums of all pieces in `xx_ptr` and `xf_ptr`. STORE: store s and n.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
-    start, projection, p, valid, piece, width = place(
+    start, projection, p, valid, piece, width = tile_index(
         width, count, step_p, step_w, step_outer, pieces, piece_width, CUT, BLOCK_P)
     x_ptr += start
     f_ptr += start
@@ -184,7 +187,7 @@ def _update_kernel(
         xx, xf = _sums(x_ptr, f_ptr, x_ptr, p, valid, step_p, step_w, width, True, True, BLOCK_P, BLOCK_W, ACC)
     n = xx + tl.full([], eps, ACC)
     s = xf / n
-    if STORE:  # noqa: SIM102 decided when the kernel is compiled, what is below when it runs
+    if STORE:  # noqa: SIM102 evaluated at compile time, the condition below at run time
         if piece == 0:
             tl.store(s_ptr + projection + p, s, mask=valid)
             tl.store(n_ptr + projection + p, n, mask=valid)
@@ -212,11 +215,11 @@ def _gradients_kernel(
 
         dL/dx = (1 + k s) g + k t f - 2 k s t x          dL/df = b g + k t x
 
-    RECOVER: what was kept is y, and ``f = y - (1 - s) x``. FOR_WEIGHTS: <x, g> and <f, g> of each projection are
-    stored, of which dL/da and dL/db are sums. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
+    RECOVER: `kept_ptr` contains y, and ``f = y - (1 - s) x``. FOR_WEIGHTS: store <x, g> and <f, g> of each projection,
+    from which dL/da and dL/db are computed. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
-    start, projection, p, valid, piece, width = place(
+    start, projection, p, valid, piece, width = tile_index(
         width, count, step_p, step_w, step_outer, pieces, piece_width, CUT, BLOCK_P)
     x_ptr += start
     kept_ptr += start
@@ -236,7 +239,7 @@ def _gradients_kernel(
         xg = _total(xg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
         if FOR_WEIGHTS:
             fg = _total(fg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
-    else:  # weights that are learned keep f
+    else:  # with learned weights `kept_ptr` contains f
         xg, fg = _sums(
             x_ptr, kept_ptr, g_ptr, p, valid, step_p, step_w, width, False, FOR_WEIGHTS, BLOCK_P, BLOCK_W, ACC)
     if FOR_WEIGHTS:  # noqa: SIM102 as in _update_kernel
@@ -264,15 +267,15 @@ def _gradients_kernel(
                 tl.store(grad_f_ptr + start + offsets, _branch_gradient(x, g, t, a_value, b_value), mask=mask)
 
 
-# ------------------------------------------------------------------------------------------ how they are launched
+# ----------------------------------------------------------------------------------------------------- launches
 @functools.lru_cache(maxsize=1024)
 def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
-    """Number of programs, and the arguments that say what each of them works on."""
+    """Return the number of programs and the kernel arguments for a view ``[outer, width, inner]``."""
     rows = inner == 1
     pieces, block_pieces, piece_width = 1, 0, width
     block_w = triton.next_power_of_2(width)
     if rows and width > LONGEST_ROW:
-        # pieces of several tiles, and no more of them than one program can add up
+        # pieces of several tiles, at most MOST_PIECES of them
         piece_width = max(4 * TILE, triton.cdiv(triton.cdiv(width, MOST_PIECES), TILE) * TILE)
         pieces = triton.cdiv(width, piece_width)
         block_w, block_p, block_pieces = TILE, 1, triton.next_power_of_2(pieces)
@@ -288,34 +291,35 @@ def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
         step_p=width if rows else 1, step_w=1 if rows else inner, step_outer=0 if rows else width * inner,
         BLOCK_P=block_p, BLOCK_W=block_w, BLOCK_PIECES=block_pieces,
         num_warps=min(16, max(1, block_p * block_w // (32 * PER_THREAD))),
-        enable_fp_fusion=True,  # what Triton does today, before it changes its mind and warns of it
+        enable_fp_fusion=True,  # the present default; Triton warns that the default will change
     )
 
 
 def update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Sequence[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """``(y, s, n)`` for arguments of :func:`timm_ortho.functional.residual_update` that are checked, of any strides.
+    """Compute the update for checked arguments of :func:`timm_ortho.functional.residual_update`, with any strides.
 
     Args:
-        keep: Whether s and n are wanted; None stands for them otherwise, and nothing but y is allocated.
+        keep: Whether to return s and n; otherwise only y is allocated.
 
     Returns:
-        y of the shape and memory format of ``x``; s and n with the axes ``dims`` of size 1, in the accumulation dtype.
+        ``(y, s, n)``: y of the shape and memory format of ``x``; s and n with the axes ``dims`` of size 1, in the
+        accumulation dtype, or None.
     """
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
     acc = accumulate_in(y.dtype)
     view = view_of(tuple(x.shape), x.stride(), tuple(dims))
     s, n = (_projections(x, view, dims, acc) for _ in range(2)) if keep else (None, None)
-    if x.numel() == 0:  # a projection of no elements has s = 0
+    if x.numel() == 0:  # an empty projection has s = 0
         return y, s if s is None else s.zero_(), n if n is None else n.fill_(eps)
     x_view, f_view, y_view = arranged(x, view), arranged(f, view), arranged(y, view)
-    programs, where = launch_of(*view[1:])
+    programs, options = launch_of(*view[1:])
     with torch.cuda.device_of(x):
-        xx, xf = _partial_sums(x_view, f_view, x_view, programs, where, acc, both=True)
+        xx, xf = _partial_sums(x_view, f_view, x_view, programs, options, acc, both=True)
         _update_kernel[(programs,)](
-            x_view, f_view, y_view, s, n, xx, xf, *_weights(a, b, x), eps, **where,
-            STORE=keep, ONCE=_once(where), ACC=triton_dtype(acc))
+            x_view, f_view, y_view, s, n, xx, xf, *_weights(a, b, x), eps, **options,
+            STORE=keep, ONCE=_once(options), ACC=triton_dtype(acc))
     put_back(y_view, y, view)
     return y, s, n
 
@@ -324,17 +328,21 @@ def gradients(
         x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: Sequence[int],
         recover: bool, branch_dtype: torch.dtype, needed: Sequence[bool] = (True, True, True),
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """``(dL/dx, dL/df, <x, g>, <f, g>)`` for what :func:`update` was given and gave.
+    """Compute the gradients of :func:`update`.
 
     Args:
+        x: Stream.
         kept: The result y if ``recover``, otherwise the branch output f.
         g: dL/dy.
-        recover: Whether f is to be found from y, which needs a = 0 and b = 1.
-        branch_dtype: Of f, and so of dL/df.
-        needed: Whether dL/dx, dL/df and the two products are wanted; None stands for what is not.
+        s, n: Results of :func:`update`.
+        a, b, dims: Arguments of :func:`update`.
+        recover: Whether to recover f from y, which requires a = 0 and b = 1.
+        branch_dtype: Dtype of f and of dL/df.
+        needed: Whether dL/dx, dL/df and the two products are needed.
 
     Returns:
-        Gradients of the shape and memory format of ``x``; products of the shape and dtype of ``s``.
+        ``(dL/dx, dL/df, <x, g>, <f, g>)``, None if not needed. The gradients have the shape and memory format of ``x``,
+        the products the shape and dtype of ``s``.
     """
     for_x, for_f, for_weights = needed
     view = view_of(tuple(x.shape), x.stride(), tuple(dims))
@@ -346,12 +354,12 @@ def gradients(
     views = [arranged(tensor, view) for tensor in (x, kept, g)]
     outs = [None if grad is None else arranged(grad, view) for grad in (grad_x, grad_f)]
     s_view, n_view = (arranged(projection, view) for projection in (s, n))
-    programs, where = launch_of(*view[1:])
+    programs, options = launch_of(*view[1:])
     with torch.cuda.device_of(x):
-        parts = _partial_sums(*views, programs, where, n.dtype, both=for_weights)
+        parts = _partial_sums(*views, programs, options, n.dtype, both=for_weights)
         _gradients_kernel[(programs,)](
-            *views, s_view, n_view, *outs, xg, fg, *parts, *_weights(a, b, x), **where,
-            RECOVER=recover, FOR_X=for_x, FOR_F=for_f, FOR_WEIGHTS=for_weights, ONCE=_once(where),
+            *views, s_view, n_view, *outs, xg, fg, *parts, *_weights(a, b, x), **options,
+            RECOVER=recover, FOR_X=for_x, FOR_F=for_f, FOR_WEIGHTS=for_weights, ONCE=_once(options),
             ACC=triton_dtype(n.dtype))
     for out, grad in zip(outs, (grad_x, grad_f), strict=True):
         if grad is not None:
@@ -360,29 +368,29 @@ def gradients(
 
 
 def _partial_sums(
-        p: Tensor, q: Tensor, r: Tensor, programs: int, where: Dict[str, int], acc: torch.dtype, both: bool,
+        p: Tensor, q: Tensor, r: Tensor, programs: int, options: Dict[str, int], acc: torch.dtype, both: bool,
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:
-    """``<p, r>`` and, if ``both``, ``<q, r>`` of every piece of every projection; None where none is cut."""
-    if not where["BLOCK_PIECES"]:
+    """Return ``<p, r>`` and, if ``both``, ``<q, r>`` of every piece; None if projections are not in pieces."""
+    if not options["BLOCK_PIECES"]:
         return None, None
     pr, qr = (p.new_empty(programs, dtype=acc) if wanted else None for wanted in (True, both))
-    _partial_sums_kernel[(programs,)](p, q, r, pr, qr, **where, SAME=p is r, BOTH=both, ACC=triton_dtype(acc))
+    _partial_sums_kernel[(programs,)](p, q, r, pr, qr, **options, SAME=p is r, BOTH=both, ACC=triton_dtype(acc))
     return pr, qr
 
 
-def _once(where: Dict[str, int]) -> bool:
-    return where["pieces"] == 1 and where["width"] <= where["BLOCK_W"]
+def _once(options: Dict[str, int]) -> bool:
+    return options["pieces"] == 1 and options["width"] <= options["BLOCK_W"]
 
 
 def _projections(x: Tensor, view: View, dims: Sequence[int], acc: torch.dtype) -> Tensor:
-    """Room for one number for each projection: the shape of x with the axes of a projection of size 1."""
+    """Return an empty tensor with one number per projection: the shape of x with the axes ``dims`` of size 1."""
     reduced = {d % x.dim() for d in dims}
     shape = [1 if axis in reduced else x.shape[axis] for axis in view.order]
     return x.new_empty(shape, dtype=acc).permute(view.inverse)
 
 
 def _weights(a: Weight, b: Weight, x: Tensor) -> List[Any]:
-    """The kernels' a_ptr, b_ptr, a, b: a learned weight is read on the device, so that nothing waits for it."""
+    """Return a_ptr, b_ptr, a, b for the kernels, which read learned weights on the device without synchronisation."""
     tensors = [w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b)]
     return [*tensors, *(0.0 if isinstance(w, Tensor) else float(w) for w in (a, b))]
 

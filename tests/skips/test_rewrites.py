@@ -118,17 +118,17 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize(("rewrite", "model", "words"), [
     (absorb, lambda: build("basic", skip="scaled"),
-     ["absorb is for orthogonal skips", "'scaled'", "stages.0.blocks.0"]),
-    (absorb, lambda: build("basic", skip="idempotent_mr"), ["absorb is for orthogonal skips", "'idempotent_mr'"]),
-    (diagonalise, lambda: build("basic", skip="orthogonal_tp"), ["for idempotent skips", "'orthogonal_tp'"]),
-    (absorb, MODELS["vit"], ["VisionTransformer has no connections", "timm_ortho.connect"]),
+     ["absorb requires orthogonal skips", "'scaled'", "stages.0.blocks.0"]),
+    (absorb, lambda: build("basic", skip="idempotent_mr"), ["absorb requires orthogonal skips", "'idempotent_mr'"]),
+    (diagonalise, lambda: build("basic", skip="orthogonal_tp"), ["requires idempotent skips", "'orthogonal_tp'"]),
+    (absorb, MODELS["vit"], ["cannot absorb VisionTransformer: it has no connections", "timm_ortho.connect"]),
     (absorb, lambda: connect(resnet(layers=(1, 1), preact=False), "linear", skip="orthogonal_tp"),
-     ["cannot absorb ResNetV2", "resnetv2.Bottleneck", "normalised, gated or activated", "resnetv2.PreActBasic"]),
+     ["cannot absorb ResNetV2", "resnetv2.Bottleneck", "normalise, gate or activate", "resnetv2.PreActBasic"]),
     (absorb, lambda: connect(vit.VisionTransformer(
         img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2, block_fn=vit.ParallelScalingBlock), "linear"),
      ["cannot absorb VisionTransformer", "ParallelScalingBlock"]),
     (absorb, lambda: connect(nn.Sequential(MODELS["vit"]()), "linear"),
-     ["cannot absorb Sequential", "VisionTransformer and ResNetV2 only"]),
+     ["cannot absorb Sequential", "only timm's VisionTransformer and ResNetV2"]),
     (absorb, lambda: Written(), ["cannot absorb Written: blocks.add is in a ModuleDict"]),
 ])
 def test_refused(rewrite, model, words):

@@ -383,14 +383,14 @@ def test_repr():
                                                "channels"),
     ({"skip": "idempotent_cmr", "branches": 0}, "branches must be a whole number of at least 1, got 0"),
     ({"skip": "idempotent_cmr", "branches": 2.0}, "branches must be a whole number of at least 1, got 2.0"),
-    ({"skip": "idempotent_mr", "rank": 0}, "idempotent_mr of 12 channels has no rank 0, its ranks are 1, 2, 3, 4, 6, "
-                                           "12"),
-    ({"skip": "idempotent_cmr", "rank": 12}, "idempotent_cmr of 12 channels has no rank 12, its ranks are 0, 6, 8, 9, "
-                                             "10, 11"),
-    ({"skip": "idempotent_cmr", "rank": -1}, "idempotent_cmr of 12 channels has no rank -1, its ranks are 0, 6, 8, 9, "
-                                             "10, 11"),
-    ({"skip": "idempotent_mr", "rank": 3, "branches": 4}, "branches and rank say the same thing: give one, got "
-                                                          "branches=4 and rank=3"),
+    ({"skip": "idempotent_mr", "rank": 0},
+     "idempotent_mr of 12 channels cannot have rank 0; its ranks are 1, 2, 3, 4, 6, 12"),
+    ({"skip": "idempotent_cmr", "rank": 12},
+     "idempotent_cmr of 12 channels cannot have rank 12; its ranks are 0, 6, 8, 9, 10, 11"),
+    ({"skip": "idempotent_cmr", "rank": -1},
+     "idempotent_cmr of 12 channels cannot have rank -1; its ranks are 0, 6, 8, 9, 10, 11"),
+    ({"skip": "idempotent_mr", "rank": 3, "branches": 4}, "branches determines rank: pass only one, got branches=4 "
+                                                          "and rank=3"),
     ({"skip": "orthogonal_tp", "rank": 6}, "orthogonal_tp has full rank, 12 for this stream, got rank=6"),
     ({"skip": "scaled", "count": 0}, "count must be a whole number of at least 1, got 0"),
     ({"skip": "orthogonal_random", "seed": "1"}, "seed must be a whole number, got '1'"),

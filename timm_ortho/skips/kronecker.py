@@ -1,4 +1,4 @@
-"""Factors of the Kronecker products that :mod:`timm_ortho.skips` applies to a stream, as lists of rows."""
+"""Make the factors of the Kronecker products that :mod:`timm_ortho.skips` applies, as lists of rows."""
 import math
 import random
 from statistics import NormalDist
@@ -8,22 +8,22 @@ import torch
 
 Matrix = List[List[float]]
 
-_FUSED = (8, 16, 32, 64)  # most rows of a matrix that several steps of a butterfly are fused into
+_FUSED = (8, 16, 32, 64)  # upper bounds for the rows of a matrix that fuses several factors
 
 
 def _primes(width: int) -> List[int]:
-    """The prime factors, the largest first."""
-    found, p = [], 2
+    """Return the prime factors, the largest first."""
+    primes, p = [], 2
     while p * p <= width:
         while width % p == 0:
-            found.append(p)
+            primes.append(p)
             width //= p
         p += 1
-    return sorted([*found, width] if width > 1 else found, reverse=True)
+    return sorted([*primes, width] if width > 1 else primes, reverse=True)
 
 
 def hartley(p: int) -> Matrix:
-    """Hartley's matrix with its rows in reverse order: Eq. 26 of Wang et al. (2017) for p = 2."""
+    """Return Hartley's matrix with its rows in reverse order; Eq. 26 of Wang et al. (2017) for p = 2."""
     def cas(turns: int) -> float:
         angle = 2 * math.pi * (turns % p) / p
         return math.cos(angle) + math.sin(angle)
@@ -32,7 +32,10 @@ def hartley(p: int) -> Matrix:
 
 
 def rotation(p: int, draw: random.Random) -> Matrix:
-    """Uniform over SO(p): an angle, or the Q of a normal matrix's QR decomposition, with the signs that make it so."""
+    """Draw a rotation uniformly from SO(p).
+
+    For p > 2 it is the Q of the QR decomposition of a normal matrix, with the signs that make the distribution uniform.
+    """
     if p == 2:
         angle = 2 * math.pi * draw.random()
         return [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
@@ -46,11 +49,11 @@ def rotation(p: int, draw: random.Random) -> Matrix:
 
 
 def factors(width: int, seed: str = "") -> List[Matrix]:
-    """A factor for each prime of the width, Hartley's matrices or, with a seed, rotations drawn from it.
+    """Return the factors for a width: one Hartley matrix per prime or, with a seed, one random rotation per prime.
 
-    Neighbours are multiplied out: as few matrices as ``_FUSED`` allows, and of those the smallest.
+    Adjacent factors are multiplied. The number of matrices is minimal, then their size.
     """
-    draw = random.Random(seed)  # Python's own: its random() gives the same numbers on every machine, in every release
+    draw = random.Random(seed)  # random() is the same on every machine and in every release of Python
     made = [rotation(p, draw) if seed else hartley(p) for p in _primes(width)]
     return min((_grouped(made, most) for most in _FUSED), key=len)
 

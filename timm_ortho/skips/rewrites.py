@@ -1,20 +1,22 @@
-"""A network with a transform of the stream, written as another one with the same outputs (Wang et al., 2017).
+"""Rewrite a network that has skip transforms as an equivalent network (Wang et al., 2017).
 
-Both of the paper's equivalences are a change of the basis in which the stream is kept. With orthogonal T_i put
-z_i = T_i x_i, so that a block y = P x + F(x) becomes
+Both equivalences of the paper change the basis of the stream. With an orthogonal T_i and z_i = T_i x_i, a block
+y = P x + F(x) becomes
 
     z_{i+1} = (T_{i+1} P_i T_i^T) z_i + T_{i+1} F_i(T_i^T z_i)
 
-:func:`absorb` (Theorem 1, Eq. 12 and 13) takes T_i = T_{i+1} P_i and T = I behind the last block of a width: every skip
-is the identity. With one Q for all blocks that is z_1 = Q^L x_1 and F_i = Q^(L-i) F(Q^(i-L-1) .).
-:func:`diagonalise` (Eq. 19 to 23) takes T = U with P = U^T Lambda U: every skip is a choice of coordinates, Lambda of
-zeros and ones, and U^T stands behind the last block.
+:func:`absorb` (Theorem 1, Eq. 12 and 13) chooses T_i = T_{i+1} P_i, and T = I after the last block of a width. Every
+skip becomes the identity. If P is the same Q in all L blocks, then z_1 = Q^L x_1 and F_i = Q^(L-i) F(Q^(i-L-1) .).
 
-Both keep every inner product, hence the connection as it is: what is parallel or orthogonal to P x stays so. Where a
-block changes the width, the projection of its input gets the new basis: the theorem holds for each width by itself.
+:func:`diagonalise` (Eq. 19 to 23) chooses T = U with P = U^T Lambda U. Every skip becomes Lambda, a diagonal matrix of
+zeros and ones, and U^T follows the last block.
 
-The added maps are 1x1 convolutions (linear layers for tokens) before the first norm of a branch and behind its last
-layer, :class:`ChangeOfBasis` in the model, whose weights are fixed and are stored with it.
+Both preserve inner products. Components parallel and orthogonal to P x stay parallel and orthogonal, so that the
+connections do not change. Each width has its own basis. If a block changes the width, the projection of its input also
+applies the new basis.
+
+The added maps (:class:`ChangeOfBasis`) are 1x1 convolutions, or linear layers for tokens, before the first norm of a
+branch and after its last layer. Their weights are fixed and part of the state dict.
 """
 import copy
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
@@ -28,8 +30,7 @@ from .transforms import Skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Of a block class and a kind of site: the layer that begins the branch and the one that ends it. Only blocks in
-# which nothing acts on the stream itself but the skip.
+# (block class, kind of site) -> first and last layer of the branch. In these blocks only the skip changes the stream.
 _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("timm.models.vision_transformer.Block", "attention"): ("norm1", "drop_path1"),
     ("timm.models.vision_transformer.Block", "mlp"): ("norm2", "drop_path2"),
@@ -39,11 +40,17 @@ _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
 
 
 class SkipRewriteError(ValueError):
-    """A network that cannot be rewritten as asked; the message says where and why."""
+    """A network cannot be rewritten; the message contains the site and the reason."""
 
 
 class ChangeOfBasis(nn.Module):
-    """``T x`` along an axis, for a fixed square matrix T."""
+    """``T x`` along an axis, for a fixed square matrix T.
+
+    Args:
+        matrix: T, ``[width, width]``.
+        dim: Channel axis.
+        like: Tensor with the device and dtype of the stored matrix.
+    """
 
     matrix: Tensor
 
@@ -62,64 +69,84 @@ class ChangeOfBasis(nn.Module):
 
 
 class Coordinates(ChangeOfBasis):
-    """``Lambda x`` for a diagonal of zeros and ones, all that is stored: some channels go on, the others do not."""
+    """``Lambda x`` for a diagonal matrix of zeros and ones, stored as its diagonal."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (self.matrix[:, None, None] if self.dim == 1 else self.matrix)
 
 
-class _Place(NamedTuple):
-    """A site, its block and the transform that it has."""
+class _SiteWithSkip(NamedTuple):
+    """A site, its block and its transform P as a float64 matrix."""
 
     site: Site
     block: nn.Module
-    p: Tensor  # float64
+    p: Tensor
 
     @property
     def projects(self) -> bool:
-        """Whether the stream arrives through a projection, in the basis in which that puts it out."""
+        """Whether the block projects its shortcut to another shape."""
         return getattr(self.block, "downsample", None) is not None
 
 
 def absorb(model: ModelT) -> ModelT:
-    """Theorem 1: a network with orthogonal skips as one with identity skips and the same outputs.
+    """Return an equivalent network with identity skips, for a network with orthogonal skips (Theorem 1).
 
     Args:
-        model: A model with connections (any of them) and a skip at every site that is orthogonal or the identity:
-            timm's ViTs of plain blocks, its pre-activation ResNets, the paper's networks. It stays as it is.
+        model: A model of timm's ``vision_transformer.Block``, ``PreActBasic`` or ``PreActBottleneck``, with any
+            connections. The skip of each site is orthogonal or the identity. The model is not changed.
 
     Returns:
-        A new model. Features inside it are those of ``model`` in another basis; what follows the blocks sees the same.
+        A new model with the same outputs. Its intermediate features are in another basis.
 
     Raises:
-        SkipRewriteError: No connections, a skip that is not orthogonal, or blocks whose stream is normalised, gated or
-            activated on its way, through which no basis can be carried.
+        SkipRewriteError: The model has no connections, a skip is not orthogonal, or a block may normalise, gate or
+            activate its stream, which does not commute with a change of basis.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_test_ortho", skip="orthogonal_tp").eval()
+        >>> x = torch.ones(1, 3, 8, 8)
+        >>> torch.allclose(absorb(model)(x), model(x), atol=1e-5)
+        True
     """
-    def bases(places: List[_Place]) -> List[Tensor]:
-        found = [torch.eye(len(places[-1].p), dtype=torch.float64)]
-        for place in reversed(places):
-            found.insert(0, found[0] @ place.p)
-        return found
+    def bases(chain: List[_SiteWithSkip]) -> List[Tensor]:
+        matrices = [torch.eye(len(chain[-1].p), dtype=torch.float64)]
+        for entry in reversed(chain):
+            matrices.insert(0, matrices[0] @ entry.p)
+        return matrices
 
     return _rewritten(model, "absorb", "orthogonal", bases, lambda *_: None)
 
 
 def diagonalise(model: ModelT) -> ModelT:
-    """Section 3.3: a network with idempotent skips as one with diagonal skips of zeros and ones and the same outputs.
+    """Return an equivalent network with diagonal skips, for a network with idempotent skips (Section 3.3).
 
-    Arguments, result and errors as those of :func:`absorb`, for skips that are idempotent or the identity. Of one width
-    all sites must have the same skip, as :func:`timm_ortho.connect` gives them.
+    Args:
+        model: As for :func:`absorb`, with skips that are idempotent or the identity. All sites of a width must have the
+            same skip.
+
+    Returns:
+        A new model with the same outputs, whose skips are diagonal matrices of zeros and ones.
+
+    Raises:
+        SkipRewriteError: As for :func:`absorb`, or sites of a width have different skips.
+
+    Example:
+        >>> import timm
+        >>> model = diagonalise(timm.create_model("vit_test_ortho", skip="idempotent_mr", skip_branches=2))
+        >>> model.blocks[0].connection_mlp.skip
+        Coordinates(width=32, dim=-1)
     """
-    def bases(places: List[_Place]) -> List[Tensor]:
-        p = places[0].p
-        if any(not torch.equal(place.p, p) for place in places):
-            raise SkipRewriteError("diagonalise needs one skip for all sites of a width, got others behind "
-                                   f"{places[0].site.name}")
+    def bases(chain: List[_SiteWithSkip]) -> List[Tensor]:
+        p = chain[0].p
+        if any(not torch.equal(entry.p, p) for entry in chain):
+            raise SkipRewriteError("diagonalise requires the same skip at all sites of a width, got different skips "
+                                   f"after {chain[0].site.name}")
         _, vectors = torch.linalg.eigh(p)  # P is symmetric: Lambda = U P U^T with orthogonal U
-        return [vectors.T] * (len(places) + 1)
+        return [vectors.T] * (len(chain) + 1)
 
-    def coordinates(place: _Place, u: Tensor, like: Tensor) -> nn.Module:
-        return Coordinates((u @ place.p @ u.T).diagonal().round(), place.site.connection.dim, like)
+    def coordinates(entry: _SiteWithSkip, u: Tensor, like: Tensor) -> nn.Module:
+        return Coordinates((u @ entry.p @ u.T).diagonal().round(), entry.site.connection.dim, like)
 
     return _rewritten(model, "diagonalise", "idempotent", bases, coordinates)
 
@@ -128,83 +155,90 @@ def _rewritten(
         model: ModelT,
         verb: str,
         kind: str,
-        bases: Callable[[List[_Place]], List[Tensor]],
-        skip: Callable[[_Place, Tensor, Tensor], Optional[nn.Module]],
+        bases: Callable[[List[_SiteWithSkip]], List[Tensor]],
+        skip: Callable[[_SiteWithSkip, Tensor, Tensor], Optional[nn.Module]],
 ) -> ModelT:
+    """Return a copy of a model in new bases.
+
+    Args:
+        model: A model with connections.
+        verb: Name of the rewrite, for errors.
+        kind: Required kind of its skips, ``"orthogonal"`` or ``"idempotent"``.
+        bases: Returns the matrices T before each site of a chain and after the last one.
+        skip: Returns the new skip of a site with the matrix T before it, on the device of a parameter.
+    """
     model = copy.deepcopy(model)
-    places = _places(model, verb, kind)
+    all_sites = _sites_with_skips(model, verb, kind)
     like = next(model.parameters())
-    # the basis in which the stream comes to a block: before the first, the model's own
-    arrives: Optional[Tensor] = None
-    for chain in _chains(places):
-        found = bases(chain)
+    incoming: Optional[Tensor] = None  # basis of the stream before a chain; None before the first block
+    for chain in _chains(all_sites):
+        matrices = bases(chain)
         first = chain[0]
         if first.projects:
-            _insert(first.block, "downsample", found[0], first, like)
-        elif arrives is None:  # behind what comes before the first block: W_0 = Q^L W_0^q (Eq. 12)
-            _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", found[0], first, like)
-        for index, place in enumerate(chain):
-            before = arrives if index == 0 and place.projects else found[index]
-            begins, ends = _BRANCHES[_key(place)]
+            _insert(first.block, "downsample", matrices[0], first, like)
+        elif incoming is None:  # after the layers before the first block: W_0 = Q^L W_0^q (Eq. 12)
+            _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", matrices[0], first, like)
+        for index, entry in enumerate(chain):
+            before = incoming if index == 0 and entry.projects else matrices[index]
+            first_layer, last_layer = _BRANCHES[_key(entry)]
             if before is not None:
-                _insert(place.block, begins, before.T, place, like, is_before=True)
-            _insert(place.block, ends, found[index + 1], place, like)
-            place.site.connection.skip = skip(place, found[index], like)
-        arrives = found[-1]
-    _insert(model, "norm", found[-1].T, places[-1], like, is_before=True)
+                _insert(entry.block, first_layer, before.T, entry, like, is_before=True)
+            _insert(entry.block, last_layer, matrices[index + 1], entry, like)
+            entry.site.connection.skip = skip(entry, matrices[index], like)
+        incoming = matrices[-1]
+    _insert(model, "norm", matrices[-1].T, all_sites[-1], like, is_before=True)
     return model
 
 
-def _places(model: nn.Module, verb: str, kind: str) -> List[_Place]:
-    """Every site of a model that can be rewritten.
+def _sites_with_skips(model: nn.Module, verb: str, kind: str) -> List[_SiteWithSkip]:
+    """Return the sites of a model with their transforms.
 
     Raises:
-        SkipRewriteError: It cannot.
+        SkipRewriteError: The model cannot be rewritten.
     """
     name = type(model).__name__
-    found = sites(model)
-    if not found:
-        raise SkipRewriteError(f"{name} has no connections and no skips to {verb}: timm_ortho.connect gives it some")
+    connected = sites(model)
+    if not connected:
+        raise SkipRewriteError(f"cannot {verb} {name}: it has no connections; use timm_ortho.connect first")
     if not hasattr(model, "norm") or not (hasattr(model, "norm_pre") or hasattr(model, "stem")):
-        raise SkipRewriteError(f"cannot {verb} {name}: where its stream begins and ends is known for timm's "
-                               "VisionTransformer and ResNetV2 only")
-    places = []
-    for site in found:
+        raise SkipRewriteError(f"cannot {verb} {name}: only timm's VisionTransformer and ResNetV2 are supported")
+    rewritable = []
+    for site in connected:
         block = model.get_submodule(site.name.rpartition(".")[0])
         skip = site.connection.skip
-        place = _Place(site, block, torch.empty(0))
+        entry = _SiteWithSkip(site, block, torch.empty(0))
         spec = spec_of(block)
-        if spec is None or _key(place) not in _BRANCHES:
+        if spec is None or _key(entry) not in _BRANCHES:
             raise SkipRewriteError(
-                f"cannot {verb} {name}: {site.name} is in a {_key(place)[0]}, where the stream may be normalised, "
-                f"gated or activated, which no change of basis passes; it can be done in "
-                f"{', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
+                f"cannot {verb} {name}: {site.name} is in a {_key(entry)[0]}, which may normalise, gate or activate "
+                f"its stream; supported blocks are {', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
-            raise SkipRewriteError(f"{verb} is for {kind} skips, got {got} at {site.name} of {name}")
+            raise SkipRewriteError(f"{verb} requires {kind} skips, got {got} at {site.name} of {name}")
         p = torch.eye(spec.widths(block)[site.kind], dtype=torch.float64) if skip is None else skip.matrix()
-        places.append(place._replace(p=p))
-    return places
+        rewritable.append(entry._replace(p=p))
+    return rewritable
 
 
-def _key(place: _Place) -> Tuple[str, str]:
-    spec = spec_of(place.block)
-    return spec.name if spec else type(place.block).__qualname__, place.site.kind
+def _key(entry: _SiteWithSkip) -> Tuple[str, str]:
+    spec = spec_of(entry.block)
+    return spec.name if spec else type(entry.block).__qualname__, entry.site.kind
 
 
-def _chains(places: List[_Place]) -> List[List[_Place]]:
-    """Sites between which the stream goes from one to the next without a projection."""
-    chains: List[List[_Place]] = []
-    for place in places:
-        if place.projects or not chains:
+def _chains(all_sites: List[_SiteWithSkip]) -> List[List[_SiteWithSkip]]:
+    """Split the sites of a model into chains; a block that projects its shortcut begins a new chain."""
+    chains: List[List[_SiteWithSkip]] = []
+    for entry in all_sites:
+        if entry.projects or not chains:
             chains.append([])
-        chains[-1].append(place)
+        chains[-1].append(entry)
     return chains
 
 
 def _insert(
-        module: nn.Module, name: str, matrix: Tensor, place: _Place, like: Tensor, *, is_before: bool = False) -> None:
-    """Puts the matrix behind a layer of a module, or before it, unless it is the identity."""
+        module: nn.Module, name: str, matrix: Tensor, entry: _SiteWithSkip, like: Tensor, *, is_before: bool = False,
+) -> None:
+    """Insert a matrix after the layer ``name`` of a module, or before it; do nothing for the identity."""
     if not torch.equal(matrix, torch.eye(len(matrix), dtype=matrix.dtype)):
-        layers = [getattr(module, name), ChangeOfBasis(matrix, place.site.connection.dim, like)]
+        layers = [getattr(module, name), ChangeOfBasis(matrix, entry.site.connection.dim, like)]
         setattr(module, name, nn.Sequential(*(reversed(layers) if is_before else layers)))

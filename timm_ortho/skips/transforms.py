@@ -1,29 +1,28 @@
-"""Skip transforms: fixed linear maps P of the stream itself, y = P x + f.
+"""Skip transforms: fixed linear maps P of the stream, y = P x + f.
 
 From "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017), Eq. 1 and 24 to
-26, for a stream x of C channels in B branches. P acts along the channel axis, alike on each token or pixel:
+26, for a stream x of C channels in B branches. P acts along the channel axis of each token or pixel:
 
 | name | P | rank |
 | --- | --- | --- |
 | ``identity`` | I | C |
 | ``idempotent_mr`` | P_MR = 1/B (1 1^T) ⊗ I, a B x B block matrix of identities: the mean of the branches | C/B |
-| ``idempotent_cmr`` | I - P_MR, what each branch has beyond that mean; B = 1 is P = 0, no skip connection | C - C/B |
+| ``idempotent_cmr`` | I - P_MR: each branch minus the mean; P = 0, no skip connection, for B = 1 | C - C/B |
 | ``orthogonal_tp`` | M ⊗ ... ⊗ M with M = [[1, -1], [1, 1]] / sqrt(2) | C |
-| ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n of random rotations, others at each site | C |
-| ``scaled`` | I / L for L sites, that is residual additions, so that y = x / L + f | C |
+| ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n of random rotations, different at each site | C |
+| ``scaled`` | I / L for L sites, so that y = x / L + f | C |
 
-Widths that are no power of two have a Kronecker factor for each prime factor of C, the largest first. For a prime p,
-M is p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), cas = cos + sin: Hartley's matrix with its rows in
-reverse order, which is Eq. 26 for p = 2 and, like it, orthogonal without a zero. A random rotation is uniform over
-SO(p).
+The Kronecker products have one factor per prime factor of C, the largest first. For a prime p, M is Hartley's matrix
+with its rows in reverse order: p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), where cas = cos + sin. It is
+orthogonal, has no zero entry, and equals Eq. 26 for p = 2. A random rotation is uniform over SO(p).
 
-P is never formed. The idempotent maps are one mean over the branches; the Kronecker forms are a butterfly, a step for
-each prime factor, log2(C) of them for a power of two. Steps are fused, several at a time, into products with a small
-matrix of at most 64 rows, because a step alone is bound by memory: 256 channels take two products with 16 x 16 matrices
-instead of eight passes over the stream. The backward pass is P^T and keeps nothing.
+P is not stored as a C x C matrix. The idempotent maps compute one mean over the branches. A Kronecker product needs one
+pass over the stream per factor. Adjacent factors are multiplied to matrices of at most 64 rows, because each pass is
+limited by memory bandwidth: 256 channels need two products with 16 x 16 matrices instead of eight passes. The backward
+pass applies P^T and saves no tensor.
 
-Half-precision inputs are transformed in float32 (float64 stays float64) and the result is cast once. There are no
-parameters, buffers or entries of a state dict: the maps follow from their arguments, the random ones from a seed.
+Half-precision inputs are transformed in float32 (float64 stays float64), and the result is cast once. The maps have no
+parameters or buffers and add nothing to the state dict. They depend only on their arguments, including a seed.
 """
 from contextlib import nullcontext
 from functools import lru_cache
@@ -40,21 +39,26 @@ from ..functional import in_dtype
 from .kronecker import factors
 
 
-# ---------------------------------------------------------------------------------------------- the map, plainly
-@torch.jit.script_if_tracing  # a trace would have the sizes of one stream in it
+# -------------------------------------------------------------------------------------- the map as a function
+@torch.jit.script_if_tracing  # a trace would contain the sizes of one stream as constants
 def plain_skip(
         x: Tensor, own: float, mean: float, branches: int, matrices: List[List[List[float]]], dim: int,
         transposed: bool = False) -> Tensor:
-    """``P x``, in operations that TorchScript, FX and ``torch.export`` know.
+    """Return ``P x`` in operations that TorchScript, FX and ``torch.export`` support.
 
     Args:
         x: Stream.
-        own: Weight of x in P, unless there are ``matrices``.
-        mean: Weight of the mean over the branches in P, likewise.
-        branches: B.
-        matrices: Factors of the Kronecker product; none for P = ``own`` I + ``mean`` P_MR.
+        own, mean, branches: P = ``own`` I + ``mean`` P_MR with B branches, if ``matrices`` is empty.
+        matrices: Factors of the Kronecker product P.
         dim: Channel axis.
-        transposed: P^T in place of P.
+        transposed: Apply P^T instead of P.
+
+    Returns:
+        A tensor of the shape, dtype and memory format of ``x``.
+
+    Example:
+        >>> plain_skip(torch.tensor([1.0, 2.0, 5.0, 6.0]), 0.0, 1.0, 2, [], -1)
+        tensor([3., 4., 3., 4.])
     """
     dtype = accumulate_in(x.dtype)
     tensors = [torch.tensor(matrix, dtype=dtype, device=x.device) for matrix in matrices]
@@ -63,9 +67,9 @@ def plain_skip(
 
 def _transformed(
         x: Tensor, own: float, mean: float, branches: int, tensors: List[Tensor], dim: int, transposed: bool) -> Tensor:
-    """:func:`plain_skip` with tensors for the matrices, in the dtype that products are in."""
+    """Compute :func:`plain_skip` with the matrices as tensors in the accumulation dtype."""
     width, inner = x.shape[dim], 1
-    last = x.stride(dim) == 1  # channels that lie side by side, in tokens and in channels-last, become the last axis
+    last = x.stride(dim) == 1  # adjacent channels (tokens, channels-last) become the last axis
     y = x.movedim(dim, -1) if last else x
     if not last:
         for size in x.shape[dim:][1:]:
@@ -73,7 +77,7 @@ def _transformed(
     shape = y.shape
     y = y.to(accumulate_in(x.dtype))
     if len(tensors) > 0:
-        below = width * inner  # elements from one row of a matrix to the next
+        below = width * inner  # number of elements between consecutive rows of a factor
         for tensor in tensors:
             size = tensor.shape[0]
             below = below // size
@@ -82,7 +86,7 @@ def _transformed(
                 y = y.reshape(-1, size) @ matrix.t()
             else:
                 parts = y.reshape(-1, size, below)
-                y = torch.bmm(matrix.expand(parts.shape[0], size, size), parts)  # matmul would transpose and copy
+                y = torch.bmm(matrix.expand(parts.shape[0], size, size), parts)  # matmul would copy a transpose
     elif mean == 0.0:
         y = own * y
     else:
@@ -96,34 +100,34 @@ def _transformed(
 _compiled = compiled(_transformed)
 
 
-# --------------------------------------------------------------------------------------------- the map as a module
+# ---------------------------------------------------------------------------------------- the map as a module
 def _overrides(x: Tensor) -> bool:
-    """Whether ``x`` itself, not a mode that is active, has a say in what is called: FX proxies, some subclasses."""
+    """Return whether ``x`` overrides functions itself, as FX proxies do. Active modes do not count."""
     return not is_plain(x) and has_torch_function((x,))
 
 
 def _without_autocast(device: str) -> ContextManager:
-    """Autocast would round a float32 stream, which ``x + f`` leaves as it is, for a product with a matrix."""
+    """Disable autocast, which would round a float32 stream before a matrix product, unlike ``x + f``."""
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
-@torch.compiler.assume_constant_result  # compiled code has them as constants, guarded by these arguments
+@torch.compiler.assume_constant_result  # constants in compiled code, guarded by these arguments
 def _tensors(width: int, seed: str, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
     return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
 
 
-_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # in no module: never copied, saved or rounded
+_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # outside modules, so that they are not copied, saved or cast
 
 
 class _Mapped(torch.autograd.Function):
-    """``P x`` or ``P^T x``. Autograd's own would keep matrices for each token, and round gradients under autocast."""
+    """``P x`` or ``P^T x``. Plain autograd would save matrices per token, and round gradients under autocast."""
 
     @staticmethod
     def forward(ctx, x, skip, transposed):
         ctx.skip, ctx.transposed = skip, transposed
-        return skip.compute(x, transposed).detach()  # no view: gradients are added to it in place
+        return skip.compute(x, transposed).detach()  # not a view, because autograd adds gradients in place
 
     @staticmethod
     def backward(ctx, g):
@@ -131,15 +135,19 @@ class _Mapped(torch.autograd.Function):
 
 
 class Skip(nn.Module):
-    """A fixed linear map of the stream, ``forward(x) -> P x``; :func:`create_skip` makes one by name.
+    """A fixed linear map of the stream, ``forward(x) -> P x``. :func:`create_skip` makes one by name.
 
     Attributes:
         name: One of :data:`SKIPS`.
         width: Channels of the stream, C.
         dim: Channel axis.
-        branches: B of the idempotent maps, 1 for the others.
-        seed: What the rotations are drawn from, empty for other maps.
-        rank: Of P.
+        branches: Number of branches B of an idempotent map; 1 for all other maps.
+        seed: Seed of the random rotations; empty for all other maps.
+        rank: Rank of P.
+
+    Example:
+        >>> create_skip("idempotent_mr", 4, branches=2)(torch.tensor([1.0, 2.0, 5.0, 6.0]))
+        tensor([3., 4., 3., 4.])
     """
 
     matrices: List[List[List[float]]]
@@ -173,7 +181,7 @@ class Skip(nn.Module):
         return self.name in ("identity", "idempotent_mr", "idempotent_cmr")
 
     def forward(self, x: Tensor) -> Tensor:
-        """``P x``, of the shape, dtype and memory format of ``x``.
+        """Return ``P x``, of the shape, dtype and memory format of ``x``.
 
         Raises:
             ValueError: ``x`` has another number of channels.
@@ -184,11 +192,11 @@ class Skip(nn.Module):
             return self.apply_to(x, False)
 
     def transpose(self, x: Tensor) -> Tensor:
-        """``P^T x``; for an orthogonal map what undoes it."""
+        """Return ``P^T x``, the inverse for an orthogonal map."""
         return self.apply_to(x, True)
 
     def apply_to(self, x: Tensor, transposed: bool) -> Tensor:
-        """``P x`` or ``P^T x``, in the form that eager mode, a compiler, ``torch.export``, a trace or FX wants."""
+        """Return ``P x`` or ``P^T x``, in a form that the active compiler or tracer supports."""
         plain = x, self.own, self.mean, self.branches, self.matrices, self.dim, transposed
         if _overrides(x):
             return x.__torch_function__(plain_skip, (type(x),), plain, {})
@@ -204,7 +212,7 @@ class Skip(nn.Module):
             return _Mapped.apply(x, self, transposed)
 
     def compute(self, x: Tensor, transposed: bool) -> Tensor:
-        """The map by itself, in compiled code and in eager mode, where :class:`_Mapped` has its gradient."""
+        """Compute the map in compiled code, or in eager mode inside :class:`_Mapped`."""
         make = _tensors if torch.compiler.is_compiling() else _cached_tensors
         tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
         compiles = default() == "inductor" and choose_backend(x, x) == "inductor"
@@ -212,7 +220,7 @@ class Skip(nn.Module):
         return transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """P as a dense matrix, [width, width], on the CPU: for checks and for small widths."""
+        """Return P as a dense matrix ``[width, width]`` on the CPU."""
         unit = torch.eye(self.width, dtype=torch.float64, device="cpu")
         return plain_skip(unit, self.own, self.mean, self.branches, self.matrices, 0).to(dtype)
 
@@ -221,15 +229,15 @@ class Skip(nn.Module):
         return f"{self.name!r}, width={self.width}, dim={self.dim}{branches}, rank={self.rank}"
 
 
-# ---------------------------------------------------------------------------------------------- the table of maps
-# name: what P does, and what it is made of, from the arguments of `create_skip`
+# ------------------------------------------------------------------------------------------- the table of maps
+# name -> (description, function from the arguments of `create_skip` to those of `Skip`)
 SKIPS: Dict[str, Tuple[str, Callable[..., Dict[str, Any]]]] = {
-    "identity": ("the stream as it is", lambda **_: {}),
+    "identity": ("the unchanged stream", lambda **_: {}),
     "idempotent_mr": (
         "the mean of the branches (Idempotent-MR)",
         lambda branches, **_: dict(own=0.0, mean=1.0, branches=branches)),
     "idempotent_cmr": (
-        "what each branch has beyond their mean (Idempotent-CMR)",
+        "each branch minus the mean of the branches (Idempotent-CMR)",
         lambda branches, **_: dict(own=1.0, mean=-1.0, branches=branches)),
     "orthogonal_tp": ("a Kronecker power of one rotation (Orthogonal-TP)", lambda **_: {}),
     "orthogonal_random": (
@@ -240,13 +248,14 @@ SKIPS: Dict[str, Tuple[str, Callable[..., Dict[str, Any]]]] = {
 
 
 def _branches_of(name: str, width: int, rank: int) -> int:
-    """B of an idempotent map of this rank."""
+    """Return the number of branches B of an idempotent map of this rank."""
     average = rank if name == "idempotent_mr" else width - rank  # the width of the mean over the branches, C / B
     if 0 < average <= width and width % average == 0:
         return width // average
     widths = [each for each in range(1, width + 1) if width % each == 0]
     ranks = widths if name == "idempotent_mr" else sorted(width - each for each in widths)
-    raise ValueError(f"{name} of {width} channels has no rank {rank}, its ranks are {', '.join(map(str, ranks))}")
+    raise ValueError(f"{name} of {width} channels cannot have rank {rank}; its ranks are "
+                     f"{', '.join(map(str, ranks))}")
 
 
 def create_skip(
@@ -260,21 +269,30 @@ def create_skip(
         seed: int = 0,
         site: int = 0,
 ) -> Skip:
-    """Make a skip transform by name. Arguments that the named one has no use for are checked and otherwise ignored.
+    """Make a skip transform by name.
+
+    All arguments are checked. Arguments that the transform does not need are ignored.
 
     Args:
         skip: One of :data:`SKIPS`.
         width: Channels of the stream, C.
         dim: Channel axis.
-        branches: B of the idempotent maps; None for as many as there are channels, the paper's choice for single-branch
-            and depthwise connections.
-        rank: Rank of an idempotent map, in place of ``branches``.
-        count: L of ``scaled``: residual additions in the network.
-        seed: Of ``orthogonal_random``.
-        site: Number of the residual addition; with ``seed`` it says which rotations are drawn.
+        branches: Number of branches B of an idempotent map. None for C, the paper's choice for single-branch and
+            depthwise connections.
+        rank: Rank of an idempotent map, instead of ``branches``.
+        count: Number of sites L of the network, for ``scaled``.
+        seed: Seed of ``orthogonal_random``.
+        site: Index of the site. ``seed`` and ``site`` determine the random rotations.
+
+    Returns:
+        The transform, a module without parameters.
 
     Raises:
         ValueError: An unknown name, or a value outside its range.
+
+    Example:
+        >>> create_skip("idempotent_cmr", 8, branches=2)
+        Skip('idempotent_cmr', width=8, dim=-1, branches=2, rank=4)
     """
     known_name("skip", skip, SKIPS)
     for name, value in (("width", width), ("branches", branches), ("count", count)):
@@ -284,7 +302,7 @@ def create_skip(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{name} must be a whole number, got {value!r}")
     if branches is not None and rank is not None:
-        raise ValueError(f"branches and rank say the same thing: give one, got branches={branches} and rank={rank}")
+        raise ValueError(f"branches determines rank: pass only one, got branches={branches} and rank={rank}")
     if skip.startswith("idempotent"):
         branches = branches or width if rank is None else _branches_of(skip, width, rank)
         if width % branches:
