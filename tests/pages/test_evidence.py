@@ -419,7 +419,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
     assert "**not confirmed**" in rows["C3"]
     assert "| 2 |" in rows["C4"]
     assert "not run yet" not in after
-    assert "more accurate on CIFAR-10 and Tiny ImageNet" in evidence.readme()
+    assert "more accurate on CIFAR-10 and Tiny ImageNet" in " ".join(evidence.readme().split())
     assert "C2's runs: F − linear after 2 of 8 epochs" in after
     assert "ViT: F − linear, 384 minus 128 wide, CIFAR-10" in after
     assert "Recipe of S1, S2 and S4: " in after
