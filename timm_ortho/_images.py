@@ -1,4 +1,4 @@
-"""How images are made ready for a model: as timm does it, for the channels that the model takes."""
+"""Prepare images as timm does, for the number of channels of a model."""
 from typing import Any, Dict, Mapping, Optional
 
 from PIL import Image
@@ -7,39 +7,39 @@ from torch import nn
 
 
 def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional[int] = None) -> Dict[str, Any]:
-    """timm's ``resolve_data_config``, which has three channels wherever no size is given.
+    """Return the result of timm's ``resolve_data_config``, which alone assumes three channels without an input size.
 
     Args:
-        model: Its ``pretrained_cfg`` says what the options leave open.
-        options: timm's: ``img_size``, ``mean``, ...
-        channels: Of the images; those that the model takes without it.
+        model: Its ``pretrained_cfg`` provides the defaults.
+        options: timm's options: ``img_size``, ``mean``, ...
+        channels: Channels of the images, the model's by default.
     """
     channels = channels or _channels(model)
     config = resolve_data_config({**options, "in_chans": channels}, model=model)
     config["input_size"] = (channels, *config["input_size"][1:])
     for key in ("mean", "std"):
-        if len(config[key]) != channels:  # as timm's loaders do it
+        if len(config[key]) != channels:  # as in timm's loaders
             config[key] = (sum(config[key]) / len(config[key]),) * channels
     return config
 
 
 def opened(file: Any, mode: str) -> Image.Image:
-    """Return the image of a file, converted to a mode of Pillow.
+    """Open an image file and convert it to a mode of Pillow.
 
     Raises:
-        OSError: The file is no image.
-        ValueError: The image is grey with 16 or 32 bits, which Pillow's conversion to 8 bits makes white.
+        OSError: The file is not an image.
+        ValueError: The image has 16 or 32 bits per pixel, which Pillow clips to 255.
     """
     with Image.open(file) as image:
         if image.mode != mode and image.mode.startswith(("I", "F")):
-            raise ValueError("Pillow cuts its 16 or 32 bits off at 255; convert it to 8 bits")
+            raise ValueError("Pillow clips its 16 or 32 bits to 255; convert it to 8 bits first")
         return image.convert(mode)
 
 
 def _channels(model: nn.Module) -> int:
-    """What the first convolution takes, where the configuration names one."""
+    """Return the input channels of the first convolution, or of the configuration if it names no convolution."""
     names = model.pretrained_cfg.get("first_conv") or ()
     parameters = dict(model.named_parameters())
     weights = [parameters.get(f"{name}.weight") for name in ([names] if isinstance(names, str) else names)]
-    found = [weight.shape[1] for weight in weights if weight is not None and weight.ndim == 4]
-    return found[0] if found else model.pretrained_cfg["input_size"][0]
+    channels = [weight.shape[1] for weight in weights if weight is not None and weight.ndim == 4]
+    return channels[0] if channels else model.pretrained_cfg["input_size"][0]

@@ -55,7 +55,7 @@ def main() -> int:
     file = args.state or default_cache() / f"modules-{fingerprint()}.json"
     results = {} if args.fresh or not file.exists() else json.loads(file.read_text())
     names = of_modules()
-    for index, row in enumerate(row for row in coverage.rows() if row.covered):
+    for index, row in enumerate(row for row in coverage.timm_modules() if row.covered):
         outcomes = results.setdefault(row.module, {"model": names.get(row.module, "")})
         for check in args.checks:
             if args.table or check in outcomes or row.module not in (args.modules or [row.module]):

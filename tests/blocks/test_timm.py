@@ -75,7 +75,7 @@ def test_streams_are_as_wide_as_the_table_says(name):
 
 
 def test_every_covered_module_has_a_model_here():
-    covered = {row.module for row in coverage.rows() if row.covered}
+    covered = {row.module for row in coverage.timm_modules() if row.covered}
     assert covered <= set(of_modules())
 
 
@@ -316,7 +316,7 @@ def test_models_without_a_stream(name):
 
 # ------------------------------------------------------------------------------------------------------ coverage
 def test_coverage_lists_every_architecture_of_the_registry():
-    rows = {row.module: row for row in coverage.rows()}
+    rows = {row.module: row for row in coverage.timm_modules()}
     assert set(rows) == {name for name in list_modules() if coverage.architectures(name)}
     for row in rows.values():
         assert sorted([*row.covered, *row.left_out]) == sorted(coverage.architectures(row.module))
@@ -333,7 +333,7 @@ def test_every_covered_architecture_is_registered():
     assert len(bases) > 1000
     registered = {base for base in bases if {base + "_ortho", base + "_orthog"} <= names}
     assert set(bases) - registered == {base for base in bases if timm.get_pretrained_cfg(base) is None}  # timm 1.0.16
-    assert not {name for row in coverage.rows() for name in row.left_out if name + "_ortho" in names}
+    assert not {name for row in coverage.timm_modules() for name in row.left_out if name + "_ortho" in names}
 
 
 @pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page is of another timm")
@@ -345,7 +345,7 @@ def test_the_page_has_the_table_of_coverage():
 def test_architectures_of_a_newer_timm_are_reported(monkeypatch):
     monkeypatch.setattr(coverage, "load", lambda: {"timm": "1.0.0", "modules": {
         "resnet": {"covered": {"resnet18": 8}, "left_out": {}}}})
-    rows = {row.module: row for row in coverage.rows()}
+    rows = {row.module: row for row in coverage.timm_modules()}
     assert rows["resnet"].left_out["resnet34"] == coverage.UNKNOWN
     assert set(rows["vgg"].left_out.values()) == {coverage.UNKNOWN}
     assert "resnet34" in coverage.bases()  # its module is known; an error is raised if it cannot be connected

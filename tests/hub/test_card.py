@@ -1,15 +1,12 @@
-"""Runs read from their files, and the cards made from them: each figure is the files', and nothing else is there."""
+"""Model cards: every metric is read from the files of a run."""
 import csv
 import json
 import re
 import shutil
-from argparse import Namespace
 from dataclasses import replace
 from statistics import fmean, stdev
-from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from helpers.trained_runs import lab_grid, timm_run
 from huggingface_hub import ModelCard
@@ -17,10 +14,9 @@ from huggingface_hub import ModelCard
 from scripts import publish
 from scripts.pages.cards import PublishedRun
 from timm_ortho.connections import CONNECTIONS, FeatureConnection
-from timm_ortho.hub import PublishError, card as cards
+from timm_ortho.hub import card as cards
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.hub.trained_run import CheckpointRun, comparison_rows
-from timm_ortho.runs.folders import class_names, load_checkpoint
 
 CONFIG = {
     "architecture": "vit_small_ortho", "num_classes": 10, "model_args": {"connection": "feature", "patch_size": 8},
@@ -65,7 +61,7 @@ def section(card, title):
     return str(card).split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
-# ------------------------------------------------------------------------------------------ figures of files
+# ------------------------------------------------------------------------------------------ metrics of files
 def test_metadata_is_the_run_with_its_spread(grid):
     run = CheckpointRun(grid / "feature-seed1")
     top1 = {seed: read(grid / f"feature-seed{seed}" / "result.json")["top1"] for seed in range(3)}
@@ -80,7 +76,7 @@ def test_metadata_is_the_run_with_its_spread(grid):
     assert run.peers == top1
 
 
-def test_every_figure_of_the_results_is_in_the_files(grid):
+def test_every_metric_comes_from_the_files(grid):
     run = CheckpointRun(grid / "feature-seed0")
     text = section(model_card(SUBJECT, run), "Results")
     rows = comparison_rows(json.loads((grid / "results.json").read_text()))
@@ -113,7 +109,7 @@ def test_a_card_follows_its_files(copied, file, key, name):
     assert after - before == pytest.approx(3 if file == "summary.csv" else 1, abs=1e-3)
 
 
-def test_runs_of_other_settings_and_unfinished_ones_are_no_peers(copied):
+def test_runs_with_other_settings_and_unfinished_runs_are_no_peers(copied):
     args = copied / "feature-seed1" / "args.yaml"
     args.write_text(yaml.safe_dump({**yaml.safe_load(args.read_text()), "lr": 0.5}))
     (copied / "feature-seed2" / "result.json").unlink()
@@ -123,44 +119,11 @@ def test_runs_of_other_settings_and_unfinished_ones_are_no_peers(copied):
     assert list(figures(model_card(SUBJECT, run))) == ["top-1 of these weights, %", "top-5 of these weights, %"]
 
 
-def test_without_a_run_there_is_no_figure():
+def test_without_a_run_there_are_no_metrics():
     card = model_card(SUBJECT)
     assert "Not measured" in section(card, "Results")
     assert figures(card) == {}
     assert not re.search(r"\d+\.\d+ ?%|±", section(card, "Results"))
-
-
-def test_a_run_of_timms_script(tmp_path):
-    run = CheckpointRun(timm_run(tmp_path / "run"))
-    assert (run.epoch, run.options["num_classes"], run.result, run.peers) == (2, 7, {}, {})
-    assert figures(model_card(SUBJECT, run)) == {
-        "top-1 of these weights, %": (30.25, None), "top-5 of these weights, %": (80.25, None)}
-    data = ModelCard(str(model_card(SUBJECT, run))).data
-    assert (data.datasets, data.eval_results[0].dataset_name) == (["uoft-cs/cifar10"], "CIFAR-10")
-
-
-@pytest.mark.parametrize("allowed", [[], [Namespace]])
-@pytest.mark.parametrize("read", [CheckpointRun, lambda folder: load_checkpoint(folder / "last.pth.tar")])
-def test_reading_a_checkpoint_leaves_torch_as_it_was(tmp_path, read, allowed):
-    """What may be unpickled is said once for the whole process: that is not ours to widen, nor to take back."""
-    folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        torch.serialization.add_safe_globals(allowed)
-        assert read(folder) is not None
-        assert torch.serialization.get_safe_globals() == allowed
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-
-
-def test_a_resumed_run_repeats_rows_and_the_later_ones_count(tmp_path):
-    folder = timm_run(tmp_path / "run")
-    rows = (folder / "summary.csv").read_text().splitlines()
-    (folder / "summary.csv").write_text("\n".join([*rows, rows[-1].replace("30.25", "31.5")]) + "\n")
-    run = CheckpointRun(folder)
-    assert [row["epoch"] for row in run.history] == [0, 1, 2]
-    assert run.evaluated["eval_top1"] == 31.5
 
 
 def test_metrics_of_a_selected_epoch_are_marked_as_optimistic(tmp_path):
@@ -180,13 +143,13 @@ def test_metrics_of_a_selected_epoch_are_marked_as_optimistic(tmp_path):
     (dict(ema=True, model_ema_force_cpu=True), True,
      "the run evaluated its plain weights, and these are its EMA weights"),
 ])
-def test_figures_are_only_of_the_weights_that_were_evaluated(tmp_path, options, ema, note):
+def test_only_evaluated_weights_have_metrics(tmp_path, options, ema, note):
     card = model_card(SUBJECT, CheckpointRun(timm_run(tmp_path / "run", **options), ema))
     assert bool(figures(card)) is (note is None)
     assert (f"Not measured on these weights: {note}." in str(card)) is (note is not None)
 
 
-def test_without_a_table_nothing_is_measured(tmp_path):
+def test_without_a_history_there_are_no_metrics(tmp_path):
     folder = timm_run(tmp_path / "run")
     (folder / "summary.csv").unlink()
     card = model_card(SUBJECT, CheckpointRun(folder))
@@ -194,7 +157,7 @@ def test_without_a_table_nothing_is_measured(tmp_path):
     assert "the run's files have no metrics of their epoch" in str(card)
 
 
-def test_published_numbers_make_the_same_figures(grid, tmp_path, monkeypatch):
+def test_published_runs_give_the_same_metrics(grid, tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")
     folder = publish.publish(grid, tmp_path, "mine")
     kept, run = PublishedRun(folder, "feature", 0), CheckpointRun(grid / "feature-seed0")
@@ -202,8 +165,17 @@ def test_published_numbers_make_the_same_figures(grid, tmp_path, monkeypatch):
     assert kept.options["model_kwargs"] == run.options["model_kwargs"]
 
 
-# --------------------------------------------------------------------------------------- what else it says
-def test_what_a_card_has(grid):
+def test_a_run_of_timms_script(tmp_path):
+    run = CheckpointRun(timm_run(tmp_path / "run"))
+    assert (run.epoch, run.options["num_classes"], run.result, run.peers) == (2, 7, {}, {})
+    assert figures(model_card(SUBJECT, run)) == {
+        "top-1 of these weights, %": (30.25, None), "top-5 of these weights, %": (80.25, None)}
+    data = ModelCard(str(model_card(SUBJECT, run))).data
+    assert (data.datasets, data.eval_results[0].dataset_name) == (["uoft-cs/cifar10"], "CIFAR-10")
+
+
+# --------------------------------------------------------------------------------------- other sections-
+def test_sections_of_a_card(grid):
     run = CheckpointRun(grid / "feature-seed0")
     text = str(model_card(SUBJECT, run, "training.png"))
     for part in (
@@ -222,14 +194,14 @@ def test_what_a_card_has(grid):
     assert "\n\n\n" not in text
 
 
-def test_all_arguments_are_there_and_can_be_read_again(grid):
+def test_all_arguments_can_be_read_from_the_card(grid):
     run = CheckpointRun(grid / "feature-seed0")
     block = re.search(r"```yaml\n(.*?)```", str(model_card(SUBJECT, run)), re.DOTALL)[1]
     assert yaml.safe_load(block) == run.options
     assert "| batch_size | 32 |" in section(model_card(SUBJECT, run), "Training")
 
 
-def test_places_on_a_machine_are_nobodys_business(tmp_path):
+def test_cards_contain_no_local_paths(tmp_path):
     run = CheckpointRun(timm_run(tmp_path / "run", dataset="", initial_checkpoint="/home/somebody/secret/w.pth"))
     text = str(model_card(SUBJECT, run))
     assert "/home" not in text
@@ -266,7 +238,7 @@ def test_made_with_has_no_empty_values_and_no_host(tmp_path):
 
 
 @pytest.mark.parametrize("name", CONNECTIONS)
-def test_a_connection_is_described_in_its_own_words(name):
+def test_a_connection_is_described_by_its_docstring(name):
     text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": name}})))
     first = CONNECTIONS[name].__doc__.splitlines()[0]
     assert first.endswith(".")
@@ -277,7 +249,7 @@ def test_a_connection_is_described_in_its_own_words(name):
     (lambda dim, eps: FeatureConnection(dim, eps), "mine. Registered by its author."),
     (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
 ])
-def test_a_registered_connection_too(monkeypatch, make, words):
+def test_a_registered_connection_is_described_by_its_docstring(monkeypatch, make, words):
     monkeypatch.setitem(CONNECTIONS, "mine", make)
     text = str(model_card(replace(SUBJECT, config={**CONFIG, "model_args": {"connection": "mine"}})))
     assert f"| connection | {words} |\n" in text
@@ -298,16 +270,16 @@ def test_first_lines_warn_about_the_hubs_snippet():
     assert "`Unknown model (vit_small_ortho.import_timm_ortho)`" in first
     assert "is not supported in your version of timm" in first
     plain = replace(SUBJECT, config={**CONFIG, "architecture": "resnet18", "model_args": {}})
-    assert "Unknown model" not in str(model_card(plain))  # timm itself knows it
+    assert "Unknown model" not in str(model_card(plain))  # a model of timm
 
 
-def test_a_revision_is_in_what_loads_it():
+def test_the_revision_is_in_the_snippets():
     text = str(model_card(Subject("m", CONFIG, 1, "hf-hub:me/m@v2", "me/m", "v2")))
     assert 'create_model("hf-hub:me/m@v2"' in text
     assert 'from_pretrained("me/m", revision="v2")' in text
 
 
-def test_who_the_weights_are_from_stands_on_the_card():
+def test_base_model_and_about():
     subject = Subject("m", CONFIG, load="m.authors", about="The authors' weights.", base_model="them/base",
                       limits=["Not ours."], dataset="imagenet1k")
     card = model_card(subject)
@@ -326,59 +298,10 @@ def test_curve(grid, tmp_path):
     assert first != second
 
 
-def test_a_diverged_run_can_still_be_described(copied):
+def test_a_diverged_run(copied):
     folder = copied / "feature-seed0"
     *before, last = rows(folder)
     write_rows(folder, [*before, {**last, "eval_loss": float("nan"), "train_loss": float("nan")}])
     run = CheckpointRun(folder)
     draw_curve(run, copied / "curve.png")
     assert "loss of these weights" not in str(model_card(SUBJECT, run))
-
-
-def test_class_names():
-    torchvisions = SimpleNamespace(classes=["cat", "dog"])
-    timms = SimpleNamespace(reader=SimpleNamespace(class_to_idx={"dog": 1, "cat": 0}))
-    for dataset in (torchvisions, timms, SimpleNamespace(dataset=timms)):
-        assert class_names(dataset) == ["cat", "dog"]
-    assert class_names(object()) is None
-
-
-# -------------------------------------------------------------------------------------------------- errors
-def test_what_is_no_run_is_refused(grid, copied, tmp_path):
-    def message(path, *args):
-        with pytest.raises(PublishError) as error:
-            CheckpointRun(path, *args)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
-    assert message(grid) == f"{grid} contains 6 runs: pass one of them, such as {grid / 'feature-seed0'}"
-    assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
-    assert "has no EMA weights: omit --ema" in message(grid / "feature-seed0", True)
-    (copied / "feature-seed1" / "result.json").unlink()
-    assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
-    (copied / "feature-seed2" / "last.pth.tar").write_bytes(b"half")
-    assert "cannot be read as a checkpoint" in message(copied / "feature-seed2")
-    bare = timm_run(tmp_path / "run")
-    (bare / "args.yaml").write_text(":")
-    assert "args.yaml cannot be read" in message(bare)
-
-
-def test_a_pickle_is_not_executed(tmp_path):
-    class Payload:
-        def __reduce__(self):
-            return open, (str(tmp_path / "executed"), "w")
-
-    torch.save({"state_dict": {}, "args": Payload()}, tmp_path / "evil.pth.tar")
-    with pytest.raises(PublishError, match="cannot be read as a checkpoint"):
-        CheckpointRun(tmp_path / "evil.pth.tar")
-    assert not (tmp_path / "executed").exists()
-
-
-def test_weights_without_arguments_are_refused(tmp_path):
-    torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
-    with pytest.raises(PublishError, match=r"does not name its model, .*: build the model"):
-        CheckpointRun(tmp_path / "bare.pth.tar")
-    torch.save([1], tmp_path / "list.pth.tar")
-    with pytest.raises(PublishError, match="has no 'state_dict'"):
-        CheckpointRun(tmp_path / "list.pth.tar")

@@ -1,5 +1,5 @@
-"""`timm_ortho.hub.push` and `timm-ortho push`: the real client pushes to the Hub of `hub_server.py`, from processes of
-its own, and what it pushed is loaded in others with an empty cache.
+"""`timm_ortho.hub.push` and `timm-ortho push`: the real client pushes to the mock Hub, and another process with an
+empty cache loads the model.
 """
 import json
 import re
@@ -32,7 +32,7 @@ def logits(model, chans=3, size=32):
 def pull(name):
     return timm.create_model("hf-hub:" + name, pretrained=True).eval()
 """
-MODELS = {  # the first is larger than the 10 MB above which nothing travels inside a commit
+MODELS = {  # the first is larger than 10 MB, the limit for content inside a commit
     "me/vit": ("vit_small_orthog", dict(img_size=32, patch_size=8, depth=2, num_classes=7, connection_prob=0.5)),
     "me/resnet": ("resnetv2_18_cifar_ortho", dict(
         channels=[16, 16, 32, 32], head_norm=True, num_classes=5, connection_layers=[0, 3])),
@@ -40,7 +40,7 @@ MODELS = {  # the first is larger than the 10 MB above which nothing travels ins
 
 
 @pytest.mark.parametrize("uploads", ["regular", "lfs", "xet"])
-def test_what_is_pushed_comes_back_to_the_bit(tmp_path, uploads):
+def test_pushed_models_load_bit_for_bit(tmp_path, uploads):
     xet = {"HF_HUB_DISABLE_XET": "0" if uploads == "xet" else "1"}
     with HubServer(tmp_path, uploads) as server:
         token = server.add_user("me")
@@ -84,17 +84,17 @@ def test_a_run_from_the_command_line(server, client, tmp_path):
     assert again.answer == expected.answer, again.output
 
 
-def test_a_repository_is_shown(server, client):
+def test_show_accepts_a_repository(server, client):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     shown = client.run("answer(cli.main(['show', 'hf-hub:me/model']))")
     assert shown.answer == 0, shown.output
     expected = client.run("from timm_ortho.diagnostics import show\n"
-                          "model = tiny(); print(show.as_text(show.lines(model, torch.randn(4, 3, 16, 16, "
+                          "model = tiny(); print(show.as_text(show.measured_sites(model, torch.randn(4, 3, 16, 16, "
                           "generator=torch.Generator().manual_seed(0)))))")
     assert shown.output.splitlines()[-3:] == expected.output.splitlines()[-3:]
 
 
-def test_a_revision_is_a_branch_and_main_stays(server, client):
+def test_a_revision_is_a_branch(server, client):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     pushed = client.run("hub.push(tiny(1), 'me/model', revision='v2'); answer(logits(tiny(1), 3, 16))")
     assert pushed.error is None, pushed.output
@@ -102,10 +102,10 @@ def test_a_revision_is_a_branch_and_main_stays(server, client):
     assert client.run("answer(logits(pull('me/model@v2'), 3, 16))").answer == pushed.answer
     assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(), 3, 16))").answer is True
     assert 'hf-hub:me/model@v2"' in server.files("me/model", "v2")["README.md"].decode()
-    assert client.run("hub.push(tiny(2), 'me/model', revision='v2')").error is None  # a branch that is there
+    assert client.run("hub.push(tiny(2), 'me/model', revision='v2')").error is None  # an existing branch
 
 
-def test_a_pull_request_changes_nothing_but_itself(server, client):
+def test_a_pull_request_does_not_change_main(server, client):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
     result = client.run("answer(hub.push(tiny(1), 'me/model', create_pr=True).pr_url)")
@@ -124,15 +124,15 @@ def test_private(server, client):
     assert client.run("hub.push(tiny(), 'me/open')").error is None
     before = server.files("me/open")
     refused = client.run("hub.push(tiny(1), 'me/open', private=True)")
-    assert refused.error.startswith("PublishError: me/open is there already and public, so what is pushed would be too")
+    assert refused.error.startswith("PublishError: me/open exists and is public")
     assert server.files("me/open") == before
 
 
 @pytest.mark.parametrize(("what", "path", "method"), [(403, "/blobs/", "PUT"), ("cut", "/commit/", "POST")])
-def test_an_upload_that_breaks_off_leaves_what_was_there(server, client, what, path, method):
+def test_an_interrupted_upload_changes_nothing(server, client, what, path, method):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
-    # content that breaks off is sent five times by the client itself, over half a minute: here it is refused
+    # refused rather than cut: the client repeats an upload that is cut five times, over half a minute
     server.fail(what, path, method, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
     refusals = r"PublishError: the (Hub refuses this token write access|upload was interrupted \(Rem)"
@@ -146,11 +146,11 @@ def test_an_upload_that_breaks_off_leaves_what_was_there(server, client, what, p
     assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(1), 3, 16))").answer is True
 
 
-def test_a_first_upload_that_breaks_off_leaves_nothing_that_loads(server, client):
+def test_an_interrupted_first_upload_leaves_nothing_that_loads(server, client):
     server.fail("cut", "/commit/", after=100)
     broken = client.run("hub.push(tiny(), 'me/model')")
     assert broken.error.startswith("PublishError: the upload was interrupted (RemoteProtocolError: ")
-    assert broken.error.endswith("); me/model is as it was, and the same command again completes it")
+    assert broken.error.endswith("); me/model is unchanged, and another push completes it")
     assert server.files("me/model").keys() == {".gitattributes"}
     assert client.run("pull('me/model')").error is not None
     server.heal()
@@ -159,7 +159,7 @@ def test_a_first_upload_that_breaks_off_leaves_nothing_that_loads(server, client
     assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(), 3, 16))").answer is True
 
 
-def test_content_that_breaks_off_once_is_sent_again(server, client):
+def test_the_client_repeats_an_upload_that_was_cut(server, client):
     server.fail("cut", "/blobs/", method="PUT", times=1, after=100)
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     client.forget()
@@ -167,23 +167,20 @@ def test_content_that_breaks_off_once_is_sent_again(server, client):
 
 
 FAILURES = {
-    401: "the Hub does not know the token (401 from {}); log in as somebody else (`hf auth login`) and unset "
-         "HF_TOKEN, or set it to a token with write access",
-    403: "the Hub gives the token no write access to me/model (403 from {}); use one that has it, or propose the "
-         "change with --create-pr",
+    401: "the Hub does not accept the token (401 from {}); log in with another account (`hf auth login`)",
+    403: "the Hub refuses this token write access to me/model (403 from {}); use a token that has it, or propose",
     404: "the Hub has no me/model for the token, or not that revision (404 from {}); check both names",
-    409: "the Hub has somebody else writing to me/model (409 from {}); give the same command again",
-    429: "the Hub asks to slow down (429 from {}); try again in 60 s, or log in as somebody else (`hf auth login`) "
-         "for a higher limit",
-    500: "the Hub has a failure of its own (500 from {}); try again later, see https://status.huggingface.co",
-    503: "the Hub has a failure of its own (503 from {}); try again later, see https://status.huggingface.co",
+    409: "the Hub reports another write to me/model (409 from {}); repeat the command",
+    429: "the Hub limits the rate of requests (429 from {}); try again in 60 s, or log in with another account",
+    500: "the Hub failed (500 from {}); try again later, see https://status.huggingface.co",
+    503: "the Hub failed (503 from {}); try again later, see https://status.huggingface.co",
     "silence": "{} does not answer within 7 s; try again later, or check the network",
     "cut": "{} cannot be reached (RemoteProtocolError: ",
 }
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_a_failing_hub_is_named_soon(server, client, what):
+def test_failures_of_the_hub(server, client, what):
     server.fail(what)
     result = client.run("hub.push(tiny(), 'me/model')")
     assert result.error.startswith("PublishError: " + FAILURES[what].format(server.endpoint))
@@ -193,35 +190,36 @@ def test_a_failing_hub_is_named_soon(server, client, what):
 
 @pytest.mark.parametrize(("status", "path"), [
     (401, "/commit/"), (403, "/preupload/"), (503, "/commit/"), (500, "create")])
-def test_a_hub_that_fails_on_the_way(server, client, status, path):
+def test_failures_during_a_push(server, client, status, path):
     server.fail(status, path)
     result = client.run("hub.push(tiny(), 'me/model')")
-    assert result.error == "PublishError: " + FAILURES[status].format(server.endpoint)
+    assert result.error.startswith("PublishError: " + FAILURES[status].format(server.endpoint))
     assert result.seconds < SOON
 
 
-def test_tokens_are_in_the_header_and_nowhere_else(server, client):
+def test_tokens_are_only_in_the_header(server, client):
     other, reader = server.add_user("other"), server.add_user("me", role="read")
     server.create_repo("me/model")
     before = server.files("me/model")
     bad = "hf_" + "x" * 34
     for token in (other, reader, bad):
         result = client.run(f"hub.push(tiny(), 'me/model', token={token!r})")
-        assert result.error == "PublishError: " + FAILURES[401 if token == bad else 403].format(server.endpoint)
+        assert result.error.startswith(
+            "PublishError: " + FAILURES[401 if token == bad else 403].format(server.endpoint))
         assert token not in result.output + result.error
         assert server.leaks(token) == []
     assert server.files("me/model") == before
-    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # the one in use
+    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # the token in use
     assert stored.error is None, stored.output
     anonymous = client.run("hub.push(tiny(), 'me/model', token=False)")
-    assert anonymous.error.startswith("PublishError: the Hub does not know who is asking (401 from ")
+    assert anonymous.error.startswith("PublishError: the Hub does not accept requests without a token (401 from ")
 
 
 @pytest.mark.parametrize(("endpoint", "environment", "error"), [
     ("http://127.0.0.1:9", {}, "http://127.0.0.1:9 cannot be reached (ConnectionRefusedError: [Errno 111] Connection "
                                "refused); check the network, the proxy and HF_ENDPOINT"),
     ("http://127.0.0.1:9", dict(HF_HUB_OFFLINE="1"),
-     "HF_HUB_OFFLINE is set, and me/model is on the Hub: unset it, or use --dry-run"),
+     "HF_HUB_OFFLINE is set, so me/model cannot be reached: unset it, or use --dry-run"),
 ])
 def test_without_a_network(tmp_path, endpoint, environment, error):
     with HubClient(tmp_path, endpoint, SECRET, IMPORTS, **environment) as client:
@@ -231,13 +229,13 @@ def test_without_a_network(tmp_path, endpoint, environment, error):
     assert SECRET not in result.output
 
 
-def test_a_folder_that_is_not_there_is_told_before_the_hub_is_asked(tmp_path):
+def test_a_missing_folder_is_reported_before_any_request(tmp_path):
     with HubClient(tmp_path, "http://127.0.0.1:9", SECRET, IMPORTS) as client:
         result = client.run("hub.push('nothing', 'me/model')")
     assert result.error == "PublishError: there is no checkpoint or run folder 'nothing'"
 
 
-def test_a_name_that_is_not_found_for_long_is_told(server, client):
+def test_a_dns_lookup_without_answer(server, client):
     result = client.run("import socket, time; socket.getaddrinfo = lambda *a, **k: time.sleep(60)\n"
                         "hub.push(tiny(), 'me/model')")
     assert result.error == "PublishError: " + FAILURES["silence"].format(server.endpoint)

@@ -20,7 +20,7 @@ from timm_ortho.models.paper import ARCHITECTURES
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
-COVERED = {base: count for row in coverage.rows() for base, count in row.covered.items()}
+COVERED = {base: count for row in coverage.timm_modules() for base, count in row.covered.items()}
 PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
 SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]

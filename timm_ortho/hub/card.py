@@ -359,7 +359,7 @@ def _without_folders(command: str) -> str:
 
 # ---------------------------------------------------------------------------------------------- the texts
 def limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
-    """Return sentences on what is unknown about the weights or results."""
+    """Return the limits of the weights or results as sentences."""
     if run is not None or subject.dataset:
         yield (f"Trained and evaluated only on {_dataset(subject, run)[0]}: nothing is known about other images, "
                "cameras or classes.")

@@ -30,7 +30,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
         source: ``owner/name`` or ``owner/name@revision``, optionally with the prefix ``hf-hub:``; or a folder, as
             ``local-dir:DIR`` or as a Path.
         cache_dir: Cache folder, huggingface_hub's by default.
-        kwargs: Arguments of ``timm.create_model``, which override those of config.json.
+        kwargs: Arguments of ``timm.create_model``, which override config.json.
 
     Raises:
         WeightsError: config.json or the weights cannot be read, or do not fit the model.

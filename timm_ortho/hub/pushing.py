@@ -43,7 +43,7 @@ def push(
             metrics, which are read from its files.
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
-        labels: Names of the classes. None: those of the run or its data set.
+        labels: Names of the classes. None: the names in the run or its data set.
         license: Identifier of the Hub (`apache-2.0`). None: the card names no license.
         private: Whether a new repository is private. None: the owner's default.
         revision: Branch, created if it does not exist. None: main.
@@ -70,7 +70,7 @@ def push(
                            "name; nothing was uploaded")
     with TemporaryDirectory() as folder:
         publication.write(Path(folder), labels=labels, license=license, revision=revision, token=secret)
-        interrupted = f"the upload was interrupted ({{cause}}) and {repo_id} is unchanged; repeat it to complete it"
+        interrupted = f"the upload was interrupted ({{cause}}); {repo_id} is unchanged, and another push completes it"
         with as_publish_error(if_interrupted=interrupted):
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None and not create_pr and not revision.startswith("refs/"):

@@ -227,7 +227,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     Args:
         run: A run of train.py or of the lab.
         name: Another model for these weights, such as a variant with another connection.
-        overrides: Arguments of the model that replace those of the run.
+        overrides: Arguments of the model that replace the run's.
 
     Raises:
         PublishError: The weights do not fit the model, or a module of the run cannot be imported.

@@ -3,7 +3,7 @@
 | run of | options | metrics |
 | --- | --- | --- |
 | timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, and those of the other seeds |
+| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, also of other seeds |
 
 With `--model-ema` both evaluate the EMA weights, so their metrics do not apply to the plain weights. Checkpoints are
 read with torch's restricted unpickler, which executes no code.
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def chosen_on_validation(self) -> bool:
-        """Whether the weights are not those of the last epoch, so that validation metrics selected them."""
+        """Whether the weights are from an earlier epoch, which validation metrics selected."""
         if not self.history or self.epoch is None or self.in_mid_epoch:
             return False
         return self.epoch != self.history[-1]["epoch"]
@@ -156,7 +156,7 @@ def _read_checkpoint(path: Path) -> dict:
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the options of args.yaml; those of the checkpoint fill in what train.py completed (num_classes)."""
+    """Return the options of args.yaml; the checkpoint adds options that train.py completed (num_classes)."""
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():

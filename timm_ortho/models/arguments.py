@@ -1,4 +1,4 @@
-"""Arguments of variants that set the connections, and the arguments of ``connect`` that they stand for."""
+"""Arguments of variants that set the connections, and the corresponding arguments of ``connect``."""
 from inspect import signature
 from typing import Any, Dict
 

@@ -113,7 +113,7 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the arguments that a variant was created with, without those of connections; empty for timm's models."""
+    """Return the creation arguments of a variant without arguments of connections; empty for timm's models."""
     return dict(getattr(model, "creation_arguments", {}))
 
 
@@ -124,7 +124,7 @@ def register(module: str, name: str, entry: Callable[..., nn.Module], cfg: Pretr
         module: Name of the module.
         name: Name of the model.
         entry: The entry point.
-        cfg: Configuration of the architecture. :mod:`timm_ortho.weights.pretrained` adds those of weights.
+        cfg: Configuration of the architecture. :mod:`timm_ortho.weights.pretrained` adds configurations of weights.
         doc: Docstring of the entry point.
     """
     entry.__name__ = entry.__qualname__ = name
@@ -145,5 +145,5 @@ def register_own(module: str, cfgs: Dict[str, PretrainedCfg], make: Callable[...
     """
     for base, cfg in cfgs.items():
         for suffix, connection in SUFFIXES.items():
-            doc = f"{base}, {connection} connection; arguments as timm's, ``connection*`` and ``skip*``."
+            doc = f"{base} with {connection} connections. Takes timm's arguments, ``connection*`` and ``skip*``."
             register(module, base + suffix, partial(make, base + suffix, base, connection), cfg, doc)

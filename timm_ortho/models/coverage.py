@@ -1,8 +1,9 @@
-"""List timm's architectures that have variants, from `coverage.json`, which `scripts/checks/coverage.py` writes.
+"""List the architectures of timm that have variants.
 
-Building takes far too long for an import, so the registry is compared with the file: an architecture of a module that
-is there has variants unless the file leaves it out, so that what a newer timm adds to a module is there too, and raises
-when it is built if it cannot be connected. A module that the file does not know has none; :func:`rows` reports it.
+``python -m scripts.checks.coverage`` builds every architecture, which takes too long for an import, and writes
+``coverage.json``. An architecture has variants if the file contains its module and does not exclude the architecture.
+A newer timm may add architectures to a known module: they have variants too, which raise an error when they are built
+if they cannot be connected. Modules that the file does not contain have no variants.
 """
 import json
 from functools import cache
@@ -19,13 +20,13 @@ FILE = Path(__file__).with_name("coverage.json")
 UNKNOWN = "not known to this release of timm_ortho"
 
 
-class Row(NamedTuple):
-    """One module of timm.
+class ModuleCoverage(NamedTuple):
+    """Coverage of one module of timm.
 
     Attributes:
-        module: Its name.
-        covered: Architectures with variants, and how many sites each has.
-        left_out: Architectures without, and why.
+        module: Name of the module.
+        covered: Number of sites of each architecture with variants.
+        left_out: Reason for each architecture without variants.
     """
 
     module: str
@@ -35,68 +36,72 @@ class Row(NamedTuple):
 
 @cache
 def load() -> dict:
-    """The file: ``timm``, the release that it was made with, and ``modules``: ``covered`` and ``left_out`` of each."""
+    """Return the content of ``coverage.json``: the release of ``timm``, and ``covered`` and ``left_out`` by module."""
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"timm": None, "modules": {}}
 
 
 def architectures(module: str) -> List[str]:
-    """timm's own architectures of a module: names of variants are no bases."""
+    """Return timm's own architectures of a module, without variants."""
     return [name for name in list_models(module=module) if model_entrypoint(name).__module__.startswith("timm.models.")]
 
 
 def bases() -> List[str]:
-    """The architectures of the installed timm that have variants."""
+    """Return the architectures of the installed timm that have variants.
+
+    >>> "vit_base_patch16_224" in bases()
+    True
+    """
     return [
-        name for module, found in load()["modules"].items() if found["covered"]
-        for name in list_models(module=module) if name not in found["left_out"]
+        name for module, known in load()["modules"].items() if known["covered"]
+        for name in list_models(module=module) if name not in known["left_out"]
     ]
 
 
-def rows() -> List[Row]:
-    """Every module of the installed timm, in alphabetical order, with what is there of the file."""
-    found = []
+def timm_modules() -> List[ModuleCoverage]:
+    """Return the coverage of every module of the installed timm, in alphabetical order."""
+    modules = []
     for module in filter(architectures, list_modules()):
         known = load()["modules"].get(module)
         names = architectures(module)
         if known is None:
-            found.append(Row(module, {}, dict.fromkeys(names, UNKNOWN)))
+            modules.append(ModuleCoverage(module, {}, dict.fromkeys(names, UNKNOWN)))
             continue
         covered = {name: sites for name, sites in known["covered"].items() if name in names}
-        found.append(Row(module, covered, {name: known["left_out"].get(name, UNKNOWN) for name in names
-                                           if name not in covered}))
-    return found
+        left_out = {name: known["left_out"].get(name, UNKNOWN) for name in names if name not in covered}
+        modules.append(ModuleCoverage(module, covered, left_out))
+    return modules
 
 
 def libraries() -> Dict[str, Dict[str, List[str]]]:
-    """The block classes that :func:`timm_ortho.connect` knows of the other libraries installed here, by module."""
-    found: Dict[str, Dict[str, List[str]]] = {}
+    """Return the known block classes of torchvision and transformers by library with version, then by module."""
+    known: Dict[str, Dict[str, List[str]]] = {}
     for library in ("torchvision", "transformers"):
         if find_spec(library) is None:
             continue
-        modules = found[f"{library} {version(library)}"] = {}
+        modules = known[f"{library} {version(library)}"] = {}
         for spec in specs(library):
             module, _, block = spec.name.removeprefix(f"{library}.models.").rpartition(".")
             modules.setdefault(module.partition(".modeling_")[0], []).append(block)
-    return found
+    return known
 
 
-def cells(row: Row) -> Tuple[str, str, str, str]:
-    """A row as it is shown: module, architectures, the fewest and the most sites, what is left out and why."""
+def cells(row: ModuleCoverage) -> Tuple[str, str, str, str]:
+    """Return the cells of a table row: module, number of architectures, range of sites, and reasons."""
     total, counts = len(row.covered) + len(row.left_out), sorted(row.covered.values())
     architectures = f"{len(row.covered)} of {total}" if row.left_out else f"{total}"
     sites = f"{counts[0]} - {counts[-1]}" if len(set(counts)) > 1 else "".join(map(str, counts[:1]))
     by_reason: Dict[str, List[str]] = {}
-    for name, why in row.left_out.items():
-        by_reason.setdefault(why, []).append(name)
-    left_out = [f"{_short(names)}: {why}" if row.covered else why for why, names in by_reason.items()]
+    for name, reason in row.left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    left_out = [f"{_listed(names)}: {reason}" if row.covered else reason for reason, names in by_reason.items()]
     return row.module, architectures, sites, "; ".join(left_out)
 
 
 def table() -> str:
-    """The coverage of the installed timm as a Markdown table."""
+    """Return the coverage of the installed timm as a Markdown table."""
     lines = ["| module of timm | architectures | sites | left out |", "| --- | --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows())])
+    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in timm_modules())])
 
 
-def _short(names: List[str]) -> str:
+def _listed(names: List[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{len(names)} architectures"

@@ -1,13 +1,12 @@
-"""The architectures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), as text and code describe them.
+"""The architectures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025).
 
-``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``, each with
-the suffixes ``_ortho``, ``_orthog`` and ``_linear``: timm has no baseline of its own for them. Built from timm's
-VisionTransformer and ResNetV2. ``vit_test`` (32, 4, 2) is not the paper's: the same ViT, small enough that trained
-weights are part of the package.
+They follow the paper's text and the authors' code, and are built from timm's VisionTransformer and ResNetV2:
+``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. Each has
+the suffixes ``_ortho``, ``_orthog`` and ``_linear``, since timm has no baseline for them. ``vit_test`` (32, 4, 2) is a
+ViT of the same class that is small enough to ship with trained weights.
 
-Where they differ from the authors' code, and why:
-  * a ResNetV2 block that changes shape projects its input after the first norm and activation, as timm's and He et
-    al.'s pre-activation blocks do; the authors project the raw input.
+Difference from the authors' code: a ResNetV2 block that changes shape projects its input after the first norm and
+activation, as the pre-activation blocks of timm and He et al. do. The authors project the raw input.
 """
 from collections import OrderedDict
 from dataclasses import replace
@@ -25,17 +24,17 @@ from .._checks import known_name
 from ..weights.pretrained import checkpoint_filter_fn
 from .build import create, register_own
 
-default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
-__all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # and appends to it
+default_cfgs: Dict[str, Any] = {}  # read by timm's registry
+__all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # timm's registry appends the names of models
 
 
 def _block(**kwargs) -> Block:
-    """timm's block with LayerNorms that have no weight and bias; the norm before the head keeps its own."""
+    """Return timm's block with LayerNorms without weight and bias. The norm before the head has both."""
     return Block(**dict(kwargs, norm_layer=partial(LayerNorm, eps=1e-6, affine=False)))
 
 
 class PaperVisionTransformer(VisionTransformer):
-    """The paper's ViT: tanh-GELU, position embedding on the patches only, class token that starts at zero."""
+    """The paper's ViT: tanh-GELU, position embeddings for patches only, and a class token initialized with zeros."""
 
     def __init__(self, *args, **kwargs) -> None:
         norm = partial(LayerNorm, eps=1e-6)
@@ -48,14 +47,16 @@ class PaperVisionTransformer(VisionTransformer):
             nn.init.zeros_(self.cls_token)
 
 
-# kaiming is what timm's init_weights has done already
+# None: timm's init_weights already uses kaiming.
 _WEIGHT_INIT = {"kaiming": None, "xavier": nn.init.xavier_normal_, "orthogonal": nn.init.orthogonal_}
 
 
 def keep_size(model: ResNetV2, **stem: nn.Module) -> None:
-    """For small images: a stem that keeps their size, where timm's divides it by 4, and no norm after the last stage.
+    """Replace the stem, which divides the size of images by 4 in timm, and remove the norm after the last stage.
 
-    The model is to be made with 4 times its ``output_stride``, which timm counts with its own stem.
+    Args:
+        model: A model that was built with 4 times its ``output_stride``, since timm includes its own stem.
+        stem: Layers of the new stem by name.
     """
     model.stem = nn.Sequential(OrderedDict(stem))
     model.stem_feat_idx = len(stem) - 1
@@ -68,17 +69,21 @@ def keep_size(model: ResNetV2, **stem: nn.Module) -> None:
 class CifarResNetV2(ResNetV2):
     """The paper's pre-activation ResNet for small images.
 
-    The stem is a 3x3 convolution of stride 1 with BatchNorm and ReLU; convolutions have biases; no norm follows the
+    The stem is a 3x3 convolution of stride 1 with BatchNorm and ReLU. Convolutions have biases. No norm follows the
     last stage. Reductions are 1, 1, 2, 4 and 8.
 
+    >>> model = CifarResNetV2(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), num_classes=10)
+    >>> model(torch.zeros(1, 3, 32, 32)).shape
+    torch.Size([1, 10])
+
     Args:
-        head_norm: A LayerNorm between pooling and classifier (paper, Table 9).
-        weight_init: How the convolutions' weights start: ``kaiming`` (timm's own: normal, by fan-out), ``xavier`` or
-            ``orthogonal`` (paper, Table 7). Biases start at 0 and norms as the identity in each of them.
+        head_norm: Whether a LayerNorm follows the pooling (paper, Table 9).
+        weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's: normal, by fan-out), ``xavier``
+            or ``orthogonal`` (paper, Table 7). Biases are initialized with 0, norms as the identity.
         output_stride: 8, or less for dilated later stages.
 
     Raises:
-        ValueError: ``weight_init`` is none of the three.
+        ValueError: ``weight_init`` is unknown.
     """
 
     def __init__(

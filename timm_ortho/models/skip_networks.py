@@ -1,25 +1,25 @@
 """The networks of "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017).
 
-For images of 32 x 32: a 3x3 convolution, three stages of K residual blocks of which the second and the third begin with
-stride 2, average pooling and a linear layer; 6 K + 2 layers deep. A block's regular connection has one branch, four, or
-as many as there are channels; each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
+For images of 32 x 32: a 3x3 convolution, three stages of K residual blocks, average pooling and a linear layer, which
+are 6 K + 2 layers. The second and third stages begin with stride 2. A block has one branch, four branches or one per
+channel; each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
 
 | name | branches | widths of the stages |
 | --- | --- | --- |
 | ``skipnet_{20,56,110}`` | 1 | 16, 32, 64 |
 | ``skipnet_{20,56,110}_branch4`` | 4 | 32, 64, 128 in total |
-| ``skipnet_{20,56,110}_depthwise`` | one for each channel | 64, 128, 256 |
+| ``skipnet_{20,56,110}_depthwise`` | one per channel | 64, 128, 256 |
 
-each with the suffixes ``_linear``, ``_ortho`` and ``_orthog``. The transform of the stream is the argument ``skip``; B
-of the idempotent ones is 4 in the networks of four branches and the number of channels in the others, as in the paper,
-unless ``skip_branches`` or ``skip_rank`` says otherwise.
+Each has the suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the transform of the stream.
+As in the paper, the default B of an idempotent transform is 4 in the networks with four branches and the number of
+channels in all other networks; ``skip_branches`` and ``skip_rank`` override it.
 
-What the paper leaves open, and what is done here:
-  * where the width doubles, a 1x1 convolution of stride 2 projects the stream, branch by branch, so that without a
-    transform no branch ever learns of another; P then acts on the projected stream, as in all of timm's ResNetV2;
-  * it projects what the block's first norm puts out, as timm's pre-activation blocks do;
-  * convolutions have no bias, and no norm follows the last stage;
-  * each branch starts as a convolution of its own: He et al.'s normal weights, by the fan-out of the branch.
+The paper does not specify these details:
+  * Where the width doubles, a 1x1 convolution of stride 2 projects the stream, separately for each branch, so that
+    without a transform the branches never mix. P then acts on the projected stream, as in all of timm's ResNetV2.
+  * The projection takes the output of the block's first norm, as in timm's pre-activation blocks.
+  * Convolutions have no bias, and no norm follows the last stage.
+  * Each branch is initialized like a separate convolution: He et al.'s normal weights, by the fan-out of the branch.
 """
 import math
 from dataclasses import replace
@@ -35,24 +35,27 @@ from .._compat import feature_take_indices
 from .build import create, register_own
 from .paper import CIFAR_CFG, keep_size
 
-default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
-__all__ = ["SkipNetwork"]  # and appends to it
+default_cfgs: Dict[str, Any] = {}  # read by timm's registry
+__all__ = ["SkipNetwork"]  # timm's registry appends the names of models
 
 Indices = Optional[Union[int, List[int]]]
 
 
 def _branch_conv(in_chs: int, out_chs: int, kernel_size: int, branches: Optional[int] = 1, **kwargs) -> nn.Module:
-    """A convolution in branches that know nothing of each other; None for one branch a channel."""
-    if kernel_size == 7:  # of timm's stem, which is replaced
+    """Return a convolution with separate branches; None is one branch per channel."""
+    if kernel_size == 7:  # timm's stem, which is replaced later
         branches = 1
     return create_conv2d(in_chs, out_chs, kernel_size, **{**kwargs, "groups": branches or in_chs})
 
 
 class SkipNetwork(ResNetV2):
-    """The paper's network, of timm's pre-activation blocks without their first ReLU. Reductions are 1, 1, 2 and 4.
+    """The paper's network: timm's pre-activation blocks without their first ReLU. Reductions are 1, 1, 2 and 4.
+
+    >>> SkipNetwork(layers=(1, 1, 1), branches=4, num_classes=10)(torch.zeros(1, 3, 32, 32)).shape
+    torch.Size([1, 10])
 
     Args:
-        branches: Branches of a block's regular connection; None for one for each channel.
+        branches: Number of branches of a block; None for one per channel.
         output_stride: 4, or less for dilated later stages.
     """
 
@@ -79,11 +82,11 @@ class SkipNetwork(ResNetV2):
         self.init_weights(zero_init_last=zero_init_last)
 
     def forward_intermediates(self, x: torch.Tensor, indices: Indices = None, *args, **kwargs):
-        """As timm's, for the stem and three stages; timm counts on four."""
+        """Call timm's method for the stem and three stages; timm expects four stages."""
         return super().forward_intermediates(x, self._levels(indices), *args, **kwargs)
 
     def prune_intermediate_layers(self, indices: Indices = 1, *args, **kwargs):
-        """As timm's, likewise."""
+        """Call timm's method for the stem and three stages."""
         return super().prune_intermediate_layers(self._levels(indices), *args, **kwargs)
 
     def _levels(self, indices: Indices) -> List[int]:
@@ -92,7 +95,7 @@ class SkipNetwork(ResNetV2):
     def init_weights(self, zero_init_last: bool = True) -> None:
         super().init_weights(zero_init_last=zero_init_last)
         for name, module in self.named_modules():
-            grouped = isinstance(module, nn.Conv2d) and module.groups > 1  # timm's fan-out is that of all branches
+            grouped = isinstance(module, nn.Conv2d) and module.groups > 1  # timm uses the fan-out of all branches
             if grouped and not (zero_init_last and name.endswith("conv2")):
                 fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
                 nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))

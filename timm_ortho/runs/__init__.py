@@ -1,1 +1,1 @@
-"""What a training run leaves in its folder, and what it was made with."""
+"""Read the folders of training runs, and record versions and machine."""

@@ -1,4 +1,4 @@
-"""What a result was made with: the commit of the checkout, the versions, the machine and the backend."""
+"""Record the commit, versions, machine and backend of a result."""
 import os
 import platform
 import shutil
@@ -14,7 +14,11 @@ from .. import backends
 
 
 def made_with() -> dict[str, str]:
-    """Versions of timm-ortho, timm and torch, and the commit where the package runs from a checkout."""
+    """Return the versions of timm-ortho, timm and torch, and the commit if the package runs from a checkout.
+
+    >>> sorted(made_with())[-3:]
+    ['timm', 'timm-ortho', 'torch']
+    """
     from .. import __version__
 
     commit = commit_of(Path(__file__).parents[2])
@@ -23,14 +27,14 @@ def made_with() -> dict[str, str]:
 
 
 def made_on() -> dict[str, str]:
-    """`made_with`, and the machine: host, CPU, GPUs and their driver."""
+    """Return `made_with` and the machine: host, CPU, GPUs and their driver."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": ", ".join(gpus), "driver": _first_line(
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""}
 
 
 def environment() -> dict[str, str]:
-    """What a bug report needs: versions, machine, device, backend."""
+    """Return the information of `timm-ortho env`: versions, machine, device and backend."""
     def version(package: str) -> str:
         try:
             return metadata.version(package)
@@ -53,10 +57,10 @@ def environment() -> dict[str, str]:
 
 
 def _backend(device: str) -> str:
-    """What runs in a training step, and who says so."""
+    """Return the backend of a training step and what selected it."""
     x = torch.ones(1, 1, device=device, requires_grad=True)
-    wanted = backends.default()
-    source = "auto" if wanted == "auto" else f"{backends.BACKEND_VARIABLE}={wanted}"
+    requested = backends.default()
+    source = "auto" if requested == "auto" else f"{backends.BACKEND_VARIABLE}={requested}"
     try:
         return f"{backends.choose_backend(x, x)} ({source})"
     except (RuntimeError, ValueError) as error:
@@ -64,14 +68,14 @@ def _backend(device: str) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """Of the checkout in a folder, with -dirty; empty if the package is installed."""
-    if not (root / ".git").exists():  # or a repository further up, around the environment, would answer
+    """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty without a checkout."""
+    if not (root / ".git").exists():  # git would search the parent folders
         return ""
     return _first_line("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU as its driver has it; of a CPU with its cores and the threads that torch uses of it."""
+    """Return the name of a GPU, or of the CPU with its cores and torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cores, threads = os.cpu_count(), torch.get_num_threads()
@@ -88,7 +92,7 @@ def _cpu_name() -> str:
 
 
 def _first_line(*command: str) -> str:
-    """What a program prints first; empty if it is not there or fails."""
+    """Return the first line that a command prints; empty if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return ""
     return (subprocess.run(command, capture_output=True, text=True).stdout.splitlines() or [""])[0].strip()

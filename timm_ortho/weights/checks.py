@@ -25,7 +25,7 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
     """Return the changes to a configuration that make timm read its weights from a local safetensors file.
 
     Weights of the Hub are downloaded first. A ``file`` or ``state_dict`` is left to timm. Before 1.0.29 timm unpickles
-    files that it finds by ``hf_hub_filename``, whatever their format; a local file avoids this.
+    all files that it finds by ``hf_hub_filename``; a local file avoids this.
 
     Args:
         cfg: Configuration of the weights.

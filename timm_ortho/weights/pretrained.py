@@ -1,12 +1,11 @@
-"""Weights that exist: where they are, what images they want, and how a checkpoint of another layout is read.
+"""Configurations of the pretrained weights, and conversion of checkpoints in transformers' layout.
 
-| name | weights | from |
+| name | weights | source |
 | --- | --- | --- |
-| ``vit_base_{ortho,linear}.authors_in1k`` | the authors' ViT-B of ImageNet-1k | their repositories on the Hub |
+| ``vit_base_{ortho,linear}.authors_in1k`` | the authors' ViT-B for ImageNet-1k | their repositories on the Hub |
 | ``vit_test_{ortho,orthog,linear}.digits`` | 0.2 MB each, for tests and first steps | ``timm_ortho/weights`` |
 
-A new set of weights is an entry of ``_OF_ARCHITECTURE``; no other variant has any, and ``pretrained=True`` is then
-timm's error.
+To add weights, add an entry to ``_OF_ARCHITECTURE``. For all other variants ``pretrained=True`` raises timm's error.
 """
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from .checks import SAFE
 
 _AUTHORS = dict(
     hf_hub_filename=SAFE,
-    crop_pct=1.0,  # recipes/vit_b_imagenet1k.yaml: validation on the whole image, as in the authors' code
+    crop_pct=1.0,  # as in recipes/vit_b_imagenet1k.yaml and the authors' code, which validate on whole images
     license="cc-by-sa-4.0",
     origin_url="https://github.com/BootsofLagrangian/ortho-residual",
     paper_name="Revisiting Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks",
@@ -31,11 +30,11 @@ _AUTHORS = dict(
 
 
 def weights_file(name: str) -> Path:
-    """The file in this package with the weights of ``name``, a model with its tag, whether it exists or not."""
+    """Return the path of the weights of ``name``, a model with its tag, in this package. The file need not exist."""
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
-# model: tag: what its configuration has beyond the architecture's
+# model -> tag -> fields of the configuration that differ from the architecture's
 _OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
     **{f"vit_base_{name}": {"authors_in1k": dict(
         hf_hub_id=f"BootsofLagrangian/{name}-vit-b-imagenet1k-hf", **_AUTHORS)} for name in ("ortho", "linear")},
@@ -45,20 +44,20 @@ _OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
 
 
 def pretrained_cfgs(name: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
-    """The configurations of a model by name and tag; ``cfg`` itself, by name, for one that has no weights."""
+    """Return the configurations of a model by name and tag; ``{name: cfg}`` if it has no weights."""
     tags = _OF_ARCHITECTURE.get(name)
     return {f"{name}.{tag}": replace(cfg, **own) for tag, own in tags.items()} if tags else {name: cfg}
 
 
 # ---------------------------------------------------------------------------------- transformers' layout
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Reads a checkpoint of the paper's ViT: timm's layout, or transformers' as the authors publish it.
+    """Convert a checkpoint of the paper's ViT, in timm's layout or in the authors' (that of transformers).
 
-    Position and patch embeddings are resampled to the model's as timm does it.
+    Position and patch embeddings are resampled to the model's size, as in timm.
 
     Args:
-        state_dict: The checkpoint's tensors by name.
-        model: The model that they are for.
+        state_dict: Tensors of the checkpoint by name.
+        model: The model to load them into.
     """
     if "vit.embeddings.cls_token" in state_dict:
         state_dict = _from_transformers(state_dict, model)
@@ -66,7 +65,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
 
 
 _QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
-_BLOCK = {  # timm's: transformers'; neither LayerNorm of a block has parameters
+_BLOCK = {  # timm's name -> transformers' names; the LayerNorms of a block have no parameters
     "attn.qkv": _QKV,
     "attn.proj": ("attention.output.dense",),
     "mlp.fc1": ("intermediate.dense",),
@@ -80,7 +79,7 @@ _AROUND = {
 
 
 def _transformers_names(depth: int) -> Dict[str, Tuple[str, ...]]:
-    """Of each tensor in timm's layout, the tensors that it is made of: one, or query, key and value."""
+    """Return for each tensor of timm's layout its sources in transformers': one, or query, key and value."""
     names = {"cls_token": ("vit.embeddings.cls_token",), "pos_embed": ("vit.embeddings.position_embeddings",)}
     for kind in ("weight", "bias"):
         names.update({f"{own}.{kind}": (f"{theirs}.{kind}",) for own, theirs in _AROUND.items()})
@@ -92,17 +91,17 @@ def _transformers_names(depth: int) -> Dict[str, Tuple[str, ...]]:
 
 
 def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """transformers' tensors under timm's names.
+    """Return the tensors of transformers' layout under timm's names.
 
-    transformers adds position_embeddings, [1, 1 + patches, width], to all tokens and this ViT to the patches only: the
-    class token's row goes into the class token, which makes the same sum.
+    transformers adds position_embeddings, [1, 1 + patches, width], to all tokens. This ViT adds them to patches only,
+    so the row of the class token is added to the class token itself.
     """
     names = _transformers_names(len(model.blocks))
-    whole = {own: sources for own, sources in names.items() if all(source in state_dict for source in sources)}
-    used = {source for sources in whole.values() for source in sources}
-    # what is left keeps its name: checked() refuses it, and says what is missing
+    complete = {own: sources for own, sources in names.items() if all(source in state_dict for source in sources)}
+    used = {source for sources in complete.values() for source in sources}
+    # All other tensors keep their names, so that checked() reports them.
     converted = {name: tensor for name, tensor in state_dict.items() if name not in used}
-    converted.update({own: torch.cat([state_dict[source] for source in sources]) for own, sources in whole.items()})
+    converted.update({own: torch.cat([state_dict[source] for source in sources]) for own, sources in complete.items()})
     if model.no_embed_class and {"cls_token", "pos_embed"} <= converted.keys():
         position = converted["pos_embed"]
         converted["cls_token"] = converted["cls_token"] + position[:, :1]
@@ -110,14 +109,14 @@ def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[
     return converted
 
 
-# ------------------------------------------------------------------------------------- what there is
+# --------------------------------------------------------------------------------------------- overview
 class Weights(NamedTuple):
-    """A set of weights and where it is.
+    """A set of weights.
 
     Attributes:
-        name: Of the model with its tag, for ``timm.create_model``.
-        source: ``this package``, or ``hf-hub:`` with the repository.
-        file: On this machine: in the package, or in huggingface_hub's cache; None if it is not there yet.
+        name: Model and tag, for ``timm.create_model``.
+        source: ``this package``, or ``hf-hub:`` and the repository.
+        file: Local path, in the package or in huggingface_hub's cache; None if the file is not downloaded.
     """
 
     name: str
@@ -126,7 +125,11 @@ class Weights(NamedTuple):
 
 
 def weights(name: str) -> Optional[Weights]:
-    """The weights of a registered model, with or without tag; None if it has none. Asks no network."""
+    """Return the weights of a registered model, with or without tag; None if it has none. Does not use the network.
+
+    >>> weights("vit_test_ortho").name
+    'vit_test_ortho.digits'
+    """
     cfg = get_pretrained_cfg(name)
     if cfg is None or not cfg.has_weights:
         return None

@@ -1,0 +1,93 @@
+"""Small models in repositories of the mock Hub, and checks of what a client reports about them."""
+import hashlib
+import re
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load, save
+
+from timm_ortho import sites
+
+from .hub_client import SOON
+
+needs_hub = pytest.mark.skipif(
+    not timm.models._hub.has_hf_hub(), reason="this timm cannot use the installed huggingface_hub; 1.0.24 can")
+
+VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, connection_eps=1e-4)
+RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])
+MODELS = {"me/vit": ("vit_small_ortho", VIT), "me/resnet": ("resnetv2_18_cifar_orthog", RESNET)}
+IMPORTS = f"VIT = {VIT!r}" + """
+import hashlib, json, os, pathlib
+import huggingface_hub, timm, torch
+import timm_ortho
+
+torch.manual_seed(0)
+def logits(model):
+    with torch.no_grad():
+        y = model.eval()(torch.linspace(-2, 2, 192).reshape(1, 3, 8, 8))
+    return hashlib.sha256(y.numpy().tobytes()).hexdigest()
+def connections(model):
+    return [repr(site.connection) for site in timm_ortho.sites(model)]
+def small(**kwargs):
+    overlay = dict(hf_hub_id="me/vit", num_classes=5, input_size=(3, 8, 8))
+    return timm.create_model("vit_small_ortho", pretrained=True, pretrained_cfg_overlay=overlay, **{**VIT, **kwargs})
+"""
+BY_NAME, BY_PULL = "small()", "timm_ortho.pull('hf-hub:me/vit')"
+BY_TIMM = "timm.create_model('hf-hub:me/vit', pretrained=True)"
+
+
+def digest(model):
+    """Return a hash of a model's logits."""
+    with torch.no_grad():
+        y = model.eval()(torch.linspace(-2, 2, 192).reshape(1, 3, 8, 8))
+    return hashlib.sha256(y.numpy().tobytes()).hexdigest()
+
+
+def saved_models(folder):
+    """Return by repository: the files that timm saves, the digest of the logits, and the connections."""
+    saved = {}
+    for repo_id, (name, kwargs) in MODELS.items():
+        torch.manual_seed(1)
+        model, target = timm.create_model(name, **kwargs), folder / name
+        timm.models.save_for_hf(model, target, model_args=kwargs, safe_serialization=True)
+        files = {path.name: path.read_bytes() for path in target.iterdir()}
+        saved[repo_id] = (files, digest(model), [repr(site.connection) for site in sites(model)])
+    return saved
+
+
+def write(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def commit_changed(server, saved, change):
+    """Commit the ViT's weights after ``change`` has modified the dict of tensors."""
+    tensors = load(saved["me/vit"][0]["model.safetensors"])
+    change(tensors)
+    server.commit("me/vit", {"model.safetensors": save(tensors)})
+
+
+def shifted(tensors):
+    tensors.update({name: tensor + 1 for name, tensor in tensors.items()})
+
+
+def fill_cache(client, files):
+    """Put the ViT's files into the client's cache, in huggingface_hub's layout."""
+    folder = client.home / "hub" / "models--me--vit"
+    snapshot = folder / "snapshots" / ("c0ffee" + 34 * "0")
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    write(snapshot, files)
+
+
+def check_refused(result, text, token=None):
+    """Check that a run failed soon, with one line that matches ``text`` and does not contain the token."""
+    assert result.error, f"no error, but {result.answer}"
+    assert result.error.startswith("WeightsError: "), result.output
+    assert "\n" not in result.error
+    assert re.search(text, result.error), result.error
+    assert result.seconds < SOON
+    assert token is None or token not in result.output

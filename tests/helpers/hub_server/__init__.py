@@ -1,0 +1,174 @@
+"""A local mock of the Hugging Face Hub. The real huggingface_hub client can push to it and pull from it.
+
+    with HubServer(folder, uploads="lfs") as hub:
+        token = hub.add_user("me")
+        hub.create_repo("me/model", private=True)
+        hub.commit("me/model", {"config.json": b"{}"})          # or from a client: hub.endpoint is its HF_ENDPOINT
+        hub.fail(503, path="model.safetensors", times=2)        # the next two requests for that file
+        hub.files("me/model"), hub.requests
+
+It has repositories with branches, tags and pull requests; private and gated repositories; read and write tokens;
+preupload, three upload modes, commits, and downloads with ranges. It can simulate failures. All data is in memory,
+except the files that hf_xet's simulator writes to ``folder``. `hub_client.py` runs the client.
+
+The upload modes, argument ``uploads``:
+  * ``regular``: each file is part of its commit. The real Hub accepts this for small text files only.
+  * ``lfs``: large files are PUT first, in parts if they are larger than ``part_size``. The client must set
+    HF_HUB_DISABLE_XET=1, because it does not fall back to LFS.
+  * ``xet``: hf_xet writes large files to ``folder``, since the server's xet URL is ``local://``. Only hf_xet can read
+    them, because their chunks are compressed.
+
+As on the real Hub, blobs have another host name (``localhost``) than the API (``127.0.0.1``). A token that is sent to
+the blobs' host has leaked. Status codes and headers follow the client's source. They were not compared with the real
+Hub.
+"""
+import hashlib
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Optional, Union
+from urllib.parse import unquote, urlsplit
+
+from . import routes  # noqa: F401  registers the routes
+from .http import Fault, Handler, Recorded, Server
+from .store import LARGE, File, Repository, describe, files_of_shard
+
+UPLOADS = ("regular", "lfs", "xet")
+
+
+class HubServer:
+    """Serve the Hub in a thread of this process, inside a ``with`` statement. The module's docstring has an example.
+
+    Args:
+        folder: Folder of hf_xet's simulator.
+        uploads: Upload mode of large files: ``regular``, ``lfs`` or ``xet``.
+    """
+
+    def __init__(self, folder: Path, uploads: str = "lfs") -> None:
+        if uploads not in UPLOADS:
+            raise ValueError(f"unknown uploads {uploads!r}, known are {', '.join(UPLOADS)}")
+        self.folder, self.uploads = Path(folder).resolve(), uploads
+        self.repositories: dict[str, Repository] = {}
+        self.users: dict[str, tuple[str, str]] = {}  # token -> user, role
+        self.blobs: dict[str, bytes] = {}  # SHA-256 -> content
+        self.requests: list[Recorded] = []
+        self.faults: list[Fault] = []
+        self.lock = threading.RLock()
+        self.over = threading.Event()  # ends requests that get no answer
+
+    def __enter__(self) -> "HubServer":
+        self.over.clear()
+        handler = type("Handler", (Handler,), {"hub": self})
+        self._server = Server(("127.0.0.1", 0), handler)
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.over.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def storage(self) -> str:
+        """URL of the blobs: the same server under another host name, which must never receive a token."""
+        return f"http://localhost:{self.port}"
+
+    # ------------------------------------------------------------------------------------ used by tests
+    def add_user(self, name: str, role: str = "write") -> str:
+        """Add a user and return their token; ``role`` is ``read`` or ``write``."""
+        token = "hf_" + hashlib.sha256(f"{name} {role}".encode()).hexdigest()[:34]
+        self.users[token] = (name, role)
+        return token
+
+    def create_repo(self, repo_id: str, private: bool = False, gated: bool = False) -> Repository:
+        repository = self.repositories[repo_id] = Repository(repo_id, private, gated)
+        attributes = self.store(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", large=False)
+        repository.add({".gitattributes": attributes}, "initial commit", "main")
+        return repository
+
+    def commit(self, repo_id: str, files: dict[str, bytes], revision: str = "main", title: str = "files") -> str:
+        """Add files to a branch without a client and return the commit. Create the repository if it is missing."""
+        repository = self.repositories.get(repo_id) or self.create_repo(repo_id)
+        head = repository.find(revision) or repository.find("main")
+        stored = {path: self.store(content, path.endswith(LARGE)) for path, content in files.items()}
+        return repository.add({**head.files, **stored}, title, revision).oid
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, Optional[bytes]]:
+        """Return a revision's contents by path; None for content that only hf_xet can read."""
+        return {path: self.blobs.get(file.sha256) for path, file in
+                self.repositories[repo_id].find(revision).files.items()}
+
+    def fail(
+            self, what: Union[int, str], path: str = "", method: Optional[str] = None, times: Optional[int] = None,
+            after: int = 0, code: Optional[str] = None,
+    ) -> Fault:
+        """Make requests fail until :meth:`heal`.
+
+        Args:
+            what: A status (401: bad token, 403: missing rights, 429: retry after a minute), ``"cut"`` (the connection
+                ends within the content of the answer or of an upload) or ``"silence"`` (no answer).
+            path: Regular expression that is searched in the path; "" matches every path. The content of large files
+                comes from ``/blobs/``, not from ``/resolve/``.
+            method: HTTP method; None for all.
+            times: Number of requests that fail; None for all.
+            after: For ``"cut"``: number of bytes that arrive.
+            code: ``X-Error-Code``: RepoNotFound, RevisionNotFound, EntryNotFound or GatedRepo.
+        """
+        fault = Fault(what, method, path, times, after, code)
+        self.faults.append(fault)
+        return fault
+
+    def heal(self) -> None:
+        self.over.set()
+        self.over = threading.Event()
+        self.faults.clear()
+
+    def empty(self) -> None:
+        """Remove everything except the users."""
+        self.heal()
+        for held in (self.repositories, self.blobs, self.requests):
+            held.clear()
+
+    def leaks(self, token: str) -> list[str]:
+        """Return requests with a token outside the authorization header, or in a request to another host."""
+        found = []
+        for request in self.requests:
+            headers = " ".join(v for k, v in request.headers.items() if k != "authorization")
+            if token in request.path + headers or token.encode() in request.body:
+                found.append(f"{request.method} {request.path}")
+            if request.token == token and request.host != urlsplit(self.endpoint).netloc:
+                found.append(f"{request.method} http://{request.host}{request.path}")
+        return found
+
+    # ----------------------------------------------------------------------------------------- content
+    def store(self, content: bytes, large: bool) -> File:
+        sha256 = hashlib.sha256(content).hexdigest()
+        self.blobs[sha256] = content
+        return describe(content, sha256, len(content), large and self.uploads != "regular")
+
+    def uploaded(self, sha256: str, size: int) -> Optional[File]:
+        """Return a large file if its upload, by LFS or xet, is complete."""
+        if sha256 in self.blobs and len(self.blobs[sha256]) == size:
+            return describe(None, sha256, size, True)
+        xet = self.xet_files().get(sha256)
+        return xet and replace(describe(None, sha256, size, True), xet=xet)
+
+    def xet_files(self) -> dict[str, str]:
+        """Return ``{SHA-256: xet hash}`` of the files that hf_xet's simulator has completed."""
+        shards = self.folder.glob("xet/xorbs/shards/*.mdb")
+        return dict(pair for shard in sorted(shards) for pair in files_of_shard(shard.read_bytes()))
+
+    def take_fault(self, method: str, path: str) -> Optional[Fault]:
+        with self.lock:
+            for fault in self.faults:
+                if fault.concerns(method, unquote(path)):
+                    fault.times = fault.times and fault.times - 1
+                    return fault
+        return None

@@ -1,0 +1,91 @@
+"""Models, runs and folders that `hub.export` refuses, each with a one-line message."""
+import pytest
+import torch
+from helpers.exported import tiny
+from helpers.trained_runs import timm_run
+
+import timm_ortho
+from timm_ortho import arguments, connections, hub
+from timm_ortho.hub import PublishError
+
+
+def message(model, folder, repo_id="me/model", **kwargs):
+    with pytest.raises(PublishError) as error:
+        hub.export(model, folder, repo_id, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_models_that_config_json_cannot_reproduce(tmp_path):
+    changed = tiny()
+    changed.blocks[0].mlp.act = torch.nn.ReLU()
+    assert "has other logits than this one: a later change by hand" in message(changed, tmp_path / "out")
+    grown = tiny()
+    grown.more = torch.nn.Linear(2, 2)
+    assert "config.json does not reproduce this model" in message(grown, tmp_path / "out")
+    mixed = tiny()
+    timm_ortho.connect(mixed.blocks[0], "global")
+    assert "the sites have different connections: connect the whole model" in message(mixed, tmp_path / "out")
+    assert "is not a classifier of timm.create_model" in message(torch.nn.Linear(2, 2), tmp_path / "out")
+    transformed = tiny(skip="orthogonal_tp")
+    timm_ortho.sites(transformed)[1].connection.skip = None
+    assert "has other logits than this one" in message(transformed, tmp_path / "out")
+    rewritten = timm_ortho.absorb(tiny(skip="orthogonal_tp"))
+    assert "rewritten by timm_ortho.absorb or diagonalise" in message(rewritten, tmp_path / "out")
+    unknown = tiny()
+    unknown.pretrained_cfg = {**unknown.pretrained_cfg, "architecture": "vit_unheard_of"}
+    assert "'vit_unheard_of' is not registered with timm" in message(unknown, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_with_nan(tmp_path):
+    model = tiny()
+    model.head.weight.data[0, 0] = float("nan")
+    assert "1 of 24 tensors contain NaN or infinities, for example head.weight" in message(model, tmp_path / "out")
+
+
+def test_weights_of_another_model(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    args = (folder / "args.yaml").read_text()
+    (folder / "args.yaml").write_text(args.replace("depth: 2", "depth: 3"))
+    assert "does not fit the model of its arguments, 'vit_small_ortho'" in message(folder, tmp_path / "out")
+    (folder / "args.yaml").write_text(args.replace("model: vit_small_ortho", "model: vit_smalll"))
+    assert "'vit_smalll': Unknown model (vit_smalll)" in message(folder, tmp_path / "out")
+
+
+def test_other_wrong_arguments(tmp_path):
+    assert "there are 2 labels for 7 classes" in message(tiny(), tmp_path / "out", labels=["a", "b"])
+    for name in ("model", "me/model/x", "me/-model", "me/mo del"):
+        assert f"'{name}' is not the name of a repository: pass owner/name" in message(
+            tiny(), tmp_path / "out", name)
+    assert "a model has no EMA weights" in message(tiny(), tmp_path / "out", ema=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    assert "contains other files ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
+    assert (tmp_path / "full" / "thesis.tex").exists()
+    torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
+    assert "has no 'state_dict'; build the model, load the weights and pass it to timm_ortho.hub.push" in message(
+        tmp_path / "averaged.pth", tmp_path / "out")
+    (tmp_path / "begun" / "switched").mkdir(parents=True)
+    for name in ("run.yaml", "switched/args.yaml"):
+        (tmp_path / "begun" / name).touch()
+    assert "begun is not finished: repeat the command that started it" in message(
+        tmp_path / "begun", tmp_path / "out")
+    thesis = tmp_path / "full" / "thesis.tex"
+    assert f"{thesis} is a file: choose another --output" in message(tiny(), thesis)
+    assert f"cannot write in {thesis}: " in message(tiny(), thesis / "out")
+
+
+def test_a_run_with_a_module_that_registers_its_connection(tmp_path, monkeypatch):
+    (tmp_path / "published.py").write_text(
+        "import timm_ortho\n\nclass Mine(timm_ortho.FeatureConnection):\n    pass\n\n"
+        "timm_ortho.register_connection('mine', Mine)\n", encoding="utf-8")
+    monkeypatch.setattr(connections, "CONNECTIONS", before := dict(connections.CONNECTIONS))
+    monkeypatch.setattr(arguments, "CONNECTIONS", before)
+    folder = timm_run(tmp_path / "run", device_modules=["timm_ortho", "published"])
+    assert "option 'device_modules': No module named 'published': is its folder in PYTHONPATH?" in message(
+        folder, tmp_path / "out")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    card = str(hub.export(folder, tmp_path / "out", "me/model"))
+    assert "mine" in before
+    assert card.count("\nimport timm_ortho  # registers the architecture\nimport published  # ") == 2

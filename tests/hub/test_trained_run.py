@@ -1,0 +1,111 @@
+"""Training runs read from their folders."""
+import shutil
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.trained_runs import lab_grid, timm_run
+
+from timm_ortho.hub import PublishError
+from timm_ortho.hub.trained_run import CheckpointRun
+from timm_ortho.runs.folders import class_names, load_checkpoint, read_history
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    return lab_grid(tmp_path_factory.mktemp("grid") / "compared", seeds=2)
+
+
+@pytest.fixture
+def copied(grid, tmp_path):
+    return shutil.copytree(grid, tmp_path / "compared")
+
+
+@pytest.mark.parametrize("allowed", [[], [Namespace]])
+@pytest.mark.parametrize("read", [CheckpointRun, lambda folder: load_checkpoint(folder / "last.pth.tar")])
+def test_reading_a_checkpoint_does_not_change_torch(tmp_path, read, allowed):
+    """The list of safe globals of the process does not change."""
+    folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals(allowed)
+        assert read(folder) is not None
+        assert torch.serialization.get_safe_globals() == allowed
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def test_the_later_row_of_an_epoch_counts(tmp_path):
+    folder = timm_run(tmp_path / "run")
+    rows = (folder / "summary.csv").read_text().splitlines()
+    (folder / "summary.csv").write_text("\n".join([*rows, rows[-1].replace("30.25", "31.5")]) + "\n")
+    run = CheckpointRun(folder)
+    assert [row["epoch"] for row in run.history] == [0, 1, 2]
+    assert run.evaluated["eval_top1"] == 31.5
+
+
+def test_class_names():
+    torchvisions = SimpleNamespace(classes=["cat", "dog"])
+    timms = SimpleNamespace(reader=SimpleNamespace(class_to_idx={"dog": 1, "cat": 0}))
+    for dataset in (torchvisions, timms, SimpleNamespace(dataset=timms)):
+        assert class_names(dataset) == ["cat", "dog"]
+    assert class_names(object()) is None
+
+
+def test_wrong_paths(grid, copied, tmp_path):
+    def message(path, *args):
+        with pytest.raises(PublishError) as error:
+            CheckpointRun(path, *args)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
+    assert message(grid) == f"{grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}"
+    assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
+    assert "has no EMA weights: omit --ema" in message(grid / "feature-seed0", True)
+    (copied / "feature-seed1" / "result.json").unlink()
+    assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
+    (copied / "feature-seed0" / "last.pth.tar").write_bytes(b"half")
+    assert "cannot be read as a checkpoint" in message(copied / "feature-seed0")
+    bare = timm_run(tmp_path / "run")
+    (bare / "args.yaml").write_text(":")
+    assert "args.yaml cannot be read" in message(bare)
+
+
+def test_a_pickle_is_not_executed(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return open, (str(tmp_path / "executed"), "w")
+
+    torch.save({"state_dict": {}, "args": Payload()}, tmp_path / "evil.pth.tar")
+    with pytest.raises(PublishError, match="cannot be read as a checkpoint"):
+        CheckpointRun(tmp_path / "evil.pth.tar")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_weights_without_arguments(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
+    with pytest.raises(PublishError, match=r"does not name its model, .*: build the model"):
+        CheckpointRun(tmp_path / "bare.pth.tar")
+    torch.save([1], tmp_path / "list.pth.tar")
+    with pytest.raises(PublishError, match="has no 'state_dict'"):
+        CheckpointRun(tmp_path / "list.pth.tar")
+
+
+def test_a_second_training_in_the_same_folder(tmp_path):
+    folder = timm_run(tmp_path / "run", epochs=4)
+    with open(folder / "summary.csv", "a", encoding="utf-8") as file:
+        file.write("epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n0,1,1,5,9,0.1\n1,1,1,6,9,0.1\n")
+    rows = read_history(folder)
+    assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
+
+
+@pytest.mark.parametrize("name", ["args.yaml", "result.json"])
+def test_a_damaged_run_is_no_peer(grid, tmp_path, name):
+    copy = shutil.copytree(grid, tmp_path / "grid")
+    assert CheckpointRun(copy / "feature-seed0").peers.keys() == {0, 1}
+    damaged = copy / "feature-seed1" / name
+    damaged.write_text("{}") if name == "result.json" else damaged.unlink()
+    assert CheckpointRun(copy / "feature-seed0").peers.keys() == {0}
