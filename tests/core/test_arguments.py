@@ -1,4 +1,4 @@
-"""The arguments that give a model its present connections: read from any model, and kept by transformers' configs."""
+"""connection_arguments() of any model, and the connections in configurations of transformers."""
 import json
 import subprocess
 import sys
@@ -25,10 +25,10 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module")
 def transformers():
-    found = pytest.importorskip("transformers", minversion="5")
-    found.logging.set_verbosity_error()
-    found.logging.disable_progress_bar()
-    return found
+    module = pytest.importorskip("transformers", minversion="5")
+    module.logging.set_verbosity_error()
+    module.logging.disable_progress_bar()
+    return module
 
 
 def images():
@@ -46,7 +46,7 @@ def stored(folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_make_the_same_connections(name):
+def test_arguments_recreate_the_connections(name):
     torch.manual_seed(0)
     model = connect(torchvision.models.vision_transformer.VisionTransformer(16, 8, 2, 2, 16, 32), **ARGUMENTS[name])
     torch.nn.init.normal_(model.heads.head.weight)
@@ -89,11 +89,11 @@ def test_parts_count_their_own_layers():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_what_save_pretrained_wrote_connects_the_loaded_model(transformers, tmp_path, name):
+def test_a_saved_config_connects_the_loaded_model(transformers, tmp_path, name):
     model = connect(vit(transformers), **ARGUMENTS[name])
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
-    assert sites(loaded) == []  # should this fail, transformers has a hook by now: use it
+    assert sites(loaded) == []  # if this fails, transformers restores connections itself
     connect(loaded, **loaded.config.timm_ortho)
     assert torch.equal(loaded(images()).logits, model(images()).logits)
     assert [(site.layer, site.kind, str(site.connection)) for site in sites(loaded)] == [
@@ -106,7 +106,7 @@ def test_the_config_follows_connect_and_disconnect(transformers, tmp_path):
     assert model.config.timm_ortho["connection"] == "global"
     assert connect(model, "feature").config.timm_ortho["connection"] == "feature"
     assert model.vit.config is model.config
-    other.save_pretrained(tmp_path)  # made from the same object, and never connected
+    other.save_pretrained(tmp_path)  # shares the config object, but is not connected
     assert "timm_ortho" not in stored(tmp_path)
     disconnect(model).save_pretrained(tmp_path)
     assert "timm_ortho" not in stored(tmp_path)
@@ -114,7 +114,7 @@ def test_the_config_follows_connect_and_disconnect(transformers, tmp_path):
 
 @torch.no_grad()
 def test_learned_connections_load_into_a_class_that_connects_itself(transformers, tmp_path):
-    """The way that the page on weights shows."""
+    """As in docs/hub.md."""
     class Connected(transformers.ViTForImageClassification):
         def __init__(self, config):
             super().__init__(config)
@@ -136,7 +136,7 @@ def test_parts_of_a_composite_model_share_its_config(transformers, tmp_path):
     assert stored(tmp_path)["timm_ortho"]["layers"] == [0, 3]
 
 
-def test_a_connection_without_a_name_is_told(transformers, tmp_path):
+def test_a_connection_without_a_name_is_refused(transformers, tmp_path):
     class Own(timm_ortho.FeatureConnection):
         pass
 
@@ -148,7 +148,7 @@ def test_a_connection_without_a_name_is_told(transformers, tmp_path):
     assert "timm_ortho" not in stored(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # between peft and transformers
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # raised by peft and transformers
 def test_merged_adapters_keep_the_arguments(transformers, tmp_path):
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(target_modules=["query", "value", "q_proj", "v_proj"])

@@ -1,4 +1,4 @@
-"""The choice of a backend, the compiled one, and the check of Triton's kernels: sabotaged ones are found and left."""
+"""The choice of a backend, the backend `inductor`, and the check of Triton kernels at run time."""
 import contextlib
 import functools
 import warnings
@@ -26,10 +26,10 @@ def run(backend, x, f, g, **kwargs):
     return [y.detach(), *torch.autograd.grad(y, (x, f), g)]
 
 
-# -------------------------------------------------------------------------------- modes that once hid the arguments
+# ------------------------------------------------------------------------------ function modes and subclasses
 @pytest.fixture(params=["default device", "a mode", "a subclass"])
 def situation(request):
-    """A TorchFunctionMode is active, or tensors are of a subclass: nothing is to change."""
+    """A TorchFunctionMode is active, or tensors are of a subclass. Neither changes anything."""
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -48,7 +48,7 @@ def situation(request):
     (torch.ones(2, 3), torch.ones(2, 3, device="meta"), "same device"),
 ])
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_arguments_are_checked_whatever_is_active(situation, x, f, words, backend):
+def test_modes_and_subclasses_do_not_affect_the_checks(situation, x, f, words, backend):
     with pytest.raises(ValueError, match=words):
         residual_update(situation(x), situation(f), backend=backend)
     with use_backend(backend), pytest.raises(ValueError, match=words):
@@ -56,7 +56,7 @@ def test_arguments_are_checked_whatever_is_active(situation, x, f, words, backen
 
 
 @needs_triton
-def test_the_backend_that_was_asked_for_runs_whatever_is_active(situation, monkeypatch):
+def test_modes_and_subclasses_do_not_affect_the_backend(situation, monkeypatch):
     launched, kernels = [], functional._kernels()
     update = kernels.update
     monkeypatch.setattr(kernels, "update", lambda *args: launched.append(1) or update(*args))
@@ -66,7 +66,7 @@ def test_the_backend_that_was_asked_for_runs_whatever_is_active(situation, monke
     torch.testing.assert_close(torch.Tensor(y), residual_update(x, f))
 
 
-def test_an_unknown_backend_is_refused_whatever_is_active(situation):
+def test_modes_and_subclasses_do_not_affect_errors_of_backends(situation):
     x, f, _ = tensors()
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         residual_update(situation(x), situation(f), backend="cuda")
@@ -74,7 +74,7 @@ def test_an_unknown_backend_is_refused_whatever_is_active(situation):
 
 @pytest.mark.parametrize("backend", ["inductor", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("needed", [False, True])
-def test_export_records_the_plain_formula_whatever_was_asked_for(backend, needed):
+def test_export_records_the_plain_formula_for_any_backend(backend, needed):
     if torch.__version__.startswith("2.6.") and needed:
         pytest.skip("there compiling cannot be told from exporting")
     x, f, _ = tensors()
@@ -99,7 +99,7 @@ def test_inductor_computes_the_update_and_its_gradients(shape, dim, monkeypatch)
 
 
 @needs_compiler
-def test_another_batch_size_compiles_nothing():
+def test_another_batch_size_needs_no_compilation():
     sizes = []
     for batch in (3, 4, 9):
         x, f, g = tensors((batch, 5, 20))
@@ -109,7 +109,7 @@ def test_another_batch_size_compiles_nothing():
 
 
 @needs_compiler
-def test_sizes_of_one_and_strides_compile_no_more_than_a_few_times():
+def test_number_of_compilations_for_many_layouts():
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for shape in [(4, 3, 8), (1, 3, 8), (5, 1, 9), (7, 6, 8), (2, 9, 5), (1, 7, 30), (6, 1, 20), (8, 3, 12), (3, 1, 7)]:
@@ -119,11 +119,11 @@ def test_sizes_of_one_and_strides_compile_no_more_than_a_few_times():
             arguments = change(x), change(f), change(g)
             mine, expected = run("inductor", *arguments), run("torch", *arguments)
             torch.testing.assert_close(mine, expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4  # 36 layouts, forward and backward
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4  # for 36 layouts, forward and backward
 
 
 @needs_compiler
-def test_inductor_keeps_the_memory_format_of_axes_that_are_apart():
+def test_inductor_keeps_the_memory_format_of_separate_axes():
     x, f, g = tensors((5, 3, 2, 4))
     for mine, expected in zip(run("inductor", x, f, g, dim=(1, 3)), run("torch", x, f, g, dim=(1, 3)), strict=True):
         torch.testing.assert_close(mine, expected)
@@ -132,13 +132,13 @@ def test_inductor_keeps_the_memory_format_of_axes_that_are_apart():
 
 @needs_compiler
 @pytest.mark.parametrize(("shape", "dim"), [((2, 0, 3), None), ((2, 3, 0), -1), ((0, 3, 4), -1), ((2, 0, 3), 1)])
-def test_inductor_takes_tensors_without_elements(shape, dim):
+def test_inductor_with_empty_tensors(shape, dim):
     x, f, g = tensors(shape)
     torch.testing.assert_close(run("inductor", x, f, g, dim=dim), run("torch", x, f, g, dim=dim))
 
 
 @needs_triton
-def test_triton_refuses_the_pair_of_dtypes_that_its_interpreter_stores_wrongly():
+def test_triton_refuses_dtypes_that_its_interpreter_stores_wrongly():
     x, f, _ = tensors()
     with pytest.raises(RuntimeError, match=r"'triton' cannot run: .*float64.* bfloat16"):
         residual_update(x.double(), f.bfloat16(), backend="triton")
@@ -153,7 +153,7 @@ def test_at_the_limit_of_recompilations_inductor_falls_back_with_one_warning(mon
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.7
     with config.patch({limit: 1}), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for enabled in (True, False, True, False):  # which torch.compile guards on
+        for enabled in (True, False, True, False):  # torch.compile guards on it
             with torch.set_grad_enabled(enabled):
                 torch.testing.assert_close(residual_update(x, f, backend="inductor"), residual_update(x, f))
     told = [str(warning.message) for warning in told if "timm_ortho" in str(warning.message)]
@@ -165,7 +165,7 @@ def test_at_the_limit_of_recompilations_inductor_falls_back_with_one_warning(mon
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
 @pytest.mark.parametrize("backend", ["torch", pytest.param("inductor", marks=needs_compiler),
                                      pytest.param("triton", marks=needs_triton)])
-def test_a_batch_of_gradients_goes_through_the_backward_pass(backend, weights):
+def test_batched_gradients(backend, weights):
     x, f, _ = (t.double().requires_grad_() for t in tensors())
     y = residual_update(x, f, parallel=weights[0], orthogonal=weights[1], backend=backend)
     g = torch.randn(4, *y.shape, dtype=y.dtype)
@@ -177,7 +177,7 @@ def test_a_batch_of_gradients_goes_through_the_backward_pass(backend, weights):
     torch.testing.assert_close(jacobian(vectorize=True), jacobian())
 
 
-def test_auto_takes_no_kernels_for_tensors_without_data():
+def test_auto_uses_no_kernels_for_tensors_without_data():
     with FakeTensorMode():
         x = torch.empty(2, 3, device="cuda")
         assert choose_backend(x, x) == "torch"
@@ -190,7 +190,7 @@ def test_second_derivatives_with_inductor():
     assert torch.autograd.gradgradcheck(functools.partial(residual_update, backend="inductor"), (x, f))
 
 
-def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
+def test_the_error_without_a_compiler(monkeypatch):
     monkeypatch.setattr(backends, "_cpp_compiler_is_installed", lambda: False)
     x, f, _ = tensors()
     with pytest.raises(RuntimeError, match=r"^backend 'inductor' cannot run: there is no C\+\+ compiler: install one "
@@ -200,13 +200,13 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
         FeatureConnection()(x, f)
 
 
-def test_where_the_compiler_is_looked_for(monkeypatch):
-    for variable, found in (("/nowhere/c++", False), ("sh", True)):
+def test_search_for_the_compiler(monkeypatch):
+    for variable, installed in (("/nowhere/c++", False), ("sh", True)):
         monkeypatch.setenv("CXX", variable)
-        assert backends._cpp_compiler_is_installed.__wrapped__() is found
+        assert backends._cpp_compiler_is_installed.__wrapped__() is installed
 
 
-def test_what_cannot_be_compiled_is_one_line():
+def test_errors_of_the_compiler_are_one_line():
     def dynamic(x):
         torch._dynamo.graph_break()
         return x
@@ -215,17 +215,17 @@ def test_what_cannot_be_compiled_is_one_line():
         backends.compiled(dynamic)(torch.ones(2))
 
 
-def test_auto_never_takes_it_and_under_compile_it_is_torch(monkeypatch):
+def test_auto_never_uses_inductor(monkeypatch):
     x, f, _ = tensors()
     assert choose_backend(x, f, "auto") == "torch"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choose_backend(x, f, "inductor") == "torch"
 
 
-# ------------------------------------------------------------------------------- "triton", where "auto" takes it
+# ---------------------------------------------------------------------------------- "auto" with Triton kernels
 @pytest.fixture
 def auto(monkeypatch):
-    """``run`` with what ``auto`` runs on a GPU, kernels that can be sabotaged, and nothing checked yet."""
+    """``run`` with the kernels that ``auto`` runs on a GPU, before their check."""
     monkeypatch.setattr(functional, "choose_backend", lambda x, f, backend: "triton" if backend == "auto" else backend)
     monkeypatch.setattr(backends, "_agrees", {})
     return functools.partial(run, "auto")
@@ -263,14 +263,14 @@ SABOTAGE = {
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(("shape", "dim"), [((3, 5, 20), -1), ((3, 5, 20), None), ((2, 6, 4, 3), 1)])
-def test_good_kernels_are_checked_once_and_trusted(auto, monkeypatch, shape, dim, dtype):
+def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, dim, dtype):
     x, f, g = tensors(shape, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         auto(x, f, g, dim=dim)
         assert sorted(case[0] for case in backends._agrees) == ["backward", "forward"]
         assert set(backends._agrees.values()) == {True}
-        monkeypatch.setattr(backends, "_difference", None)  # is not asked again
+        monkeypatch.setattr(backends, "_difference", None)  # not called again
         auto(*tensors((7, *shape[1:]), dtype), dim=dim)
 
 
@@ -278,7 +278,7 @@ def test_good_kernels_are_checked_once_and_trusted(auto, monkeypatch, shape, dim
 @pytest.mark.parametrize(("name", "direction"), [("update", "forward"), ("gradients", "backward")])
 @pytest.mark.parametrize("spoil", SABOTAGE.values(), ids=list(SABOTAGE))
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_sabotaged_kernel_is_found_and_left(auto, monkeypatch, name, direction, spoil, deterministic):
+def test_wrong_kernels_are_replaced_with_a_warning(auto, monkeypatch, name, direction, spoil, deterministic):
     x, f, g = tensors()
     expected = run("torch", x, f, g)
     calls = sabotaged(monkeypatch, name, spoil)
@@ -288,14 +288,14 @@ def test_a_sabotaged_kernel_is_found_and_left(auto, monkeypatch, name, direction
                                                 r".*is inaccurate.*torch backend is used from now on"):
             results = auto(x, f, g)
         torch.testing.assert_close(results, expected)
-        torch.testing.assert_close(auto(x, f, g), expected)  # without a second warning
+        torch.testing.assert_close(auto(x, f, g), expected)  # no second warning
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls == [(3, 5, 20)]
 
 
 @needs_triton
-def test_each_case_is_checked_on_its_own(auto, monkeypatch):
+def test_each_case_is_checked_separately(auto, monkeypatch):
     calls = sabotaged(monkeypatch, "update", in_first(lambda y: 1.01 * y))
     for shape, dim, dtype in (((3, 5, 20), -1, torch.float32), ((3, 5, 20), None, torch.float32),
                               ((3, 5, 20), -1, torch.float16), ((3, 5, 20), 1, torch.float32)):
@@ -305,7 +305,7 @@ def test_each_case_is_checked_on_its_own(auto, monkeypatch):
 
 
 @needs_triton
-def test_a_kernel_that_cannot_be_launched_is_left(auto, monkeypatch):
+def test_kernels_that_cannot_be_launched_are_replaced(auto, monkeypatch):
     def broken(*args):
         raise OSError("Failed to find C compiler")
 
@@ -317,15 +317,15 @@ def test_a_kernel_that_cannot_be_launched_is_left(auto, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
-def test_what_is_not_finite_decides_nothing(auto):
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # in Triton's interpreter
+def test_non_finite_results_are_not_compared(auto):
     x, f, g = tensors()
     auto(x, f, g * float("inf"))
     assert [case[0] for case in backends._agrees] == ["forward"]
 
 
 @needs_triton
-def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch):
+def test_no_check_during_graph_capture(monkeypatch):
     class Captured(torch.Tensor):
         is_cuda = True
 
@@ -337,7 +337,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch):
 
 
 @needs_triton
-def test_kernels_that_were_asked_for_are_not_checked(monkeypatch):
+def test_requested_kernels_are_not_checked(monkeypatch):
     monkeypatch.setattr(backends, "_agrees", {})
     calls = sabotaged(monkeypatch, "update", in_first(lambda y: 1.01 * y))
     x, f, _ = tensors()

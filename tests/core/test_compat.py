@@ -1,4 +1,4 @@
-"""Each private name of torch and timm does on the installed release what this package uses it for."""
+"""The private names of torch and timm that this package uses work in the installed releases."""
 import ast
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ import timm_ortho
 from timm_ortho import _compat
 
 NAMED_TUPLE = {"_asdict", "_replace"}
-OPERATIONS = {"_to_copy"}  # ATen's own name
-PROTECTED = {"_conv_forward"}  # nn.Conv2d's, for its subclasses
+OPERATIONS = {"_to_copy"}  # an ATen operator
+PROTECTED = {"_conv_forward"}  # nn.Conv2d's, meant for subclasses
 
 
 def test_private_names_are_in_compat_only():
-    """No import from a private module, and no private attribute of what another file defines."""
+    """No other file imports from a private module or uses a private attribute of another file."""
     for path in Path(timm_ortho.__file__).parent.rglob("*.py"):
         if path.name == "_compat.py":
             continue
@@ -53,7 +53,7 @@ def test_is_recorded():
     seen = []
     Asks()(torch.ones(1))
     torch.jit.trace(Asks(), torch.ones(1))
-    assert seen[:2] == [False, True]  # and what torch.jit.trace calls to check itself
+    assert seen[:2] == [False, True]  # torch.jit.trace then calls it again to check itself
 
     class Adds(nn.Module):
         def forward(self, x):
@@ -68,7 +68,7 @@ def test_is_compiler_error():
     def broken(graph, inputs):
         raise ValueError("cannot")
 
-    with pytest.raises(Exception) as error:  # noqa: PT011 its class is what is asked
+    with pytest.raises(Exception) as error:  # noqa: PT011 only its class matters
         torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
     assert _compat.is_compiler_error(error.value)
     assert not _compat.is_compiler_error(ValueError("cannot"))
@@ -97,5 +97,5 @@ def test_is_sharded(shard):
         shard(model)
     finally:
         distributed.destroy_process_group()
-    assert _compat.is_sharded(model[0][0])  # all that is in it
+    assert _compat.is_sharded(model[0][0])  # also for its submodules
     assert not _compat.is_sharded(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""Connections as modules: what they compute, learn, draw, print and refuse."""
+"""Connections as modules: results, parameters, random draws, repr and errors."""
 import math
 
 import pytest
@@ -18,7 +18,7 @@ def test_computes_its_update(name):
         "linear": X + F,
         "feature": residual_update(X, F, dim=1, eps=0.1),
         "global": residual_update(X, F, dim=(1, 2, 3), eps=0.1),
-        "hybrid": residual_update(X, F, dim=1, eps=0.1),  # it starts orthogonal
+        "hybrid": residual_update(X, F, dim=1, eps=0.1),  # its start
     }
     assert len({tuple(y.flatten().tolist()) for y in expected.values()}) == len(expected) - 1
     torch.testing.assert_close(create_connection(name, dim=1, eps=0.1).double()(X, F), expected[name])
@@ -42,7 +42,7 @@ def test_hybrid_is_rho_and_theta():
 
 @pytest.mark.parametrize(
     ("rho", "theta", "a", "b"), [(-0.5, 0.3, 0.0, 0.0), (1.0, 2.0, 1.0, 0.0), (1.0, -2.0, -1.0, 0.0)])
-def test_hybrid_stays_in_its_range_and_can_come_back(rho, theta, a, b):
+def test_hybrid_stays_in_its_range_and_can_return(rho, theta, a, b):
     hybrid = create_connection("hybrid").double()
     with torch.no_grad():
         hybrid.rho.fill_(rho)
@@ -53,12 +53,12 @@ def test_hybrid_stays_in_its_range_and_can_come_back(rho, theta, a, b):
 
 
 @pytest.mark.parametrize("name", CONNECTIONS)
-def test_only_the_hybrid_has_a_state(name):
+def test_only_hybrid_has_a_state(name):
     assert list(create_connection(name).state_dict()) == (["rho", "theta"] if name == "hybrid" else [])
 
 
 @pytest.mark.parametrize("name", ["feature", "global"])
-def test_probability_in_training_is_drawn_and_in_evaluation_the_mean(name):
+def test_probability_is_drawn_in_training_and_averaged_in_evaluation(name):
     connection = create_connection(name, prob=0.3).double()
     orthogonal = create_connection(name).double()(X, F)
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def test_probability_in_training_is_drawn_and_in_evaluation_the_mean(name):
 
 
 @pytest.mark.parametrize("name", ["feature", "global"])
-def test_vmap_draws_once_or_for_each(name):
+def test_draws_under_vmap(name):
     connection, x, f = create_connection(name, prob=0.5), torch.randn(64, 3, 8), torch.randn(64, 3, 8)
     for randomness, allowed in (("same", (0, 64)), ("different", range(10, 55))):
         y = torch.func.vmap(connection, randomness=randomness)(x, f)
@@ -91,7 +91,7 @@ def test_repr():
     assert repr(create_connection("hybrid", start="linear")) == "HybridConnection(dim=-1, eps=1e-06, start='linear')"
 
 
-def test_fx_draws_anew_at_each_call():
+def test_fx_draws_at_each_call():
     traced = torch.fx.symbolic_trace(create_connection("feature", prob=0.5).double())
     torch.manual_seed(0)
     assert len({tuple(traced(X, F).flatten().tolist()) for _ in range(40)}) == 2

@@ -1,4 +1,4 @@
-"""connect(): any model of supported blocks, at any time, or an error and the model as it was."""
+"""connect() converts models of supported blocks at any time; errors leave the model unchanged."""
 import copy
 import inspect
 import pickle
@@ -32,7 +32,7 @@ def tiny_vit(**kwargs):
     return vit.VisionTransformer(**{**TINY_VIT, **kwargs})
 
 
-BLOCKS = {  # one model for each line of the table
+BLOCKS = {  # one model per row of the table
     "Block": tiny_vit,
     "ResPostBlock": lambda: tiny_vit(block_fn=vit.ResPostBlock),
     "ParallelScalingBlock": lambda: tiny_vit(block_fn=vit.ParallelScalingBlock),
@@ -45,8 +45,8 @@ if hasattr(vit, "DiffParallelScalingBlock"):  # timm 1.0.23 and later
     BLOCKS["DiffParallelScalingBlock"] = lambda: tiny_vit(block_fn=vit.DiffParallelScalingBlock)
 
 
-def test_every_line_of_the_papers_families_has_a_model_here():
-    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # the others: ../blocks/test_timm.py
+def test_every_block_of_the_papers_families_has_a_model_here():
+    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # other families: ../blocks/test_timm.py
     names = [spec.name.rpartition(".") for spec in specs("timm")]
     missing = {block for module, _, block in names if module in modules} - set(BLOCKS)
     assert missing <= ({"DiffParallelScalingBlock"} if not hasattr(vit, "DiffParallelScalingBlock") else set())
@@ -62,7 +62,7 @@ def images(n=3):
 
 
 def step(model):
-    """Output and every gradient of one training step."""
+    """Return output and gradients of one training step."""
     model.zero_grad()
     y = model(images())
     y.square().sum().backward()
@@ -72,7 +72,7 @@ def step(model):
 @pytest.mark.parametrize("connection", ["feature", "global", "hybrid"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_site_is_orthogonal(block, connection):
-    """What each site adds is at right angles to its stream, over its axes; and gradients reach every parameter."""
+    """Each site adds a component orthogonal to its stream, and every parameter gets a gradient."""
     model = connect(build(block).double(), connection)
     checked = []
 
@@ -87,11 +87,11 @@ def test_every_site_is_orthogonal(block, connection):
         site.connection.register_forward_hook(check)
     model(images().double()).square().sum().backward()
     assert len(checked) == len(sites(model)) > 0
-    assert max(checked) < 1e-3  # eps is 1e-6 and some streams are small
+    assert max(checked) < 1e-3  # eps is 1e-6, and some streams are small
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_sites_say_where_they_are():
+def test_names_of_sites():
     names = [(s.layer, s.kind, s.name) for s in sites(connect(build("Block"), "feature"))]
     assert names == [
         (0, "attention", "blocks.0.connection_attention"), (0, "mlp", "blocks.0.connection_mlp"),
@@ -101,7 +101,7 @@ def test_sites_say_where_they_are():
     assert sites(build("Block")) == []
 
 
-def test_masked_attention_goes_through_the_same_site():
+def test_masked_attention_uses_the_same_site():
     model = connect(build("ParallelThingsBlock"), "feature")
     block, calls = model.blocks[0].eval(), []
     block.connection_attention.register_forward_hook(lambda *_: calls.append(1))
@@ -112,7 +112,7 @@ def test_masked_attention_goes_through_the_same_site():
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_there_and_back(block):
+def test_switching_back(block):
     model = build(block)
     keys, expected = list(model.state_dict()), step(build(block))
     connect(model, "hybrid", start="linear")
@@ -157,7 +157,7 @@ def test_hybrid_follows_device_and_dtype():
 
 
 def decayed(model, **options):
-    """Names of the parameters to which an optimizer of timm's applies weight decay."""
+    """Return the names of the parameters to which timm's optimizers apply weight decay."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizer = create_optimizer_v2(model, opt="adamw", lr=0.1, weight_decay=0.05, **options)
     groups = [group["params"] for group in optimizer.param_groups if group["weight_decay"]]
@@ -165,7 +165,8 @@ def decayed(model, **options):
 
 
 ASKING = [{}, dict(layer_decay=0.7)]
-if "weight_decay_exclude_1d" in inspect.signature(param_groups_weight_decay).parameters:  # before, it asked nobody
+if "weight_decay_exclude_1d" in inspect.signature(param_groups_weight_decay).parameters:
+    # older releases ignore no_weight_decay without filter_bias_and_bn
     ASKING += [dict(filter_bias_and_bn=False), dict(filter_bias_and_bn=False, layer_decay=0.7)]
 
 
@@ -181,40 +182,40 @@ def test_learned_connections_get_no_weight_decay(kind, options):
         assert decayed(copied, **options) == before
 
 
-def test_what_an_instance_says_it_spares_stays():
+def test_no_weight_decay_of_an_instance_is_kept():
     model = tiny_vit()
     model.no_weight_decay = lambda: {"mine"}
     assert connect(model, "feature").no_weight_decay() == {"mine"}
 
 
-def test_learned_connections_of_a_quantized_block_and_of_one_without_data():
+def test_learned_connections_of_quantized_and_meta_blocks():
     model = tiny_vit()
     model.blocks[0].norm1.weight = nn.Parameter(torch.ones(48, dtype=torch.int8), requires_grad=False)
     connect(model, "hybrid", start="linear")
     assert {site.connection.rho.dtype for site in sites(model)} == {torch.float32}
     made = sites(model)[0].connection
     empty = copy.deepcopy(made).to("meta").to_empty(device="cpu")
-    empty.reset_parameters()  # what FSDP calls after to_empty
+    empty.reset_parameters()  # FSDP calls it after to_empty
     assert [one.item() for one in empty.parameters()] == [one.item() for one in made.parameters()]
 
 
-def test_what_the_model_spares_is_spared_as_before():
+def test_no_weight_decay_of_the_class_is_kept():
     model = tiny_vit()
     own = model.no_weight_decay()
     assert own
     learned = {f"{site.name}.{name}" for site in sites(connect(model, "hybrid")) for name in ("rho", "theta")}
     assert model.no_weight_decay() == own | learned
-    model.no_weight_decay().clear()  # a set of the caller's own
+    model.no_weight_decay().clear()  # returns a copy
     connect(model, "hybrid", layers=[1])
     assert model.no_weight_decay() == own | {name for name in learned if name.startswith("blocks.1.")}
     for plain in (connect(model, "feature"), disconnect(connect(model, "hybrid"))):
         assert "no_weight_decay" not in vars(plain)
         assert plain.no_weight_decay() == own
-    resnet = connect(tiny_resnet(), "hybrid")  # whose class spares nothing
+    resnet = connect(tiny_resnet(), "hybrid")  # its class has no no_weight_decay
     assert len(resnet.no_weight_decay()) == 2 * len(sites(resnet))
 
 
-def test_switching_in_the_middle_of_training_keeps_everything():
+def test_switching_keeps_parameters_and_optimizer_state():
     model = connect(build("PreActBasic"), "linear")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     parameters = list(model.parameters())
@@ -226,7 +227,7 @@ def test_switching_in_the_middle_of_training_keeps_everything():
     assert len(optimizer.state) == len(parameters)
 
 
-def test_hooks_and_other_state_survive():
+def test_hooks_are_kept():
     model = build("Block")
     calls = []
     model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
@@ -235,8 +236,8 @@ def test_hooks_and_other_state_survive():
     assert isinstance(model.blocks[0], vit.Block)
 
 
-def test_parametrized_blocks_are_blocks():
-    """Their class is made at run time, below the one that had the connections."""
+def test_parametrized_blocks():
+    """Parametrization creates a subclass of the routed class at run time."""
     model = connect(timm.create_model("test_convnext"), "feature")
     before, block = len(sites(model)), model.stages[0].blocks[0]
     cls = type(parametrized(model).stages[0].blocks[0])
@@ -246,8 +247,8 @@ def test_parametrized_blocks_are_blocks():
     assert type(block) is cls is not routed.timm__models__convnext__ConvNeXtBlock
 
 
-def test_timm_is_untouched():
-    """In a process of its own: timm's classes and a timm model are what they were, after import and conversion."""
+def test_timm_is_unchanged():
+    """Importing and converting change no class and no model of timm, in a separate process."""
     code = """
 import timm, torch
 from timm.models import resnetv2, vision_transformer
@@ -279,9 +280,9 @@ import sys; assert not {'triton', 'matplotlib', 'sklearn'} & {m for m in sys.mod
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ------------------------------------------------------------------------------- outputs that are changed in place
+# ------------------------------------------------------------------------------ outputs that are changed in place
 def step_with_hooks(model, in_place):
-    """Output and gradients of a model whose blocks' outputs are doubled by hooks."""
+    """Return output and gradients of a model with hooks that double the blocks' outputs."""
     def hook(module, inputs, y):
         return y.mul_(2.0) if in_place else 2.0 * y
 
@@ -298,8 +299,8 @@ def blocks_of(model):
 
 
 @pytest.mark.parametrize("connection", CONNECTIONS)
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "Bottleneck"])  # its ReLU keeps the output
-def test_outputs_can_be_changed_in_place_where_the_branch_is_kept(block, connection):
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "Bottleneck"])  # its ReLU keeps its output
+def test_keep_branch_allows_in_place_changes(block, connection):
     model = connect(build(block), connection, keep="branch")
     expected = step_with_hooks(connect(build(block), connection), in_place=False)
     for a, b in zip(step_with_hooks(model, in_place=True), expected, strict=True):
@@ -307,21 +308,21 @@ def test_outputs_can_be_changed_in_place_where_the_branch_is_kept(block, connect
 
 
 @pytest.mark.parametrize("connection", ["feature", "global"])
-def test_an_output_is_kept_unless_the_block_or_the_caller_asks_for_the_branch(connection):
+def test_which_tensor_is_kept(connection):
     model = connect(build("Block"), connection)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step_with_hooks(model, in_place=True)
     keeps = {}
     for keep in ("branch", "output"):
         vits, resnets = (sites(connect(build(block), connection, keep=keep)) for block in ("Block", "Bottleneck"))
-        keeps[keep] = [{site.connection.keep for site in found} for found in (vits, resnets)]
+        keeps[keep] = [{site.connection.keep for site in of_model} for of_model in (vits, resnets)]
     assert keeps == {"branch": [{"branch"}, {"branch"}], "output": [{"output"}, {"branch"}]}
     connect(model, connection, keep="branch", layers=1)
     assert [site.connection.keep for site in sites(model)[2:]] == ["branch"] * 2
 
 
 class WithoutKeep(Connection):
-    """A user's connection that uses the update and has no argument `keep`."""
+    """A user's connection without an argument `keep`."""
 
     def __init__(self, dim=-1, eps=1e-6):
         super().__init__(dim, eps)
@@ -330,14 +331,14 @@ class WithoutKeep(Connection):
         return self.join(x, f, 0.0, 1.0, attn_mask)
 
 
-def test_connections_of_users_keep_the_branch_as_well():
+def test_connections_of_users_keep_the_branch():
     step_with_hooks(connect(build("Block"), WithoutKeep, keep="branch"), in_place=True)
-    step(connect(build("Bottleneck"), WithoutKeep))  # changes its sum itself
+    step(connect(build("Bottleneck"), WithoutKeep))  # changes its sum in place
 
 
 # ------------------------------------------------------------------------------------------------- bad input
 class Foreign(nn.Linear):
-    """A residual block of one's own, which no table has."""
+    """A residual block that is in no table."""
 
     def __init__(self):
         super().__init__(5, 5)
@@ -348,14 +349,14 @@ class Foreign(nn.Linear):
 
 
 class SubclassOfBase(vit.Block):
-    """All its additions are in the forward of its base class."""
+    """A block whose additions are in the forward of its base class."""
 
     def forward(self, x):
         return super().forward(x)
 
 
 class Output(nn.Module):
-    """The end of a block as BERT writes it: branch and stream are two arguments, in any order and manner."""
+    """The end of a BERT block, whose forward takes branch and stream."""
 
     def forward(self, hidden_states, input_tensor):
         hidden_states = self.dropout(hidden_states)
@@ -373,7 +374,7 @@ class OutputOfMany(Output):
 
 
 class Subclass(vit.Block):
-    """A forward of its own: the table's line for its base says nothing about it."""
+    """A subclass with its own forward, so that the table's row of its base class does not apply."""
 
     def forward(self, x):
         x = x + self.mlp(x)
@@ -439,7 +440,7 @@ def test_models_that_cannot_be_converted(model, words):
 
 
 class Adapter(nn.Module):
-    """Looks residual: the result of a layer, and something small that follows from the same input."""
+    """Looks residual: it adds a low-rank function of the input to the output of a layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -453,13 +454,13 @@ def test_adapters_in_a_branch_are_part_of_it():
     model = tiny_vit()
     for block in model.blocks:
         block.attn.qkv, block.mlp.fc1 = Adapter(block.attn.qkv), Adapter(block.mlp.fc1)
-    for connection in ("feature", "linear"):  # before the model has connections and after
+    for connection in ("feature", "linear"):  # before and after connect
         assert len(sites(connect(model, connection))) == 4
     model.head = Adapter(model.head)
     assert "not supported: test_convert.Adapter" in str(unchanged(model, "feature"))
 
 
-def test_a_release_with_another_block(monkeypatch):
+def test_another_block_in_a_new_timm_release(monkeypatch):
     class Block(vit.Block):
         def forward(self, x):
             return x + self.mlp(x)
@@ -477,7 +478,7 @@ def test_a_release_with_another_block(monkeypatch):
     assert not sites(model)
 
 
-def test_the_pooling_head_is_no_site():
+def test_the_pooling_head_is_not_a_site():
     model = connect(tiny_vit(global_pool="map", class_token=False), "feature")
     assert type(model.attn_pool).__module__.startswith("timm.")
     assert len(sites(model)) == 4

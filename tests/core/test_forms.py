@@ -44,7 +44,7 @@ def model(name, **arguments):
 
 
 def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **options):
-    """What to make, how many inputs it has (0: images), its forms, and those that -m slow runs."""
+    """Return the test cases of one module: ``inputs`` tensors (0: images), and its quick and slow forms."""
     label = "-".join(str(getattr(value, "__name__", value)) for value in (*arguments, *options.values()))
     return [
         pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id=f"{label}-{form}")

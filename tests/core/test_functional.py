@@ -1,4 +1,4 @@
-"""The formula: exact properties first, then gradients, then precision, then what is refused."""
+"""The update: exact properties, gradients, precision, compilers and errors."""
 import contextlib
 import functools
 import itertools
@@ -38,7 +38,7 @@ def inner(x, y, dim):
 @pytest.mark.parametrize("dim", DIMS, ids=str)
 @pytest.mark.parametrize("eps", [1e-6, 1e-2, 1.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_left_along_the_stream_is_eps(shape, eps, dim):
+def test_the_remaining_parallel_component_is_due_to_eps(shape, eps, dim):
     x, f = pair(shape)
     parallel, orthogonal = decompose(x, f, dim, eps)
     expected = inner(x, f, dim) * eps / (inner(x, x, dim) + eps)
@@ -66,12 +66,12 @@ def test_linear_in_the_branch(dim):
     torch.testing.assert_close(together, apart)
 
 
-def test_a_branch_along_the_stream_changes_nothing():
+def test_a_parallel_branch_changes_nothing():
     x, _ = pair((4, 16))
     torch.testing.assert_close(residual_update(x, -2.5 * x, eps=1e-14), x)
 
 
-def test_scopes_are_those_of_algorithms_1_and_2():
+def test_scopes_equal_algorithms_1_and_2():
     x, f = pair((2, 3, 4))
     for b in range(2):
         for t in range(3):
@@ -83,7 +83,7 @@ def test_scopes_are_those_of_algorithms_1_and_2():
     assert torch.equal(residual_update(x, f, dim=None), residual_update(x, f, dim=(1, 2)))
 
 
-def test_jacobian_of_the_parallel_part_is_the_papers_equation_8():
+def test_jacobian_of_the_parallel_component_is_equation_8():
     torch.manual_seed(0)
     x, weight, eps = torch.randn(6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64), 1e-6
 
@@ -116,7 +116,7 @@ def test_gradients_of_first_and_second_order(weights, dim, eps, keep):
         a, b = (learned.pop(0) if isinstance(w, str) else w for w in weights)
         return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=eps, keep=keep)
 
-    assert update(x, f, *learned).grad_fn.name() == "_ResidualUpdateBackward"  # not the plain formula's gradients
+    assert update(x, f, *learned).grad_fn.name() == "_ResidualUpdateBackward"  # the closed form, not autograd
     assert gradcheck(update, (x, f, *learned))
     assert gradgradcheck(update, (x, f, *learned))
 
@@ -139,10 +139,10 @@ def test_the_branch_output_is_not_kept():
     storages = {t.untyped_storage().data_ptr(): t.numel() for t in kept}
     assert f.untyped_storage().data_ptr() not in storages
     assert storages.pop(x.untyped_storage().data_ptr()) == storages.pop(y.untyped_storage().data_ptr()) == x.numel()
-    assert list(storages.values()) == [5 * 7, 5 * 7]  # two numbers a token
+    assert list(storages.values()) == [5 * 7, 5 * 7]  # two numbers per token
 
 
-def test_a_sum_that_is_changed_in_place_needs_the_branch():
+def test_in_place_changes_of_the_sum_need_the_branch():
     x, f = (t.requires_grad_() for t in pair((2, 5)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         residual_update(x, f).relu_().sum().backward()
@@ -151,7 +151,7 @@ def test_a_sum_that_is_changed_in_place_needs_the_branch():
     torch.testing.assert_close(kept, expected)
 
 
-def test_no_detour_through_autograd_where_nothing_needs_a_gradient(monkeypatch):
+def test_no_autograd_function_without_gradients(monkeypatch):
     monkeypatch.setattr(functional, "_ResidualUpdate", None)
     x, f = pair((2, 5))
     expected = plain_update(x, f, 0.0, 1.0, [-1], 1e-6)
@@ -175,7 +175,7 @@ def plain(x, f, dim, a, b):
 @pytest.mark.parametrize("dim", [-1, 1, None], ids=str)
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.9)], ids=str)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
-def test_half_precision_is_as_good_as_float32_and_one_cast(dtype, dim, weights, scale):
+def test_half_precision_equals_float32_and_one_cast(dtype, dim, weights, scale):
     x, f = pair((5, 7, 197), dtype)
     f = f * scale
     g = pair((5, 7, 197), dtype, seed=1)[0]
@@ -213,11 +213,11 @@ def channels_first_seen_as_last(x):
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "plain", "scripted"])
 @pytest.mark.parametrize(("stream", "branch", "dim"), [
-    (torch.Tensor.contiguous, channels_last, 1),  # NextViT: the branch output is a transpose of tokens
+    (torch.Tensor.contiguous, channels_last, 1),  # NextViT: the branch output is transposed tokens
     (channels_last, torch.Tensor.contiguous, 1),
-    (channels_first_seen_as_last, torch.Tensor.contiguous, -1),  # MaxViT: it has been cut into windows and put together
+    (channels_first_seen_as_last, torch.Tensor.contiguous, -1),  # MaxViT: it was partitioned into windows
 ], ids=["NCHW", "channels-last", "NCHW seen as NHWC"])
-def test_the_stream_keeps_its_memory_format_whatever_that_of_the_branch(stream, branch, dim, how):
+def test_the_result_has_the_memory_format_of_the_stream(stream, branch, dim, how):
     x, f = pair((2, 5, 4, 3), torch.float32)
     x, f = stream(x), branch(f)
     update = {
@@ -231,12 +231,12 @@ def test_the_stream_keeps_its_memory_format_whatever_that_of_the_branch(stream, 
     assert torch.equal(y, residual_update(x, f, dim=dim))
 
 
-# -------------------------------------------------------------------- compilers and what they make of the formula
+# --------------------------------------------------------------------------------------- memory and compilers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layouts", ["contiguous_format", "channels_last", "channels_last contiguous_format"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype, monkeypatch):
-    monkeypatch.setattr(functional, "is_observed", lambda *_: False)  # the mode that counts bytes is an observer
+    monkeypatch.setattr(functional, "is_observed", lambda *_: False)  # ignore the mode that counts bytes
     formats = [getattr(torch, name) for name in layouts.split()]
     x, f = (tensor.to(memory_format=layout) for tensor, layout in
             zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))
@@ -255,7 +255,7 @@ def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype, 
 
 
 class Mutations(TorchDispatchMode):
-    """The names of operations that change one of their arguments."""
+    """Record the names of operations that change an argument."""
 
     def __init__(self):
         super().__init__()
@@ -267,14 +267,14 @@ class Mutations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-LARGE = (2, 64, 48, 48)  # enough elements to reuse memory where nothing observes the operations
+LARGE = (2, 64, 48, 48)  # enough elements to reuse memory if no mode is active
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 6, 3, 3), LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(("weights", "keep"), [((0.0, 1.0), "output"), ((0.0, 1.0), "branch"), ((0.3, 0.7), "output"),
                                                ("learned", "output")], ids=str)
-def test_a_mode_that_records_sees_no_operation_in_place(weights, keep, shape, dtype):
+def test_recording_modes_see_no_in_place_operation(weights, keep, shape, dtype):
     x, f = pair(shape, dtype)
     a, b = (torch.tensor(w, requires_grad=True) for w in (0.3, 0.7)) if weights == "learned" else weights
     arguments = dict(parallel=a, orthogonal=b, dim=1, keep=keep)
@@ -287,7 +287,7 @@ def test_a_mode_that_records_sees_no_operation_in_place(weights, keep, shape, dt
     assert recorded.count > 20
     assert set(recorded.names) <= {"aten::detach_"}  # autograd's own
     observed = y.detach(), gradient.detach()
-    y = residual_update(x, f, **arguments)  # nothing observes: the same numbers
+    y = residual_update(x, f, **arguments)  # no mode: the same numbers
     assert torch.equal(y, observed[0])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], observed[1])
 
@@ -306,7 +306,7 @@ def test_linearize_gives_the_derivative_at_every_call(leaf, shape):
 
 @pytest.mark.parametrize("tokens", [7, 2048], ids=["small", "large"])
 @pytest.mark.parametrize("backend", ["torch", "inductor"])
-def test_selective_checkpointing_may_save_any_result(backend, tokens):
+def test_selective_checkpointing_can_save_any_result(backend, tokens):
     def block(x):
         return residual_update(x.sin(), (x @ weight).tanh(), backend=backend).cos()
 
@@ -356,13 +356,13 @@ def test_jagged_tensors_are_updated_token_by_token(keep):
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, (1, 2)], ids=str)
-def test_other_projections_of_nested_tensors_are_one_error(dim):
+def test_other_projections_of_nested_tensors_are_refused(dim):
     x = torch.nested.nested_tensor([torch.ones(length, 8) for length in (3, 5)], layout=torch.jagged)
     words = r"nested tensors must .*torch\.jagged.*same offsets.* per token .*to_padded_tensor"
     with pytest.raises(ValueError, match=words):
         residual_update(x, x, dim=dim)
     with pytest.raises(ValueError, match=words):
-        residual_update(x.transpose(1, 2), x.transpose(1, 2), dim=2)  # the last axis is the ragged one
+        residual_update(x.transpose(1, 2), x.transpose(1, 2), dim=2)  # the last axis is ragged
     with pytest.raises(ValueError, match=words):
         residual_update(x, x.values())
     other = torch.nested.nested_tensor([torch.ones(length, 8) for length in (5, 3)], layout=torch.jagged)
@@ -392,7 +392,7 @@ def test_export_records_the_plain_formula():
     torch.testing.assert_close(program.module()(x, f), Update()(x, f))
 
 
-def test_export_takes_an_activation_in_place_behind_the_update():
+def test_export_with_an_in_place_activation_after_the_update():
     class Activated(torch.nn.Module):
         def forward(self, x, f):
             return residual_update(x, f).relu_()
@@ -411,7 +411,7 @@ def test_compile_keeps_the_closed_form_without_a_graph_break():
         return graph.forward
 
     y = torch.compile(Update(), fullgraph=True, backend=backend)(x, f)
-    if not torch.__version__.startswith("2.6."):  # there the compiler looks into the function, and differentiates that
+    if not torch.__version__.startswith("2.6."):  # torch 2.6 differentiates the function's operations
         assert [str(node.target) for node in graphs[0].graph.nodes].count("autograd_function_apply") == 2
     torch.testing.assert_close(y, Update()(x, f))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
@@ -425,7 +425,7 @@ def test_torchscript_compiles_the_plain_formula():
             residual_update(x, f, parallel=a, dim=None if dims is None else tuple(dims)))
 
 
-def test_numbers_of_numpy():
+def test_numpy_numbers():
     x, f = pair((2, 3, 4))
     expected = residual_update(x, f, parallel=0.5, dim=1)
     assert torch.equal(residual_update(x, f, parallel=np.float32(0.5), dim=np.int64(1)), expected)
@@ -437,13 +437,13 @@ X = torch.ones(2, 3, 4)
 
 @pytest.mark.parametrize(("args", "kwargs", "words"), [
     ((X, torch.ones(2, 3, 5)), {}, ["same shape", "(2, 3, 4)", "(2, 3, 5)"]),
-    ((X, torch.ones(3, 4)), {}, ["same shape", "(2, 3, 4)", "(3, 4)"]),  # no silent broadcast
+    ((X, torch.ones(3, 4)), {}, ["same shape", "(2, 3, 4)", "(3, 4)"]),  # no broadcasting
     ((X, X.long()), {}, ["floating-point", "torch.int64", "(2, 3, 4)"]),
     ((X, X.to("meta")), {}, ["same device", "x on cpu", "f on meta", "(2, 3, 4)"]),
     ((X, X), {"dim": 3}, ["dim", "[-3, 2]", "got 3", "(2, 3, 4)"]),
     ((X, X), {"dim": (1, -2)}, ["different axes", "(1, -2)"]),
     ((X, X), {"dim": ()}, ["one or more", "()"]),
-    ((X[0, 0], X[0, 0]), {"dim": None}, ["one or more", "None", "(4,)"]),  # there is only the batch
+    ((X[0, 0], X[0, 0]), {"dim": None}, ["one or more", "None", "(4,)"]),  # only a batch axis
     ((X, X), {"eps": 0.0}, ["eps", "positive", "0.0"]),
     ((X, X), {"eps": float("nan")}, ["eps", "finite", "nan"]),
     ((X, X), {"eps": float("inf")}, ["eps", "finite", "inf"]),

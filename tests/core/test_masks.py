@@ -184,7 +184,7 @@ def test_masks_of_other_tokens_are_ignored(mask, x):
 
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_connections(name):
-    """The global scope excludes padding; the other connections treat each token separately."""
+    """The global scope excludes padding; feature-wise connections treat each token separately."""
     x, f = batch(padding=2.0)
     connection = create_connection(name).double()
     y = connection(x, f, SQUARE)

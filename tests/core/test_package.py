@@ -1,4 +1,4 @@
-"""The package as such: what importing it costs, loads and changes."""
+"""The package: import time, imports between its files, versions, and the names in its documentation."""
 import ast
 import importlib
 import re
@@ -16,7 +16,7 @@ from timm_ortho.hub.card import CITATIONS
 PACKAGE = Path(timm_ortho.__file__).parent
 PAGES = PACKAGE.parent / "docs"
 
-HOUSE = [  # a file may import only from lines below its own
+LAYERS = [  # a file may import only from later entries
     "__main__", "cli", "lab", "hub", "bench", "models", "weights", "hub_client", "runs", "diagnostics", "convert",
     "arguments", "skips", "blocks", "routing", "connections", "functional", "kernels", "backends", "_views", "_compat",
     "_checks", "_text", "_images",
@@ -28,7 +28,7 @@ def run(code):
 
 
 def test_import_is_cheap():
-    """In its own time, and in other packages: torch may load Triton, what counts is what this package adds."""
+    """Importing the package after timm takes little time and loads few other packages."""
     code = ("import sys, time, timm; before, began = set(sys.modules), time.process_time(); import timm_ortho; "
             "print(time.process_time() - began, *(name.split('.')[0] for name in set(sys.modules) - before))")
     seconds, *names = run(code).split()
@@ -37,23 +37,23 @@ def test_import_is_cheap():
 
 
 def test_files_import_only_from_below():
-    """Each file of the package, whether it imports at the top or within a function."""
-    places, checked = set(), 0
+    """Imports within functions count too."""
+    entries, checked = set(), 0
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts == ("__init__",):
             continue
-        places.add(parts[0])
+        entries.add(parts[0])
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for imported in _within_the_package(node, parts):
                 checked += imported != parts[0]
-                assert HOUSE.index(imported) >= HOUSE.index(parts[0]), f"{path}, line {node.lineno}"
-    assert places == set(HOUSE)
+                assert LAYERS.index(imported) >= LAYERS.index(parts[0]), f"{path}, line {node.lineno}"
+    assert entries == set(LAYERS)
     assert checked > 50
 
 
 def _within_the_package(node, parts):
-    """The files and folders of the package that an import in the file of these parts names."""
+    """Return the files and folders of the package that an import statement in a file names."""
     if isinstance(node, ast.Import):
         return [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("timm_ortho.")]
     if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -63,7 +63,7 @@ def _within_the_package(node, parts):
     return [name for name in named if name != "__version__"]
 
 
-def test_the_marker_of_a_typed_package_is_there():
+def test_the_package_is_typed():
     assert (PACKAGE / "py.typed").exists()
 
 
@@ -84,18 +84,18 @@ def test_one_version_and_one_citation():
     assert f"Paper = \"{papers[0]['url']}\"" in of_checkout("pyproject.toml")
 
 
-def test_supported_pythons_are_those_that_ci_runs():
+def test_ci_runs_the_supported_pythons():
     listed = re.findall(r"Python :: (3\.\d+)", of_checkout("pyproject.toml"))
     jobs = yaml.safe_load(of_checkout(".github/workflows/ci.yml"))["jobs"]
     other = jobs["other-pythons"]["strategy"]["matrix"]["python-version"]
     own = jobs["everything"]["steps"][1]["with"]["python-version"].split()
     assert sorted({*own, *other}, key=lambda version: int(version[2:])) == listed
-    assert own[:-1] == [listed[0], listed[-1]]  # .ci/run takes them from pyproject.toml; the last is its default
+    assert own[:-1] == [listed[0], listed[-1]]  # .ci/run reads them from pyproject.toml; the last is its default
     assert f'requires-python = ">={listed[0]}"' in of_checkout("pyproject.toml")
 
 
 def dotted(text):
-    """`timm_ortho.hub.push` and the like, also through `from timm_ortho import representation`."""
+    """Return dotted names like `timm_ortho.hub.push`, also after `from timm_ortho import representation`."""
     names = re.findall(r"\btimm_ortho(?:\.[A-Za-z_]\w*)+", text)
     for imported in re.findall(r"from timm_ortho import ([\w, ]+)", text):
         for name in imported.split(", "):
@@ -103,22 +103,22 @@ def dotted(text):
     return sorted(set(names))
 
 
-def test_what_the_pages_name_is_there_after_the_import():
+def test_names_on_the_pages_exist():
     pages = of_checkout("README.md"), *(path.read_text(encoding="utf-8") for path in PAGES.glob("*.md"))
     names = dotted("\n".join(pages))
     assert {"timm_ortho.hub.push", "timm_ortho.connect", "timm_ortho.representation.compare"} <= set(names)
-    run("import timm_ortho\n" + "\n".join(names))  # each is an expression
+    run("import timm_ortho\n" + "\n".join(names))  # evaluates each name
 
 
-def is_there(name):
-    with suppress(ModuleNotFoundError):  # what it is looked for in is no package
+def exists(name):
+    with suppress(ModuleNotFoundError):  # its parent is no package
         if importlib.util.find_spec(name) is not None:
             return True
     module, _, attribute = name.rpartition(".")
     return hasattr(importlib.import_module(module), attribute)
 
 
-def test_what_the_source_names_exists():
+def test_names_in_docstrings_exist():
     named = {name: path.name for path in PACKAGE.rglob("*.py") for name in dotted(path.read_text(encoding="utf-8"))}
     assert "timm_ortho.hub.push" in named
-    assert {name: path for name, path in named.items() if not is_there(name)} == {}
+    assert {name: path for name, path in named.items() if not exists(name)} == {}

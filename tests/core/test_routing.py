@@ -1,4 +1,4 @@
-"""Routing on blocks made for the test: what is replaced, what is kept, what is refused."""
+"""Routing of small blocks: which additions are replaced, and errors."""
 import importlib
 import inspect
 import linecache
@@ -12,7 +12,7 @@ from torch import nn
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.routing import Route, RoutingError, Sum
 
-SCALE = 2.0  # a global that the blocks below use
+SCALE = 2.0  # used by the blocks below
 
 
 class Block(nn.Module):
@@ -81,14 +81,14 @@ def test_same_numbers_through_connections(kwargs):
 
 
 @pytest.mark.parametrize(("mask", "handed_on"), [("bias", True), ("attn_mask", False), ("", False)])
-def test_a_mask_goes_on_to_the_connections_where_there_is_one(mask, handed_on):
-    found = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
-    source = inspect.getsource(found.subclass(name="Masked", module="tests.somewhere").forward)
+def test_masks_are_passed_to_connections(mask, handed_on):
+    route = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
+    source = inspect.getsource(route.subclass(name="Masked", module="tests.somewhere").forward)
     assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # one on both sides of an if
     assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
 
 
-def test_the_host_is_untouched_and_is_the_base_class():
+def test_the_host_is_the_unchanged_base_class():
     before = inspect.getsource(Block.forward), Block.forward, dict(vars(Block))
     cls = routed()
     assert issubclass(cls, Block)
@@ -96,16 +96,16 @@ def test_the_host_is_untouched_and_is_the_base_class():
     assert cls.forward.__defaults__ == Block.forward.__defaults__
     assert cls.forward.__kwdefaults__ == Block.forward.__kwdefaults__
     assert cls.forward.__doc__ == Block.forward.__doc__
-    assert cls.forward.__globals__ is Block.forward.__globals__  # names resolve where the host's do, later too
+    assert cls.forward.__globals__ is Block.forward.__globals__  # global names resolve in the host's module
     assert "Routed" not in globals()
 
 
-def test_the_source_is_what_tools_show():
+def test_the_generated_source_is_visible():
     cls = routed()
     linecache.checkcache()
     source = inspect.getsource(cls.forward)
     assert "self.one(x, self.first(x * SCALE))" in source
-    assert "offset = x.mean() + bias" in source  # no stream is added to here
+    assert "offset = x.mean() + bias" in source  # no addition to a stream
     block, _ = instance(cls)
     block.second = None
     try:
@@ -130,7 +130,7 @@ def test_additions_inside_additions_are_counted():
         routed(Nested, ("one",))
 
 
-def test_no_addition_at_all():
+def test_no_addition():
     with pytest.raises(RoutingError, match=r"found 0 \(none\)"):
         routed(nn.Identity, ("one",))
 
@@ -141,7 +141,7 @@ def test_forward_with_a_closure():
 
 
 class Private(nn.Module):
-    """What only the body of a class gives its methods: a default, a private name, an attribute of another name."""
+    """Methods that depend on their class body: a default, a private name, an alias."""
 
     HALF = 0.5
 
@@ -154,7 +154,7 @@ class Private(nn.Module):
     forward = _forward
 
 
-def test_a_method_is_made_as_in_the_body_of_its_class():
+def test_methods_that_depend_on_their_class_body():
     block, calls, x = routed(Private, ("one",))(), [], torch.randn(3, 4)
     block.one = Recorder(calls, "one")
     assert torch.equal(block(x), Private()(x))
@@ -171,15 +171,15 @@ class Drawing(nn.Module):
         return x + x.relu()
 
 
-def test_a_condition_that_draws_decides_nothing():
+def test_random_conditions_are_not_evaluated():
     before = torch.get_rng_state()
-    found = Route(Drawing, sums(("x", "one")))
-    assert [found.reached(Drawing()) for _ in range(9)] == [[True]] * 9
+    route = Route(Drawing, sums(("x", "one")))
+    assert [route.reached(Drawing()) for _ in range(9)] == [[True]] * 9
     assert torch.equal(torch.get_rng_state(), before)
 
 
 class Conditions(nn.Module):
-    """What says nothing, or cannot be asked, before a call."""
+    """Conditions whose value is unknown before a call."""
 
     def __init__(self):
         super().__init__()
@@ -215,12 +215,12 @@ class Conditions(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["captured", "comprehended", "guarded", "on_meta"])
-def test_what_cannot_be_known_may_be_reached(method):
+def test_unknown_conditions_may_be_reached(method):
     assert Route(Conditions, sums(("x", "one")), method=method).reached(Conditions()) == [True]
 
 
-def test_an_attribute_that_a_block_lacks_is_known():
-    """Decoders check like this whether they have cross-attention."""
+def test_missing_attributes_are_known():
+    """Decoders check for cross-attention in this way."""
     route, block = Route(Conditions, sums(("x", "one")), method="asked_for_an_attribute"), Conditions()
     assert route.reached(block) == [False]
     block.scale = 1.0
@@ -228,7 +228,7 @@ def test_an_attribute_that_a_block_lacks_is_known():
 
 
 class KindsOfTwoSides(nn.Module):
-    """Another kind of addition on each side of an `if`."""
+    """The sides of an `if` have additions of different kinds."""
 
     def __init__(self, parallel):
         super().__init__()
@@ -243,7 +243,7 @@ class KindsOfTwoSides(nn.Module):
         return x
 
 
-def test_sides_with_additions_of_their_own():
+def test_sides_with_additions_of_different_kinds():
     expected = sums(("x", "parallel"), ("x", "attention"), ("y", "mlp"))
     with pytest.raises(RoutingError, match="expected 3 additions"):
         Route(KindsOfTwoSides, expected)
@@ -271,8 +271,8 @@ class Block(nn.Module):
 """
 
 
-def test_annotations_that_the_host_never_evaluates(tmp_path, monkeypatch):
-    """They may name what exists for type checkers only."""
+def test_annotations_are_not_evaluated(tmp_path, monkeypatch):
+    """They may contain names that exist only for type checkers."""
     (tmp_path / "host_of_future.py").write_text(HOST)
     monkeypatch.syspath_prepend(tmp_path)
     block = importlib.import_module("host_of_future").Block
@@ -289,7 +289,7 @@ def test_globals_are_read_when_called(monkeypatch):
     assert torch.equal(block(x), plain()(x))
 
 
-# --------------------------------------------------------------------------------- where additions are, and how
+# --------------------------------------------------------------------------------------- forms of additions
 class InPlace(nn.Module):
     def forward(self, x):
         shortcut = x
@@ -307,12 +307,12 @@ class Expressions(nn.Module):
     def forward(self, x):
         y = [x * 3.0]
         if self.shortcut is not None:
-            y[0] = y[0] + self.shortcut (x)  # written as no unparser would
+            y[0] = y[0] + self.shortcut (x)  # a space that ast.unparse would remove
         return torch.cat([x[:, 0:1] + y[0][:, :1], y[0][:, 1:]], dim=1)
 
 
 class Sides(nn.Module):
-    """Ways as timm's blocks have them; what is added says which one was taken."""
+    """Branches as in timm's blocks. The sum shows which branches ran."""
 
     def __init__(self, gamma=None, mixer=True, fused=False):
         super().__init__()
@@ -338,7 +338,7 @@ def sums(*pairs):
 
 
 class Named(nn.Module):
-    """A connection that marks what goes through it."""
+    """A connection that adds 0.5."""
 
     def forward(self, x, f):
         return x + f + 0.5
@@ -358,7 +358,7 @@ def test_in_place_sums():
     block = with_connections(InPlace, InPlace(), *names)
     x = torch.tensor([1.0])
     assert block(x).item() == 1.0 + 2.0 + 0.5 + 1.0
-    assert x.item() == 1.0  # the host's forward changes its input here; a connection's result is a new tensor
+    assert x.item() == 1.0  # the host changes its input in place, a connection does not
     source = inspect.getsource(type(block).forward)
     assert "x = self.one(shortcut, x)" in source
     assert "shortcut = self.two(shortcut, x * 3.0)" in source
@@ -374,7 +374,7 @@ def test_streams_that_are_expressions():
     assert Route(Expressions, names).reached(Expressions(nn.Identity())) == [True, True]
 
 
-def test_an_addition_that_is_left():
+def test_an_unrouted_addition():
     names = sums(("self.shortcut(x)", None), ("x[:, 0:1]", "two"))
     block = with_connections(Expressions, Expressions(nn.Identity()), *names)
     assert block(torch.ones(1, 2)).tolist() == [[1.0 + 4.0 + 0.5, 4.0]]
@@ -391,16 +391,16 @@ SIDES = sums(("x", "one"), (("x", "res"), "two"), ("x", "three"))
     (Sides(mixer=False), {}, 1.5 + 100.5),
     (Sides(fused=True), {}, 10.5 + 100.5),
 ])
-def test_every_way_goes_through_its_connections(block, kwargs, expected):
+def test_every_branch_uses_its_connections(block, kwargs, expected):
     assert with_connections(Sides, block, *SIDES)(torch.zeros(1), **kwargs).item() == expected
 
 
-def test_what_an_instance_cannot_reach():
-    found = Route(Sides, SIDES)
-    assert found.reached(Sides()) == [True, True, True]
-    assert found.reached(Sides(mixer=False)) == [True, False, True]
-    assert found.reached(Sides(fused=True)) == [False, True, True]
-    assert found.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # training is not known before the call
+def test_additions_that_an_instance_cannot_reach():
+    route = Route(Sides, SIDES)
+    assert route.reached(Sides()) == [True, True, True]
+    assert route.reached(Sides(mixer=False)) == [True, False, True]
+    assert route.reached(Sides(fused=True)) == [False, True, True]
+    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # `training` may change before the call
 
 
 class Uneven(nn.Module):
@@ -432,9 +432,9 @@ class Helper(nn.Module):
 
 
 def test_another_method():
-    found = Route(Helper, sums(("skip", "one")), method="_residual")
+    route = Route(Helper, sums(("skip", "one")), method="_residual")
     block = Helper()
-    block.__class__ = found.subclass(name="Routed", module="tests.somewhere")
+    block.__class__ = route.subclass(name="Routed", module="tests.somewhere")
     block.one = Named()
     assert block(torch.ones(1)).item() == 3.5
     assert "forward" not in vars(type(block))
@@ -453,14 +453,14 @@ class Early(nn.Module):
         return x + 2.0
 
 
-def test_what_comes_after_a_return_is_the_other_side():
-    found = Route(Early, sums(("x", "one"), ("x", "two")))
-    assert found.reached(Early()) == [False, False]
-    assert found.reached(Early(nn.Identity()).eval()) == [True, True]  # in training it is reached
+def test_code_after_a_return_is_the_other_side():
+    route = Route(Early, sums(("x", "one"), ("x", "two")))
+    assert route.reached(Early()) == [False, False]
+    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # reached in training
 
 
-def test_the_text_of_a_command_is_not_the_source_of_other_code(monkeypatch):
-    """Python 3.13 registers the text of `python -c` as the file "<string>", the one that code from `exec` names."""
+def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):
+    """Python 3.13 registers the text of `python -c` as "<string>", which is also the file name of code from `exec`."""
     text = "class Block:\n    def forward(self, x):\n        return x + 2.0 * x\n"
     monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, text.splitlines(keepends=True), "<string>"))
     namespace = {"__name__": __name__, "nn": nn}

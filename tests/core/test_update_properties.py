@@ -163,12 +163,12 @@ def test_large_tensors(case):
 @examples(30)
 @given(cases(elements=300))
 def test_kernels(case):
-    assume(set(case["dtypes"]) != {torch.bfloat16, torch.float64})  # Triton's interpreter casts to NaN
+    assume(set(case["dtypes"]) != {torch.bfloat16, torch.float64})  # Triton's interpreter converts to NaN
     check(eager("triton"), case)
 
 
 @pytest.mark.slow  # compiles each case; shrinking would compile more
-@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # of Inductor, for a stream and a branch of these dtypes
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # in Inductor, for these dtypes
 @examples(10, [Phase.generate])
 @given(cases())
 def test_inductor(case):
@@ -176,7 +176,7 @@ def test_inductor(case):
 
 
 def test_a_transposed_stream_projected_over_its_first_axis():
-    """A former version split the axis of the sum between kernels."""
+    """Regression test: an earlier version split the axis of the sum."""
     x, f = (torch.randn(1024, 2048, generator=torch.Generator().manual_seed(seed)).t() for seed in (0, 1))
     assert x.stride(0) == 1
     for needed in (False, True):
