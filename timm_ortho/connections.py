@@ -27,7 +27,7 @@ import math
 import warnings
 from functools import cache
 from types import CodeType
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -554,7 +554,7 @@ def sites(model: nn.Module) -> List[Site]:
 
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
     """Return whether ``connect`` added a connection that the present class of its block does not call."""
-    return isinstance(connection, Connection) and connection.routed and not _uses(type(block), attribute)
+    return isinstance(connection, Connection) and connection.routed and not _uses(cast(type, type(block)), attribute)
 
 
 @cache

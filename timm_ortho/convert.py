@@ -81,7 +81,7 @@ class _Block(NamedTuple):
         """Return the number of heads of the attention in the block's layer; transformers may have it in a config."""
         modules = list(model.get_submodule(self.layer).modules())
         configs = [module.config for module in modules if "config" in vars(module)]
-        counts = next(filter(None, map(_numbers_of_heads, (modules, configs))), set())
+        counts = _numbers_of_heads(modules) or _numbers_of_heads(configs)
         if len(counts) != 1:
             number = f"has attention with {' and '.join(map(str, sorted(counts)))} heads" if counts else "has no heads"
             raise ValueError(f"groups='heads' requires one number of heads per block, and {self.name} "
@@ -294,7 +294,8 @@ def _blocks(model: nn.Module) -> list[_Block]:
     Raises:
         UnsupportedModelError: There are no known blocks, or there are residual blocks of unknown classes.
     """
-    blocks, unsupported, inside = [], {}, set()
+    blocks, unsupported = [], {}
+    inside: set[nn.Module] = set()
     written = {name: kinds for name, _, kinds in _written(model)}
     for name, module in model.named_modules():
         spec = spec_of(module)
