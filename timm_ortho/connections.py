@@ -45,7 +45,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     """Return which tokens are real and not padding.
 
     A token is real if the mask lets any token attend to it. Under a causal mask every token is real, because each may
-    attend to itself. A real token that no token attends to must be allowed to attend to itself.
+    attend to itself. If no other token attends to a real token, the mask must let it attend to itself.
 
     | mask | reading |
     | --- | --- |
@@ -54,7 +54,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | ``[B, N]`` | the keys of each sample |
     | any shape with another number of keys | keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
-    | floating-point | added to the scores; values up to -1000 forbid attention, 0 and 1 allow it |
+    | floating-point | added to the scores; values of -1000 or less forbid attention, 0 and 1 allow it |
     | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 is padding; otherwise added to the scores |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
@@ -146,7 +146,7 @@ class Connection(nn.Module):
         dim: Channel axis of the stream.
         eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
         dims: Axes of one projection; None for all axes but the batch.
-        groups: Number of equal parts of the channel axis with a projection each.
+        groups: Number of equal parts of the channel axis. Each part has its own projection.
         keep: Tensor that autograd saves for the backward pass, see :func:`timm_ortho.functional.residual_update`.
         skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity.
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
@@ -156,7 +156,7 @@ class Connection(nn.Module):
             :func:`timm_ortho.connection_arguments`.
         name: Registered name, see :data:`CONNECTIONS`; the class name for an unregistered connection.
         routed: Whether :func:`timm_ortho.connect` added it to a block; False if the block's own code contains it.
-        depth: Number of modules between its block and its layer, see :class:`timm_ortho.blocks.BlockSpec`.
+        depth: Number of levels from its block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
 
     Example:
         >>> class Half(Connection):
@@ -247,7 +247,7 @@ class FeatureConnection(Connection):
         prob: Probability pi of the orthogonal form. In training, each call draws the orthogonal or the linear form. In
             evaluation, the parallel part has its mean weight, 1 - pi.
         keep: See :func:`timm_ortho.functional.residual_update`.
-        groups: Number of equal parts of the channel axis with a projection each.
+        groups: Number of equal parts of the channel axis. Each part has its own projection.
 
     Example:
         >>> x, f = torch.tensor([3.0, 4.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -267,7 +267,7 @@ class FeatureConnection(Connection):
             # float32 in any model, since bfloat16 would round the probability
             if isinstance(x, Tensor):  # not made from x, so that torch.func.vmap with randomness="same" draws once
                 probability = torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device)
-            else:  # FX, whose proxies torch 2.6 does not take as a device
+            else:  # FX: torch 2.6 does not accept a proxy as a device
                 probability = x.new_full([], 1.0 - self.prob, dtype=torch.float32)
             drawn = torch.bernoulli(probability)
             return self.join(x, f, drawn, 1.0, attn_mask)
@@ -308,7 +308,7 @@ class HybridConnection(Connection):
         eps: Added to |x|^2.
         start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
         device, dtype: Device and dtype of rho and theta.
-        groups: Number of equal parts of the channel axis with a projection each. They share rho and theta.
+        groups: Number of equal parts of the channel axis. Each part has its own projection. They share rho and theta.
 
     Example:
         >>> hybrid = HybridConnection(start="linear")
@@ -371,7 +371,7 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
             and ``eps``, and may accept ``prob``, ``start``, ``keep``, ``groups``, ``device`` and ``dtype``.
 
     Raises:
-        ValueError: The name is taken or not an identifier, or the connection has another signature.
+        ValueError: The name is taken or not an identifier, or the signature of the connection is wrong.
 
     Example:
         >>> class Half(Connection):
@@ -395,8 +395,8 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
 
 def known_connection(name: str) -> str:
     """Return the name of a registered connection; raise ValueError for any other name."""
-    return known_name("connection", name, CONNECTIONS, " (is the module that registers it imported? "
-                      "train.py: --device-modules timm_ortho my_module)")
+    return known_name("connection", name, CONNECTIONS, " (import the module that registers it; "
+                      "with train.py, pass --device-modules timm_ortho my_module)")
 
 
 def create_connection(
@@ -418,7 +418,8 @@ def create_connection(
 ) -> Connection:
     """Make a connection.
 
-    All arguments are checked. Arguments outside the connection's signature are ignored, except ``groups``.
+    All arguments are checked. Arguments that the connection does not accept are ignored, except that ``groups`` must
+    then be 1.
 
     Args:
         connection: Name, class, or a function that returns an instance.
@@ -525,7 +526,7 @@ def sites(model: nn.Module) -> List[Site]:
     """Return the sites of a model, block by block; an empty list for a model without connections.
 
     Warns about blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does: the new class
-    does not call their connections, so that their additions are linear.
+    does not call their connections. Their additions are linear.
 
     Example:
         >>> import timm
@@ -542,8 +543,8 @@ def sites(model: nn.Module) -> List[Site]:
               if is_unused(block, attribute, connection)}
     if unused:
         warnings.warn(
-            f"the additions of {len(unused)} blocks are linear, {next(iter(unused))!r} first: their class was replaced "
-            f"after connect, and {' and '.join(dict.fromkeys(unused.values()))} does not call their connections. "
+            f"the additions of {len(unused)} blocks are linear (the first is {next(iter(unused))!r}): their class was "
+            f"replaced after connect, and {' and '.join(dict.fromkeys(unused.values()))} does not call connections. "
             "Replace the class first, register it with timm_ortho.register_block, then connect", stacklevel=2)
     layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [

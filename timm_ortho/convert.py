@@ -1,4 +1,4 @@
-"""Convert models: :func:`connect` gives their residual additions connections, :func:`disconnect` removes them."""
+"""Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` restores them."""
 import operator
 from functools import partial
 from inspect import signature
@@ -34,7 +34,7 @@ class _Block(NamedTuple):
     Attributes:
         name: Name in ``named_modules()``.
         spec: Description of its class; None if its own code contains the connections.
-        kinds: Kinds of its sites; without ``spec``, the attributes of its connections.
+        kinds: Kinds of its sites; without ``spec``, the names of the attributes with its connections.
     """
 
     name: str
@@ -44,7 +44,7 @@ class _Block(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """Name of the module that counts as one layer with this block."""
+        """Name of the module that is this block's layer: the block itself or a module around it."""
         return layer_name(self.name, self.spec.depth if self.spec else 0)
 
     def widths(self) -> dict[str, int]:
@@ -141,7 +141,8 @@ def connect(
             connection, or a function that returns one. A class or function receives those of these arguments that it
             accepts: ``dim``, ``eps``, ``prob``, ``start``, ``keep``, ``groups``, ``device``, ``dtype``.
         eps: Added to |x|^2.
-        prob: Probability pi of the orthogonal form, drawn for each site and step in training; 1 for ``hybrid``.
+        prob: Probability pi of the orthogonal form, In training, each site draws its form at each step. Must
+            be 1 for ``hybrid``.
         layers: Indices of the blocks that carry the connection, ``1`` or ``[1]``; all other blocks are linear. None for
             all blocks. A block inside another block belongs to the layer of the outer block.
         kinds: Kinds of branches that carry the connection, as :func:`timm_ortho.sites` lists them; all other branches
@@ -156,7 +157,8 @@ def connect(
         skip: Transform P of the stream at every site, whatever ``layers`` and ``kinds`` are: y = P x + a f_par +
             b f_orth, where f_par is parallel and f_orth orthogonal to P x. ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the L sites of the
-            model), see :mod:`timm_ortho.skips`. Where a block changes shape, x is its projected shortcut.
+            model), see :mod:`timm_ortho.skips`. In a block that changes the stream's shape, x is the
+            output of its projected shortcut.
         skip_branches: Number of branches B of an idempotent P; None for the number of channels.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. All widths of the model must allow it.
         skip_seed: Seed of ``orthogonal_random``, which draws another rotation for each site.
@@ -185,8 +187,8 @@ def connect(
     if isinstance(groups, str):
         if groups != "heads":
             raise ValueError(f"groups must be a whole number of at least 1 or 'heads', got {groups!r}")
-        arguments["groups"] = 2  # any number of heads
-    probe = create_connection(connection, **arguments)  # raises before anything is changed, also without a layer
+        arguments["groups"] = 2  # stands for the number of heads, which differs between blocks
+    probe = create_connection(connection, **arguments)  # raises before anything is changed, even if `layers` is empty
     call = _call_arguments(
         probe.name,
         dict(arguments, groups=groups, layers=None if layers is None else sorted(chosen),
@@ -267,7 +269,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).p
 
 
 def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of :func:`connect` that have an effect as JSON values, without most defaults."""
+    """Return the arguments of :func:`connect` that have an effect, as JSON values. Most defaults are omitted."""
     effective = dict(arguments) if connection != "linear" else {}
     if skip_arguments["skip"] != "identity":
         effective.update(skip_arguments)
@@ -313,7 +315,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
     if blocks and not unsupported:
         return blocks
     supported = dict.fromkeys(block.spec.name if block.spec else type(block.module).__qualname__ for block in blocks)
-    problem = "no residual block found (only forward is searched; register_block has an argument method)"
+    problem = "no residual block found (only forward is searched; register_block takes method=NAME for another)"
     if supported or unsupported:
         problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
                    f"not supported: {', '.join(unsupported) or 'none'}")

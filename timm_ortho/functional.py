@@ -17,7 +17,7 @@ Algorithm 1 (``dim`` the channel axis) and Algorithm 2 (``dim`` every axis but t
 
 Numerics: float16 and bfloat16 inputs are multiplied, summed and divided in float32, float64 stays float64, and the
 result is cast once to the dtype that ``x + f`` has. ``eps`` is added in that accumulation dtype; it is in units of
-|x|^2. For x = 0 the result is y = b f. The residual inner product is <x, f_orth> = <x, f> eps / n instead of zero.
+|x|^2. For x = 0 the result is y = b f. Because of eps, <x, f_orth> is <x, f> eps / n instead of zero.
 
 Where this differs from the authors' code, and why:
   * they cast ``s`` to the dtype of ``x`` and square ``x`` in it, which overflows in float16 for |x| > 256;
@@ -62,7 +62,7 @@ def _formula(
     products = x * f
     xf = products.sum(dims, True)
     products = torch.mul(x, x, out=products) if reuse else x * x
-    n = products.sum(dims, True).add(eps)  # not in place: DTensor reduces partial sums first
+    n = products.sum(dims, True).add(eps)  # in place, DTensor would add eps to each partial sum
     gain, f = _weighted(f, xf, n, a, b)
     if x.stride() != f.stride():
         y = x * gain + f  # a sum has the memory format of its first term
@@ -107,7 +107,7 @@ def plain_update(
     """Compute the update in plain operations, which autograd differentiates.
 
     Tracers, TorchScript and ``torch.func`` use this function. In eager mode its results are bit-identical to those of
-    :func:`residual_update`, since a deep network with random weights amplifies any difference in rounding.
+    :func:`residual_update`, because deep networks amplify differences in rounding.
 
     Args:
         x: Stream, of any shape.
@@ -178,7 +178,7 @@ class _ResidualUpdate(torch.autograd.Function):
     """The update with closed-form gradients.
 
     For a = 0 and b = 1 the branch output is not saved for the backward pass, since f = y - (1 - s) x. The layers before
-    and after save x and y anyway, so that the extra memory is two numbers per projection.
+    and after save x and y anyway. The extra memory is two numbers per projection.
 
     ``s`` is an output too, so that a double backward pass can differentiate it. ``torch.func`` is not supported here:
     it would cost 70 us a call.
@@ -290,8 +290,8 @@ def residual_update(
     The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
     ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation the function is
     :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does not compile
-    keyword-only arguments. No operation is in place where operations are recorded. In eager mode x and f may be jagged
-    nested tensors ``[B, *, C]`` with one projection per token.
+    keyword-only arguments. No operation is in place while autograd or a tracer records. In eager mode x and f may be
+    jagged nested tensors ``[B, *, C]`` with one projection per token.
 
     Args:
         x: Stream, of any shape.
@@ -342,7 +342,7 @@ def checked_update(
     of a small model's time.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-        # not by handle_torch_function, which calls active modes first: they would record the operations
+        # handle_torch_function would call active modes first, which would record single operations
         proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     if x.is_nested or f.is_nested:
@@ -384,7 +384,8 @@ def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[
         raise ValueError(
             "nested tensors must have the layout torch.jagged, the same offsets, and one projection per token (dim=-1, "
             f"scope 'feature'), got x of layout {x.layout} and shape {tuple(x.shape)}, f of layout {f.layout} and "
-            f"shape {tuple(f.shape)}, dim={dims}; for other axes pad them (x.to_padded_tensor) and pass a mask")
+            f"shape {tuple(f.shape)}, dim={dims}; for other axes convert x and f to "
+            "padded tensors (x.to_padded_tensor) and pass a mask")
     y = checked_update(x.values(), f.values(), a, b, [-1], *args)
     return torch.nested.nested_tensor_from_jagged(y, x.offsets(), x.lengths(), jagged_dim=ragged[0])
 

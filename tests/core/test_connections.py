@@ -8,7 +8,7 @@ from helpers.half_connection import HalfConnection
 from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
 
 KNOWN = ", ".join(map(repr, CONNECTIONS))
-IS_IT_IMPORTED = " (is the module that registers it imported? train.py: --device-modules timm_ortho my_module)"
+IS_IT_IMPORTED = " (import the module that registers it; with train.py, pass --device-modules timm_ortho my_module)"
 X, F = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, dim=-1)
 
 

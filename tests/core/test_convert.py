@@ -405,7 +405,7 @@ def unchanged(model, *args, **kwargs):
     ({"layers": 2}, ["layers", "[0, 1]", "got 2"]),
     ({"layers": 1.0}, ["layers", "[0, 1]", "got 1.0"]),
     ({"keep": "x"}, ["unknown keep 'x'", "'output', 'branch'"]),
-    ({"connection": "mine"}, ["unknown connection 'mine'", "is the module that registers it imported?"]),
+    ({"connection": "mine"}, ["unknown connection 'mine'", "import the module that registers it"]),
     ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
     ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
     ({"connection": "hybrid", "prob": 0.5}, ["hybrid", "prob=0.5"]),

@@ -196,7 +196,7 @@ def test_unknown_connection_argument():
         timm.create_model("test_vit_ortho", connection_epsilon=1e-6)
     with pytest.raises(ValueError, match=r"unknown connection 'liner'.*did you mean 'linear'"):
         timm.create_model("test_vit_ortho", connection="liner")
-    with pytest.raises(ValueError, match=r"unknown connection 'mine'.*is the module that registers it imported"):
+    with pytest.raises(ValueError, match=r"unknown connection 'mine'.*import the module that registers it"):
         timm.create_model("test_vit_ortho", connection="mine")
     with pytest.raises(TypeError):
         timm.create_model("test_vit_ortho", no_such_argument=1)

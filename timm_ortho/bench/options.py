@@ -50,7 +50,7 @@ class Architecture(NamedTuple):
         layouts: Memory layouts to measure.
         skips: Skip transforms to measure instead of variants, with linear connections.
         groups: Numbers of channel groups to measure too, or "heads", see :class:`timm_ortho.FeatureConnection`.
-        pasted: Also measure the formulas of `operator.PASTED` in place of the connections.
+        pasted: Measure the model again with the formulas of `operator.PASTED` instead of its connections.
     """
 
     base: str
@@ -113,7 +113,7 @@ def _device(name: Optional[str]) -> torch.device:
     try:
         device = torch.device(name)
         choose_backend(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
-    # an unknown device, or TIMM_ORTHO_BACKEND cannot run on it
+    # the device is unknown, or the backend in TIMM_ORTHO_BACKEND cannot run on it
     except (AssertionError, RuntimeError, ValueError) as error:
         raise BenchError(f"--device {name}: {error_text(error)}") from None
     return device

@@ -64,7 +64,7 @@ def _sources(function: ast.FunctionDef) -> Set[str]:
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
-    """Return the variables that are computed from these arguments; shapes and sizes are not."""
+    """Return the variables that are computed from these arguments, except shapes and sizes."""
     names: Set[str] = set()
     grown = set(sources)
     while grown - names:
@@ -84,14 +84,14 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
         summands = [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
         by_name = [keyword.value for keyword in node.keywords]
-        summands = [node.func.value, *node.args[:2], *by_name]  # the module ``torch`` of torch.add has no variables
+        summands = [node.func.value, *node.args[:2], *by_name]  # ``torch`` of torch.add is no variable
     else:
         return False
     return sum(_mentions(summand, derived) for summand in summands) >= 2 and not any(map(_is_no_branch, summands))
 
 
 def _is_no_branch(summand: ast.AST) -> bool:
-    """Return whether the form or name of a summand excludes a branch.
+    """Return whether a summand cannot be a branch output, judged by its form or name.
 
     Examples are concatenated outputs, ``(y,)`` or ``outputs[1:]``, and position embeddings, ``self.pos_embed(x)``.
     """

@@ -37,7 +37,7 @@ def register_block(
         dim: Channel axis of the stream, for all additions or one for each: -1 for tokens, 1 for B C H W.
         keep: ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: The method with the additions.
-        mask: Argument of that method with the attention mask, by which the global scope excludes padding (see
+        mask: Name of that method's argument with the attention mask. The global scope uses it to exclude padding (see
             :func:`timm_ortho.connections.real_tokens`). It must have the meaning of ``scaled_dot_product_attention``:
             True allows attention. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""`` for those.
         causal: True if a token may depend on earlier tokens only, as in a language model; ``connect`` then refuses

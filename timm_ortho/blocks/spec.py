@@ -13,9 +13,9 @@ class BlockSpec(NamedTuple):
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
             A tuple of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
-            ``mlp``, ``conv``, ``mixer`` (another mix of the tokens), ``parallel`` (attention and MLP in one sum) or
-            ``branch`` (a wrapper around any module), with a number if there are several. None leaves an addition
-            unchanged.
+            ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel`` (attention and MLP in one
+            sum) or ``branch`` (a wrapper around any module), with a number if there are several. None leaves an
+            addition unchanged.
         dim: Channel axis of the stream: one for all additions, one for each, or a function of the block.
         keep: ``"branch"`` if the block changes the sum in place, so that autograd cannot keep the sum (see
             :func:`timm_ortho.functional.residual_update`).
@@ -28,10 +28,10 @@ class BlockSpec(NamedTuple):
             one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token may depend on earlier tokens only, which rules out the global scope. A string names an
             attribute with the answer. It is read from the block, or from the nearest module around it that has it.
-        depth: Number of modules between a block and its layer. BERT has one class for the end of each branch, so that
+        depth: Number of levels from a block up to its layer. BERT has one class for the end of each branch, so that
             a ``BertOutput`` is one level below its ``BertLayer``. Sites of one layer have the same index.
         sides_differ: By default, additions on the two sides of an ``if`` count once. True counts the additions of both
-            sides, for a block with other kinds of additions on each side.
+            sides, for a block whose two sides have different kinds of additions.
 
     Example:
         >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))
@@ -68,7 +68,7 @@ class BlockSpec(NamedTuple):
         return self._by_kind(self.width(block))
 
     def is_causal(self, around: Iterable[nn.Module]) -> bool:
-        """Return whether a block is causal; ``around`` yields the block, then the modules around it, inside out."""
+        """Return whether a block is causal; ``around`` yields the block and the modules around it, inner first."""
         if isinstance(self.causal, bool):
             return self.causal
         for module in around:

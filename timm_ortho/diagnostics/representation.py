@@ -11,8 +11,8 @@ to Table 4)::
     linear CKA         = |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F)      X, Y: centred features of the same images
 
 Linear CKA is from "Similarity of Neural Network Representations Revisited" (Kornblith et al. 2019, Section 3). The
-paper's published values for ViT-B contradict these definitions: exp(6.512) is 673, but the paper reports an effective
-rank of 572.9, so both cannot be computed from the same eigenvalues.
+values that Oh et al. publish for ViT-B do not fit these definitions: exp(6.512) is 673, but their effective rank is
+572.9. The two numbers cannot both come from the same eigenvalues.
 
 All functions accept features ``[n, d]``, or :class:`Moments` for data that does not fit in memory. They compute in
 float64.
