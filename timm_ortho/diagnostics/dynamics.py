@@ -117,8 +117,10 @@ def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> 
     with _measuring([site.connection for site in sites], add), evaluation(model), torch.no_grad():
         model(images)
     values = [torch.stack(means).mean(0).tolist() if means else [math.nan] * 4 for means in calls]
-    return [SiteDynamics(site.layer, site.kind, site.name, *means[:4], cosines=tuple(means[4:]))
-            for site, means in zip(sites, values, strict=True)]
+    return [
+        SiteDynamics(site.layer, site.kind, site.name, stream, parallel, orthogonal, cosine, tuple(cosines))
+        for site, (stream, parallel, orthogonal, cosine, *cosines) in zip(sites, values, strict=True)
+    ]
 
 
 @contextmanager
