@@ -1,6 +1,7 @@
 """The examples in the package's docstrings run and print what they show."""
 import doctest
 import importlib
+import inspect
 from pathlib import Path
 from unittest import mock
 
@@ -32,3 +33,13 @@ def test_examples(name, tmp_path, monkeypatch, capfd):
             torch.manual_seed(0)
             runner.run(test)
     assert not runner.failures, capfd.readouterr().out
+
+
+def test_public_functions_have_examples():
+    public = {
+        name: function for module in (timm_ortho, timm_ortho.hub, timm_ortho.representation)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__.startswith("timm_ortho") and name[0] != "_"
+    }
+    assert {"connect", "push", "effective_rank"} <= public.keys()
+    assert [name for name, function in public.items() if ">>> " not in function.__doc__] == []

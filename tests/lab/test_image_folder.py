@@ -542,7 +542,7 @@ def epochs_of(options, count=2, after_first=None):
 
 
 def test_small_images_are_read_once(tmp_path, monkeypatch):
-    """The second epoch needs no files, and its batches are those of a loader that reads them again."""
+    """The second epoch needs no files, and its batches equal the batches of a loader without a cache."""
     root = image_folder(tmp_path, "train", "val")
     options = Namespace(**options_of(root, aa="rand-m9-n4", color_jitter=0.4, reprob=0.5, workers=0))
     monkeypatch.setattr(data, "_CACHE_BYTES", 0)

@@ -210,7 +210,7 @@ def test_timm_ortho_record_writes_rows(scripts, images, tmp_path, monkeypatch, p
 
 
 def test_a_variant_is_unknown_without_the_device_module(scripts, images, tmp_path):
-    """The other tests therefore depend on --device-modules timm_ortho."""
+    """Without --device-modules timm_ortho the tests above would fail."""
     command = [sys.executable, scripts / "train.py", *common("vit_small_ortho", images), "--output", tmp_path]
     process = subprocess.run(list(map(str, command)), cwd=scripts, text=True, capture_output=True, timeout=300)
     assert process.returncode != 0

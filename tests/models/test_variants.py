@@ -16,7 +16,7 @@ from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 
-# the paper's families; blocks/test_timm.py has one model per block class of the other families
+# the paper's families; further families have one model per block class in blocks/test_timm.py
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
