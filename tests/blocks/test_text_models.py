@@ -10,7 +10,15 @@ from helpers.text_models import HEADS, TEXT, cached_logits, config_of, logits, m
 from torch import nn
 
 import timm_ortho
-from timm_ortho import UnsupportedModelError, connect, connection_arguments, disconnect, register_block, sites
+from timm_ortho import (
+    GlobalConnection,
+    UnsupportedModelError,
+    connect,
+    connection_arguments,
+    disconnect,
+    register_block,
+    sites,
+)
 from timm_ortho.blocks import spec_of, tables
 
 PAGE = Path(timm_ortho.__file__).parents[1] / "docs" / "text_models.md"
@@ -167,6 +175,16 @@ def test_a_block_that_is_registered_as_causal(restored, causal, refused):
         else:
             connect(model, "global")
         assert len(sites(connect(model, "feature"))) == 1
+
+
+def test_a_custom_connection_with_the_global_scope_is_refused_too():
+    class Own(GlobalConnection):
+        pass
+
+    model = made("Llama")
+    with pytest.raises(ValueError, match=r"'Own' has one projection .* model\.layers\.0 is a causal LlamaDecoderLayer"):
+        connect(model, Own)
+    assert sites(model) == []
 
 
 def test_causal_is_a_bool_or_a_name(restored):

@@ -1,7 +1,7 @@
 """List the residual blocks of transformers' image classifiers and language models.
 
 :mod:`timm_ortho.blocks.timm` defines a site. This module does not import transformers: the table has the names of the
-classes. Releases before 5 have other blocks, for which :func:`timm_ortho.connect` raises an error.
+classes. In releases before 5 some classes differ; :func:`timm_ortho.connect` then raises an error.
 """
 from typing import Dict, List, Tuple
 
