@@ -152,10 +152,10 @@ def answers() -> dict[str, str]:
                 "longer with F on two CPU cores.",
         "ResNets": f"expect little. F − linear is {RESNET} on Fashion-MNIST; the paper has {RESNET.of_paper}.",
         "Learning rates":
-            f"F loses less where the rate is far too high. F − linear grows by {digits[0]} points a decade on digits "
-            f"(H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST; without the highest rate by {digits[1]} and "
-            f"{fashion[1]}. {lead(sweeps)} At rates up to linear's best, F − linear is {sweeps[0].up_to_best()} on "
-            f"digits and {sweeps[1].up_to_best()} on Fashion-MNIST.",
+            f"F loses less where the rate is far too high. F − linear grows by {digits[0]} points per tenfold rate on "
+            f"digits (H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST. Without the highest rate, it grows "
+            f"by {digits[1]} and {fashion[1]}. {lead(sweeps)} At rates up to linear's best, F − linear is "
+            f"{sweeps[0].up_to_best()} on digits and {sweeps[1].up_to_best()} on Fashion-MNIST.",
     }
 
 

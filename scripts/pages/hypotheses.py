@@ -145,8 +145,9 @@ PART_TWO = (
 PART_ONE = (
     _hypothesis("H1", "F is more accurate than linear (ViT)", f"confirm_accuracy-{FASHION}", difference(),
                 equivalent=0.2, of_interest=0.3, paper=GAINS["vit_s"]),
-    _hypothesis("H2", "F loses less at rates that are too high (points a decade)", f"confirm_learning_rate-{DIGITS}",
-                rates_slope(RATES), bases="linear", paper=of_paper("learning_rate_sweep", of_rates)),
+    _hypothesis("H2", "F loses less at rates that are too high (points per tenfold rate)",
+                f"confirm_learning_rate-{DIGITS}", rates_slope(RATES), bases="linear",
+                paper=of_paper("learning_rate_sweep", of_rates)),
     _hypothesis("H3", "PoolFormer's accuracy drop with F comes from its pool(x) - x mixer",
                 f"confirm_poolformer-{FASHION}",
                 {**placed("pool(x)", "both"),
@@ -252,7 +253,7 @@ def explored() -> dict[str, list[Comparison]]:
         "Table 9": _both("head_norm", "F − linear, without the final norm", difference("without"),
                          paper={"": norm["without"]["feature"][0] - norm["without"]["linear"][0]}),
         "Table 3 (final version)": [
-            *_both("learning_rate", "F − linear, points a decade of the rate", rates_slope(RATES), bases="linear",
+            *_both("learning_rate", "F − linear, points per tenfold rate", rates_slope(RATES), bases="linear",
                    paper=of_paper("learning_rate_sweep", of_rates)),
             *(Contrast(f"{which} without the highest rate, {NAMES[data]}", [(f"{study}-{data}-small", rates_slope(
                 rates[:-1]))], bases="linear", paper=of_paper("learning_rate_sweep", of_rates))
