@@ -141,8 +141,8 @@ def connect(
             connection, or a function that returns one. A class or function receives those of these arguments that it
             accepts: ``dim``, ``eps``, ``prob``, ``start``, ``keep``, ``groups``, ``device``, ``dtype``.
         eps: Added to |x|^2.
-        prob: Probability pi of the orthogonal form, In training, each site draws its form at each step. Must
-            be 1 for ``hybrid``.
+        prob: Probability pi of the orthogonal form. In training, each site draws its form at each step. Must be 1 for
+            ``hybrid``.
         layers: Indices of the blocks that carry the connection, ``1`` or ``[1]``; all other blocks are linear. None for
             all blocks. A block inside another block belongs to the layer of the outer block.
         kinds: Kinds of branches that carry the connection, as :func:`timm_ortho.sites` lists them; all other branches
@@ -157,8 +157,8 @@ def connect(
         skip: Transform P of the stream at every site, whatever ``layers`` and ``kinds`` are: y = P x + a f_par +
             b f_orth, where f_par is parallel and f_orth orthogonal to P x. ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the L sites of the
-            model), see :mod:`timm_ortho.skips`. In a block that changes the stream's shape, x is the
-            output of its projected shortcut.
+            model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of its
+            projected shortcut.
         skip_branches: Number of branches B of an idempotent P; None for the number of channels.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. All widths of the model must allow it.
         skip_seed: Seed of ``orthogonal_random``, which draws another rotation for each site.

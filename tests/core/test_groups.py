@@ -9,11 +9,16 @@ from helpers.oracle import truth
 from torch import nn
 
 import timm_ortho
-from timm_ortho import Connection, connect, connection_arguments, create_connection, sites
+from timm_ortho import Connection, backends, connect, connection_arguments, create_connection, functional, sites
+from timm_ortho._views import arranged
+from timm_ortho.backends import use_backend
 from timm_ortho.diagnostics.dynamics import measure
 from timm_ortho.diagnostics.show import as_text, measured_sites
 
 EPS = 1e-3
+why_not = backends._why_not("triton", torch.ones(1), torch.ones(1))
+needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))
+kernels = functional._kernels() if backends.TRITON_IS_INSTALLED else None
 LAYOUTS = {  # shape and channel axis
     "tokens": ((2, 5, 12), -1), "NHWC": ((2, 3, 4, 12), -1), "NHWC by its number": ((2, 3, 4, 12), 3),
     "NCHW": ((2, 12, 3, 4), 1), "NCHW from the end": ((2, 12, 3, 4), -3), "vector": ((12,), 0),
@@ -48,6 +53,25 @@ def test_feature_is_a_loop_over_groups(layout, groups, memory, keep):
     torch.testing.assert_close(y, expected)
     assert y.stride() == (x + f).stride()
     torch.testing.assert_close(torch.autograd.grad(y, (x, f), g), torch.autograd.grad(expected, (x, f), g))
+
+
+@needs_triton
+@pytest.mark.parametrize("layout", ["tokens", "NCHW"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_kernels(layout, memory_format, monkeypatch):
+    shape, dim = LAYOUTS[layout]
+    x, f, g = (t if t.dim() < 4 else t.contiguous(memory_format=memory_format) for t in drawn(shape))
+    inputs = x.requires_grad_(), f.requires_grad_()
+    views = []
+    monkeypatch.setattr(kernels, "arranged", lambda t, view: views.append((t, arranged(t, view))) or views[-1][1])
+    with use_backend("triton"):
+        y = create_connection("feature", dim=dim, eps=EPS, groups=3)(x, f)
+        gradients = torch.autograd.grad(y, inputs, g)
+    expected = looped(x, f, 3, dim)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, g))
+    assert len(views) > 5
+    assert all(view.data_ptr() == tensor.data_ptr() for tensor, view in views)  # no tensor was copied
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
