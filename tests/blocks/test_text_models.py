@@ -49,13 +49,29 @@ def test_the_page_lists_every_model():
     assert rows == list(TEXT)
 
 
-@pytest.mark.slow
-def test_the_example_of_the_page(monkeypatch):
+def snippets():
+    pytest.importorskip("transformers", minversion="5")
     if not PAGE.exists():
         pytest.skip("no checkout")
-    pytest.importorskip("transformers", minversion="5")
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_snippets_of_the_page(monkeypatch, tmp_path):
+    """With a tiny model instead of a download, and `hybrid`, whose parameters the last snippet loads."""
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(snippets()[:3])
+    download = 'AutoModelForCausalLM.from_pretrained("openai-community/gpt2"), "feature"'
+    assert code.count(download) == 1
+    names = {"tiny": made("GPT-2")}
+    exec(compile(code.replace(download, 'tiny, "hybrid"'), str(PAGE), "exec"), names)
+    with torch.no_grad():
+        assert torch.equal(logits(names["loaded"], tokens()), logits(names["model"], tokens()))
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page(monkeypatch):
+    example = snippets()[-1]
     monkeypatch.chdir(PAGE.parents[1])
-    example = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[-1]
     names = {}
     exec(compile(example, str(PAGE), "exec"), names)
     assert set(names["losses"]) == {"linear", "feature"}

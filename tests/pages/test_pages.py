@@ -181,9 +181,9 @@ def snippets(path):
 
 
 def test_every_page_with_snippets_is_run():
-    """own_blocks.md in blocks/test_own_connections.py."""
+    """tests/blocks runs those of own_blocks.md and text_models.md."""
     with_snippets = {ids(path) for path in BY_HAND if snippets(path)}
-    assert with_snippets == {*BEFORE, "docs/own_blocks.md"}
+    assert with_snippets == {*BEFORE, "docs/own_blocks.md", "docs/text_models.md"}
 
 
 @pytest.mark.parametrize("name", BEFORE)
