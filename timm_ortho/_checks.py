@@ -37,7 +37,11 @@ def check_weight(name: str, weight: Any) -> None:
 
 
 def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
-    """``dims``, all axes but the first for None; ValueError unless they are axes of tensors that belong together."""
+    """Return the axes of a projection, all axes except the first for None.
+
+    Raises:
+        ValueError: The tensors differ in shape or device or are not floating-point, or the axes are invalid.
+    """
     ndim = x.dim()
     axes = list(range(1, ndim)) if dims is None else dims
     if x.shape != f.shape:
@@ -47,8 +51,8 @@ def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
     elif not (x.is_floating_point() and f.is_floating_point()):
         problem = f"stream and branch output must be floating-point, got {x.dtype} and {f.dtype}"
     elif not axes or not all(-ndim <= d < ndim for d in axes) or len({d % ndim for d in axes}) < len(axes):
-        given = dims if dims is None else dims[0] if len(dims) == 1 else tuple(dims)
-        problem = f"dim must name one or more different axes in [{-ndim}, {ndim - 1}], got {given}"
+        dim = dims if dims is None else dims[0] if len(dims) == 1 else tuple(dims)
+        problem = f"dim must name one or more different axes in [{-ndim}, {ndim - 1}], got {dim}"
     else:
         return axes
     raise ValueError(f"{problem}; x of shape {tuple(x.shape)} and f of shape {tuple(f.shape)}")
@@ -66,8 +70,14 @@ def check_mask(mask: Tensor, x: Tensor) -> None:
 def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> str:
     """Return ``name`` if it is one of ``known``.
 
+    Args:
+        kind: What the name denotes, for the message.
+        name: The name.
+        known: Known names.
+        hint: End of the message.
+
     Raises:
-        ValueError: Lists the known names, suggests the nearest and ends with the hint.
+        ValueError: The name is unknown. The message lists the known names and suggests the most similar one.
     """
     if isinstance(name, str) and name in known:
         return name

@@ -102,8 +102,9 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         curve: Path of the training curve relative to the card, see `draw_curve`.
     """
     registered = subject.config["architecture"] if subject.connection else None
-    return filled(
-        metadata(subject, run),
+    card = ModelCard.from_template(
+        _metadata(subject, run),
+        template_path=str(TEMPLATE),
         title=subject.title,
         summary=_summary(subject, run),
         about=subject.about,
@@ -120,20 +121,15 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         result_notes=_result_notes(run),
         comparison=[_compared(row) for row in run.comparison] if run else [],
         comparison_head=["connection", "top-1 %, mean ± std", f"difference to {_baseline(run)}", "seeds"],
-        comparison_note=f"Runs of the same seed have the same initial weights and batches. {PAIRS}",
+        comparison_note=f"Runs of the same seed have the same initial weights and batches. {_PAIRS}",
         curve=curve,
         recipe=list(_recipe(run.options)) if run else [],
         options=_yaml(run.options) if run else "",
         made_with=made_with(run.result) if run else "",
-        limits=[*subject.limits, *limits(subject, run)],
+        limits=[*subject.limits, *_limits(subject, run)],
         citation="\n\n".join(_citations(subject, run)),
     )
-
-
-def filled(data: ModelCardData, **sections: Any) -> ModelCard:
-    """Return the template with these sections. Empty and missing sections are omitted."""
-    card = ModelCard.from_template(data, template_path=str(TEMPLATE), **sections)
-    card.text = re.sub(r"\n{3,}", "\n\n", card.text)
+    card.text = re.sub(r"\n{3,}", "\n\n", card.text)  # omitted sections leave blank lines
     return card
 
 
@@ -163,7 +159,7 @@ _CURVES = (  # the left and the right panel: key in the history, label, style
 
 
 # ---------------------------------------------------------------------------------------------- metadata
-def metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
+def _metadata(subject: Subject, run: Optional[Run] = None) -> ModelCardData:
     """Return the metadata of a card for the Hub."""
     dataset = _dataset(subject, run)
     title = _images(subject, run, "val_num_samples")
@@ -289,7 +285,7 @@ def _result_notes(run: Optional[Run]) -> list[str]:
     return notes
 
 
-PAIRS = ("Differences are means over pairs of runs with the same seed, with Student's 95 % confidence interval in "
+_PAIRS = ("Differences are means over pairs of runs with the same seed, with Student's 95 % confidence interval in "
          "brackets. An interval that contains zero means no clear difference.")
 
 
@@ -299,27 +295,19 @@ def _baseline(run: Optional[Run]) -> str:
 
 def _compared(row: Mapping[str, Any]) -> list[str]:
     spread = f" ± {row['top1_std']:.2f}" if row["top1_std"] is not None else ""
-    return [row["connection"], f"{row['top1_mean']:.2f}{spread}", difference(row["difference"]),
+    return [row["connection"], f"{row['top1_mean']:.2f}{spread}", _difference(row["difference"]),
             ", ".join(map(str, row["seeds"]))]
 
 
-def difference(paired: Optional[Mapping[str, Any]], form: str = ".2f") -> str:
-    """Return a mean difference with its confidence interval as text; `-` without a difference.
-
-    >>> difference({"mean": 0.5, "half_width": 0.2, "pairs": 3})
-    '+0.50 [+0.30, +0.70]'
-
-    Args:
-        paired: `mean`, `half_width` of the interval or None, and number of `pairs`.
-        form: Format of the numbers.
-    """
+def _difference(paired: Optional[Mapping[str, Any]]) -> str:
+    """Return a mean difference with its confidence interval as text; `-` without a difference."""
     if paired is None:
         return "-"
     mean, half = paired["mean"], paired["half_width"]
     if half is None:
         reason = "one pair" if paired["pairs"] < 2 else f"{paired['pairs']} equal differences"
-        return f"{mean:+{form}} ({reason}, no interval)"
-    return f"{mean:+{form}} [{mean - half:+{form}}, {mean + half:+{form}}]"
+        return f"{mean:+.2f} ({reason}, no interval)"
+    return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
 
 
 def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -358,7 +346,7 @@ def _without_folders(command: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- the texts
-def limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
+def _limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
     """Return the limits of the weights or results as sentences."""
     if run is not None or subject.dataset:
         yield (f"Trained and evaluated only on {_dataset(subject, run)[0]}: nothing is known about other images, "
