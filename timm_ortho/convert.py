@@ -138,8 +138,8 @@ def connect(
             ``features_only``, of torchvision and of transformers, or your own after
             :func:`timm_ortho.register_block`. Modules whose own code contains a :class:`Connection` are known too.
         connection: ``linear``, ``feature``, ``global``, ``hybrid`` or another registered name; or the class of a
-            connection, or a function that returns one. A class or function receives those of these arguments that it
-            accepts: ``dim``, ``eps``, ``prob``, ``start``, ``keep``, ``groups``, ``device``, ``dtype``.
+            connection, or a function that returns one. A class or function receives these arguments if it accepts
+            them: ``dim``, ``eps``, ``prob``, ``start``, ``keep``, ``groups``, ``device``, ``dtype``.
         eps: Added to |x|^2.
         prob: Probability pi of the orthogonal form. In training, each site draws its form at each step. Must be 1 for
             ``hybrid``.
@@ -154,7 +154,7 @@ def connect(
         groups: Number of equal parts of the channel axis with a projection each, for ``feature``, ``hybrid`` and custom
             connections that accept ``groups``. ``"heads"`` is the number of heads of the block's attention, for every
             site of the block.
-        skip: Transform P of the stream at every site, whatever ``layers`` and ``kinds`` are: y = P x + a f_par +
+        skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: y = P x + a f_par +
             b f_orth, where f_par is parallel and f_orth orthogonal to P x. ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the L sites of the
             model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of its
@@ -187,7 +187,7 @@ def connect(
     if isinstance(groups, str):
         if groups != "heads":
             raise ValueError(f"groups must be a whole number of at least 1 or 'heads', got {groups!r}")
-        arguments["groups"] = 2  # stands for the number of heads, which differs between blocks
+        arguments["groups"] = 2  # any number above 1; each block has its own number of heads
     probe = create_connection(connection, **arguments)  # raises before anything is changed, even if `layers` is empty
     call = _call_arguments(
         probe.name,
@@ -418,7 +418,7 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
         ValueError: The name is unknown, or an argument does not fit a width of the model.
     """
     if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
-        create_skip(skip, 1, **arguments)  # checks the other arguments; the widths of the blocks are not needed
+        create_skip(skip, 1, **arguments)  # checks the arguments without the widths of the blocks
         return repeat(None)
     streams = [(block.widths()[kind], detail["dim"]) for block in blocks for kind, detail in block.details().items()]
     skips = [

@@ -106,8 +106,8 @@ def plain_update(
 ) -> Tensor:
     """Compute the update in plain operations, which autograd differentiates.
 
-    Tracers, TorchScript and ``torch.func`` use this function. In eager mode its results are bit-identical to those of
-    :func:`residual_update`, because deep networks amplify differences in rounding.
+    Tracers, TorchScript and ``torch.func`` use this function. In eager mode :func:`residual_update` returns
+    bit-identical results, because deep networks amplify differences in rounding.
 
     Args:
         x: Stream, of any shape.

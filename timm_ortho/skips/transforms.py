@@ -230,7 +230,7 @@ class Skip(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------- the table of maps
-# name -> (description, function from the arguments of `create_skip` to those of `Skip`)
+# name -> (description, function that maps arguments of `create_skip` to arguments of `Skip`)
 SKIPS: Dict[str, Tuple[str, Callable[..., Dict[str, Any]]]] = {
     "identity": ("the unchanged stream", lambda **_: {}),
     "idempotent_mr": (
