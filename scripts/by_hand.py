@@ -1,4 +1,4 @@
-"""What scripts/train.sh starts: a run as `timm-ortho study plan` plans one, given by hand."""
+"""Start timm's train.py under torchrun with a recipe; the Python part of scripts/train.sh."""
 import os
 import shlex
 import sys
@@ -25,30 +25,30 @@ def main() -> int:
 
 
 def command(name: str, model: str, data: str, *options: str) -> list[str]:
-    """The arguments of Python."""
+    """Return the arguments of Python for a recipe, a model and a data folder."""
     script = Path(os.environ.get("TIMM_DIR", "."), "train.py")
     parser = recipe.of_script(script)
     batch_size = parser.get_default("batch_size")
     parser.set_defaults(batch_size=None, device=None, output="output/train")
-    given = parser.parse_args(options)
+    parsed = parser.parse_args(options)
     file = Path(name) if Path(name).is_file() else recipe.find(name)
     values = {"batch_size": batch_size, **(read_user_yaml(file, f"recipe '{name}'") or {})}
     gpus = torch.cuda.device_count()
     plan = RunPlan(
-        str(script), [Stage(".", {**values, "grad_accum_steps": given.grad_accum_steps})],
+        str(script), [Stage(".", {**values, "grad_accum_steps": parsed.grad_accum_steps})],
         gpus=_number("NPROC_PER_NODE", gpus), nodes=_number("NNODES", 1))
     if plan.processes > 1 and not gpus:
-        raise LabError("PyTorch sees no GPU here, and timm's train.py trains in several processes on GPUs only")
+        raise LabError("several processes need GPUs, and PyTorch sees none: leave NPROC_PER_NODE and NNODES unset")
     if plan.nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
-        raise LabError(f"NNODES is {plan.nodes}: set NODE_RANK (0 to {plan.nodes - 1}, one on each) and MASTER_ADDR "
-                       "(that of 0)")
+        raise LabError(f"NNODES is {plan.nodes}: set NODE_RANK (0 to {plan.nodes - 1}, different on each machine) and "
+                       "MASTER_ADDR (the address of machine 0)")
     words = [*torchrun(plan), str(script), "-c", str(file), "--model", model, "--data-dir", data]
-    if given.batch_size is None and plan.processes * max(1, given.grad_accum_steps) > 1:
+    if parsed.batch_size is None and plan.processes * max(1, parsed.grad_accum_steps) > 1:
         words += ["--batch-size", str(plan.with_divided_batch().stages[0].options["batch_size"])]
-    last = Path(given.output, given.experiment, "last.pth.tar")
-    if given.experiment and not given.resume and last.is_file():
+    last = Path(parsed.output, parsed.experiment, "last.pth.tar")
+    if parsed.experiment and not parsed.resume and last.is_file():
         words += ["--resume", str(last)]
-    if not gpus and given.device is None:
+    if not gpus and parsed.device is None:
         words += ["--device", "cpu"]
     return [*words, *options]
 
@@ -56,7 +56,7 @@ def command(name: str, model: str, data: str, *options: str) -> list[str]:
 def _number(variable: str, default: int) -> int:
     text = os.environ.get(variable)
     if text is not None and not (text.isdecimal() and int(text)):
-        raise LabError(f"{variable} is '{text}', but must be a number")
+        raise LabError(f"{variable} is '{text}', but must be a positive number")
     return default if text is None else int(text)
 
 

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# timm's own train.py under torchrun, with one of this package's recipes:
+# Start timm's own train.py under torchrun, with one of this package's recipes:
 #
 #   scripts/train.sh RECIPE MODEL DATA [options of train.py ...]
 #
-#   RECIPE  a shipped one (timm-ortho recipe --list) or a YAML file of your own
-#   MODEL   what trains by it: the recipe's model, or its sibling with another connection (vit_small_linear)
-#   DATA    the data set's folder
+#   RECIPE  a shipped recipe (timm-ortho recipe --list) or a YAML file
+#   MODEL   the recipe's model, or the same with another connection (vit_small_linear)
+#   DATA    the folder of the data set
 #
-# All GPUs of this machine train, on the CPU one process. The recipe's batch_size is that of all processes together:
-# each takes its part, and of that again a part for each of --grad-accum-steps, unless --batch-size says otherwise.
-# With --experiment NAME the same command again continues from its last checkpoint.
+# Training uses all GPUs of this machine, or one process on the CPU. The recipe's batch_size is the batch of all processes
+# together: it is divided by the number of processes and by --grad-accum-steps, unless --batch-size is set.
+# With --experiment NAME, the same command continues from its last checkpoint.
 #
-#   TIMM_DIR         the checkout of timm that has train.py; else the current folder
+#   TIMM_DIR         the folder of timm that has train.py (default: the current folder)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    several machines: the same command on each
-#   NPROC_PER_NODE   processes on each machine, if not one for each GPU
-#   PYTHON           python
+#   NPROC_PER_NODE   processes per machine (default: one per GPU)
+#   PYTHON           default: python
 #
 # On Slurm: scripts/train.sbatch, with the same arguments.
 exec "${PYTHON:-python}" "$(dirname "$0")/by_hand.py" "$@"

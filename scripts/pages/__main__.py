@@ -48,7 +48,7 @@ def check(name: str, root: Path) -> list[Path]:
 
 
 def write(name: str, root: Path) -> list[Path]:
-    """Write the files and plots of a generator, and return those that changed."""
+    """Write the files and plots of a generator, and return the changed ones."""
     generator, changed = GENERATORS[name], []
     for path, text in generator.texts(root).items():
         if read(path) != text:

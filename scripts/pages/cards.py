@@ -96,8 +96,8 @@ def of_shipped(name: str) -> Card:
     return Card(name, model_card(subject(name, about=about, license="apache-2.0"), run, curve=f"{name}.png"), run)
 
 
-# What the cards of the authors' repositories say: top-1 and top-5 on ImageNet-1k in %, and of which point of training.
-# Weights of others need a function beside `of_authors`, with what is to be said of them.
+# From the cards of the authors' repositories: top-1 and top-5 on ImageNet-1k in %, and the point of training.
+# Weights of other people need a function like `of_authors`.
 AUTHORS = {
     "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
     "vit_base_linear.authors_in1k": (71.23, 90.29, "after a step that is not known here"),
@@ -105,7 +105,7 @@ AUTHORS = {
 
 
 def of_authors(name: str) -> Card:
-    """The card of the authors' weights, which are on the Hub; nothing of them has been measured here."""
+    """Return the card of the authors' weights on the Hub, with the authors' numbers."""
     cfg = get_pretrained_cfg(name)
     top1, top5, when = AUTHORS[name]
     twin, = AUTHORS.keys() - {name}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from timm_ortho.lab.paper import Experiment, experiments, figures
 
 WIDTH = 120
-# Where the authors' published code differs from their paper. The recipes follow the paper and say so.
+# Differences between the authors' published code and their paper. The recipes follow the paper, with a comment.
 PUBLISHED = {
     ("vit_s", "imagenet1k"): {"scale": "0.8 to 1"},
     ("vit_b", "imagenet1k"): {"scale": "0.8 to 1", "lr": "1e-4", "weight_decay": "1e-3"},

@@ -1,4 +1,4 @@
-"""scripts/pages: the generated pages and cards are what their sources say."""
+"""scripts/pages: generated pages and cards equal their sources."""
 import re
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def card(name):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The generated pages of the project, to change something in."""
+    """A copy of the generated pages that a test can change."""
     for name in ("README.md", "docs", "model_cards"):
         source, target = ROOT / name, tmp_path / name
         if source.is_file():
@@ -44,7 +44,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_every_page_is_what_its_sources_say(capsys):
+def test_every_page_equals_its_sources(capsys):
     assert pages.main(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -65,7 +65,7 @@ def test_a_page_that_differs_is_named(checkout, capsys):
         "model_cards/vit_test_linear.digits.png", "timm_ortho/lab/recipes/vit_s_cifar10.yaml"]
 
 
-def test_what_is_written_is_what_is_checked(checkout, capsys):
+def test_written_pages_pass_the_check(checkout, capsys):
     for path in [*checkout.glob("model_cards/vit_*"), checkout / "model_cards" / "study_gamma-small.md"]:
         path.unlink()
     assert pages.main(["cards", "studies"], checkout) == 0
@@ -79,7 +79,7 @@ def test_an_unknown_name_is_an_error(capsys):
     assert "unknown: nothing; known: recipes, " in capsys.readouterr().err
 
 
-def test_there_is_one_for_all_weights_and_all_results():
+def test_every_set_of_weights_and_every_study_has_a_page():
     names = {path.stem for path in CARDS.glob("*.md")} - {"README"}
     assert names == {*WEIGHTS, *(page.stem for page in studies.pages(ROOT))}
     assert {"vit_base_ortho.authors_in1k", "vit_test_ortho.digits", "compare_digits", "study_gamma-small"} <= names
@@ -91,7 +91,7 @@ def test_there_is_one_for_all_weights_and_all_results():
      "77.05 ± 0.21"),
     ("linear", "71.23 % top-1 and 90.29 % top-5 on ImageNet-1k, after a step that is not known here", "73.27 ± 0.58"),
 ])
-def test_the_authors_cards_claim_what_theirs_do(kind, figures, paper):
+def test_cards_of_the_authors_weights(kind, figures, paper):
     found = card(f"vit_base_{kind}.authors_in1k")
     assert f"**Their card's figures, not measured here:** {figures}. " in found.text
     assert f"The paper has {paper} % top-1 at the end of training" in found.text
@@ -117,7 +117,7 @@ def test_figures_of_shipped_weights(name):
     assert f"![loss and accuracy by epoch]({name}.png)" in found.text
 
 
-def test_what_a_card_says_to_do_works():
+def test_the_code_of_a_card_runs():
     text = card("vit_test_ortho.digits").text
     code, = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     values = {"image": Image.new("RGB", (8, 8))}
@@ -137,7 +137,7 @@ def test_the_page_of_a_study():
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_whole_report_is_made_of_published_numbers(tmp_path, capsys):
+def test_the_whole_report_from_published_numbers(tmp_path, capsys):
     folder = CARDS / "results" / "studies" / "switch_kept-digits-small"
     assert cli.main(["study", "report", str(folder), "--output", str(tmp_path)]) == 0
     report = (tmp_path / "report.md").read_text(encoding="utf-8")

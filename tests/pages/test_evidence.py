@@ -1,4 +1,4 @@
-"""scripts/pages/contrasts.py, hypotheses.py, provenance.py and evidence.py: what docs/evidence.md says of the runs."""
+"""The evidence page: scripts/pages/contrasts.py, hypotheses.py, provenance.py and evidence.py."""
 import itertools
 import json
 import random
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Sets the runs of studies: from study -> setting -> values by seed."""
+    """Return a function that replaces the runs of a study by values, by setting and seed."""
     made = {}
 
     def put(study, settings, axis="lr"):
-        """Settings that are one connection alone have no axis."""
+        """A setting is a value of the axis and a connection, or a connection alone."""
         made[study] = [
             {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
              "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
@@ -38,16 +38,16 @@ def contrast(weights, *studies):
 LINEAR, FEATURE = [80.0, 81.5, 79.0, 80.5], [80.5, 81.0, 80.5, 81.5]
 
 
-def test_a_difference_is_the_reports(runs):
+def test_a_difference_equals_that_of_the_report(runs):
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
-    found = contrast(contrasts.difference())
-    assert found.difference == paired_difference(FEATURE, LINEAR)
-    assert found.difference.p == pytest.approx(stats.ttest_rel(FEATURE, LINEAR).pvalue)
-    assert found.pooled.half_width == pytest.approx(found.difference.half_width)
+    result = contrast(contrasts.difference())
+    assert result.difference == paired_difference(FEATURE, LINEAR)
+    assert result.difference.p == pytest.approx(stats.ttest_rel(FEATURE, LINEAR).pvalue)
+    assert result.pooled.half_width == pytest.approx(result.difference.half_width)
     interval = stats.ttest_rel(FEATURE, LINEAR).confidence_interval(0.9)
     bound = max(map(abs, interval))
-    assert found.within(bound * 1.001)
-    assert not found.within(bound * 0.999)
+    assert result.within(bound * 1.001)
+    assert not result.within(bound * 0.999)
     assert contrast({("linear",): 1.0}).pooled is None  # no difference
 
 
@@ -55,10 +55,10 @@ def test_a_slope_is_least_squares(runs):
     rates, lead = (1e-3, 1e-2, 5e-2), [[0.1, 1.2, 1.5], [-0.3, 0.9, 2.8]]
     runs("study", {**{(rate, "linear"): [70.0, 71.0] for rate in rates},
                    **{(rate, "feature"): [70.0 + lead[0][i], 71.0 + lead[1][i]] for i, rate in enumerate(rates)}})
-    found = contrast(contrasts.rates_slope(rates))
+    result = contrast(contrasts.rates_slope(rates))
     expected = [stats.linregress([-3, -2, stats.linregress([0, 1], [0, 1]).slope * -1.3010299956639813], of).slope
                 for of in lead]
-    assert found.values == pytest.approx(expected)
+    assert result.values == pytest.approx(expected)
 
 
 def test_main_effects(runs):
@@ -68,8 +68,8 @@ def test_main_effects(runs):
     assert contrast(contrasts.switch(0, 1)).values == [2.0]
 
 
-def test_equal_differences_decide_nothing(runs, only_study):
-    """The variance of a few equal differences is unknown, not zero."""
+def test_equal_differences_decide_no_hypothesis(runs, only_study):
+    """A few equal differences have an unknown variance, not a zero variance."""
     runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
     equal = contrast({("feature",): 1.0, ("linear",): -1.0})
     assert str(equal) == "+1.00"
@@ -83,7 +83,7 @@ def test_equal_differences_decide_nothing(runs, only_study):
             assert hypotheses.decided([hypothesis], adjust)[0]["decision"] == "not confirmed"
 
 
-def test_seeds_that_are_not_complete_take_no_part(runs):
+def test_incomplete_seeds_are_ignored(runs):
     runs("one", {("linear",): LINEAR, ("feature",): FEATURE[:3]})
     runs("two", {("linear",): LINEAR, ("feature",): LINEAR})
     assert len(contrast(contrasts.difference(), "one").values) == 3
@@ -91,21 +91,21 @@ def test_seeds_that_are_not_complete_take_no_part(runs):
     assert both.values == pytest.approx([(feature - linear) / 2 for feature, linear in zip(FEATURE[:3], LINEAR)])  # noqa: B905
 
 
-def test_pooled_is_over_all_cells_of_the_study(runs):
-    """hypotheses.md: pooled over all cells after removing each seed's mean; a third connection takes part."""
+def test_pooled_variance_covers_all_cells(runs):
+    """Pooled over all cells after removing each seed's mean, as preregistered; a third connection contributes."""
     other = [79.0, 82.5, 80.0, 79.5]
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
-    found = contrast(contrasts.difference()).pooled
+    result = contrast(contrasts.difference()).pooled
     table = [[LINEAR[i], FEATURE[i], other[i]] for i in range(4)]
     total = sum(map(sum, table)) / 12
     rest = sum((table[i][j] - sum(table[i]) / 3 - sum(row[j] for row in table) / 4 + total) ** 2
                for i, j in itertools.product(range(4), range(3)))
-    assert found.half_width == pytest.approx(stats.t.ppf(0.975, 6) * (rest / 6 * 2 / 4) ** 0.5)
+    assert result.half_width == pytest.approx(stats.t.ppf(0.975, 6) * (rest / 6 * 2 / 4) ** 0.5)
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # a seed less for the variance
     assert contrast(contrasts.difference()).pooled.pairs == 4
 
 
-def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
+def test_pooled_variance_of_two_equal_studies(runs):
     settings = {("linear",): LINEAR, ("feature",): FEATURE}
     runs("one", settings)
     runs("two", settings)
@@ -114,18 +114,18 @@ def test_pooled_over_two_studies_is_that_of_each_where_they_are_equal(runs):
     assert both.half_width == pytest.approx(one.half_width * scale)
 
 
-@pytest.mark.parametrize(("paper", "said"), [
+@pytest.mark.parametrize(("paper", "expected"), [
     ({"one": 2.0, "other": 3.0}, "untestable: 100 % accuracy would give +1.50 (+2.00 to +3.00)"),
     ({"one": 1.0, "other": 3.0}, "no (+1.00 to +3.00)"),
     ({"one": 0.1}, "yes (+0.10), and zero"),
     ({"one": 0.1, "other": 1.0}, "in part (+0.10 to +1.00), and zero"),
     ({}, "the paper has no number"),
 ])
-def test_an_effect_of_the_papers_size_is_compatible_or_untestable(runs, paper, said):
+def test_an_effect_of_the_papers_size_is_compatible_or_untestable(runs, paper, expected):
     runs("study", {("linear",): [98.4, 98.5, 98.6], ("feature",): [98.5, 98.5, 98.6]})
-    found = contrasts.Contrast("", [("study", contrasts.difference())], paper=paper)
-    assert found.room == pytest.approx(1.5)
-    assert found.compatible() == said
+    result = contrasts.Contrast("", [("study", contrasts.difference())], paper=paper)
+    assert result.room == pytest.approx(1.5)
+    assert result.compatible() == expected
 
 
 def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
@@ -138,19 +138,19 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
 
 
 def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
-    """Best for F: 100 % at the rates above the mean, and linear's accuracy at those below."""
+    """The ceiling has F at 100 % for rates above the mean, and at linear's accuracy for rates below it."""
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
-    found = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
-    assert found.room == pytest.approx(1.5)  # over one decade
-    assert found.compatible() == "untestable: 100 % accuracy would give +1.50 (+6.00)"
+    result = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
+    assert result.room == pytest.approx(1.5)  # over one decade
+    assert result.compatible() == "untestable: 100 % accuracy would give +1.50 (+6.00)"
 
 
-def test_the_papers_effects_are_one_for_a_data_set():
+def test_the_paper_has_one_effect_per_data_set():
     accuracy = hypotheses.section("accuracy")["vit_s"]
     assert {"imagenet1k", "imagenet1k_first_version"} <= accuracy.keys()
-    found = hypotheses.of_paper("accuracy", hypotheses.minus("feature", "linear"), "vit_s")
-    assert len(found) == len([key for key in accuracy if isinstance(accuracy[key], dict)]) - 1
-    assert max(found.values()) < 2
+    result = hypotheses.of_paper("accuracy", hypotheses.minus("feature", "linear"), "vit_s")
+    assert len(result) == len([key for key in accuracy if isinstance(accuracy[key], dict)]) - 1
+    assert max(result.values()) < 2
 
 
 HIGHER, EQUAL, WIDE = [0.5, 0.6, 0.55, 0.45, 0.5], [0.1, -0.1, 0.05, -0.05, 0.0], [0.6, -0.1, 0.6, -0.2, 0.4]
@@ -159,11 +159,11 @@ LOWER = [-value for value in HIGHER]
 
 @pytest.fixture
 def only_study(monkeypatch):
-    """There are results of `study` and of no other."""
+    """Make `study` the only published study."""
     monkeypatch.setattr(contrasts, "is_published", lambda study: study == "study")
 
 
-@pytest.mark.parametrize(("values", "claims", "equivalent", "said"), [
+@pytest.mark.parametrize(("values", "claims", "equivalent", "expected"), [
     (HIGHER, "above", 0.2, "confirmed"),
     (LOWER, "above", 0.2, "contradicted"),
     (EQUAL, "above", 0.2, "equivalent within 0.2"),
@@ -178,52 +178,52 @@ def only_study(monkeypatch):
     (LOWER, "different", None, "below zero"),
     (WIDE, "different", None, "not confirmed"),
 ])
-def test_decisions(runs, only_study, values, claims, equivalent, said):
+def test_decisions(runs, only_study, values, claims, equivalent, expected):
     runs("study", {("linear",): [0.0] * 5, ("feature",): values})
     run = hypotheses.Hypothesis("H1", "", contrast(contrasts.difference()), claims, equivalent)
     other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = hypotheses.decided([run, other], holm)
-    assert (first["decision"], second["decision"]) == (said, "not run yet")
+    assert (first["decision"], second["decision"]) == (expected, "not run yet")
     # a hypothesis that is not run counts with p = 1
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.difference.p))
 
 
-@pytest.mark.parametrize(("of_interest", "said"), [
+@pytest.mark.parametrize(("of_interest", "expected"), [
     (0.4, ""), (3.0, "below the 3-point threshold of interest")])
-def test_what_is_confirmed_and_smaller_than_it_was_to_be_is_said(runs, only_study, of_interest, said):
+def test_a_confirmed_difference_below_the_threshold_of_interest_is_marked(runs, only_study, of_interest, expected):
     runs("study", {("linear",): [0.0] * 5, ("feature",): HIGHER})
     run = hypotheses.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)
     (row,) = hypotheses.decided([run], holm)
-    assert (row["decision"], row["remark"]) == ("confirmed", said)
+    assert (row["decision"], row["remark"]) == ("confirmed", expected)
 
 
 def test_effects_of_the_paper():
     assert hypotheses.GAINS["vit_s"]["CIFAR-10"] == pytest.approx(0.79)
-    assert [found.contrast.of_paper for found in hypotheses.PART_TWO] == ["+0.79", "+1.27", "", ""]
+    assert [result.contrast.of_paper for result in hypotheses.PART_TWO] == ["+0.79", "+1.27", "", ""]
     starts = hypotheses.of_paper("connection_switch_reinitialised", hypotheses.of_switch(1, 0))
     assert starts["CIFAR-10"] == pytest.approx((93.89 + 94.10 - 92.78 - 92.88) / 2)
 
 
-def test_what_is_outside_the_family_is_never_called_confirmed():
-    """hypotheses.md: everything else is called exploratory."""
-    assert {found.claims for found in hypotheses.BESIDE} == {"different", "equal"}
+def test_comparisons_outside_the_families_are_never_confirmed():
+    """The preregistration calls everything else exploratory."""
+    assert {result.claims for result in hypotheses.BESIDE} == {"different", "equal"}
 
 
 @pytest.mark.parametrize(
-    "hypothesis", [*hypotheses.PART_TWO, *hypotheses.PART_ONE, *hypotheses.BESIDE], ids=lambda found: found.name)
-def test_a_hypothesis_is_about_settings_that_its_study_has(hypothesis):
+    "hypothesis", [*hypotheses.PART_TWO, *hypotheses.PART_ONE, *hypotheses.BESIDE], ids=lambda result: result.name)
+def test_hypotheses_use_settings_of_their_studies(hypothesis):
     for study, weights in hypothesis.contrast.parts:
         variants = design.load(study.partition("-")[0], "small").variants({"dataset": "digits"})
         assert set(weights) <= {(*variant.cell.values(), variant.final_connection) for variant in variants}
 
 
-def test_every_hypothesis_that_was_written_down_has_a_row():
+def test_every_preregistered_hypothesis_has_a_row():
     text = (ROOT / "docs" / "hypotheses.md").read_text(encoding="utf-8")
-    for found in (*hypotheses.PART_ONE, *hypotheses.PART_TWO):
-        assert f"**{found.name}**" in text
-        assert found.contrast.label.startswith(found.name)
-    for found in hypotheses.BESIDE:
-        assert f"{found.name.partition(' ')[0]}" in text
+    for result in (*hypotheses.PART_ONE, *hypotheses.PART_TWO):
+        assert f"**{result.name}**" in text
+        assert result.contrast.label.startswith(result.name)
+    for result in hypotheses.BESIDE:
+        assert f"{result.name.partition(' ')[0]}" in text
 
 
 # ---------------------------------------------------------------------------------- the factors of a half fraction
@@ -235,7 +235,7 @@ def sign(cell, factor):
 
 
 def test_the_half_fraction_has_its_defining_relation():
-    """I = ABCDE: the product of the five signs is +1 in each of the 16 cells, and each cell has what its name says."""
+    """I = ABCDE: the product of the five signs is +1 in each of the 16 cells, and cells match their names."""
     assert len(CELLS) == 16
     for cell in CELLS:
         product = 1
@@ -255,7 +255,7 @@ def test_the_half_fraction_has_its_defining_relation():
 
 
 def test_effects_of_the_half_fraction(runs):
-    """The least-squares estimates of a model with the main effects, and the variance without cells and seeds."""
+    """Compare with least squares for the main effects, and the variance after removing cells and seeds."""
     noise = random.Random(0)
     lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
             for cell in CELLS}
@@ -296,29 +296,29 @@ def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_recorded_commits_are_the_histories():
-    found = provenance.read_history()
-    if found is None:
+def test_recorded_commits_match_the_history():
+    result = provenance.read_history()
+    if result is None:
         pytest.skip("a checkout without its history")
     recorded = json.loads(provenance.FILE.read_text(encoding="utf-8"))
-    assert {part: values["commits"] for part, values in found.items()} == {
+    assert {part: values["commits"] for part, values in result.items()} == {
         part: values["commits"] for part, values in recorded.items()}
 
 
 def test_a_mean_without_some_seeds(runs):
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
-    found, (low, high) = contrast(contrasts.difference()).without(100)
-    assert found == paired_difference(FEATURE[1:], LINEAR[1:])
+    result, (low, high) = contrast(contrasts.difference()).without(100)
+    assert result == paired_difference(FEATURE[1:], LINEAR[1:])
     assert (low, high) == pytest.approx(tuple(stats.ttest_rel(FEATURE[1:], LINEAR[1:]).confidence_interval(0.9)))
 
 
 # ------------------------------------------------------------------------------------------------- the answers
-@pytest.mark.parametrize(("decisions", "said"), [
+@pytest.mark.parametrize(("decisions", "expected"), [
     (["not confirmed", "equivalent within 0.2"], "no measurable accuracy gain on CIFAR-10 and Fashion-MNIST"),
     (["confirmed", "not confirmed"], "more accurate on CIFAR-10, no measurable accuracy gain on Fashion-MNIST"),
     (["confirmed", "contradicted"], "more accurate on CIFAR-10, less accurate on Fashion-MNIST"),
 ])
-def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisions, said):
+def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisions, expected):
     history = [{"train_loss": 1.0, "eval_loss": 1.0, "eval_top1": 50.0}] * 4
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
     for run in contrasts.runs_of("study"):
@@ -326,11 +326,11 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
             {**row, "train_loss": 0.9 - 0.01 * run["seed"]} for row in history]
     rows = [{"hypothesis": hypotheses.Hypothesis(name, "", contrast(contrasts.difference())), "decision": decision}
             for name, decision in zip(("C1", "H1"), decisions, strict=True)]
-    assert evidence.verdict(rows).startswith(f"{said}, faster fitting on CIFAR-10 and Fashion-MNIST, untested")
+    assert evidence.verdict(rows).startswith(f"{expected}, faster fitting on CIFAR-10 and Fashion-MNIST, untested")
 
 
 def sweep(runs, monkeypatch, leads):
-    """Made-up results of a learning-rate study: linear is best at 1e-3, and F − linear is `leads` there."""
+    """Return a made-up learning-rate study in which linear is best at 1e-3 and F − linear is `leads`."""
     levels = {5e-4: 80.0, 1e-3: 82.0, 4e-3: 75.0}
     made = {rate: [levels[rate] + value for value in lead] for rate, lead in leads.items()}
     runs("study-digits-small", {setting: values for rate in leads for setting, values in (
@@ -345,25 +345,25 @@ def sweep(runs, monkeypatch, leads):
 
 
 def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
-    """Holm's method over all differences of the study, as its report does; unadjusted intervals are named as such."""
+    """Holm's method covers all differences of the study, as in its report."""
     weak = [0.05, 0.3, 0.1, 0.25, 0.2]
-    found = sweep(runs, monkeypatch, {5e-4: [-value for value in weak], 1e-3: WIDE, 4e-3: [3.0, 3.1, 2.9, 3.05, 3.2]})
-    assert found.best == 1e-3
-    assert (found.excluding_zero(1), found.excluding_zero(-1)) == ([4e-3], [5e-4])
-    assert (found.significant(1), found.significant(-1)) == ([4e-3], [])
-    assert ": " not in found.up_to_best()
-    assert "significant" not in found.up_to_best()
+    result = sweep(runs, monkeypatch, {5e-4: [-value for value in weak], 1e-3: WIDE, 4e-3: [3.0, 3.1, 2.9, 3.05, 3.2]})
+    assert result.best == 1e-3
+    assert (result.excluding_zero(1), result.excluding_zero(-1)) == ([4e-3], [5e-4])
+    assert (result.significant(1), result.significant(-1)) == ([4e-3], [])
+    assert ": " not in result.up_to_best()
+    assert "significant" not in result.up_to_best()
     other = sweep(runs, monkeypatch, {5e-4: [-3.0, -3.1, -2.9, -3.05, -3.2], 1e-3: WIDE, 4e-3: weak})
     assert (other.significant(1), other.significant(-1)) == ([], [5e-4])
     assert other.up_to_best().endswith(", significant at 0.0005")
-    assert "more accurate only at 4 (digits) and none (Fashion-MNIST)" in evidence.lead([found, other])
-    assert "less accurate at none (digits) and 0.5 (Fashion-MNIST)" in evidence.lead([found, other])
-    assert evidence.lead([found, found]).endswith("and less accurate at no rate.")
+    assert "more accurate only at 4 (digits) and none (Fashion-MNIST)" in evidence.lead([result, other])
+    assert "less accurate at none (digits) and 0.5 (Fashion-MNIST)" in evidence.lead([result, other])
+    assert evidence.lead([result, result]).endswith("and less accurate at no rate.")
 
 
-def test_the_published_sweeps_are_significant_where_their_reports_say_so():
-    found = [hypotheses.Sweep.of(study, data, rates) for _, study, data, rates in hypotheses.RATE_STUDIES]
-    for of, (_, study, data, _) in zip(found, hypotheses.RATE_STUDIES, strict=True):
+def test_significant_rates_match_the_reports():
+    result = [hypotheses.Sweep.of(study, data, rates) for _, study, data, rates in hypotheses.RATE_STUDIES]
+    for of, (_, study, data, _) in zip(result, hypotheses.RATE_STUDIES, strict=True):
         reported = [entry["difference"] for entry in contrasts.summary_of(f"{study}-{data}-small")
                     if entry["measure"] == "top1" and entry["difference"] and entry["difference"]["p_holm"] < 0.05]
         significant = [of.by_rate[rate].difference.mean for rate in (*of.significant(-1), *of.significant(1))]
@@ -379,7 +379,7 @@ def test_the_cost_is_the_median_of_the_pairs(runs):
 
 @pytest.fixture
 def part_two(tmp_path, monkeypatch):
-    """Made-up results of S0 to S4 beside the published ones."""
+    """Publish made-up results of S0 to S4 in a copy of the results."""
     studies = tmp_path / "studies"
     studies.mkdir()
     for path in pages.RESULTS.iterdir():
@@ -392,8 +392,8 @@ def part_two(tmp_path, monkeypatch):
     for name, data, classes in (("cifar_rates", "cifar10", 10), ("cifar_accuracy", "cifar10", 10),
                                 ("tiny_imagenet_accuracy", "tiny_imagenet", 200), ("cifar_factors", "cifar10", 10),
                                 ("cifar_width", "cifar10", 10)):
-        found, made = design.load(name, "small"), []
-        for seed, variant in itertools.product(range(found.seeds), found.variants({})):
+        result, made = design.load(name, "small"), []
+        for seed, variant in itertools.product(range(result.seeds), result.variants({})):
             top1 = 70 + noise.gauss(0, 0.3) + 2 * (variant.connection == "feature")
             history = [{"train_loss": 1.0 - epoch / 100, "eval_loss": 1.0, "eval_top1": top1} for epoch in range(8)]
             made.append({
@@ -402,7 +402,7 @@ def part_two(tmp_path, monkeypatch):
                 "parameters": 1,
                 "made_with": {"commit": "c" * 40, "cpu": "one", "torch": "2", "end": "2026-12-01T00:00"}})
         study = {"name": name, "title": name, "kind": "training", "dataset": data, "connections": ["linear", "feature"],
-                 "axes": dict(found.grid), "seeds": list(range(found.seeds))}
+                 "axes": dict(result.grid), "seeds": list(range(result.seeds))}
         published.write(studies / f"{name}-{data}-small", study, made)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
 

@@ -1,4 +1,4 @@
-"""scripts/checks/linear_floor.py: what a linear classifier reaches on a run's images."""
+"""scripts/checks/linear_floor.py: the accuracy of a linear classifier on a run's images."""
 import json
 
 import numpy as np
@@ -10,7 +10,7 @@ from timm_ortho import cli
 from timm_ortho.lab.data import Digits
 
 
-def test_it_is_ridge_regression_on_the_images_of_the_run(tmp_path):
+def test_ridge_regression_on_the_images_of_a_run(tmp_path):
     study, output = tmp_path / "tiny.yaml", tmp_path / "out"
     study.write_text(STUDY.replace("record: 2", "hold_out: 300"))
     assert cli.main(["study", "plan", str(study), "--scale", "smoke", "--output", str(output)]) == 0

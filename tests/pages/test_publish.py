@@ -1,4 +1,4 @@
-"""scripts/publish.py: which numbers of a finished study become part of the project."""
+"""scripts/publish.py: the numbers of a finished study that are published."""
 import json
 import os
 import shutil
@@ -19,7 +19,7 @@ COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, mod
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A checkout with nothing but results; pages are not written."""
+    """An empty checkout; pages are not written."""
     monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")  # a checkout may have no .git
     monkeypatch.setattr(provenance, "record", lambda: None)
     monkeypatch.setattr(pages, "main", lambda arguments, root: 0)

@@ -1,4 +1,4 @@
-"""scripts/pages/speed.py: the tables of costs in README and docs/speed.md follow from the rows of bench."""
+"""scripts/pages/speed.py: the tables of costs in README and docs/speed.md."""
 import csv
 
 import pytest

@@ -58,7 +58,7 @@ def test_timm_knows_better(model_name):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Where the script finds tests that it need not download."""
+    """A cache with made-up tests, so that nothing is downloaded."""
     folder = tmp_path / f"timm-{timm.__version__}"
     (folder / "tests").mkdir(parents=True)
     (folder / "pytest.ini").write_text(timm_tests.PYTEST_INI)
@@ -70,14 +70,14 @@ def cache(tmp_path, monkeypatch):
 
 
 def script(cache, capsys, *words):
-    """Exit status, lines printed, and how many processes with tests were started."""
+    """Return the exit status, the printed lines, and the number of test processes."""
     started = cache / f"timm-{timm.__version__}" / "tests" / "processes"
     started.write_text("")
     status = timm_tests.main([*words, "--cache", str(cache)])
     return status, capsys.readouterr().out.splitlines(), len(started.read_text().splitlines())
 
 
-def test_tests_without_a_marker_are_run_unless_they_are_not_asked_for(cache, capfd):
+def test_tests_without_a_marker_run_by_default(cache, capfd):
     names = ("test_vit_ortho", "test_resnet_ortho")
     status, lines, processes = script(cache, capfd, "--only", *names)
     assert (status, lines[-1], processes) == (0, "timm's tests on 2 variants: 4 passed, 2 skipped", 1)
@@ -85,7 +85,7 @@ def test_tests_without_a_marker_are_run_unless_they_are_not_asked_for(cache, cap
     assert (status, lines[-1], processes) == (0, "timm's tests on 2 variants: 2 passed, 2 skipped", 1)
 
 
-def test_a_variant_is_held_against_its_architecture(cache, capfd):
+def test_a_failure_is_compared_with_the_architecture(cache, capfd):
     (cache / f"timm-{timm.__version__}" / "tests" / "test_models.py").write_text(FAILING)
     status, lines, processes = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
     told = {line.split(": ")[2]: line for line in lines if line.startswith(("EXCUSED", "FAILED: "))}
@@ -100,7 +100,7 @@ def test_a_variant_is_held_against_its_architecture(cache, capfd):
     assert (status, processes) == (1, 4)
 
 
-def test_a_variant_without_tests_is_excused_only_if_its_architecture_has_none_either(cache, capfd):
+def test_a_variant_without_tests_is_excused_if_its_architecture_has_none(cache, capfd):
     tests = cache / f"timm-{timm.__version__}" / "tests" / "test_models.py"
     for left_out, outcome, status in (("test_vit*", "EXCUSED", 0), ("test_vit_*", "FAILED", 1)):
         tests.write_text(TEST_MODELS.replace("timm.list_models()", f"timm.list_models(exclude_filters={left_out!r})"))
@@ -110,7 +110,7 @@ def test_a_variant_without_tests_is_excused_only_if_its_architecture_has_none_ei
         assert found == status
 
 
-def test_a_full_run_goes_on_where_it_stopped(cache, capfd, monkeypatch):
+def test_a_full_run_continues(cache, capfd, monkeypatch):
     sizes = {"test_vit_ortho": 370_000, "test_resnet_ortho": 470_000}
     monkeypatch.setattr(timm_tests, "parameters", lambda name, *others: sizes[name])
     status, lines, processes = script(cache, capfd, "--marked", "--above", "0.4")

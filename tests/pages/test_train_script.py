@@ -1,4 +1,4 @@
-"""scripts/train.sh and scripts/train.sbatch: what they start and what they refuse, with nothing started."""
+"""scripts/train.sh and scripts/train.sbatch: the commands that they start, and their errors."""
 import json
 import os
 import shutil
@@ -21,7 +21,7 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """The arguments that Python is started with: on four GPUs, with a recipe, in a folder of its own."""
+    """Return a function that gives the arguments of Python: four GPUs, a recipe, an empty folder."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("batch_size: 1024\n", encoding="utf-8")
@@ -44,7 +44,7 @@ def train_py(data="DATA", file="recipe.yaml"):
     return ["train.py", "-c", file, "--model", "vit_small_linear", "--data-dir", data]
 
 
-# ------------------------------------------------------------------------------------------ what is started
+# ------------------------------------------------------------------------------------------ commands
 @pytest.mark.parametrize(("gpus", "options", "launched", "added"), [
     (4, ["--epochs", "3", "--experiment", "a b"], [*TORCHRUN, "--standalone", "--nproc-per-node", "4"],
      ["--batch-size", "256"]),
@@ -52,7 +52,7 @@ def train_py(data="DATA", file="recipe.yaml"):
     (0, [], [], ["--device", "cpu"]),
     (0, ["--device=cpu"], [], []),
 ])
-def test_a_machine_shares_the_batch_among_its_gpus_or_has_the_cpu(command, gpus, options, launched, added):
+def test_the_batch_is_divided_among_gpus(command, gpus, options, launched, added):
     assert command(*options, data="my data", gpus=gpus) == [*launched, *train_py("my data"), *added, *options]
 
 
@@ -69,7 +69,7 @@ def test_several_machines(command):
     (["--grad-accum-steps", "8"], {}, ["--batch-size", "32"]),
     (["--validation-batch-size", "500"], {"NPROC_PER_NODE": "2"}, ["--batch-size", "512"]),
 ])
-def test_batch_is_divided_unless_it_is_given(command, options, environment, added):
+def test_batch_is_divided_unless_it_is_set(command, options, environment, added):
     assert command(*options, **environment)[6:] == [*train_py()[1:], *added, *options]
 
 
@@ -98,12 +98,12 @@ def test_shipped_recipe_and_a_checkout_elsewhere(command, tmp_path):
     assert started[:3] == [str(tmp_path / "train.py"), "-c", str(recipe.shipped()["vit_s_cifar10"])]
 
 
-# --------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(("options", "given", "words"), [
-    ([], {"NNODES": "3", "NODE_RANK": "0"}, "NNODES is 3: set NODE_RANK (0 to 2, one on each) and MASTER_ADDR"),
-    ([], {"NNODES": "two"}, "NNODES is 'two', but must be a number"),
-    ([], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE is '0', but must be a number"),
-    ([], {"gpus": 0, "NPROC_PER_NODE": "2"}, "PyTorch sees no GPU here"),
+    ([], {"NNODES": "3", "NODE_RANK": "0"}, "NNODES is 3: set NODE_RANK (0 to 2, different on each machine) and MASTER_ADDR"),
+    ([], {"NNODES": "two"}, "NNODES is 'two', but must be a positive number"),
+    ([], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE is '0', but must be a positive number"),
+    ([], {"gpus": 0, "NPROC_PER_NODE": "2"}, "several processes need GPUs, and PyTorch sees none"),
     ([], {"NPROC_PER_NODE": "3"}, "a batch of 1024 does not divide into 3 parts (3 processes, grad_accum_steps 1)"),
     ([], {"TIMM_DIR": "/nowhere"}, "there is no /nowhere/train.py: give timm's train.py"),
     ([], {"name": "vit_s_cifr10"}, "there is no recipe 'vit_s_cifr10': the nearest is 'vit_s_cifar10'"),
@@ -137,14 +137,14 @@ def bash(script, *arguments, **environment):
 
 
 @needs_bash
-def test_a_refusal_is_one_line():
+def test_an_error_is_one_line():
     process = bash("train.sh", "recipe", PYTHON=sys.executable)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "train.sh: usage: scripts/train.sh RECIPE MODEL DATA [options of train.py ...]\n"
 
 
 @needs_bash
-def test_what_is_shown_is_started(tmp_path):
+def test_the_printed_command_is_started(tmp_path):
     (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("batch_size: 8\ndevice_modules: [timm_ortho]\n", encoding="utf-8")
     process = bash(
@@ -185,7 +185,7 @@ def test_slurm_elsewhere(tmp_path):
 
 @needs_bash
 @pytest.mark.parametrize("name", ["train.sh", "train.sbatch"])
-def test_scripts_are_sound(name):
+def test_scripts_parse(name):
     subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", str(SCRIPTS / name)], check=True)
