@@ -1,4 +1,4 @@
-"""The choice of a backend, the backend `inductor`, and the check of Triton kernels at run time."""
+"""The backend `inductor`, arguments under modes and subclasses, and the check of Triton kernels at run time."""
 import contextlib
 import functools
 import warnings

@@ -1,0 +1,244 @@
+"""Which backend runs, the same losses with each backend, and errors."""
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from helpers.kernel_cases import (
+    DEVICE,
+    DOUBLE,
+    EPS,
+    both,
+    inputs_with_gradients,
+    needs_triton,
+    tensors,
+    weight,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad, gradgradcheck
+
+from timm_ortho import backends
+from timm_ortho.connections import FeatureConnection
+from timm_ortho.functional import choose_backend, residual_update, use_backend
+
+pytestmark = pytest.mark.usefixtures("no_default_backend")
+
+
+# ------------------------------------------------------------------------------------ selection of the backend
+AUTO_RUNS = "triton" if DEVICE == "cuda" else "torch"
+
+
+@needs_triton
+@pytest.mark.parametrize(("argument", "for_all", "runs"), [
+    ("triton", "auto", "triton"), ("torch", "auto", "torch"), ("auto", "auto", AUTO_RUNS), (None, "auto", AUTO_RUNS),
+    (None, "triton", "triton"), (None, "torch", "torch"),
+    ("torch", "triton", "torch"), ("triton", "torch", "triton"), ("auto", "triton", AUTO_RUNS),
+])
+@pytest.mark.parametrize("learned", [False, True], ids=["", "learned"])
+def test_the_requested_backend_runs(argument, for_all, runs, learned, calls):
+    x, f = inputs_with_gradients()
+    a = weight("a").requires_grad_() if learned else 0.0
+    with use_backend(for_all):
+        assert choose_backend(x, f, argument) == runs
+        residual_update(x, f, parallel=a, backend=argument).sum().backward()
+        assert calls == ({"update": 1, "gradients": 1} if runs == "triton" else {})
+        with torch.no_grad():
+            residual_update(x, f, parallel=a, backend=argument)
+        assert calls == ({"update": 2, "gradients": 1} if runs == "triton" else {})
+
+
+@needs_triton
+def test_connections_use_the_backend_of_the_process(calls):
+    x, f = inputs_with_gradients()
+    with use_backend("triton"):
+        FeatureConnection()(x, f).sum().backward()
+    assert calls == {"update": 1, "gradients": 1}
+    FeatureConnection()(x, f).sum().backward()
+    assert calls == ({"update": 1, "gradients": 1} if AUTO_RUNS == "torch" else {"update": 2, "gradients": 2})
+
+
+@pytest.mark.parametrize(("variable", "answer"), [
+    ("torch", "torch"), ("inductor", "inductor"), ("", "torch"), (None, "torch"),
+    ("Triton", "unknown TIMM_ORTHO_BACKEND 'Triton', known are 'auto', 'torch', 'inductor', 'triton'; did you mean "
+               "'triton'?"),
+])
+def test_the_environment_is_read_when_the_package_is_imported(variable, answer, monkeypatch):
+    monkeypatch.delenv("TIMM_ORTHO_BACKEND", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TIMM_ORTHO_BACKEND", variable)
+    spec = importlib.util.find_spec("timm_ortho.backends")
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)  # as in a new process
+    monkeypatch.setenv("TIMM_ORTHO_BACKEND", "nonsense")  # too late
+    try:
+        assert again.choose_backend(torch.ones(1), torch.ones(1)) == answer
+    except ValueError as error:
+        assert str(error) == answer  # noqa: PT017 one of the cases
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "meta"])
+def test_auto_on_every_device(device, monkeypatch):
+    monkeypatch.setattr(backends, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(backends, "is_plain", lambda tensor: True)
+    with FakeTensorMode():  # only claims to be on the device
+        x, f = (torch.empty(2, 3, device=device, requires_grad=True) for _ in range(2))
+    assert choose_backend(x, f) == ("triton" if device == "cuda" else "torch")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose_backend(x, f) == "torch"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    monkeypatch.setattr(backends, "TRITON_IS_INSTALLED", False)
+    assert choose_backend(x, f) == "torch"
+
+
+@needs_triton
+@pytest.mark.parametrize("weights", [(0.0, 1.0), ("a", "b")], ids=str)
+def test_second_derivatives_of_the_kernels(weights, calls):
+    x, f, _ = tensors((2, 3, 2), (DOUBLE, DOUBLE))
+    inputs = dict(x=x, f=f, **{w: weight(w, DOUBLE) for w in weights if isinstance(w, str)})
+    inputs = {name: t.requires_grad_() for name, t in inputs.items()}
+
+    def update(backend, x, f, a=0.0, b=1.0):
+        return residual_update(x, f, parallel=a, orthogonal=b, eps=EPS, backend=backend)
+
+    def second(backend):
+        y = update(backend, *inputs.values())
+        first = torch.autograd.grad(y.pow(3).sum(), list(inputs.values()), create_graph=True)
+        return torch.autograd.grad(sum(t.pow(3).sum() for t in first), list(inputs.values()))
+
+    torch.testing.assert_close(second("triton"), second("torch"))
+    assert calls["update"] == 1
+    assert gradgradcheck(functools.partial(update, "triton"), tuple(inputs.values()))
+
+
+@both
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_forward_mode(backend, weights, with_gradient):
+    """The closed form has no forward mode, and a kernel would drop the tangents."""
+    x, f, dx = tensors((3, 5, 20), (DOUBLE, DOUBLE))
+    df, _, _ = tensors((3, 5, 20), (DOUBLE, DOUBLE), seed=1)
+    update = functools.partial(residual_update, parallel=weights[0], orthogonal=weights[1])
+    expected = torch.autograd.functional.jvp(update, (x, f), (dx, df))
+    torch.testing.assert_close(torch.func.jvp(update, (x, f), (dx, df)), expected)
+    f.requires_grad_(with_gradient)
+    with forward_ad.dual_level():
+        y = update(forward_ad.make_dual(x, dx), forward_ad.make_dual(f, df), backend=backend)
+        torch.testing.assert_close(tuple(forward_ad.unpack_dual(y)), expected)
+    assert y.requires_grad is with_gradient
+
+
+@needs_triton
+def test_transforms_of_torch_func_need_the_backend_torch(calls):
+    x, f, _ = tensors((3, 4, 5))
+    expected = torch.autograd.grad(residual_update(x.requires_grad_(), f, backend="torch").pow(3).sum(), x)[0]
+
+    def gradient(backend):
+        return torch.func.grad(lambda x, f: residual_update(x, f, backend=backend).pow(3).sum())
+
+    torch.testing.assert_close(gradient("auto")(x.detach(), f), expected)
+    torch.testing.assert_close(torch.func.vmap(gradient("auto"))(x.detach(), f), expected)
+    assert not calls
+    for call in (gradient("triton"), torch.func.vmap(lambda x, f: residual_update(x, f, backend="triton"))):
+        with pytest.raises(RuntimeError, match=r"'triton' cannot run: .*torch\.func"):
+            call(x.detach(), f)
+
+
+# ---------------------------------------------------------------------------------------------------- training
+SMALL = {
+    "vit": dict(
+        model_name="vit_small_ortho", img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2, num_classes=10),
+    "resnetv2": dict(model_name="resnetv2_18_cifar_ortho", width_factor=0.25, num_classes=10),
+}
+
+
+def losses(arguments):
+    torch.manual_seed(0)
+    model = timm.create_model(**arguments).to(DEVICE).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9)
+    size = arguments.get("img_size", 16)
+    images, classes = torch.randn(2, 3, size, size).to(DEVICE), torch.arange(2).to(DEVICE)
+    values = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), classes)
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return torch.tensor(values)
+
+
+@needs_triton
+@pytest.mark.parametrize("model", ["vit", pytest.param("resnetv2", marks=pytest.mark.slow)])
+def test_fifty_steps_of_training_agree_on_all_backends(model, calls):
+    with use_backend("torch"):
+        expected = losses(SMALL[model])
+    assert not calls
+    assert expected[-1] < 0.8 * expected[0]
+    with use_backend("triton"):
+        measured = losses(SMALL[model])
+    assert calls["update"] == calls["gradients"] >= 50 * 4
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------- bad input
+X = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize("parallel", [0.0, 1.0, torch.tensor(0.5)], ids=["orthogonal", "linear", "learned"])
+def test_an_unknown_backend_is_refused(parallel, monkeypatch):
+    known = "known are 'auto', 'torch', 'inductor', 'triton'; did you mean 'triton'?"
+    with pytest.raises(ValueError, match=re.escape(f"unknown backend 'tritn', {known}")):
+        residual_update(X, X, parallel=parallel, backend="tritn")
+    with pytest.raises(ValueError, match=re.escape(f"unknown backend 'tritn', {known}")), use_backend("tritn"):
+        pass
+    monkeypatch.setattr(backends, "_default", "Triton")
+    with pytest.raises(ValueError, match=re.escape(f"unknown TIMM_ORTHO_BACKEND 'Triton', {known}")):
+        residual_update(X, X, parallel=parallel)
+    assert torch.equal(residual_update(X, X, parallel=1.0, backend="torch"), X + X)  # the argument takes precedence
+
+
+def test_triton_is_refused_if_it_cannot_run(monkeypatch):
+    monkeypatch.setattr(backends, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    eighth = X.to(torch.float8_e4m3fn)
+    for x, words in (
+            (X.to("meta"), "there are no kernels for tensors on 'meta'"),
+            (eighth, "there are no kernels for torch.float8_e4m3fn and torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(RuntimeError, match=f"backend 'triton' cannot run: {words}; choose 'torch' or 'auto'"):
+            residual_update(x, x, backend="triton")
+    for value in ("0", ""):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        with pytest.raises(RuntimeError, match=r"backend 'triton' cannot run: .* on the CPU, .* TRITON_INTERPRET=1"):
+            residual_update(X, X, backend="triton")
+
+
+def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(backends, "TRITON_IS_INSTALLED", False)
+    with pytest.raises(RuntimeError, match=r"^backend 'triton' cannot run: Triton is not installed; choose 'torch'"):
+        residual_update(X, X, backend="triton")
+    with use_backend("triton"), pytest.raises(
+            RuntimeError, match=r"^TIMM_ORTHO_BACKEND 'triton' cannot run: Triton is not"):
+        residual_update(X, X)
+
+
+def test_training_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None  # as if it were not there
+import timm, timm_ortho, torch
+model = timm.create_model("resnetv2_18_cifar_ortho", width_factor=0.25, num_classes=10)
+before = [p.clone() for p in model.parameters()]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(2, 3, 32, 32)).square().mean().backward()
+optimizer.step()
+assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+assert "timm_ortho.kernels" not in sys.modules
+print(timm_ortho.functional.choose_backend(torch.ones(1), torch.ones(1)))
+"""
+    assert subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "torch"

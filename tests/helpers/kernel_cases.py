@@ -1,0 +1,50 @@
+"""Inputs, layouts and marks for the tests of the kernels."""
+import pytest
+import torch
+from torch import Tensor
+
+from timm_ortho import backends, functional
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu"
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+EPS = 1e-2  # large enough that omitting it fails the tests
+
+why_not = backends._why_not("triton", *(torch.ones(1, device=DEVICE) for _ in range(2)))
+needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))
+both = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+kernels = functional._kernels() if backends.TRITON_IS_INSTALLED else None
+
+
+def tensors(shape, dtypes=(SINGLE, SINGLE), seed=0):
+    """Return stream, branch output and a gradient of their sum."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(shape, dtype=DOUBLE, generator=generator) for _ in range(3))
+    return [t.to(DEVICE, dtype) for t, dtype in zip(drawn, (*dtypes, torch.promote_types(*dtypes)), strict=True)]
+
+
+def weight(value, dtype=SINGLE):
+    """Return ``value``, or for a name a learned weight, exact in every dtype."""
+    return torch.tensor(0.625, dtype=dtype, device=DEVICE) if isinstance(value, str) else value
+
+
+def run(update, inputs, needed, g):
+    inputs = {
+        name: t.detach().requires_grad_(name in needed) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    y = update(**inputs)
+    return {"y": y.detach(), **dict(zip(needed, torch.autograd.grad(y, [inputs[n] for n in needed], g), strict=True))}
+
+
+def inputs_with_gradients(shape=(3, 5, 20)):
+    x, f, _ = tensors(shape)
+    return x.requires_grad_(), f.requires_grad_()
+
+
+LAYOUTS = {  # what a projection is to the kernels: a row, a row in pieces, a column, a column in pieces
+    "row": ((7, 13, 197), -1),
+    "cut row": ((2, 70, 300), None),
+    "column": ((5, 33, 9, 11), 1),
+    "long column": ((2, 700, 3, 3), 1),
+}
+WEIGHTS = [(0.0, 1.0), (0.3, 0.7), ("a", 1.0), (0.0, "b"), ("a", "b")]
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
