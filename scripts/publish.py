@@ -43,7 +43,9 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
     commit = named.pop() if len(named) == 1 else None  # from another machine, whose history may be older than this one
-    study["versions"] = {**study.get("versions", {}), "commit": (commit or commit_before(folder / "study.yaml"))[:12]}
+    versions = study.get("versions", {})
+    commit = commit or versions.get("commit") or commit_before(folder / "study.yaml")
+    study["versions"] = {**versions, "commit": commit[:12]}
     if study.get("kind", "training") == "training":
         runs = [lean(run, many=len(runs) > MANY) for run in runs]
     name = "-".join(filter(None, [study["name"], (study["dataset"] or "").replace("/", "_"), study["scale"]]))

@@ -1,8 +1,8 @@
-"""`python -m timm_ortho`, and `torchrun -m timm_ortho`."""
+"""Run the command line as `python -m timm_ortho` or `torchrun -m timm_ortho`."""
 import sys
 
 from .cli import main
 
-# guarded: worker processes that are started anew import this module under another name
+# spawned worker processes import this module under another name
 if __name__ == "__main__":
     sys.exit(main())

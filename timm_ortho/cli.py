@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. Errors in what the user gave are one line and exit status 2."""
+"""Parse the command line, call, and print. Errors in the user's input are one line and exit status 2."""
 import argparse
 import importlib.util
 import os
@@ -18,14 +18,14 @@ _LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "f
 
 
 class UsageError(Exception):
-    """One line for the user."""
+    """An error in the user's input, as one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of `timm-ortho` and of `python -m timm_ortho`; returns the exit status."""
+    """Run `timm-ortho` or `python -m timm_ortho`, and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # not through argparse: everything behind SCRIPT is the script's own, --help included
+        # without argparse: all words after SCRIPT are the script's, including --help
         if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             return run_script(arguments[1], arguments[2:])
         parsed = _parser().parse_args(arguments)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # timm-ortho list | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush into the pipe again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit Python flushes stdout again
         return 1
 
 
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_compare(commands)
     _add_study(commands)
+    _add_cost(commands)
     _add_bench(commands)
     _add_recipe(commands)
     _add_push(commands)
@@ -57,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     env.set_defaults(call=_env)
     run = commands.add_parser(
         "run", help="run a script with the variants registered", usage="timm-ortho run SCRIPT [ARGS ...]",
-        description="Registers the variants, then runs SCRIPT as __main__: timm's validate.py, benchmark.py, "
-                    "onnx_export.py and so on, also as torchrun -m timm_ortho run SCRIPT ARGS ...")
+        description="Registers the variants and runs SCRIPT as __main__, for example timm's validate.py, "
+                    "benchmark.py or onnx_export.py. With torchrun: torchrun -m timm_ortho run SCRIPT ARGS ...")
     run.set_defaults(call=lambda parsed: run.error("the script is missing"))
     return parser
 
@@ -68,33 +69,33 @@ def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare", help="train one architecture with different connections on the same data, and report",
         description="Trains the same architecture with different connections on the same data, pairing runs by seed. "
-                    "Ctrl-C and SIGTERM leave a report of what is finished; the same command again continues.")
+                    "Ctrl-C and SIGTERM write a report of the finished runs; the same command continues.")
     add = parser.add_argument
     add("--model", metavar="NAME", help="architecture, without suffix: vit_small, resnetv2_50, ...")
     add("--dataset", metavar="NAME", help="digits, or timm's name: torch/cifar10, torch/fashion_mnist, ... "
                                           "(default: digits, with --data-dir an image folder, '')")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
-    add("--recipe", metavar="FILE", help="timm training YAML, or the name of a shipped one")
+    add("--recipe", metavar="FILE", help="timm training YAML, or the name of a recipe of this package")
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
         help="default: linear feature global")
-    add("--seeds", nargs="+", default=["3"], metavar="N", help="how many (default: 3), or the seeds themselves: 0 4 7")
+    add("--seeds", nargs="+", default=["3"], metavar="N", help="number of seeds (default: 3), or the seeds: 0 4 7")
     add("--epochs", type=int, metavar="N")
     add("--batch-size", "-b", type=int, metavar="N")
     add("--img-size", type=int, metavar="N")
     add("--lr", type=float, metavar="LR")
     add("--workers", "-j", type=int, metavar="N")
-    add("--parallel", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--parallel", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N",
-        help="CPU threads of each run (default: 1 for a small model, else PyTorch's choice)")
-    add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
+        help="CPU threads of each run (default: 1 for a small model, otherwise PyTorch's default)")
+    add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--amp", action="store_true", default=None, help="mixed precision")
     add("--amp-dtype", choices=["float16", "bfloat16"])
-    add("--compile", dest="torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile it")
+    add("--compile", dest="torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="use torch.compile")
     add("--model-kwargs", nargs="+", type=_assignment, metavar="KEY=VALUE", help="arguments of the model")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any other option of timm's train.py")
-    add("--output", metavar="DIR", help="default: output/compare/ and a name that follows from the settings")
-    add("--open", dest="opened", action="store_true", help="show the report in the browser at the end")
+    add("--output", metavar="DIR", help="default: output/compare/ with a name that depends on the settings")
+    add("--open", dest="opened", action="store_true", help="open the report in the browser at the end")
     parser.set_defaults(call=_compare)
 
 
@@ -103,101 +104,99 @@ _PASSED = ("model", "dataset", "data_dir", "epochs", "batch_size", "img_size", "
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    with _lab("compare") as study:
-        given = {**dict(parsed.option), **_given(parsed, _PASSED)}
+    with _lab("compare") as lab:
+        options = {**dict(parsed.option), **_requested(parsed, _PASSED)}
         if parsed.model_kwargs:
-            given["model_kwargs"] = dict(parsed.model_kwargs)
+            options["model_kwargs"] = dict(parsed.model_kwargs)
         if parsed.data_dir is not None and parsed.dataset is None and parsed.recipe is None:
-            given["dataset"] = ""  # an image folder, as in train.py
-        request = study.Request(
-            study.comparison(_words(parsed.connections), parsed.recipe), given, seeds=_seeds(parsed.seeds),
+            options["dataset"] = ""  # an image folder, as in train.py
+        request = lab.Request(
+            lab.comparison(_words(parsed.connections), parsed.recipe), options, seeds=_seeds(parsed.seeds),
             output=parsed.output, command=parsed.command_line)
-        return study.run(request, parallel=parsed.parallel, threads=parsed.threads, opened=parsed.opened)
+        return lab.run(request, parallel=parsed.parallel, threads=parsed.threads, opened=parsed.opened)
 
 
 # ------------------------------------------------------------------------------------------------ study
 def _add_study(commands: Any) -> None:
     parser = commands.add_parser(
-        "study", help="re-run one of the paper's experiments and report it beside the paper's table")
+        "study", help="run one of the papers' experiments and report it beside the paper's table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    actions.add_parser("list", help="the studies").set_defaults(act=lambda study, parsed: print(study.listing()))
+    actions.add_parser("list", help="the studies").set_defaults(act=lambda lab, parsed: print(lab.listing()))
     plan = actions.add_parser(
-        "plan", help="write and print what a study would run",
-        description="Writes a folder for each run of a study, with its options and its command, and runs nothing.")
+        "plan", help="write and print the runs of a study",
+        description="Writes a folder with the options of each run, prints the commands, and trains nothing.")
     plan.set_defaults(act=_study_plan)
     run = actions.add_parser(
-        "run", help="train what a study needs, and report",
-        description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C and SIGTERM leave a report "
-                    "of what is finished; the same command again continues.")
+        "run", help="train the runs of a study, and report",
+        description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C and SIGTERM write a report "
+                    "of the finished runs; the same command continues.")
     run.set_defaults(act=_study_run)
     for action in (plan, run):
         _add_study_arguments(action)
-    status = actions.add_parser("status", help="where each run of a study stands, by its files")
+    status = actions.add_parser("status", help="the state of each run of a study, by its files")
     status.add_argument("folder", type=Path, metavar="FOLDER", help="the study's --output")
-    status.set_defaults(act=lambda study, parsed: print(study.status(parsed.folder)))
+    status.set_defaults(act=lambda lab, parsed: print(lab.status(parsed.folder)))
     report = actions.add_parser(
-        "report", help="report what folders hold, without training",
-        description="Makes one report of the outputs of one or several studies, finished or not, and of runs that "
-                    "timm's train.py made by hand.")
-    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="outputs of studies, or runs")
+        "report", help="report the runs in folders, without training",
+        description="Writes one report of the outputs of one or several studies, finished or not, and of runs that "
+                    "you trained with timm's train.py. A results.json writes its report again.")
+    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER",
+                        help="outputs of studies, folders of runs, or one results.json")
     report.add_argument("--output", type=Path, metavar="DIR", help="default: the first folder")
-    report.add_argument("--open", dest="opened", action="store_true", help="show it in the browser")
+    report.add_argument("--open", dest="opened", action="store_true", help="open it in the browser")
     report.set_defaults(
-        act=lambda study, parsed: print(study.report_on(parsed.folders, parsed.output, parsed.opened)))
+        act=lambda lab, parsed: print(lab.report_on(parsed.folders, parsed.output, parsed.opened)))
     parser.set_defaults(call=_study)
 
 
 def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("name", metavar="NAME", help="a study of the list, or a file")
+    add("name", metavar="NAME", help="a name from timm-ortho study list, or a YAML file")
     add("--dataset", metavar="NAME",
         help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, or timm's name: torch/fashion_mnist, ... "
-             "(default: the study's, else digits, with --data-dir an image folder, '')")
+             "(default: the study's, otherwise digits, with --data-dir an image folder, '')")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
-    add("--seeds", nargs="+", metavar="N", help="how many (default: as many as the scale has), or the seeds "
-                                                "themselves: 0 4 7")
+    add("--seeds", nargs="+", metavar="N", help="number of seeds (default: the scale's), or the seeds: 0 4 7")
     add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
-        help="run these cells only: model=vit_b, connection=linear,feature")
-    add("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
+        help="run only these cells: model=vit_b, connection=linear,feature")
+    add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any option of timm's train.py that the study does not vary")
-    add("--output", metavar="DIR", help="default: output/study/ and a name that follows from the settings")
-    add("--parallel", "--workers", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
-    add("--threads", type=int, metavar="N",
-        help="CPU threads of each run (default: 1; PyTorch's choice where nothing is trained)")
+    add("--output", metavar="DIR", help="default: output/study/ with a name that depends on the settings")
+    add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
+    add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
-        help="timm's train.py, which trains at scale paper (default there: train.py in TIMM_DIR) and wherever it is "
-             "given; else the lab's own loop does")
+        help="train with timm's train.py instead of the lab's own loop; scale paper needs it (default there: train.py "
+             "in TIMM_DIR)")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs of each run of train.py, on each node (default: none)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes of each run of train.py")
-    add("--launcher", default="local", choices=["local", "slurm"], help="where the runs are started (default: local)")
+    add("--launcher", default="local", choices=["local", "slurm"], help="where runs are started (default: local)")
     add("--minutes", type=int, default=1440, metavar="N", help="time limit of a Slurm job, which is then requeued")
     add("--slurm", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="option of sbatch: partition=gpu, account=me")
 
 
 def _study(parsed: argparse.Namespace) -> int:
-    with _lab("study") as study:
-        return parsed.act(study, parsed) or 0
+    with _lab("study") as lab:
+        return parsed.act(lab, parsed) or 0
 
 
-def _study_plan(study: Any, parsed: argparse.Namespace) -> None:
-    study.make_plan(_request(study, parsed), _slurm(study, parsed))
+def _study_plan(lab: Any, parsed: argparse.Namespace) -> None:
+    lab.make_plan(_request(lab, parsed), _slurm(lab, parsed))
 
 
-def _study_run(study: Any, parsed: argparse.Namespace) -> int:
-    return study.run(
-        _request(study, parsed), slurm=_slurm(study, parsed), parallel=parsed.parallel, threads=parsed.threads)
+def _study_run(lab: Any, parsed: argparse.Namespace) -> int:
+    return lab.run(_request(lab, parsed), slurm=_slurm(lab, parsed), parallel=parsed.parallel, threads=parsed.threads)
 
 
-def _request(study: Any, parsed: argparse.Namespace) -> Any:
+def _request(lab: Any, parsed: argparse.Namespace) -> Any:
     train_py = parsed.train_py
     if train_py is None and parsed.scale == "paper" and os.environ.get("TIMM_DIR"):
         train_py = Path(os.environ["TIMM_DIR"], "train.py")
-    return study.Request(
-        study.load(parsed.name, parsed.scale),
-        {**dict(parsed.option), **_given(parsed, ("dataset", "data_dir", "device"))},
+    return lab.Request(
+        lab.load(parsed.name, parsed.scale),
+        {**dict(parsed.option), **_requested(parsed, ("dataset", "data_dir", "device"))},
         seeds=None if parsed.seeds is None else _seeds(parsed.seeds),
         output=parsed.output,
         only=parsed.only,
@@ -208,22 +207,22 @@ def _request(study: Any, parsed: argparse.Namespace) -> Any:
     )
 
 
-def _slurm(study: Any, parsed: argparse.Namespace) -> Any:
+def _slurm(lab: Any, parsed: argparse.Namespace) -> Any:
     if parsed.launcher == "local":
         return None
-    return study.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, dict(parsed.slurm))
+    return lab.Slurm(parsed.parallel, parsed.threads or 1, parsed.minutes, dict(parsed.slurm))
 
 
 @contextmanager
 def _lab(command: str) -> Iterator[Any]:
-    """The lab's commands; inside it what the lab refuses is a usage error."""
+    """Import the lab's commands, and turn the lab's errors into usage errors inside the context."""
     _require(command, _LAB)
-    from .lab import LabError, commands as study
+    from .lab import LabError, commands
     try:
-        yield study
+        yield commands
     except BrokenPipeError:  # see main
         raise
-    except (LabError, OSError) as error:  # the second of a full disk, or of a folder that is not the user's
+    except (LabError, OSError) as error:  # OSError: a full disk, or a folder without permission
         raise UsageError(error) from None
 
 
@@ -233,8 +232,8 @@ def _require(command: str, packages: Mapping[str, str]) -> None:
         raise UsageError(f'{command} needs {", ".join(missing)}: pip install "timm-ortho[lab]"')
 
 
-def _given(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """What the user gave of these options."""
+def _requested(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return the options among these that the user set."""
     return {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
 
 
@@ -250,26 +249,48 @@ def _cells(text: str) -> tuple[str, str]:
 
 
 def _seeds(values: Sequence[str]) -> list[int] | int:
-    """A number alone counts seeds, several are the seeds, and `7,` is the one seed 7."""
+    """Parse seeds: a single number is the number of seeds, several are the seeds, and `7,` is seed 7 alone."""
     words = _words(values)
     if not words or not all(word.isdecimal() for word in words):
-        raise UsageError(f"--seeds takes whole numbers from 0 on, not '{' '.join(values)}'")
+        raise UsageError(f"--seeds takes whole numbers of at least 0, not '{' '.join(values)}'")
     return int(words[0]) if len(words) == 1 and "," not in values[0] else [int(word) for word in words]
+
+
+# ------------------------------------------------------------------------------------------------- cost
+def _add_cost(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cost", help="measure one of the paper's tables of costs; nothing is trained",
+        description="Measures throughput (overhead, Table 1b), parameters and FLOPs (parameters, Table 1a), or the "
+                    "ratio of width to depth (gamma, Table 11), and reports it beside the paper's table.")
+    add = parser.add_argument
+    add("name", choices=["overhead", "parameters", "gamma"])
+    add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
+    add("--device", metavar="NAME", help="for overhead (default: cuda if available, otherwise cpu)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
+    add("--output", type=Path, metavar="DIR", help="default: output/cost/NAME-SCALE")
+    parser.set_defaults(call=_cost)
+
+
+def _cost(parsed: argparse.Namespace) -> int:
+    with _lab("cost") as lab:
+        print(lab.cost(
+            parsed.name, parsed.scale, parsed.device, parsed.threads, parsed.output, parsed.command_line))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------ bench
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench", help="time and memory of the orthogonal update on this machine",
-        description="Measures the update alone and in whole models against linear connections, in turns, and writes "
-                    "bench.csv and bench.svg. Ctrl-C writes what is finished.")
+        description="Measures the update alone and in whole models, in turns with linear connections, and writes "
+                    "bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
     add = parser.add_argument
     add("--what", nargs="+", metavar="PART", help="operator, models, launch (default: all)")
     add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures for both variants "
-                                                    "(default: vit_small_ortho and resnetv2_50_ortho, on a GPU four)")
+                                                    "(default: vit_small_ortho and resnetv2_50_ortho, four on a GPU)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")
-    add("--skips", nargs="+", metavar="NAME", help="models with these transforms of the stream, over the identity, in "
-                                                   "place of orthogonal variants: orthogonal_tp, ...")
+    add("--skips", nargs="+", metavar="NAME", help="instead of orthogonal variants, compare models with these skip "
+                                                   "transforms (orthogonal_tp, ...) and with the identity")
     add("--groups", nargs="+", metavar="N", help="also models with the channels in N groups, or in one per head: heads")
     add("--img-size", type=int, metavar="N", help="default: each architecture's own")
     add("--batch-size", "-b", type=int, metavar="N", help="default: 8, 16 for vit_small_ortho, on a GPU 256")
@@ -296,12 +317,12 @@ def _bench(parsed: argparse.Namespace) -> int:
     from .bench import BenchError, bench
     from .runs.provenance import environment
     if parsed.amp and parsed.dtypes:
-        raise UsageError("--amp is --dtypes bfloat16: give one of them")
+        raise UsageError("--amp means --dtypes bfloat16: use one of them")
     try:
-        given = {**_given(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
+        options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
         if parsed.amp:
-            given["dtypes"] = ["bfloat16"]
-        return bench(given, environment(), parsed.output, parsed.command_line)
+            options["dtypes"] = ["bfloat16"]
+        return bench(options, environment(), parsed.output, parsed.command_line)
     except BenchError as error:
         raise UsageError(error) from None
 
@@ -310,11 +331,11 @@ def _bench(parsed: argparse.Namespace) -> int:
 def _add_recipe(commands: Any) -> None:
     parser = commands.add_parser(
         "recipe", help="the paper's recipes, for timm's train.py -c and for compare --recipe",
-        description="Prints a recipe as it is, or lists them all.")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("name", nargs="?", metavar="NAME")
-    what.add_argument("--list", action="store_true", help="name, model, data set, table of the paper, its top-1 in %%")
-    parser.add_argument("--path", action="store_true", help="print where the file is, not what it holds")
+        description="Prints a recipe, or lists all recipes.")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("name", nargs="?", metavar="NAME")
+    group.add_argument("--list", action="store_true", help="name, model, data set, table of the paper, its top-1 in %%")
+    parser.add_argument("--path", action="store_true", help="print the path of the file, not its contents")
     parser.set_defaults(call=_recipe)
 
 
@@ -333,7 +354,7 @@ def _recipe(parsed: argparse.Namespace) -> int:
 
 
 def _list_recipes() -> int:
-    from .lab.paper import experiments, figures, skip_recipe
+    from .lab.paper import experiments, numbers, skip_recipe
     from .lab.planning.recipe import load, shipped
 
     rows = [("name", "model", "data set", "table", "top-1 in the paper")]
@@ -342,11 +363,11 @@ def _list_recipes() -> int:
         dataset, table, top1 = str(values.get("dataset") or "any"), "-", "-"
         if name in experiments():
             experiment = experiments()[name]
-            dataset, table = figures()["datasets"][experiment.dataset]["name"], experiment.table
+            dataset, table = numbers()["datasets"][experiment.dataset]["name"], experiment.table
             top1 = _top1(experiment.top1())
         elif skip_recipe(name):
-            dataset, table, figures_by_skip = skip_recipe(name)
-            table, top1 = f"{table} of Wang et al. (2017)", _top1(figures_by_skip)
+            dataset, table, top1_by_skip = skip_recipe(name)
+            table, top1 = f"{table} of Wang et al. (2017)", _top1(top1_by_skip)
         rows.append((name, values["model"], dataset, table, top1))
     print("\n".join(aligned(rows)))
     return 0
@@ -360,22 +381,22 @@ def _top1(by_label: Mapping[str, Sequence[float]]) -> str:
 def _add_push(commands: Any) -> None:
     parser = commands.add_parser(
         "push", help="publish a trained model on the Hugging Face Hub",
-        description="Publishes the weights of one run with a config.json and a model card: safetensors only, loaded "
-                    "again and compared before they are sent. The token is that of hf auth login, or HF_TOKEN.")
+        description="Publishes the weights of one run as safetensors, with a config.json and a model card. The files "
+                    "are loaded and compared before the upload. The token is from hf auth login, or HF_TOKEN.")
     add = parser.add_argument
-    add("model", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or the folder of one run, of timm's train.py or of "
-                                                   "timm-ortho compare or study")
+    add("model", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or the folder of one run, from timm's train.py, "
+                                                   "timm-ortho compare or timm-ortho study")
     add("repo_id", metavar="REPO_ID", help="owner/name")
-    add("--ema", action="store_true", help="the EMA weights")
+    add("--ema", action="store_true", help="publish the EMA weights")
     add("--labels", type=_lines, metavar="FILE",
-        help="names of the classes, one a line (default: those that the run knows)")
-    add("--license", metavar="NAME", help="as the Hub names it: apache-2.0, mit, ... (default: left open)")
-    add("--private", action="store_true", default=None, help="a repository that is made is private")
-    add("--revision", metavar="BRANCH", help="made where there is none (default: main)")
-    add("--create-pr", action="store_true", help="propose the commit instead of making it")
+        help="class names, one per line (default: those of the run)")
+    add("--license", metavar="NAME", help="as on the Hub: apache-2.0, mit, ... (default: none)")
+    add("--private", action="store_true", default=None, help="make a new repository private")
+    add("--revision", metavar="BRANCH", help="created if it does not exist (default: main)")
+    add("--create-pr", action="store_true", help="open a pull request instead of committing")
     add("--message", dest="commit_message", default="Add model", metavar="TEXT", help="the commit's title")
-    add("--dry-run", action="store_true", help="write the folder and print the card; nothing is sent")
-    add("--output", metavar="DIR", help="of a dry run (default: output/push/OWNER--NAME)")
+    add("--dry-run", action="store_true", help="write the folder and print the card, without upload")
+    add("--output", metavar="DIR", help="folder of a dry run (default: output/push/OWNER--NAME)")
     parser.set_defaults(call=_push)
 
 
@@ -383,15 +404,15 @@ def _push(parsed: argparse.Namespace) -> int:
     _require("push", {"matplotlib": "matplotlib"})
     from .hub import PublishError, export, push
 
-    what = _given(parsed, ("ema", "labels", "license", "revision"))
+    contents = _requested(parsed, ("ema", "labels", "license", "revision"))
     try:
         if parsed.dry_run:
             folder = Path(parsed.output or Path("output", "push", parsed.repo_id.replace("/", "--")))
-            print(export(parsed.model, folder, parsed.repo_id, **what))
-            print(f"nothing was sent; the files are in {folder}", file=sys.stderr)
+            print(export(parsed.model, folder, parsed.repo_id, **contents))
+            print(f"dry run: nothing was uploaded; the files are in {folder}", file=sys.stderr)
             return 0
-        how = _given(parsed, ("private", "create_pr", "commit_message"))
-        commit = push(parsed.model, parsed.repo_id, **what, **how)
+        upload = _requested(parsed, ("private", "create_pr", "commit_message"))
+        commit = push(parsed.model, parsed.repo_id, **contents, **upload)
     except PublishError as error:
         raise UsageError(error) from None
     print(commit.pr_url or commit.commit_url)
@@ -408,10 +429,10 @@ def _lines(file: str) -> list[str]:
 # ------------------------------------------------------------------------------------------- list, env
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="the registered variants")
-    parser.add_argument("pattern", nargs="?", help="as in timm.list_models: 'vit_small*'; without one, what is covered "
-                                                    "of each of timm's modules and why the rest is not, and the blocks "
-                                                    "of torchvision and transformers")
-    parser.add_argument("--weights", action="store_true", help="what has weights, from where, and if they are here")
+    parser.add_argument("pattern", nargs="?", help="as in timm.list_models: 'vit_small*'. Without a pattern: the "
+                                                    "coverage of each of timm's modules, and the blocks of torchvision "
+                                                    "and transformers")
+    parser.add_argument("--weights", action="store_true", help="list variants with weights, their source and size")
     parser.set_defaults(call=_list)
 
 
@@ -435,7 +456,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _list_weights(pattern: str) -> int:
-    """No network is asked: the size of what is not here yet is that of its parameters in float32."""
+    """List weights without network access. Sizes of missing files are those of the parameters in float32."""
     import timm
 
     from .models.names import is_variant
@@ -443,11 +464,11 @@ def _list_weights(pattern: str) -> int:
 
     names = [name for name in timm.list_pretrained(pattern) if is_variant(name)]
     if not names:
-        raise UsageError(f"no variant that matches '{pattern}' has weights: timm-ortho list --weights shows which do")
+        raise UsageError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
     rows = [("name", "size", "from", "here")]
-    for found in map(weights, names):
-        size = found.file.stat().st_size if found.file else 4 * _parameters(_model_on_meta(found.name))
-        rows.append((found.name, _bytes(size), found.source, "here" if found.file else "not downloaded"))
+    for entry in map(weights, names):
+        size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(entry.name))
+        rows.append((entry.name, _bytes(size), entry.source, "here" if entry.file else "not downloaded"))
     print("\n".join(aligned(rows, "<><<")))
     return 0
 
@@ -473,10 +494,10 @@ def _describe(name: str, width: int) -> str:
     from .connections import sites
 
     model = _model_on_meta(name)
-    found = sites(model)
-    used = sorted({site.connection.name for site in found})
+    of_model = sites(model)
+    used = sorted({site.connection.name for site in of_model})
     weights = "yes" if timm.is_model_pretrained(name) else "none"
-    return f"{name:{width}}  {_parameters(model):>14,}  {len(found):>5}  {', '.join(used):10}  {weights}"
+    return f"{name:{width}}  {_parameters(model):>14,}  {len(of_model):>5}  {', '.join(used):10}  {weights}"
 
 
 def _model_on_meta(name: str) -> Any:
@@ -494,18 +515,18 @@ def _parameters(model: Any) -> int:
 
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
-        "show", help="a model's residual additions, and what they do to one batch",
-        description="Prints a line for each residual addition of a model: block, kind, connection, and on one batch "
-                    "the squared norms of the stream and of both parts of what is added, and their cosine.")
+        "show", help="a model's residual additions, and their norms on one batch",
+        description="Prints a line for each residual addition of a model: block, kind and connection, and on one batch "
+                    "the squared norms of the stream and of both components of the branch output, and their cosine.")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho); a checkpoint or a run's folder, as "
-                                       "for push; or a repository on the Hub (hf-hub:me/my-model)")
+    add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho), a checkpoint or the folder of a "
+                                       "run as for push, or a repository on the Hub (hf-hub:me/my-model)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the model")
-    add("--pretrained", action="store_true", help="a variant with its weights, where it has some")
-    add("--checkpoint", default="", metavar="FILE", help="a variant with the weights of a run, or of another file")
-    add("--ema", action="store_true", help="the EMA weights of a run")
-    add("--image", type=Path, metavar="FILE", help="an image of yours (default: four images of noise)")
-    add("--svg", type=Path, metavar="FILE", help="draw it as well")
+    add("--pretrained", action="store_true", help="load the weights of a variant")
+    add("--checkpoint", default="", metavar="FILE", help="load the weights of a run or file into a variant")
+    add("--ema", action="store_true", help="load the EMA weights of a run")
+    add("--image", type=Path, metavar="FILE", help="your own image (default: four images of noise)")
+    add("--svg", type=Path, metavar="FILE", help="also draw a plot")
     parser.set_defaults(call=_show)
 
 
@@ -517,17 +538,17 @@ def _show(parsed: argparse.Namespace) -> int:
         _require("show --svg", {"matplotlib": "matplotlib"})
     try:
         model, options = _shown(parsed, dict(parsed.model_kwargs))
-        found = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
+        measured = show.measured_sites(model, show.batch(model, parsed.image, image_config(model, options)))
         if parsed.svg:
-            show.as_svg(found, parsed.svg, parsed.model)
+            show.as_svg(measured, parsed.svg, parsed.model)
     except (ValueError, TypeError, RuntimeError, OSError, AssertionError) as error:
         raise UsageError(error_text(error)) from None
-    print(show.as_text(found))
+    print(show.as_text(measured))
     return 0
 
 
 def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the model that `show` is asked for, and options that describe its images."""
+    """Return the model of `show`, and options that describe its images."""
     import timm
 
     from .hub import pull
@@ -565,7 +586,7 @@ def _load(model: Any, checkpoint: str) -> None:
 
     try:
         load_checkpoint(model, checkpoint)
-    except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or safetensors raise
+    except Exception as error:  # noqa: BLE001 torch, pickle and safetensors raise many kinds for damaged files
         raise UsageError(f"{checkpoint} cannot be loaded: {error_text(error)}") from None
 
 
@@ -582,7 +603,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """`key=value`, the value read as YAML, but for 1e-6: text there, a number to timm's parser."""
+    """Parse `key=value` with a YAML value. 1e-6, which is text in YAML, becomes a number as in timm."""
     import yaml
 
     key, sign, value = text.partition("=")
@@ -597,7 +618,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 # -------------------------------------------------------------------------------------------------- run
 def run_script(script: str, arguments: Sequence[str]) -> int:
-    """Registers the variants and runs a script as `python SCRIPT ARGS...` would: its argv and folder, as `__main__`."""
+    """Register the variants, and run a script like `python SCRIPT ARGS...`."""
     import timm_ortho  # noqa: F401  registers
 
     if not os.path.isfile(script):

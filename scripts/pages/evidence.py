@@ -18,7 +18,7 @@ from scipy import optimize, stats
 
 from timm_ortho.lab.paper import section
 from timm_ortho.lab.planning import design, recipe
-from timm_ortho.lab.reporting.plots import STYLES, Row, draw_forest
+from timm_ortho.lab.reporting.plots import STYLES, ForestRow, draw_forest
 from timm_ortho.lab.reporting.statistics import Difference, holm
 
 from ..checks import rates as tuning_rules
@@ -203,12 +203,12 @@ def pictures() -> dict[str, Figure]:
             measured = entry["difference"]
             if entry["measure"] == "top1" and measured and measured["half_width"] is not None:
                 label = ", ".join([*entry["row"], *entry["column"]])
-                every.append(Row(f"{folder.name.removesuffix('-small')}: {label}", "points of top-1",
+                every.append(ForestRow(f"{folder.name.removesuffix('-small')}: {label}", "points of top-1",
                                  Difference(measured["mean"], measured["half_width"], measured["pairs"]), None,
                                  measured["paper"].values()))
     return {
         "questions": draw_forest([
-            Row(contrast.label, "points of top-1", contrast.difference, None, contrast.paper.values())
+            ForestRow(contrast.label, "points of top-1", contrast.difference, None, contrast.paper.values())
             for contrast in asked], 0.24),
         "differences": draw_forest(every, 0.17),
         "by_epoch": draw_by_epoch({
@@ -250,7 +250,7 @@ def text(history: Mapping[str, Any]) -> str:
 
     confirming = provenance.studies_of("one") + provenance.studies_of("two")
     every = [run for folder in studies.folders() if folder.name not in confirming
-             for run in studies.part(folder).runs if studies.part(folder).trains]
+             for run in studies.part(folder).runs if studies.trains(folder)]
     # a run that occurs in several studies has equal metrics in each
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
     ridge = _json("floors/ridge.json")

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from timm_ortho.lab.paper import Experiment, experiments, figures
+from timm_ortho.lab.paper import Experiment, experiments, numbers
 
 WIDTH = 120
 # Differences between the authors' published code and their paper. The recipes follow the paper, with a comment.
@@ -61,7 +61,7 @@ def options(experiment: Experiment) -> list[list[Option]]:
 
 
 def _model(experiment: Experiment) -> list[Option]:
-    recipe, dataset = experiment.recipe, figures()["datasets"][experiment.dataset]
+    recipe, dataset = experiment.recipe, numbers()["datasets"][experiment.dataset]
     found = [
         Option("device_modules", ["timm_ortho"], "train.py imports it, which registers the models"),
         Option("model", _model_name(experiment)),
@@ -219,8 +219,8 @@ def _dash(bounds: list[float]) -> str:
 
 # ----------------------------------------------------------------------------------------------- header
 def header(experiment: Experiment) -> str:
-    architecture = figures()["architectures"][experiment.architecture]["name"]
-    dataset = figures()["datasets"][experiment.dataset]["name"]
+    architecture = numbers()["architectures"][experiment.architecture]["name"]
+    dataset = numbers()["datasets"][experiment.dataset]["name"]
     study = ", weight initialisation" if experiment.section == "initialisation" else ""
     lines = [
         f"{architecture} on {dataset}{study}: {experiment.table} of 'Revisiting Residual Connections' (Oh et al., "
@@ -254,7 +254,7 @@ def _expected(experiment: Experiment) -> list[str]:
 def _choice(experiment: Experiment, label: str) -> str:
     """Return the command-line options of train.py for one row of the table."""
     start, _, label = label.rpartition(", ")
-    connection = next(key for key, name in figures()["connections"].items() if name == label)
+    connection = next(key for key, name in numbers()["connections"].items() if name == label)
     weight_init = f" --model-kwargs weight_init={start}" if start else ""
     return f"--model {_base(experiment)}{SUFFIX[connection]}{weight_init}"
 
@@ -262,23 +262,23 @@ def _choice(experiment: Experiment, label: str) -> str:
 def _remarks(experiment: Experiment) -> list[str]:
     cell = (experiment.architecture, experiment.dataset)
     if experiment.dataset == "imagenet1k":
-        first = figures()["accuracy"][experiment.architecture]["imagenet1k_first_version"]
+        first = numbers()["accuracy"][experiment.architecture]["imagenet1k_first_version"]
         return [f"These are of the final version; the first has {_inline(first)}."]
     if experiment.section == "initialisation":
         return ["Appendix C.1 says 60,000 steps, Table 8 200 epochs, which are 78,000: here they are the epochs."]
     if cell == ("vit_b", "cifar10"):
         return ["The spread of 6.06 is the paper's."]
     if cell == ("resnetv2_34", "tiny_imagenet"):
-        return ["With --model-kwargs head_norm=True (Table 9):", f"  {_inline(figures()['final_layer_norm']['with'])}"]
+        return ["With --model-kwargs head_norm=True (Table 9):", f"  {_inline(numbers()['final_layer_norm']['with'])}"]
     return []
 
 
 def _inline(top1: dict) -> str:
-    return ", ".join(f"{figures()['connections'][key]} {mean:.2f} +- {std:.2f}" for key, (mean, std) in top1.items())
+    return ", ".join(f"{numbers()['connections'][key]} {mean:.2f} +- {std:.2f}" for key, (mean, std) in top1.items())
 
 
 def _compute(experiment: Experiment) -> list[str]:
-    compute = figures()["compute"][experiment.architecture][experiment.dataset]
+    compute = numbers()["compute"][experiment.architecture][experiment.dataset]
     hours = "hours not given" if compute["hours"] is None else f"about {compute['hours']} h a run"
     return [f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
 
@@ -344,7 +344,7 @@ def _command(*words: str) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------- text
 def _base(experiment: Experiment) -> str:
-    return figures()["architectures"][experiment.architecture]["model"]
+    return numbers()["architectures"][experiment.architecture]["model"]
 
 
 def _model_name(experiment: Experiment) -> str:
@@ -352,7 +352,7 @@ def _model_name(experiment: Experiment) -> str:
 
 
 def _runs(experiment: Experiment) -> int:
-    section = figures()[experiment.section]
+    section = numbers()[experiment.section]
     return section.get(f"runs_{experiment.dataset}", section["runs"])
 
 

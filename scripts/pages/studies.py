@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Callable
 
-from timm_ortho.lab.planning.design import shipped
+from timm_ortho.lab.costs import report as cost_report
+from timm_ortho.lab.planning.design import COST_STUDIES, shipped
 from timm_ortho.lab.reporting.page import Block, Code, Heading, Picture, Text, markdown
 from timm_ortho.lab.reporting.published import STUDY, read
 from timm_ortho.lab.reporting.report import Part, document
@@ -25,6 +26,16 @@ def folders(kind: str = "studies") -> list[Path]:
 
 
 @cache
+def study_of(folder: Path) -> dict[str, Any]:
+    return read(folder)[0]
+
+
+def trains(folder: Path) -> bool:
+    """Return whether the folder is of a study, and not of a table of costs."""
+    return study_of(folder)["name"] not in COST_STUDIES
+
+
+@cache
 def part(folder: Path) -> Part:
     study, runs, recorded = read(folder)
     return Part.of(study, runs, [], recorded)
@@ -32,8 +43,8 @@ def part(folder: Path) -> Part:
 
 @cache
 def summary(folder: Path) -> list[dict[str, Any]]:
-    """Return the means of a study and their differences to the baseline."""
-    return part(folder).json["summary"]
+    """Return the means of a study and their differences to the baseline, [] for a table of costs."""
+    return part(folder).json["summary"] if trains(folder) else []
 
 
 # ---------------------------------------------------------------------------------------------- the pages
@@ -56,7 +67,8 @@ def drawings(root: Path) -> dict[Path, Callable[[Path], Any]]:
 
 
 def text(page: Path, folder: Path) -> str:
-    return markdown(part(folder).title, blocks(page, folder))
+    title = part(folder).title if trains(folder) else cost_report.title(study_of(folder))
+    return markdown(title, blocks(page, folder))
 
 
 def blocks(page: Path, folder: Path) -> list[Block]:
@@ -64,7 +76,9 @@ def blocks(page: Path, folder: Path) -> list[Block]:
     where = f"results/{folder.parent.name}/{folder.name}"
     kept: list[Block] = []
     heading = ""
-    for block in document([part(folder)]):
+    study, rows, _ = read(folder)
+    whole = document([part(folder)]) if trains(folder) else cost_report.blocks(study, rows)
+    for block in whole:
         if isinstance(block, Heading):
             heading = block.text
         if isinstance(block, Picture):
@@ -79,8 +93,8 @@ def blocks(page: Path, folder: Path) -> list[Block]:
 # ----------------------------------------------------------------------------------------------- the list
 def listing() -> str:
     """Return a sentence on all differences and a table of the studies, in the order in which the package has them."""
-    order = list(shipped())
-    listed = sorted(folders(), key=lambda folder: (order.index(part(folder).study["name"]), folder.name))
+    order = sorted([*shipped(), *COST_STUDIES])
+    listed = sorted(folders(), key=lambda folder: (order.index(study_of(folder)["name"]), folder.name))
     compared, apart, adjusted = map(sum, zip(*map(counts, listed), strict=True))
     lines = [
         f"Of {compared} differences to a baseline with a 95 % confidence interval, {apart} have an interval that "
@@ -98,7 +112,7 @@ def counts(folder: Path) -> tuple[int, int, int]:
 
 
 def _line(folder: Path) -> str:
-    study = part(folder).study
+    study = study_of(folder)
     compared, apart, adjusted = counts(folder)
     numbers = f"{apart} | {compared} | {adjusted}" if compared else "- | - | -"
     run_on = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"

@@ -134,7 +134,7 @@ def test_own_help(capsys):
     (["--option", "mixup"], "'mixup' is not of the form key=value"),
     (["--model", "vit_smal"], "no orthogonal variant of 'vit_smal'"),
     (["--connections", "lineer"], "unknown connection 'lineer'"),
-    (["--seeds", "two"], "--seeds takes whole numbers from 0 on, not 'two'"),
+    (["--seeds", "two"], "--seeds takes whole numbers of at least 0, not 'two'"),
     (["--dataset", "torch/cifar10", "--data-dir", "/nowhere"], "data set 'torch/cifar10' (split 'train')"),
 ])
 def test_compare_errors(capsys, arguments, message):
@@ -155,7 +155,7 @@ def test_compare_hands_options_on(monkeypatch):
                      "--connections", "linear,global", "--model-kwargs", "depth=2", "--option", "mixup=0.8",
                      "--recipe", "digits", "--parallel", "2"]) == 0
     request = given["request"]
-    assert request.given == {"model": "vit_base", "amp": True, "torchcompile": "inductor", "lr": 1e-3,
+    assert request.options == {"model": "vit_base", "amp": True, "torchcompile": "inductor", "lr": 1e-3,
                              "batch_size": 64, "model_kwargs": {"depth": 2}, "mixup": 0.8}
     assert (request.design.connections, request.design.recipe) == (["linear", "global"], "digits")
     assert (request.seeds, given["parallel"], given["threads"]) == (4, 2, None)

@@ -47,10 +47,10 @@ def study_of(name, **changes):
     table, axes, baseline = GRIDS.get(name, (name, {}, {"connection": "linear"}))
     return {
         "name": name, "title": f"What of {name}?", "paper": "Table 0" if table else "", "table": table,
-        "kind": name if name in ROWS else "training", "scale": "small", "dataset": "digits", "model": "vit_small",
+        **({"kind": name} if name in ROWS else {}), "scale": "small", "dataset": "digits", "model": "vit_small",
         "axes": axes, "connections": ["linear", "feature"], "seeds": [0, 1, 2], "baseline": baseline,
         "changed": ["epochs: 3 here, 300 in the paper"] if table else [],
-        "command": f"timm-ortho study run {name}", **changes}
+        "command": f"timm-ortho {'cost' if name in ROWS else 'study run'} {name}", **changes}
 
 
 def run_of(connection, seed, cell=None, *, top1=90.0, name="", epochs=3, **changes):

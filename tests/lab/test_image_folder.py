@@ -363,7 +363,7 @@ def test_image_between_class_folders_is_refused(tmp_path, path, message):
 def test_other_number_of_classes_is_refused(tmp_path):
     """The paper's recipes have the number of classes of their own data set."""
     root = image_folder(tmp_path / "data", "train", "val")
-    refused("num_classes is 200, but data set '.*' has 2 classes: give --option num_classes=2", root, num_classes=200)
+    refused("num_classes is 200, but data set '.*' has 2 classes: use --option num_classes=2", root, num_classes=200)
     with pytest.raises(LabError, match="num_classes is 200, but"):
         plan.plan(for_train_py(tmp_path, root, num_classes=200))
 
@@ -528,7 +528,7 @@ def test_grey_and_colour_images_mix(tmp_path, changes, mode):
 
 # ------------------------------------------------------------------------------------------------- the cache
 def epochs_of(options, count=2, after_first=None):
-    """Batches of the training loader, for each epoch with its own random numbers."""
+    """Return the data set and the training batches of epochs with different random numbers."""
     source, stream, batches = data.open_source(options), data.DataStream(torch.device("cpu")), []
     config = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear",
               "crop_pct": 1.0}

@@ -90,7 +90,7 @@ def test_finished_runs_are_not_repeated(tiny, monkeypatch, capsys):
     assert study.run(request(path, output), parallel=2) == 0
     assert {item: item.read_bytes() for item in output.glob("*/*")} == before | {
         item: item.read_bytes() for item in output.glob("figures/*")}
-    assert "4 of 4 runs finished before" in capsys.readouterr().err
+    assert "4 of 4 runs are already finished" in capsys.readouterr().err
 
 
 def test_collected_results(tiny):
@@ -191,7 +191,7 @@ def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
     (folder / "sessions.json").write_text('[{"pid": 17, "host": "elsewhere"}]')
     with folders.work_on(folder):
         monkeypatch.setattr(folders, "FileLock", NoWait)
-        with pytest.raises(LabError, match=r"another process is at work in .*feature-seed0 \(17 on elsewhere\): wait"):
+        with pytest.raises(LabError, match=r"another process trains .*feature-seed0 \(17 on elsewhere\): wait"):
             run.run(folder)
 
 
@@ -290,7 +290,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
         "feature-seed0": f"its process was killed (SIGKILL), see {experiment.folder / 'feature-seed0' / LOG}"}
     assert "feature-seed0  failed    its process was killed (SIGKILL)\n" in collect.status(experiment.folder)
     errors = capsys.readouterr().err
-    assert errors.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is continued") == launch.ATTEMPTS - 1
+    assert errors.count("timm-ortho: feature-seed0 was killed (SIGKILL); it is started again") == launch.ATTEMPTS - 1
     assert "timm-ortho: feature-seed0 failed: its process was killed" in errors
     assert_same_run(experiment.folder / "linear-seed0", whole)
 
@@ -307,11 +307,11 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
     with pytest.raises(LabError) as error:
         study.run(requested, parallel=2)
     assert str(error.value).startswith("2 of 3 runs failed, first ")
-    assert str(error.value).endswith("; the same command again tries them anew")
+    assert str(error.value).endswith("; the same command tries them again")
     errors = capsys.readouterr().err
     assert "timm-ortho: feature-seed0 failed: TypeError: can only concatenate str (not \"int\") to str" in errors
     assert "timm-ortho: linear-seed0 failed: " in errors
-    assert "last.pth.tar cannot be continued (" in errors
+    assert "last.pth.tar cannot be read (" in errors
     assert "Traceback (most recent call last)" in (experiment.folder / "feature-seed0" / LOG).read_text()
     assert "Traceback" not in (experiment.folder / "linear-seed0" / LOG).read_text()
     assert finished(experiment.folder) == ([({}, "global", 0)], ["linear-seed0", "feature-seed0"])
@@ -373,7 +373,7 @@ def test_no_process_outlives_the_command(sent, tmp_path):
     wait_for(lambda: not any(map(alive, at_work)), 30)
     if sent != signal.SIGKILL:
         assert process.returncode == 128 + sent
-        assert errors.splitlines()[-1] == "interrupted; the same command again continues where this one stopped"
+        assert errors.splitlines()[-1] == "interrupted: the same command continues from here"
         assert len(read(output / "results.json")["unfinished"]) == 4
         assert "Traceback" not in errors + "".join(path.read_text() for path in output.glob(f"*/{LOG}"))
         assert [word for word, _ in map(folders.state, map(output.joinpath, one.runs))] == [
@@ -394,7 +394,7 @@ def test_ctrl_c_and_sigterm_report_finished_runs(tmp_path, monkeypatch, capsys, 
     assert signal.getsignal(signal.SIGTERM) == before
     printed = capsys.readouterr()
     assert "not finished: feature-seed0" in printed.out
-    assert printed.err.endswith("interrupted; the same command again continues where this one stopped\n")
+    assert printed.err.endswith("interrupted: the same command continues from here\n")
     results = read(tmp_path / "out" / "results.json")
     assert [item["connection"] for item in results["runs"]] == ["linear"]
     assert results["unfinished"] == ["feature-seed0"]
@@ -411,7 +411,7 @@ def test_killed_runs_have_the_results_of_undisturbed_runs(tmp_path):
             os.kill(pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert errors.count(" was killed (SIGKILL); it is continued") == 2
+    assert errors.count(" was killed (SIGKILL); it is started again") == 2
     killed = [path.parent for path in output.glob("*/sessions.json") if len(read(path)) == 2]
     assert len(killed) == 2
     whole = planned(request(path, tmp_path / "whole", epochs=25)).folder
@@ -439,7 +439,7 @@ def test_continuing_with_another_version_warns(tmp_path, monkeypatch, capsys):
     sessions = read(folder / "sessions.json")
     (folder / "sessions.json").write_text(json.dumps([{**sessions[0], "torch": "1.0"}]))
     run.run(folder)
-    assert f"feature-seed0 was begun with torch 1.0 and goes on with {sessions[0]['torch']}" in capsys.readouterr().err
+    assert f"was begun with torch 1.0 and continues with {sessions[0]['torch']}" in capsys.readouterr().err
     assert state(folder)["epoch"] == 1
 
 
@@ -529,5 +529,5 @@ def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(SlurmExecutor=none))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LabError, match="--launcher slurm needs Slurm, and there is no sbatch here"):
+    with pytest.raises(LabError, match="--launcher slurm needs Slurm, but sbatch is missing"):
         launch.Slurm().train(tmp_path, {"a": RunPlan("lab", [Stage(".", {}, stop_epoch=1)])})

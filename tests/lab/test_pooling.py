@@ -1,4 +1,4 @@
-"""The architecture of the study `confirm_poolformer`."""
+"""running/pooling.py: the architecture of the study `confirm_poolformer`."""
 import timm
 import torch
 

@@ -1,4 +1,4 @@
-"""The report in a browser, on a phone and on a desk: nothing is cut off, and the console stays empty.
+"""reporting/page.html.jinja in a browser, at phone and desktop widths: nothing is cut off, and nothing is logged.
 
 Runs where there is Chromium (Debian: `apt-get install chromium`).
 """
@@ -45,7 +45,7 @@ addEventListener("load", () => {{
 
 
 def opened(text, folder):
-    """What a browser measures of a page at each width, and what it says on the console."""
+    """Return the sizes that a browser measures at each width, and the messages of its console."""
     frames = "\n".join(f'<iframe width="{width}" height="800" style="border: 0" srcdoc="{html.escape(text)}"></iframe>'
                        for width in WIDTHS)
     wrapper = folder / "wrapper.html"

@@ -1,4 +1,4 @@
-"""The figures of reports: what they draw, and that nothing is cut off or runs into something else."""
+"""reporting/plots.py: contents of the plots, and that no text is cut off or overlaps."""
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 from helpers.made_up_runs import GRIDS, RECORDED, run_of, runs_of, study_of, train_py_run
 
-from timm_ortho.lab.reporting import plots as figures, published, report
+from timm_ortho.lab.reporting import plots, published, report
 from timm_ortho.lab.reporting.plots import STYLES, Panel, lines_chart, style
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results" / "studies"
@@ -15,14 +15,14 @@ COMMITTED = ["accuracy-digits-small", "switch_kept-digits-small", "learning_rate
 
 
 def drawn(study, runs):
-    """All plots of a report, by name."""
+    """Return all plots of a report by name."""
     return {drawing.name: drawing.draw() for drawing in drawings(study, runs)}
 
 
 def drawings(study, runs):
     part = report.Part.of(study, runs, [])
-    of_layout = figures.drawings(figures.Scene(part.runs, part.layout, part.recorded))
-    return [*of_layout, *figures.forest([(report._label(entry), entry) for entry in part.entries])]
+    of_layout = plots.drawings(plots.Scene(part.runs, part.layout, part.recorded))
+    return [*of_layout, *plots.forest([(report._label(entry), entry) for entry in part.entries])]
 
 
 def extents(artists):
@@ -30,7 +30,7 @@ def extents(artists):
 
 
 def assert_fits(name, figure):
-    """Legends, titles and labels of ticks are inside the figure; no two labels of one axis overlap."""
+    """Check that legends, titles and tick labels are inside the figure, and that labels of an axis do not overlap."""
     figure.draw_without_rendering()
     width, height = figure.bbox.width, figure.bbox.height
     texts = [text for axes in figure.axes for text in (axes.title, axes._left_title, axes.xaxis.label)]
@@ -151,7 +151,7 @@ def test_a_single_run_has_no_bar():
 
 def test_a_perfect_correlation_has_no_p():
     runs = [run_of("feature", seed, {"lr": float(seed)}, top1=90.0 + 2 * seed) for seed in range(3)]
-    assert figures.correlation(runs, "lr", lambda run: run["top1"]) == "r = +1.00, no p without residuals, 3 runs"
+    assert plots.correlation(runs, "lr", lambda run: run["top1"]) == "r = +1.00, no p without residuals, 3 runs"
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -162,20 +162,20 @@ def test_runs_of_train_py_have_what_can_be_drawn(name):
     assert {figure_name.partition("_")[0] for figure_name in drawn(study_of(name), runs)} == {"training", "differences"}
 
 
-def test_no_line_is_of_two_networks():
-    """Each axis of a study is told by the lines, if not by the panels, where its layout says nothing."""
+def test_a_line_has_one_setting():
+    """By default, lines or panels distinguish the values of each axis of a study."""
     cells = [{"mixer": mixer, "where": where} for mixer in ("one", "two") for where in ("all", "none")]
     runs = [run_of("feature", 0, cell) for cell in cells]
     study = {**study_of("compare"), "axes": {"mixer": ["one", "two"], "where": ["all", "none"]},
              "report": {"rows": ["mixer"], "columns": ["where"], "measures": ["top1"]}}
-    for figures_of, count in (({}, 4), ({"figures": [{"training": {"by": "mixer"}}]}, 2)):
-        found = drawn({**study, "report": {**study["report"], **figures_of}}, runs)
+    for metrics_of, count in (({}, 4), ({"figures": [{"training": {"by": "mixer"}}]}, 2)):
+        found = drawn({**study, "report": {**study["report"], **metrics_of}}, runs)
         axes = next(figure for name, figure in found.items() if name.startswith("training")).axes[0]
         assert len([line for line in axes.lines if len(line.get_xdata()) > 1]) == count
 
 
-def test_two_probes_are_no_curve():
-    """Of a published run the first and the last are kept."""
+def test_two_probes_make_no_curve():
+    """Published runs have only some of their probes."""
     runs = [{**run, "probe": [run["probe"][0], run["probe"][-1]]} for run in runs_of("compare")]
     assert "stream_by_epoch" in drawn(study_of("compare"), runs_of("compare"))
     assert "stream_by_epoch" not in drawn(study_of("compare"), runs)

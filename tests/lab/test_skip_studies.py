@@ -1,4 +1,4 @@
-"""The recipes and studies of Wang et al. (2017) against the paper's figures, and two of them from run to report."""
+"""Recipes and studies of Wang et al. (2017): cells against the paper, and two studies from run to report."""
 import json
 
 import pytest
@@ -12,30 +12,30 @@ from timm_ortho.lab.planning import design, recipe
 from timm_ortho.lab.reporting import layout
 from timm_ortho.models.meta import on_meta
 
-FIGURES = paper.figures()
+NUMBERS = paper.numbers()
 TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "svhn"])
 def test_recipe_is_the_papers(data):
     path = recipe.shipped()[f"skipnet_{data}"]
-    values, given = yaml.safe_load(path.read_text()), {**FIGURES["skip_recipe"], **FIGURES["skip_recipe"][data]}
+    values, given = yaml.safe_load(path.read_text()), {**NUMBERS["skip_recipe"], **NUMBERS["skip_recipe"][data]}
     assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])  # Nesterov's
     assert (values["weight_decay"], values["batch_size"]) == (given["weight_decay"], given["batch"])
     assert (values["epochs"], values["decay_rate"]) == (given["epochs"], given["decay_factor"])
     assert values["decay_milestones"] == [share * given["epochs"] for share in given["decay_at"]]
     assert values["hflip"] == given["hflip"]
     assert values.get("no_aug", False) is (given["crop"] is None)
-    for skip, figures in FIGURES["skips_branch4"]["20"].items():
+    for skip, figures in NUMBERS["skips_branch4"]["20"].items():
         mean, std = figures[data]
-        assert f"{FIGURES['skips'][skip]:<20} {mean:.2f} +- {std:.2f}" in path.read_text()
+        assert f"{NUMBERS['skips'][skip]:<20} {mean:.2f} +- {std:.2f}" in path.read_text()
     assert timm.is_model(values["model"])
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_study_has_the_cells_of_the_table(name):
-    """Depths and skips are the table's, and so are the networks: depth, branches and the transform at every site."""
-    found, table = design.load(name, "paper"), FIGURES[name]
+    """Check depths and skips of the grid, and depth, branches and transforms of the networks."""
+    found, table = design.load(name, "paper"), NUMBERS[name]
     depths = [depth for depth in table if depth.isdecimal()]
     assert [str(depth) for depth in found.axes["depth"]] == depths
     assert found.axes["skip"] == list(table[depths[0]])
@@ -64,8 +64,8 @@ def test_ranks_are_what_the_axis_says(scale):
         assert shares == {float(variant.cell["rank"])}
 
 
-def test_paper_figures_stand_where_the_runs_do():
-    """Each cell of a table meets the runs on its data set; a figure, typed from the paper's text."""
+def test_the_papers_numbers_are_beside_the_runs():
+    """Each cell of a table has runs on its data set. Some values are typed from the paper."""
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
              "dataset": "torch/cifar100"}
     run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}

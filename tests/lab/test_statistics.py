@@ -1,4 +1,4 @@
-"""The statistics of reports against SciPy called by hand, formulas written out, and examples from the literature."""
+"""reporting/statistics.py against SciPy, written-out formulas, and examples from the literature."""
 import itertools
 import math
 import statistics
@@ -30,7 +30,7 @@ def test_one_pair_has_no_interval():
 
 
 def test_zero_has_no_sign_of_its_own():
-    """A sum that is 0 but for its last digits comes out as 1e-16 or -1e-16, as the machine adds."""
+    """A sum of zero can be 1e-16 or -1e-16, depending on the machine."""
     assert str(Difference(-1e-16, 0.001, 3)) == "+0.00 [-0.00, +0.00]"
     assert str(Difference(-0.025 - 1e-14, 0.1, 3)) == str(Difference(-0.025 + 1e-14, 0.1, 3))
     assert str(Difference(0.003, 0.0034, 3)) == "+0.00 [-0.00, +0.01]"  # which contains zero
@@ -39,7 +39,7 @@ def test_zero_has_no_sign_of_its_own():
 @pytest.mark.parametrize("shift", [-1.0, 0.0, 0.1])
 @pytest.mark.parametrize("seeds", [2, 3, 17])
 def test_without_variance_there_is_no_interval_and_no_verdict(shift, seeds):
-    """Two networks of equal accuracy can differ by the same count of images for each seed."""
+    """Two networks of equal accuracy can differ by the same number of images for each seed."""
     baseline = [90.0 + seed / 3 for seed in range(seeds)]
     found = paired_difference([value + shift for value in baseline], baseline)  # equal up to float64 rounding
     assert (found.mean, found.half_width, found.p) == (pytest.approx(shift), None, None)
@@ -50,7 +50,7 @@ def test_without_variance_there_is_no_interval_and_no_verdict(shift, seeds):
 
 
 def test_float32_accuracies_of_the_same_images_are_equal():
-    """Averages of float32 percentages over batches of 12: each side counts one image more."""
+    """Averages of float32 percentages over batches of 12 differ in the last digits for equal counts."""
     def top1(correct):
         return [float(np.mean([np.float32(count) * np.float32(100) / np.float32(12) for count in batches]))
                 for batches in correct]
@@ -62,7 +62,7 @@ def test_float32_accuracies_of_the_same_images_are_equal():
 
 
 def test_equal_networks_are_seldom_called_different():
-    """4.3 % of pairs of equal networks had p = 0 by equal differences alone: two seeds, 100 test images."""
+    """With two seeds and 100 test images, 4.3 % of pairs of equal networks have equal differences."""
     random, called = np.random.default_rng(0), 0
     for _ in range(2000):
         values, baseline = random.binomial(100, 0.9, (2, 2)).astype(float)
@@ -71,7 +71,7 @@ def test_equal_networks_are_seldom_called_different():
 
 
 def test_reach():
-    """With two pairs an interval reaches nine standard deviations of the differences to either side."""
+    """With two pairs, the half-width is nine standard deviations of the differences."""
     assert reach(2) == pytest.approx(8.98, abs=0.01)
     assert reach(3) == pytest.approx(2.48, abs=0.01)
     differences = [1.0, 2.0, 4.0]
@@ -80,7 +80,7 @@ def test_reach():
 
 
 def test_holm():
-    """The worked example of the encyclopaedias' articles on the method: H4 and H1 are rejected at 5 %, H3, H2 not."""
+    """A worked example from encyclopaedias: H4 and H1 are rejected at 5 %, H3 and H2 are not."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
     assert holm([0.9, 0.8]) == [1.0, 1.0]
@@ -100,7 +100,7 @@ def test_holm_keeps_order_and_never_helps():
 
 
 def test_pooled_is_the_analysis_of_randomised_blocks():
-    """One complete cell: residuals y_ts - mean_t - mean_s + mean, (T - 1)(S - 1) degrees of freedom."""
+    """A complete cell has residuals y_ts - mean_t - mean_s + mean and (T - 1)(S - 1) degrees of freedom."""
     table = np.array([LINEAR, FEATURE, GLOBAL])
     residuals = table - table.mean(1, keepdims=True) - table.mean(0, keepdims=True) + table.mean()
     half = scipy.stats.t.ppf(0.975, 6) * math.sqrt((residuals ** 2).sum() / 6 * 2 / 4)
@@ -150,7 +150,7 @@ def test_pooled_without_residuals_has_no_interval():
 
 
 def test_pooled_covers_what_it_says():
-    """In 400 studies of 4 cells the interval of a true 0.5 holds it in about 95 %."""
+    """In 400 studies of 4 cells, about 95 % of the intervals contain the true difference 0.5."""
     random, held = np.random.default_rng(1), 0
     for _ in range(400):
         cells = []

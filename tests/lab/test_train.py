@@ -256,8 +256,8 @@ def test_a_damaged_checkpoint_is_a_one_line_error(tmp_path, monkeypatch, capsys)
     last.write_bytes(last.read_bytes()[:1000])
     assert run.main([str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"timm-ortho: {last} cannot be continued (")
-    assert line.endswith(f"; remove {folder} to train it anew")
+    assert line.startswith(f"timm-ortho: {last} cannot be read (")
+    assert line.endswith(f": remove {folder} to train the run again")
     assert last.stat().st_size == 1000
     assert read(folder / "sessions.json")[-1]["error"] == line.removeprefix("timm-ortho: ")
 
@@ -282,7 +282,7 @@ def test_a_file_with_lost_rows_is_refused(tmp_path, monkeypatch, capsys, left):
         (folder / "summary.csv").write_text(left)
     assert run.main([str(folder)]) == 2
     assert capsys.readouterr().err == (
-        f"timm-ortho: {folder / 'summary.csv'} has lost rows; remove {folder} to train it anew\n")
+        f"timm-ortho: {folder / 'summary.csv'} has lost rows: remove {folder} to train the run again\n")
 
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -298,8 +298,8 @@ def test_a_full_disk_is_a_one_line_error_and_loses_nothing(tmp_path, monkeypatch
         fill_disk(context, file, error)
         assert run.main([str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (f"timm-ortho: cannot write in {folder} ({error.args[-1]}): make room, or see to the folder; the "
-                    "same command again continues from the last checkpoint")
+    assert line.startswith(f"timm-ortho: cannot write in {folder} ({error.args[-1]}): free disk space or correct")
+    assert line.endswith("the same command continues from the last checkpoint")
     assert not list(folder.glob(".*partial"))
     run.run(folder)
     assert_same_run(folder, whole)

@@ -1,4 +1,4 @@
-"""Transition points of traces that part at a known step, that do not, and that are noisy."""
+"""reporting/transition.py: traces that diverge at a known step, traces that do not, and noisy traces."""
 import math
 
 import numpy as np
@@ -10,7 +10,7 @@ STEPS = 200
 
 
 def rise(point, slope, seeds=3, noise=0.0, seed=0):
-    """Traces that rise together to 100 and, from `point` on, go on with a slope of their own."""
+    """Return two traces that rise together to 100, and have different slopes from `point` on."""
     steps = np.arange(STEPS)
     trace = 100 * (1 - np.exp(-steps / 10)) + slope * np.clip(steps - point, 0, None)
     return trace + noise * np.random.default_rng(seed).standard_normal((seeds, STEPS))
@@ -110,9 +110,9 @@ def test_null_is_not_a_number():
     (lambda: transition_point(np.ones((3, 4)), np.ones((2, 4))),
      r"traces must be \[seeds, steps\] and the same for both connections, got \[3, 4\] and \[2, 4\]"),
     (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(1, "mlp"): [1]})]),
-     "the runs have no step in common at which all recorded mlp of block 0"),
+     "no step was recorded by all runs for mlp of block 0"),
     (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(0, "mlp"): [1]})], "norm"),
-     "there is no column 'norm' in the rows, only step, layer, kind, stream, cosine"),
+     "the rows have no column 'norm', only step, layer, kind, stream, cosine"),
 ])
 def test_what_cannot_be_compared(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):

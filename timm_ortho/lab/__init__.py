@@ -1,18 +1,17 @@
-"""The lab: re-runs the papers' experiments on real data. It plans runs, starts processes that train them, and reads the
-folders that they leave.
+"""Run the papers' experiments: plan the runs, train each one in a process, and report what the run folders contain.
 
-| module | does |
+| module | purpose |
 | --- | --- |
-| `design`, `recipe` | read a study's YAML, and timm's training YAML |
-| `plan` | makes a study, a scale, a data set and seeds into folders, one for each run |
-| `launch` | starts a process for each folder, here or on Slurm |
-| `run` | is that process: the lab's own loop (`train`, `data`), or timm's `train.py` (`train_py`) |
-| `image_folder` | finds the splits of an image folder, and refuses layouts that give wrong results |
-| `folder` | says what is in a run's folder |
-| `collect`, `report` | read folders, and make tables, figures and a page of them |
-| `study` | strings these together: `timm-ortho study`, `timm-ortho compare` |
+| `commands` | the functions behind `timm-ortho study` and `timm-ortho compare` |
+| `costs` | parameters, FLOPs and throughput; nothing is trained |
+| `reporting` | from run folders to tables, plots and a page |
+| `planning` | from a study's YAML to one folder for each run |
+| `running` | from a run's folder to its result: launchers, the process of a run, the training loop, timm's script |
+| `folder` | the files of a run |
+| `data`, `image_folder` | data sets, loaders, and the layout of image folders |
+| `paper` | the papers' numbers |
 
-`import timm_ortho` imports nothing of it.
+The folder of a run is all that planning, running and reporting share. `import timm_ortho` does not import the lab.
 """
 import difflib
 import json
@@ -28,52 +27,77 @@ from .._text import without_nan
 
 
 class LabError(ValueError):
-    """What the user gave cannot be run; the message is one line that says what is wrong and what to do."""
+    """The user's input cannot be run. The message is one line: what is wrong, and what to do."""
 
 
 def one_line(error: BaseException) -> str:
+    """Return an error as one line: the reason of the operating system, a LabError's message, or class and message.
+
+    >>> one_line(KeyError("epochs"))
+    "KeyError: 'epochs'"
+    """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())
     return text if isinstance(error, LabError) else f"{type(error).__name__}: {text[:200]}"
 
 
-def check_names(given: Iterable[Any], known: Iterable[Any], where: str, what: str = "key") -> None:
-    """Raises a LabError that has the nearest known name if a given one is not known."""
-    for name in given:
+def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
+    """Raise a LabError that suggests the nearest known name if a name is unknown."""
+    for name in names:
         if name not in known:
-            raise LabError(f"{where} has no {what} '{name}'; the nearest is '{nearest(name, known)[0]}'")
+            raise LabError(f"{owner} has no {noun} '{name}'; the nearest is '{nearest(name, known)[0]}'")
 
 
 def nearest(name: Any, known: Iterable[Any], count: int = 1) -> list[str]:
-    """The known names that are most like a given one."""
+    """Return the known names that are most similar to a name.
+
+    >>> nearest("vit_smal", ["vit_small", "vit_base"])
+    ['vit_small']
+    """
     return difflib.get_close_matches(str(name), map(str, known), n=count, cutoff=0.0)
 
 
 def shipped_files(folder: str) -> dict[str, Path]:
-    """The YAML files in a folder of this package, by name."""
+    """Return the YAML files in a folder of this package, by name."""
     return {path.stem: path for path in sorted(Path(str(files(__package__).joinpath(folder))).glob("*.yaml"))}
 
 
-def read_user_yaml(path: Path, what: str) -> Any:
-    """What somebody wrote; a LabError that says `what` it was to be if that is not YAML."""
+def value_text(value: Any) -> str:
+    """Return a value as the paper writes it.
+
+    >>> value_text(0.1), value_text(1e-06), value_text("none")
+    ('0.1', '1e-6', 'none')
+    """
+    if not isinstance(value, float):
+        return str(value)
+    digits, _, power = f"{value:e}".partition("e")
+    if value and not -2 <= int(power) <= 3:
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:g}"
+
+
+def read_user_yaml(path: Path, subject: str) -> Any:
+    """Return the contents of a user's YAML file. `subject` begins the LabError if it is not YAML."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LabError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
+        raise LabError(f"{subject} is not YAML: {' '.join(str(error).split())}") from None
 
 
 @contextmanager
 def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
-    """Where to write a file that takes the name `path` at the end: whoever finds `path` finds all of it.
+    """Yield a temporary path that is renamed to `path` at the end, so that `path` is always complete.
 
-    Files that several processes may write at once need the name of the `writer`.
+    Args:
+        path: The final path.
+        writer: Suffix of the temporary path. Files that several processes write need a unique one.
     """
     partial = path.with_name(f".{path.name}{writer}.partial")
     try:
         yield partial
     except BaseException:
-        if partial.exists():  # on a full disk every block counts, also of a file that torch's writer still has open
+        if partial.exists():  # free the blocks of a full disk even while torch's writer has the file open
             os.truncate(partial, 0)
             partial.unlink()
         raise
@@ -81,7 +105,7 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process or the machine dies."""
+    """Write a text file atomically."""
     with whole_file(path, f".{os.getpid()}") as partial, open(partial, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -89,5 +113,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON whole or not at all; numbers that JSON does not have (NaN, infinities) become null."""
+    """Write a JSON file atomically; NaN and infinities become null."""
     write_text(path, json.dumps(without_nan(value), indent=1, allow_nan=False) + "\n")

@@ -1,46 +1,54 @@
-"""The lab's commands: plan, launch, report. `timm-ortho study` and `timm-ortho compare` call these."""
+"""The functions behind `timm-ortho study`, `timm-ortho compare` and `timm-ortho cost`."""
+import json
 import shlex
 import sys
 import webbrowser
 from argparse import Namespace
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence
 
 import torch
 
 from .._text import aligned
-from . import LabError, write_json
-from .costs import measure as cost
+from . import LabError
+from .costs import report as cost_report
+from .costs.report import cost
 from .folder import RunPlan
-from .planning.design import SCALES, Design, has_scale, load, shipped
-from .planning.plan import Request, StudyPlan, places_of, plan
+from .planning.design import COMPARISON, COST_STUDIES, SCALES, Design, has_scale, load, shipped
+from .planning.plan import StudyPlan, places_of, plan
+from .planning.request import Request
 from .reporting import report
 from .reporting.collect import collect, status
+from .reporting.layout import Layout
 from .running import launch
 from .running.launch import Slurm
 from .running.loop import build_model
 from .running.timm_script import command as train_command
 
-_SMALL = 1_000_000  # parameters
+_SMALL = 1_000_000  # parameters of a model that is faster with one thread
 
 __all__ = [
-    "Request", "Slurm", "comparison", "listing", "load", "make_plan", "report_on", "run", "status",
+    "Request", "Slurm", "comparison", "cost", "listing", "load", "make_plan", "report_on", "run", "status",
 ]
 
 
 def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
-    """The study that `timm-ortho compare` is: one cell, no paper."""
+    """Return the study of `timm-ortho compare`: one cell, no paper.
+
+    >>> comparison(["linear", "feature"], "digits").baseline
+    {'connection': 'linear'}
+    """
     if not connections:
-        raise LabError("there is nothing to compare: give at least one connection")
+        raise LabError("there is nothing to compare: choose at least one connection")
     baseline = "linear" if "linear" in connections else connections[0]
     return Design(
-        name="compare", scale="small", title="How do these connections compare?", model="", recipe=recipe,
+        name=COMPARISON, scale="small", title="How do these connections compare?", model="", recipe=recipe,
         connections=list(dict.fromkeys(connections)), baseline={"connection": baseline},
         report={"measures": ["top1"]})
 
 
 def listing() -> str:
-    """A line for each shipped study: its name, the paper's table, the runs of each scale, and its title."""
+    """Return a line for each study: its name, the paper's table, the number of runs at each scale, and its title."""
     rows = [("name", "paper", "runs: " + ", ".join(SCALES), "question")]
     for name in shipped():
         designs = {scale: load(name, scale) for scale in SCALES if has_scale(name, scale)}
@@ -51,28 +59,33 @@ def listing() -> str:
 
 
 def run_count(design: Design) -> str:
-    if design.kind != "training":
-        return "-"
-    given = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
-    variants = design.variants(given, "train.py" if design.scale == "paper" else "lab")
-    return str(len(places_of(Request(design, given), variants, range(design.seeds))[1]))
+    """Return the number of different runs of a study."""
+    options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
+    request = Request(design, options)
+    return str(len(places_of(request, design.variants(options, request.trainer), range(design.seeds))[1]))
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
-    """Plans a study, writes its folders, and prints what would run."""
-    planned = plan(request)
-    planned.write()
+    """Plan a study, write its folders, and print the commands of its runs."""
+    planned = _planned(request)
     for name, run_plan in planned.runs.items():
-        print(f"{name}: {_said(planned.folder / name, run_plan)}")
+        print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
     print("\n".join([*(f"left out: {line}" for line in planned.left_out), f"planned: {planned.folder}"]))
     if slurm is not None and planned.runs:
         print(f"for sbatch: {slurm.script(planned.folder, planned.runs)}")
     return planned
 
 
-def _said(folder: Path, run_plan: RunPlan) -> str:
-    """A run's commands; with GPUs what becomes of its batch."""
-    if run_plan.trainer == "lab":
+def _planned(request: Request) -> StudyPlan:
+    planned = plan(request)
+    Layout.of(planned.study)  # a wrong layout is an error before the first run
+    planned.write()
+    return planned
+
+
+def _commands_of(folder: Path, run_plan: RunPlan) -> str:
+    """Return the commands of a run, and for timm's script the division of its batch."""
+    if run_plan.trainer_name == "lab":
         return f"python -m timm_ortho.lab.running.run {shlex.quote(str(folder))}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
@@ -88,31 +101,28 @@ def run(
         threads: Optional[int] = None,
         opened: bool = False,
 ) -> int:
-    """Trains what is not finished yet, then writes and prints the report.
+    """Train the unfinished runs of a study, then write and print the report.
 
     Args:
-        request: What to run.
-        slurm: Where the runs train; this machine without it.
-        parallel: Runs at a time on this machine.
+        request: The study and its options.
+        slurm: The cluster that trains; this machine by default.
+        parallel: Number of simultaneous runs on this machine.
         threads: CPU threads of each run. By default one, so that results depend neither on `parallel` nor on the
-            machine's load; what trains nothing has PyTorch's own choice, as in `timm-ortho bench`.
-        opened: Show the report in the browser at the end.
+            machine's load. A comparison of larger models has PyTorch's default.
+        opened: Open the report in the browser at the end.
 
     Returns:
-        The exit status: 0, or 130 and 143 if Ctrl-C or SIGTERM stopped it; a run that could not be finished is a
-        LabError.
+        The exit status: 0, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        LabError: The study cannot be run, or a run failed.
     """
     if (threads is not None and threads < 1) or parallel < 1:
         raise LabError(f"--threads and --parallel must be at least 1, got {threads} and {parallel}")
-    planned = plan(request)
-    planned.write()
+    planned = _planned(request)
     for line in planned.left_out:
         print(f"timm-ortho: left out: {line}", file=sys.stderr)
-    if request.design.kind != "training":
-        _compute(request, planned.folder, threads or torch.get_num_threads())
-        print(report_on([planned.folder], opened=opened))
-        return 0
-    if threads is None and request.design.name == "compare":
+    if threads is None and request.design.is_comparison:
         threads = _threads_for(next(iter(planned.runs.values())))
     print("\n".join(_opening(planned)), file=sys.stderr)
     try:
@@ -123,18 +133,18 @@ def run(
                 failed = launch.local(planned.folder, planned.runs, parallel, threads or 1)
     except KeyboardInterrupt as stop:
         print(report_on([planned.folder], opened=opened))
-        print("interrupted; the same command again continues where this one stopped", file=sys.stderr)
+        print("interrupted: the same command continues from here", file=sys.stderr)
         return 143 if isinstance(stop, launch.Terminated) else 130
     print(report_on([planned.folder], opened=opened))
     if failed:
         name, reason = next(iter(failed.items()))
         raise LabError(f"{len(failed)} of {len(planned.runs)} runs failed, first {name}: {reason}; the same command "
-                       "again tries them anew")
+                       "tries them again")
     return 0
 
 
 def _opening(planned: StudyPlan) -> list[str]:
-    """Return the lines that name the runs and their images, before the first run."""
+    """Return the lines that describe the runs and their images, before the first run."""
     study, epochs = planned.study, sorted({run_plan.epochs for run_plan in planned.runs.values()})
     lines = [f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; connections: "
              f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
@@ -151,10 +161,10 @@ def _opening(planned: StudyPlan) -> list[str]:
 
 
 def _threads_for(run_plan: RunPlan) -> int:
-    """One for a small model, PyTorch's own choice for others.
+    """Return one thread for a small model, and PyTorch's default for others.
 
-    A small model gains next to nothing from a second thread, and where other processes want the core, threads that wait
-    for each other lose a factor of eight (measured: vit_small of width 64, two threads on two cores, both also in use).
+    A second thread hardly speeds up a small model. On busy cores, threads that wait for each other are slower by a
+    factor of eight (measured: vit_small of width 64, two threads on two busy cores).
     """
     options = Namespace(**run_plan.stages[0].options)
     model = build_model(options, options.num_classes or 1000, options.in_chans or 3)
@@ -162,22 +172,33 @@ def _threads_for(run_plan: RunPlan) -> int:
 
 
 def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bool = False) -> str:
-    """Writes the report on what is finished, by default to the first folder, and returns its table."""
-    output = output or folders[0]
-    text = report.write_many(collect(folders), output)
+    """Write the report of all finished runs, and return its table.
+
+    Args:
+        folders: Outputs of studies, published studies or folders of runs; or one `results.json` of a report.
+        output: Folder of the report; by default the first folder.
+        opened: Open the report in the browser.
+    """
+    if len(folders) == 1 and folders[0].suffix == ".json":
+        output = output or folders[0].parent
+        text = rewrite(json.loads(folders[0].read_text(encoding="utf-8")), output)
+    else:
+        output = output or folders[0]
+        text = _report(collect(folders), output)
     if opened:
         webbrowser.open((output / "report.html").absolute().as_uri())
     return text
 
 
-def _compute(request: Request, folder: Path, threads: int) -> None:
-    """A study that trains nothing: its rows, computed unless they are there."""
-    if (folder / "rows.json").is_file():
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        rows = cost.compute(request.design.kind, request.design.arguments, request.given.get("device"))
-        write_json(folder / "rows.json", rows)
-    finally:
-        torch.set_num_threads(before)
+
+def rewrite(results: Mapping[str, Any], folder: Path) -> str:
+    """Write the report of the contents of a `results.json` again, and return its table."""
+    parts = results.get("parts", [results])
+    return _report([(part["study"], part["runs"], part["unfinished"], part.get("recorded")) for part in parts], folder)
+
+
+def _report(parts: Sequence[tuple], folder: Path) -> str:
+    costs = [study["name"] for study, *_ in parts if study["name"] in COST_STUDIES]
+    if costs and len(parts) > 1:
+        raise LabError(f"the table of costs '{costs[0]}' cannot be in a report of several studies: report it alone")
+    return cost_report.write(*parts[0][:2], folder) if costs else report.write_many(parts, folder)

@@ -1,7 +1,7 @@
-"""Data sets and loaders, all from timm's factories; `digits`, which scikit-learn ships, is the one addition.
+"""Open data sets and create loaders with timm's factories. `digits`, from scikit-learn, is added.
 
-Every loader draws its random numbers (order, augmentation, mixup) inside `DataStream`, apart from those of the model,
-so that two runs with one seed see the same batches whatever their connections draw.
+Loaders draw their random numbers (order, augmentation, mixup) inside `DataStream`, separately from the model's. Runs
+with one seed therefore see the same batches, whatever their connections draw.
 """
 import math
 import random
@@ -34,7 +34,7 @@ from .image_folder import (
     refuse_shared_images,
 )
 
-# Where torchvision's classes, and so timm's torch/..., look below the root.
+# Folders in which torchvision, and so timm's torch/..., looks for the files.
 _FOLDERS = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
@@ -48,8 +48,12 @@ _CACHE_BYTES = 2**30  # decoded images kept in memory, for each split
 
 
 class Digits(Dataset):
-    """scikit-learn's digits, grey 8 x 8 images of 10 classes: 1,437 to train on, and a fifth of each class, 360 images,
-    held out for validation. The split is the same on every machine and every call.
+    """scikit-learn's digits: grey 8 x 8 images of 10 classes, 1,437 for training and 360 for validation.
+
+    A fifth of each class is held out. The split is always the same.
+
+    >>> len(Digits(training=True)), len(Digits(training=False))
+    (1437, 360)
     """
 
     classes = tuple(str(digit) for digit in range(10))
@@ -77,7 +81,7 @@ class Digits(Dataset):
 class ImageError(LabError):
     """An image cannot be read.
 
-    From a worker process torch raises it again with the text of the traceback, whose last line is the message.
+    torch re-raises errors of worker processes with the whole traceback as text. Its last line is the message.
     """
 
     def __init__(self, text: str) -> None:
@@ -85,9 +89,9 @@ class ImageError(LabError):
 
 
 class _View(Dataset):
-    """The images of a data set at the positions `index`, by default all, converted to `mode` if there is one.
+    """The images of a data set at the positions `index` (by default all), converted to `mode` if it is set.
 
-    An image that cannot be read is an ImageError. timm's own `ImageDataset` returns the next image in its place.
+    An unreadable image is an ImageError, while timm's `ImageDataset` returns another image instead.
     """
 
     def __init__(self, dataset: Any, index: Optional[np.ndarray] = None, mode: Optional[str] = None) -> None:
@@ -122,7 +126,7 @@ class _View(Dataset):
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Turn any error into an ImageError that names the file: Pillow raises many kinds for damaged files."""
+    """Turn any error into an ImageError with the name of the file. Pillow raises many kinds for damaged files."""
     try:
         yield
     except Exception as error:  # noqa: BLE001
@@ -130,33 +134,36 @@ def _naming(file: str) -> Iterator[None]:
 
 
 def _load(file: str) -> Image.Image:
-    """Replace torchvision's loader, whose errors do not name the file."""
+    """Load an image like torchvision, but with the name of the file in errors."""
     with _naming(file):
         return opened(file, "RGB")
 
 
 @dataclass
 class Source:
-    """A data set, opened: both splits, and what the model must know about them."""
+    """An opened data set: both splits, and their properties."""
 
     train: Any
     validation: Any
     num_classes: int
     in_chans: int
-    val_split: str  # the split of the validation images: that of the options, or `test` in its place
-    validation_name: str  # the folder of these images, `hold-out`, or another name of the split
+    val_split: str  # the option, or `test` in its place
+    validation_name: str  # folder or split of the validation images, or `hold-out`
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None for a stream
-    labels: Optional[list[str]] = None  # names of the classes, where the data set has them
-    fingerprint: Optional[str] = None  # of the files of an image folder
+    labels: Optional[list[str]] = None  # class names, if the data set has them
+    fingerprint: Optional[str] = None  # digest of the files of an image folder
 
 
 def open_source(options: Namespace, hold_out: int = 0) -> Source:
-    """Opens both splits of `options.dataset`; a LabError says where timm looks for them and what to do.
+    """Open both splits of `options.dataset`.
 
     Args:
         options: timm's options.
-        hold_out: Validate on so many images of the training split, evenly spaced and left out of training, so that
-            choices (a learning rate, an epoch) are not made on the test images. 0 validates on the validation split.
+        hold_out: Number of training images, evenly spaced, to validate on instead of the validation split. Choices such
+            as a learning rate should not be made on the test images. 0 validates on the validation split.
+
+    Raises:
+        LabError: The data set cannot be opened. The message names the expected files.
     """
     kind = options.dataset.partition("/")[0]
     if not options.data_dir and kind not in ("digits", *READERS):
@@ -176,10 +183,10 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
     first, classes = _first_image(train), class_names(train)
     mode, size = getattr(first, "mode", None), getattr(first, "size", None)
     in_chans = _in_chans(options, mode)
-    wanted = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
-    wanted = None if mode in (None, wanted) else wanted
+    new_mode = options.input_img_mode or {1: "L", 3: "RGB"}.get(in_chans)
+    new_mode = None if mode in (None, new_mode) else new_mode
     num_classes = _num_classes(options, classes)
-    parts = [_view(train, options.train_num_samples, wanted), _view(validation, options.val_num_samples, wanted)]
+    parts = [_view(train, options.train_num_samples, new_mode), _view(validation, options.val_num_samples, new_mode)]
     name = "hold-out" if hold_out else _validation_name(options, val_split, validation)
     return Source(*parts, num_classes, in_chans, val_split, name, size and size[::-1], classes,
                   digest)
@@ -193,7 +200,7 @@ def _validation_name(options: Namespace, val_split: str, validation: Any) -> str
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
-    # a data set that is a stream counts for itself: timm hands it the number
+    # timm passes num_samples to streamed data sets
     part = num_samples is not None and not isinstance(dataset, IterableDataset) and num_samples < len(dataset)
     index = _evenly_spaced(num_samples, len(dataset)) if part else None
     strict = hasattr(dataset, "reader") and not isinstance(dataset, IterableDataset)
@@ -201,16 +208,20 @@ def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
 
 
 def _evenly_spaced(count: int, size: int) -> np.ndarray:
-    """As many of `size` images: each class keeps its share, whether or not the classes follow one another."""
+    """Return `count` of `size` positions. In a data set sorted by class, each class keeps its share.
+
+    >>> _evenly_spaced(3, 9).tolist()
+    [0, 3, 6]
+    """
     return np.arange(count) * size // count
 
 
 def _split(dataset: Any, hold_out: int) -> tuple[_View, _View]:
-    """The images of a training split but for those that are held out, and these."""
+    """Return the remaining training images and the held-out images."""
     if isinstance(dataset, IterableDataset):
-        raise LabError("images cannot be held out of a data set that is a stream: give another val_split")
+        raise LabError("images cannot be held out of a streamed data set: set val_split instead")
     if not 0 < hold_out < len(dataset):
-        raise LabError(f"hold_out is {hold_out}, but must be from 1 to {len(dataset) - 1}, the images to train on")
+        raise LabError(f"hold_out is {hold_out}, but must be from 1 to {len(dataset) - 1}: {len(dataset)} images train")
     index = _evenly_spaced(hold_out, len(dataset))
     return _View(dataset, np.setdiff1d(np.arange(len(dataset)), index)), _View(dataset, index)
 
@@ -239,7 +250,7 @@ def _open(options: Namespace, split: str, training: bool) -> Any:
 
 
 def _named(options: Namespace, names: str) -> dict[str, Any]:
-    """Options that have the same name in timm's factories as in its train.py."""
+    """Return the options that have the same name in timm's factories."""
     return {name: getattr(options, name) for name in names.split()}
 
 
@@ -249,16 +260,16 @@ def _where(options: Namespace) -> str:
     if is_image_folder(options):
         return f"{LAYOUT} of {root}"
     if kind == "torch" and name in _FOLDERS:
-        return (f"timm looks for its files in {Path(root) / _FOLDERS[name]}; put them there, give the folder above "
-                "with --data-dir, or let torchvision fetch them with --option dataset_download=true")
+        return (f"timm expects its files in {Path(root) / _FOLDERS[name]}: put them there, change --data-dir, or "
+                "download them with --option dataset_download=true")
     if kind == "torch":
         known = ", ".join(f"torch/{name}" for name in _FOLDERS)
-        return f"timm looks in {root} for torchvision's files; without a download it knows {known}"
+        return f"timm expects torchvision's files in {root}; data sets without a download are {known}"
     return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
 
 
 def _first_image(dataset: Any) -> Any:
-    """Return the first training image; None of a stream, which would have to be started."""
+    """Return the first training image, None for a streamed data set."""
     if isinstance(dataset, IterableDataset):
         return None
     if len(dataset) == 0:
@@ -281,20 +292,19 @@ def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
     if options.num_classes is not None:
         if classes and options.num_classes != len(classes):
             name, count = options.dataset or options.data_dir, len(classes)
-            raise LabError(f"num_classes is {options.num_classes}, but data set '{name}' has {count} classes: give "
+            raise LabError(f"num_classes is {options.num_classes}, but data set '{name}' has {count} classes: use "
                            f"--option num_classes={count}, or other data")
         return options.num_classes
     if classes:
         return len(classes)
-    raise LabError(f"data set '{options.dataset}' does not say how many classes it has: give --option num_classes=N")
+    raise LabError(f"the number of classes of data set '{options.dataset}' is unknown: add --option num_classes=N")
 
 
 # ---------------------------------------------------------------------------------------------- loaders
 def loaders(options: Namespace, source: Source, data_config: dict, device: torch.device):
-    """timm's training and validation loader, whose batches are on the device, normalised and mixed.
+    """Return timm's training and validation loaders, whose batches are on the device, normalised and mixed.
 
-    Workers are started anew for each epoch: those that persist keep their random state, and a run that continues from
-    a checkpoint could not know it.
+    Workers are started again for each epoch. Persistent workers keep random states that no checkpoint has.
     """
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} images")
@@ -334,6 +344,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
 
 
 def mixes(options: Namespace) -> bool:
+    """Return whether the options use mixup or cutmix."""
     return options.mixup > 0 or options.cutmix > 0 or options.cutmix_minmax is not None
 
 
@@ -350,18 +361,18 @@ def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
 
 # ---------------------------------------------------------------------------------------- random numbers
 def epoch_seed(seed: int, epoch: int, stream: int) -> int:
-    """An independent seed for each run, epoch and stream of random numbers.
+    """Return an independent seed for each run, epoch and stream of random numbers.
 
-    An epoch's seeds need only its number, so a run that continues from a checkpoint draws what it would have drawn.
+    The seed depends on no earlier epoch, so that a continued run draws the same numbers as an uninterrupted one.
     """
     return int(np.random.SeedSequence([seed, epoch, stream]).generate_state(1)[0])
 
 
 class DataStream:
-    """The random numbers of the data, kept apart from those of the model.
+    """The random numbers of the data, separate from those of the model.
 
-    timm and torchvision draw from the global generators of Python, NumPy and PyTorch. This class lends them to the
-    loader for the time of one fetch and puts the model's state back afterwards.
+    timm and torchvision draw from the global generators of Python, NumPy and PyTorch. Each fetch of a batch sets their
+    state to the data's, and restores the model's state afterwards.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -369,25 +380,26 @@ class DataStream:
         self.state: Any = None
 
     def reseed(self, seed: int) -> None:
+        """Seed the data's random numbers."""
         before = _get_state(self.device)
         random_seed(seed)
         self.state = _get_state(self.device)
         _set_state(before, self.device)
 
     def iterate(self, loader: Any) -> Iterator[Any]:
-        """The loader's batches, each fetched with the data's random numbers."""
-        with self.lent():
+        """Yield the loader's batches, fetched with the data's random numbers."""
+        with self.active():
             batches = iter(loader)
         while True:
-            with self.lent():
+            with self.active():
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Whatever is drawn inside comes from the data's random numbers."""
+    def active(self) -> Iterator[None]:
+        """Use the data's random numbers inside the context."""
         before = _get_state(self.device)
         try:
             _set_state(self.state, self.device)

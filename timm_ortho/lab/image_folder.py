@@ -27,10 +27,12 @@ _COMPARED = 100  # file pairs that are compared to detect a copied folder
 
 
 def is_torchvision_folder(options: Namespace) -> bool:
+    """Return whether torchvision reads the image folder."""
     return options.dataset.lower() in _TORCHVISION
 
 
 def is_image_folder(options: Namespace) -> bool:
+    """Return whether the data set is an image folder."""
     dataset = options.dataset.lower()
     return is_torchvision_folder(options) or dataset.partition("/")[0] not in ("digits", "torch", *READERS)
 
@@ -57,11 +59,11 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 
     names = [options.val_split, *(["test"] if options.val_split == "validation" else [])]
     validation = next(filter(has, names), None)
-    for what, key, missing in (
+    for noun, key, missing in (
             ("training", "train_split", not has(options.train_split) and not (hold_out and validation is None)),
             ("validation", "val_split", validation is None and not hold_out)):
         if missing:
-            raise LabError(f"{root} has no folder for the {what} images ({key} '{getattr(options, key)}'): "
+            raise LabError(f"{root} has no folder for the {noun} images ({key} '{getattr(options, key)}'): "
                            f"{LAYOUT}; --option {key}=NAME names another folder")
     return options.val_split if hold_out else validation
 
@@ -72,7 +74,7 @@ def check_files(options: Namespace, split: str) -> None:
     Folders whose name is not in a class map are not read.
     """
     if options.class_map and is_torchvision_folder(options):
-        raise LabError(f"class_map has no effect on data set {options.dataset}: leave --dataset away, or class_map")
+        raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
     root = search_split(options.data_dir, split)
     classes = _class_map(options.class_map, root)
     image_types = {suffix for suffix, kind in Image.registered_extensions().items()
@@ -117,8 +119,8 @@ def _class_map(path: Any, root: str) -> dict[str, int]:
         with open(file, encoding="utf-8") as lines:
             for index, name in enumerate(line.strip() for line in lines):
                 if not name or classes[name] != index:  # a name has the index of its last line
-                    what = f"and line {classes[name] + 1} have the same class '{name}'" if name else "is blank"
-                    raise LabError(f"line {index + 1} of class_map {file} {what}: give each class one line")
+                    fault = f"and line {classes[name] + 1} have the same class '{name}'" if name else "is blank"
+                    raise LabError(f"line {index + 1} of class_map {file} {fault}: each class needs one line")
     return classes
 
 
@@ -132,7 +134,7 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
         train: The opened training split, which must have the same classes.
     """
     where = f"split '{split}' of {options.data_dir or options.dataset}"
-    advice = _advice(options) if is_image_folder(options) else "give another data set or split"
+    advice = _advice(options) if is_image_folder(options) else "use another data set or split"
     if hasattr(dataset, "reader") and not options.class_map:
         fault = _fault_of_layout(dict.fromkeys(sorted(map(os.path.dirname, _names(dataset)))))
         if fault:
@@ -144,7 +146,7 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
     others = class_names(train) if train is not None else None
     if names and others and names != others:
         more = "" if is_torchvision_folder(options) else (
-            "; --option class_map=FILE.txt gives classes, one a line, that not every split has")
+            "; if a split lacks classes, list all of them in --option class_map=FILE.txt, one per line")
         only = [f"{len(these)} only in '{which}' ({', '.join(these[:3])}{', ...' if len(these) > 3 else ''})"
                 for which, these in ((options.train_split, [name for name in others if name not in names]),
                                      (split, [name for name in names if name not in others])) if these]
@@ -192,7 +194,7 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
     for key in ("train", "split"):  # attributes of torchvision's data sets and of timm's readers
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:
-            raise LabError(f"training and validation images would both be of {key}={mine!r}: give another --option "
+            raise LabError(f"training and validation images would both be of {key}={mine!r}: change --option "
                            "train_split=NAME or val_split=NAME")
     roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
     paths = [_paths(part) for part in (train, validation)]

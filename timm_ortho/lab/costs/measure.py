@@ -1,16 +1,14 @@
-"""What orthogonal connections cost, and how wide for its depth a network is: the paper's Tables 1 and 11, measured.
+"""Measure the costs of orthogonal connections, and the width of networks relative to their depth (Tables 1 and 11).
 
-FLOPs are counted from a run, of one image, with these weights, which are the paper's: a product of matrices or a
-convolution 2 for each multiplication with its addition, an operation on elements 1 for each element of its result (2
-where it multiplies and adds), a sum 1 for each element that goes into it, copies and conversions none. Of the branches
-only products of matrices and convolutions are counted, as in Table 1a; of the connections everything, and an operation
-that is not known here is an error.
+FLOPs are counted during a forward pass of one image, as the paper counts them. A multiplication with its addition in a
+matrix product or convolution counts 2. An elementwise operation counts 1 per element of its result, 2 if it multiplies
+and adds. A sum counts 1 per summed element. Copies and conversions count 0. In branches only matrix products and
+convolutions count, as in Table 1a; in connections everything counts, and an unknown operation is an error.
 
-With s tokens of d channels the paper's form of the update takes 7sd + 2s (x.x and x.f 2sd each, eps and division s
-each, s x, f - s x and x + f_orth sd each): 6sd + 2s more than the sd of an addition. This package computes the same
-as f + (1 - s) x: one operation less on whole tensors and one more on single numbers, 6sd + 3s.
+For s tokens of d channels, the paper's form of the update takes 7sd + 2s FLOPs (x.x and x.f 2sd each, eps and division
+s each, s x, f - s x and x + f_orth sd each), which is 6sd + 2s more than the addition's sd. This package computes
+f + (1 - s) x, which takes 6sd + 3s.
 """
-import inspect
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence
@@ -42,48 +40,42 @@ _FREE = {aten._to_copy, aten.detach, aten.alias, aten.empty_like, aten.select, a
 
 
 class PaperConnection(Connection):
-    """The orthogonal update as the paper writes it, Algorithm 1 step by step: what its Table 1a is about."""
+    """The orthogonal update in the steps of the paper's Algorithm 1, which Table 1a counts."""
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         return x + decompose(x, f, self.dim, self.eps)[1]
 
 
 class SiteFlops(NamedTuple):
-    """FLOPs at one site, for one image."""
+    """FLOPs at one site for one image."""
 
     layer: int
     kind: str
     name: str
-    tokens: int  # or pixels, s
+    tokens: int  # number of tokens or pixels, s
     width: int  # channels, d
-    branch: int  # of matrix products and convolutions since the block began, or since the site before
-    update: int  # of the connection, its addition included
+    branch: int  # matrix products and convolutions since the start of the block, or since its previous site
+    update: int  # the connection with its addition
 
 
-def check(kind: str, arguments: Mapping[str, Any]) -> None:
-    """A LabError if these are not the arguments of such a study."""
-    function = {"gamma": gamma_table, "parameters": parameter_table, "overhead": overhead}[kind]
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise LabError(f"arguments: {error}") from None
+def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> list[Row]:
+    """Return the rows of a table of costs.
 
-
-def compute(kind: str, arguments: Mapping[str, Any], device: str | None = None) -> list[Row]:
-    """The rows of a study without training: `overhead`, measured on a device, `parameters` or `gamma`.
-
-    In the study's arguments `models` are named without suffix; what cannot be measured is a LabError.
+    Args:
+        name: `overhead`, which is measured on the device, `parameters` or `gamma`.
+        arguments: Of the functions below. `models` are named without suffix.
+        device: For `overhead`.
     """
-    if kind == "gamma":
+    if name == "gamma":
         return gamma_table(**arguments)
-    if kind == "parameters":
-        transformers = [name for name in arguments["models"] if name.startswith("vit")]
-        return [*(row for name in transformers for row in flop_table(name)), *parameter_table(**arguments)]
+    if name == "parameters":
+        transformers = [model for model in arguments["models"] if model.startswith("vit")]
+        return [*(row for model in transformers for row in flop_table(model)), *parameter_table(**arguments)]
     return overhead(device=device, **arguments)
 
 
 class _Counter(TorchDispatchMode):
-    """Counts while a model runs: products everywhere, all else where ``in_connection``."""
+    """Count matrix products and convolutions, and inside connections all operations, while a model runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +91,8 @@ class _Counter(TorchDispatchMode):
             self.others += _flops(operation, args, result)
         return result
 
-    def watch(self, model: nn.Module, site: Site, found: list[SiteFlops]) -> Iterator[Any]:
-        """Hooks that append the site's counts when the model has passed it."""
+    def watch(self, model: nn.Module, site: Site, counts: list[SiteFlops]) -> Iterator[Any]:
+        """Register hooks that append the counts of a site, and yield their handles."""
         def begin_block(*_: Any) -> None:
             self.products = 0
 
@@ -109,7 +101,7 @@ class _Counter(TorchDispatchMode):
 
         def end_connection(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             width = inputs[0].shape[site.connection.dim]
-            found.append(SiteFlops(*site[:3], inputs[0].numel() // width, width, self.products, self.others))
+            counts.append(SiteFlops(*site[:3], inputs[0].numel() // width, width, self.products, self.others))
             self.in_connection, self.products = False, 0
 
         yield model.get_submodule(site.name.rpartition(".")[0]).register_forward_pre_hook(begin_block)
@@ -118,39 +110,42 @@ class _Counter(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
-    if operation in _FREE or not isinstance(result, Tensor):  # promote_types gives a dtype
+    if operation in _FREE or not isinstance(result, Tensor):  # promote_types returns a dtype
         return 0
     if operation is aten.sum:
         return args[0].numel()
     if operation in _PER_ELEMENT:
         return _PER_ELEMENT[operation] * result.numel()
-    raise NotImplementedError(f"a connection calls {operation}, whose FLOPs {__name__} does not know")
+    raise NotImplementedError(f"a connection calls {operation}, which has no FLOP count in {__name__}")
 
 
 def site_flops(model: nn.Module) -> list[SiteFlops]:
-    """FLOPs of each site's branch and connection, counted from a run with one image, site by site.
+    """Count the FLOPs of each site's branch and connection during a forward pass of one image.
 
-    On the meta device the same operations are called as on the CPU, and nothing is computed.
+    On the meta device the same operations are called, without computing anything.
     """
-    found: list[SiteFlops] = []
+    counts: list[SiteFlops] = []
     channels, *size = model.pretrained_cfg["input_size"]
     size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
     image = next(model.parameters()).new_zeros(1, getattr(model, "in_chans", channels), *size)
     with _Counter() as counter, ExitStack() as hooks:
         for site in sites(model):
-            for handle in counter.watch(model, site, found):
+            for handle in counter.watch(model, site, counts):
                 hooks.callback(handle.remove)
-        with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # attention as products of matrices
+        with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # attention as matrix products
             model(image)
-    return found
+    return counts
 
 
 def flop_table(model: str, **arguments: Any) -> list[Row]:
-    """The paper's Table 1a for one architecture: its first block of each shape.
+    """Return the paper's Table 1a for one architecture, for its first block of each shape.
 
     Returns:
-        Rows for each connection (``linear``, ``paper``: the orthogonal update as the paper writes it, and ``feature``:
-        as it runs here) with ``branch``, ``update`` and ``extra``, what the update takes beyond the linear one.
+        Rows for each connection (``linear``; ``paper``, the paper's Algorithm 1; ``feature``, this package's) with the
+        FLOPs ``branch``, ``update`` and ``extra``, the difference to the linear update.
+
+    >>> [row["extra"] for row in flop_table("vit_small")[:2]]  # 6sd + 2s more than an addition
+    [0, 454282]
     """
     counts = {connection: site_flops(_on_meta(model, connection, **arguments))
               for connection in ("linear", "paper", "feature")}
@@ -165,13 +160,13 @@ def flop_table(model: str, **arguments: Any) -> list[Row]:
 
 
 def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
-    """Parameters and FLOPs of whole models with each connection.
+    """Count parameters and FLOPs of whole models with each connection.
 
     Returns:
-        Rows with ``branches`` and ``updates``, the FLOPs of all sites for one image, and what is ``extra_`` in
-        comparison with the linear model.
+        Rows with ``branches`` and ``updates``, the FLOPs of all sites for one image. Columns that begin with
+        ``extra_`` are differences to the linear model.
     """
-    rows = []
+    table = []
     for name in models:
         baseline: Optional[Row] = None
         for connection in CONNECTIONS:
@@ -184,14 +179,14 @@ def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
             }
             baseline = baseline or row
             extra = row["updates"] - baseline["updates"]
-            rows.append({
+            table.append({
                 **row, "extra_parameters": row["parameters"] - baseline["parameters"], "extra_flops": extra,
                 "extra_percent": 100 * extra / (baseline["branches"] + baseline["updates"])})
-    return rows
+    return table
 
 
 def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
-    """A model with shapes but without weights; the connection ``paper`` is :class:`PaperConnection`."""
+    """Create a model on the meta device. The connection ``paper`` is :class:`PaperConnection`."""
     with on_meta():
         model = timm.create_model(f"{name}_ortho", **arguments)
         connect(model, "feature" if connection == "paper" else connection)
@@ -202,46 +197,53 @@ def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
 
 
 def gamma_table(models: Sequence[str]) -> list[Row]:
-    """The paper's Table 11: gamma is the mean width of the stream over the number of blocks (Appendix E).
+    """Return the paper's Table 11: gamma is the mean width of the stream divided by the number of blocks (Appendix E).
 
-    For a transformer that is its width over its blocks, for a ResNet sum_k(B_k C_k) / (sum_k B_k)^2 with B_k blocks of
-    C_k channels in stage k.
+    For a transformer gamma is width / blocks, for a ResNet sum_k(B_k C_k) / (sum_k B_k)^2, where stage k has B_k blocks
+    of C_k channels.
+
+    >>> gamma_table(["vit_small"])
+    [{'model': 'vit_small', 'width': 384.0, 'blocks': 6, 'gamma': 64.0}]
     """
-    rows = []
+    table = []
     for name in models:
         widths = {site.layer: site.width for site in site_flops(_on_meta(name, "linear"))}
         width = fmean(widths.values())
-        rows.append({"model": name, "width": width, "blocks": len(widths), "gamma": width / len(widths)})
-    return rows
+        table.append({"model": name, "width": width, "blocks": len(widths), "gamma": width / len(widths)})
+    return table
 
 
 def overhead(models: Sequence[str], **options: Any) -> list[Row]:
-    """The paper's Table 1b: training images a second with linear connections and with Orthogonal-F.
+    """Measure the paper's Table 1b: training images per second with linear connections and with Orthogonal-F.
 
-    Measured by `timm-ortho bench`, whose ``options`` these are: the two in turns, forward, cross entropy and backward.
+    Both models are timed in turns: forward, cross entropy and backward.
+
+    Args:
+        models: Architectures without suffix.
+        options: Of `timm-ortho bench`.
 
     Returns:
-        Rows with ``linear`` and ``feature`` in images a second (medians), ``overhead`` in percent of the linear
-        throughput as the median over the repetitions, with their 20 % and 80 % quantiles ``overhead_p20`` and
-        ``overhead_p80``, and a ``note`` where something could not be measured.
+        Rows with the medians ``linear`` and ``feature`` in images per second; ``overhead`` in percent of the linear
+        throughput, as the median over the repetitions, with the quantiles ``overhead_p20`` and ``overhead_p80``; and a
+        ``note`` if something could not be measured.
     """
-    given = {"compile": False, **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
+    requested = {"compile": False, **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
     try:
-        resolved = bench.resolve(given)
+        resolved = bench.resolve(requested)
     except bench.BenchError as error:
         raise LabError(str(error)) from None
     groups = [group for group in bench.model_groups(resolved) if group.labels["step"] == "training"]
     with bench.as_in_training(resolved.device):
         clock = bench.Clock(resolved.device)
-        rows = [_overhead_row(group, bench.measure(group.build(), resolved.repeats, clock)) for group in groups]
-    return [{**row, "device": device_name(resolved.device)} for row in rows]
+        table = [_overhead_row(group, bench.measure(group.build(), resolved.repeats, clock)) for group in groups]
+    return [{**row, "device": device_name(resolved.device)} for row in table]
 
 
 def _overhead_row(group: bench.Group, results: Sequence[bench_report.Result]) -> Row:
     linear, feature = bench_report.rows(group.labels, group.images, results)
     labels = {name: linear[name] for name in ("model", "shape", "layout", "dtype", "mode")}
     note = linear["note"] or feature["note"]
-    # the share of the images that are no longer done in a second: 1 - 1 / ratio of the times
+    # the lost share of the throughput is 1 - 1 / ratio of the times
     lost = {q: None if note else 100 * (1 - 1 / feature[f"ratio_{q}"]) for q in bench_report.QUANTILES}
     return {
         **labels, "linear": linear["images_per_s"], "feature": feature["images_per_s"], "overhead": lost["p50"],

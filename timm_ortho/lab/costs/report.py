@@ -1,133 +1,114 @@
-"""The studies that train nothing: what `cost` measured, in the layout of the paper's Tables 1 and 11, beside them."""
-from typing import Any, Mapping, NamedTuple, Sequence
+"""Measure one of the paper's tables of costs, and write it as a report.
 
-from ..._text import finite
-from .. import paper
-from ..reporting.layout import Place
-from ..reporting.page import Table
-from ..reporting.tables import Extra, side_by_side
+The output folder has `report.html`, `report.md` and `results.json` with the measured rows under `runs`:
 
-Row = Mapping[str, Any]
+| table | rows |
+| --- | --- |
+| `overhead` (Table 1b) | of `measure.overhead` |
+| `parameters` (Table 1a) | of `measure.flop_table` for each transformer (with a column `module`), then of
+  `measure.parameter_table` |
+| `gamma` (Table 11) | of `measure.gamma_table` |
+"""
+from pathlib import Path
+from typing import Any, Mapping, Optional, Sequence
 
+import torch
 
-class Content(NamedTuple):
-    """What a report shows of such a study."""
-
-    names: Sequence[str]  # titles of a row's names
-    here: Mapping[Place, str]
-    paper: Mapping[Place, str]
-    note: str  # what the columns are
-    extras: Sequence[Extra] = ()
-
-    def table(self) -> Table:
-        return side_by_side(self.names, self.paper, self.here)
-
-    def printed(self) -> Table:
-        rows = [[*row, ", ".join(column), self.paper.get((row, column), "not in the paper"), text]
-                for (row, column), text in self.here.items()]
-        return Table([*self.names, "figure", "paper", "here"], rows, len(self.names))
+from ...runs.provenance import made_with
+from .. import LabError, read_user_yaml, shipped_files
+from ..planning.design import COST_STUDIES, SCALES
+from ..reporting import report
+from ..reporting.page import Block, Code, Grid, Heading, Items, Table, Text, text_table
+from . import measure
+from .tables import content
 
 
-def content(kind: str, rows: Sequence[Row]) -> Content:
-    """Of a study's kind, from the rows that `cost` made."""
-    return {"overhead": _overhead, "parameters": _parameters, "gamma": _gamma}[kind](rows)
+def cost(
+        name: str, scale: str = "small", device: Optional[str] = None, threads: Optional[int] = None,
+        output: Optional[Path] = None, command: str = "") -> str:
+    """Measure a table of costs, write its report, and return it as text.
+
+    Args:
+        name: `overhead`, `parameters` or `gamma`.
+        scale: `smoke`, `small` or `paper`.
+        device: For `overhead`; CUDA by default if this machine has it.
+        threads: CPU threads; PyTorch's choice by default.
+        output: Folder of the report, by default `output/cost/NAME-SCALE`.
+        command: The command line, for the report.
+    """
+    if threads is not None and threads < 1:
+        raise LabError(f"--threads must be at least 1, got {threads}")
+    study, arguments = load(name, scale)
+    study.update(command=command, versions=made_with())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        rows = measure.rows(name, arguments, device)
+    finally:
+        torch.set_num_threads(before)
+    return write(study, rows, output or Path("output", "cost", f"{name}-{scale}"))
 
 
-def _model(label: str) -> str:
-    """`vit_small(img_size=64)` is ViT-S, the images' size being told apart; narrower ones keep their arguments."""
-    model, _, arguments = label.partition("(")
-    name = paper.name("model", paper.architecture(model) or model)
-    others = [argument for argument in arguments.rstrip(")").split(", ") if argument.partition("=")[0] != "img_size"]
-    return f"{name} ({', '.join(others)})" if any(others) else name
+def load(name: str, scale: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the description of a table of costs, and the arguments of its measurement.
+
+    >>> study, arguments = load("gamma", "smoke")
+    >>> study["paper"], arguments["models"]
+    ('Table 11', ['resnetv2_18_cifar', 'vit_small'])
+    """
+    if name not in COST_STUDIES:
+        raise LabError(f"there is no table of costs '{name}': choose {', '.join(COST_STUDIES)}")
+    if scale not in SCALES:
+        raise LabError(f"there is no scale '{scale}': choose {', '.join(SCALES)}")
+    values = read_user_yaml(shipped_files("costs")[name], name)
+    here, paper = ({**values.get("arguments", {}), **(values["scales"][key] or {})} for key in (scale, "paper"))
+    changed = [f"{key}: {_argument(here, key)} here, {_argument(paper, key)} at scale paper"
+               for key in dict.fromkeys([*here, *paper]) if here.get(key) != paper.get(key)]
+    study = {"name": name, "kind": name, "scale": scale, "title": values["title"], "paper": values["paper"],
+             "table": values["table"], "dataset": None, "model": None, "seeds": [], "changed": changed}
+    return study, here
 
 
-_SPEEDS = ("Linear, images/s", "Orthogonal-F, images/s", "overhead, %")
-_BY_REPETITION = "overhead by repetition, %"
+def _argument(arguments: Mapping[str, Any], key: str) -> str:
+    value = arguments.get(key, "the default")
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _overhead(rows: Sequence[Row]) -> Content:
-    models = [_model(row["model"]) for row in rows]
-    names = [model if models.count(model) == 1 else f"{model}, {row['layout']}, {row['dtype']}, {row['mode']}"
-             for model, row in zip(models, rows, strict=True)]
-    # A model with several rows has the paper's figures in each: which layout they were measured in is not said.
-    stated = {name: figure for key, figure in paper.figures()["throughput"].items() if isinstance(figure, list)
-              for model in [paper.name("model", key)]
-              for name in [name for name, other in zip(names, models, strict=True) if other == model] or [model]}
-    by_name = dict(zip(names, rows, strict=True))
-    here = {((name,), (title,)): text for name, row in by_name.items()
-            for title, text in zip((*_SPEEDS, _BY_REPETITION), _measured(row), strict=True)}
-    return Content(
-        ["model"], here,
-        {((name,), (title,)): f"{value:,.{digits}f}" for name, figure in stated.items()
-         for title, value, digits in zip(_SPEEDS, figure, (1, 1, 2), strict=True)},
-        "Images a second in training, medians over the repetitions. The overhead is by the paper's formula from these "
-        "two, 100 (1 - feature / linear). Both ran in turn in each repetition: by repetition it is the median of the "
-        "same formula over the repetitions, in brackets their 20 % and 80 % quantiles, not a confidence interval.",
-        [Extra("What was measured", "The two in turns: forward, cross entropy and backward, as timm-ortho bench does.",
-               Table(["model", "images", "layout", "precision", "mode", "repetitions", "note"], [
-                   [name, row["shape"], row["layout"], row["dtype"], row["mode"], str(row["repeats"]),
-                    row["note"] or "–"] for name, row in by_name.items()]))])
+def write(study: Mapping[str, Any], rows: Sequence[measure.Row], folder: Path) -> str:
+    """Write `report.html`, `report.md` and `results.json`, and return the table as text.
+
+    Args:
+        study: The description of the table, as from `load` or from a `results.json`.
+        rows: The measured rows.
+        folder: Where the files go.
+    """
+    results = {"study": study, "unfinished": [], "summary": [], "runs": rows}
+    report.write_files(title(study), blocks(study, rows), results, folder)
+    printed = text_table(content(study["name"], rows).printed())
+    return f"{title(study)}\n\n{_about(study)}\n\n{printed}\n\nreport: {folder / 'report.html'}"
 
 
-def _measured(row: Row) -> list[str]:
-    if not finite(row["overhead"]):
-        speeds = [f"{row[key]:,.1f}" if finite(row[key]) else "not measured" for key in ("linear", "feature")]
-        return [*speeds, "not measured", "not measured"]
-    lost = 100 * (1 - row["feature"] / row["linear"])
-    return [f"{row['linear']:,.1f}", f"{row['feature']:,.1f}", f"{lost:.2f}",
-            f"{row['overhead']:.2f} [{row['overhead_p20']:.2f}, {row['overhead_p80']:.2f}]"]
+def title(study: Mapping[str, Any]) -> str:
+    """Return the title of a report."""
+    return f"{study['title']} ({study['paper']})"
 
 
-_MODULES = {"attention": "Attention", "mlp": "MLP (FFN)"}
-_FORMS = {"linear": "Linear", "paper": "Orthogonal, as the paper writes it", "feature": "Orthogonal-F, as it runs here"}
-# FLOPs for s tokens of width d, by the paper
-_BRANCHES = {"attention": lambda s, d: 8 * s * d**2 + 4 * s**2 * d, "mlp": lambda s, d: 16 * s * d**2}
-_UPDATES = {"linear": lambda s, d: s * d, "paper": lambda s, d: s * d + 6 * s * d + 2 * s}
-_WHOLE = ("sites", "parameters", "extra_parameters", "branches", "updates", "extra_flops")
+def _about(study: Mapping[str, Any]) -> str:
+    return f"Study “{study['name']}” at scale “{study['scale']}”; nothing is trained."
 
 
-def _parameters(rows: Sequence[Row]) -> Content:
-    blocks, whole = ([row for row in rows if ("module" in row) is of_block] for of_block in (True, False))
-    extras = [Extra(
-        "What an orthogonal connection adds to a block",
-        "FLOPs of the update beyond those of the addition, counted from a run; the paper has 6sd + 2s.",
-        Table(["model", "branch", "connection", "s", "d", "counted", "6sd + 2s"], [
-            [_model(row["model"]), *_flop_place(row)[0], *(f"{row[key]:,}" for key in ("tokens", "width", "extra")),
-             f"{6 * row['tokens'] * row['width'] + 2 * row['tokens']:,}"]
-            for row in blocks if row["connection"] != "linear"], names=3)), Extra(
-        "Whole models",
-        "FLOPs are those of all blocks for one image: of their matrix products and convolutions, and of their "
-        "connections; what the connections add is in percent of both together.",
-        Table(["model", "connection", "sites", "parameters", "added", "FLOPs of branches", "of connections",
-               "FLOPs added", "in %"], [
-            [_model(row["model"]), paper.name("connection", row["connection"]), *(f"{row[key]:,}" for key in _WHOLE),
-             f"{row['extra_percent']:.3f}"] for row in whole], names=2))]
-    return Content(
-        ["module", "connection"], {_flop_place(row): f"{row['branch'] + row['update']:,}" for row in blocks},
-        {_flop_place(row): _formula(row) for row in blocks
-         if row["module"] in _BRANCHES and row["connection"] in _UPDATES},
-        "Counted from a run of one image, for s tokens of width d; the paper's formula with the same s and d.",
-        [extra for extra in extras if extra.table.rows])
-
-
-def _flop_place(row: Row) -> Place:
-    return ((_MODULES.get(row["module"], row["module"]), _FORMS[row["connection"]]),
-            (f"FLOPs of a block of {_model(row['model'])}, s = {row['tokens']}, d = {row['width']}",))
-
-
-def _formula(row: Row) -> str:
-    terms, size = paper.figures()["flops"][row["module"]], (row["tokens"], row["width"])
-    formula = terms["linear"] + (f" + {terms['orthogonal_extra']}" if row["connection"] != "linear" else "")
-    value = _BRANCHES[row["module"]](*size) + _UPDATES[row["connection"]](*size)
-    return f"{formula.replace('^2', '²')} = {value:,}"
-
-
-def _gamma(rows: Sequence[Row]) -> Content:
-    def texts(found: Mapping[str, Row]) -> dict[Place, str]:
-        return {((name,), (title,)): f"{row[key]:{form}}" for name, row in found.items() for title, key, form in (
-            ("γ", "gamma", ".2f"), ("width", "width", ".2f"), ("blocks", "blocks", ""))}
-
-    models = paper.figures()["gamma"]["models"]
-    return Content(
-        ["model"], texts({models.get(row["model"], {"name": row["model"]})["name"]: row for row in rows}),
-        texts({stated["name"]: stated for stated in models.values()}), "Counted from the registered models.")
+def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]:
+    """Return the blocks of a report."""
+    shown = content(study["name"], rows)
+    properties = {"device": ", ".join(dict.fromkeys(row["device"] for row in rows if row.get("device"))),
+                  **report.made_with(study, rows)}
+    made = Table(["property", "value"], [[key, value] for key, value in properties.items() if value])
+    return [
+        Text(_about(study)),
+        Heading("The paper's table and this one"),
+        Grid(shown.table(), "the table"), Text(report.note(study, shown.note)), *report.extra_blocks(shown.extras),
+        Heading("What differs from the paper"),
+        Items(study["changed"]) if study["changed"] else Text("No known difference."),
+        Heading("How it was made"), Code(study["command"]),
+        *([Grid(made, "how it was made", wrap=True)] if made.rows else []),
+    ]

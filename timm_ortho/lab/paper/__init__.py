@@ -1,10 +1,11 @@
-"""The figures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), from `paper.json` beside this file.
+"""Numbers, names and recipes of the two papers.
 
-Those of "Orthogonal and Idempotent Transformations" (Wang et al., 2017) are in `skips.json`.
+`paper.json` is from "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), `skips.json` from "Orthogonal and
+Idempotent Transformations" (Wang et al., 2017).
 
-Each section of the file says which table it is, and which version of the paper it was taken from: the first version
-(arXiv 2505.11881v1) has the appendices, the final one (NeurIPS 2025) other figures for ViTs on ImageNet-1k, the sweep
-of learning rates, the throughput and the metrics of representations.
+Each section names its table and the version of the paper. The first version of Oh et al. (arXiv 2505.11881v1) has the
+appendices. The final one (NeurIPS 2025) has different numbers for ViTs on ImageNet-1k, and adds the sweep of learning
+rates, the throughput and the metrics of representations.
 """
 import json
 from dataclasses import dataclass
@@ -16,44 +17,57 @@ _NAMED = {"model": "architectures", "dataset": "datasets", "connection": "connec
 
 
 @cache
-def figures() -> Mapping[str, Any]:
-    """Everything in both files: names, a section for each table, `recipes`, and the hours of training (`compute`)."""
+def numbers() -> Mapping[str, Any]:
+    """Return the contents of both files: names, a section for each table, `recipes` and `compute` (training hours).
+
+    >>> numbers()["throughput"]["table"]
+    'Table 1b'
+    """
     skips, paper = (json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
                     for file in ("skips.json", "paper.json"))
     return {**skips, **paper}
 
 
 def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
-    """Data set, table, and top-1 by skip of a recipe for the networks of Wang et al.; None of any other recipe."""
-    found, (network, _, data) = figures(), name.partition("_")
-    if network != "skipnet" or data not in found["skip_recipe"]:
+    """Return data set, table, and top-1 by skip of a recipe of Wang et al., None for any other recipe."""
+    network, _, data = name.partition("_")
+    if network != "skipnet" or data not in numbers()["skip_recipe"]:
         return None
-    top1 = {found["skips"][skip]: by_data[data] for skip, by_data in found["skips_branch4"]["20"].items()}
-    return found["datasets"][data]["name"], found["skips_branch4"]["table"], top1
+    table = numbers()["skips_branch4"]
+    top1 = {numbers()["skips"][skip]: by_data[data] for skip, by_data in table["20"].items()}
+    return numbers()["datasets"][data]["name"], table["table"], top1
 
 
 def section(table: str | None) -> Mapping[str, Any]:
-    """A table or figure by the key that a study gives it, of either paper; nothing of any other."""
-    return figures().get(table) or {}
+    """Return the section that a study's `table` names, an empty mapping if neither paper has it."""
+    return numbers().get(table) or {}
 
 
 def name(dimension: str, key: str) -> str:
-    """What the papers call a model, data set, connection or skip transform; the key itself where they have none."""
-    entry = figures()[_NAMED[dimension]].get(key, key) if dimension in _NAMED else key
+    """Return the papers' name of a model, data set, connection or skip transform, or the key if they have none.
+
+    >>> name("connection", "feature"), name("model", "vit_s"), name("layers", "0,1")
+    ('Orthogonal-F', 'ViT-S', '0,1')
+    """
+    entry = numbers()[_NAMED[dimension]].get(key, key) if dimension in _NAMED else key
     return entry if isinstance(entry, str) else entry["name"]
 
 
-def deviations(recipe: str) -> Mapping[str, str]:
-    """Where a recipe of this package differs from its paper by necessity, by the option of timm that is concerned."""
+def recipe_deviations(recipe: str) -> Mapping[str, str]:
+    """Return why options of a recipe necessarily differ from the paper, by option."""
     if recipe in experiments():
         return experiments()[recipe].recipe.get("deviations", {})
     network, _, data = recipe.partition("_")
-    return figures()["skip_recipe"].get(data, {}).get("deviations", {}) if network == "skipnet" else {}
+    return numbers()["skip_recipe"].get(data, {}).get("deviations", {}) if network == "skipnet" else {}
 
 
 def architecture(model: str) -> str | None:
-    """The paper's key of an architecture of this package (`vit_small_ortho`: `vit_s`), None of any other."""
-    for key, entry in figures()["architectures"].items():
+    """Return the paper's key of a model, None for architectures that the paper does not have.
+
+    >>> architecture("vit_small_ortho"), architecture("resnet50")
+    ('vit_s', None)
+    """
+    for key, entry in numbers()["architectures"].items():
         names = {entry["model"] + suffix for suffix in ("", "_linear", "_ortho", "_orthog")}
         if model == key or model in names:
             return key
@@ -62,43 +76,47 @@ def architecture(model: str) -> str | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A cell of one of the paper's tables of accuracies: what a recipe of this package reproduces."""
+    """A cell of one of the paper's tables of accuracies, which a recipe of this package reproduces."""
 
     architecture: str  # the paper's key: `vit_s`, `resnetv2_34`, ...
     dataset: str  # `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`
-    section: str = "accuracy"  # of `figures()`: this (Table 2) or `initialisation` (Table 7)
+    section: str = "accuracy"  # key of `numbers()`: `accuracy` (Table 2) or `initialisation` (Table 7)
 
     @property
-    def name(self) -> str:  # of the recipe
+    def name(self) -> str:
+        """The name of the recipe."""
         return "_".join((self.architecture, self.dataset, *([] if self.section == "accuracy" else [self.section])))
 
     @property
     def table(self) -> str:
-        return figures()[self.section]["table"]
+        return numbers()[self.section]["table"]
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """The hyperparameters that the paper gives for it, those of the data set among the others."""
-        recipes = figures()["recipes"]
+        """The paper's hyperparameters, including those of the data set."""
+        recipes = numbers()["recipes"]
         recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
-        shared = {key: value for key, value in recipe.items() if key not in figures()["datasets"]}
+        shared = {key: value for key, value in recipe.items() if key not in numbers()["datasets"]}
         deviations = {**recipe.get("deviations", {}), **recipe[self.dataset].get("deviations", {})}
         return {**shared, **recipe[self.dataset], "deviations": deviations}
 
     def top1(self) -> dict[str, tuple[float, float]]:
-        """Mean and standard deviation of top-1 accuracy in percent, by label: of the connection, after the start."""
-        labels = figures()["connections"]
+        """Return mean and standard deviation of top-1 accuracy in percent, by label.
+
+        A label names the connection, in Table 7 the initialisation and the connection.
+        """
+        labels = numbers()["connections"]
         if self.section == "accuracy":
-            found = figures()["accuracy"][self.architecture][self.dataset]
-            return {labels[connection]: (mean, std) for connection, (mean, std) in found.items()}
+            by_connection = numbers()["accuracy"][self.architecture][self.dataset]
+            return {labels[connection]: (mean, std) for connection, (mean, std) in by_connection.items()}
         return {f"{start}, {labels[connection]}": (value[0], value[1]) for start in ("kaiming", "xavier", "orthogonal")
-                for connection, value in figures()[self.section][start].items()}
+                for connection, value in numbers()[self.section][start].items()}
 
 
 @cache
 def experiments() -> Mapping[str, Experiment]:
-    """Those that the package has a recipe for, by the recipe's name."""
-    found = [Experiment(architecture, dataset) for architecture in figures()["architectures"]
-             for dataset in figures()["datasets"] if dataset in figures()["accuracy"].get(architecture, ())]
-    found.append(Experiment("resnetv2_50", "cifar100", "initialisation"))
-    return {experiment.name: experiment for experiment in found}
+    """Return the cells that the package has a recipe for, by the recipe's name."""
+    cells = [Experiment(architecture, dataset) for architecture in numbers()["architectures"]
+             for dataset in numbers()["datasets"] if dataset in numbers()["accuracy"].get(architecture, ())]
+    cells.append(Experiment("resnetv2_50", "cifar100", "initialisation"))
+    return {experiment.name: experiment for experiment in cells}

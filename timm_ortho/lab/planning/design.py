@@ -1,32 +1,30 @@
-"""What a study is: one YAML file, read, checked and expanded into the runs of one scale.
+"""Read, check and expand a study: one YAML file becomes the runs of one scale.
 
 The keys of a file:
 
-| key | says |
+| key | meaning |
 | --- | --- |
-| `extends` | a study to begin with, by name or as a file; what both have as a mapping is merged, this file winning |
+| `extends` | another study, by name or file; mappings are merged, and this file's values win |
 | `title` | the question |
-| `paper`, `table` | the paper's table or figure, its key in `paper.json` or beside it; or neither |
-| `kind` | `training` (the default), or what is computed without any: `overhead`, `parameters`, `gamma` |
+| `paper`, `table` | the paper's table or figure, and its key in `paper.json` or `skips.json`; none by default |
 | `model` | architecture, without suffix |
-| `recipe` | where the options begin: a recipe, or `paper` for the paper's; without it what `compare` would take |
-| `options` | timm's options on top of the recipe |
-| `connections` | what each cell of the grid is run with |
-| `seeds` | how many |
-| `grid` | axis -> value -> what it changes; a list of values changes the option of the axis's name |
-| `baseline` | what differences are to: `connection: linear`, or a value of an axis |
-| `record` | steps between two looks at the connections, see `timm_ortho.record` |
-| `hold_out` | images of the training split to validate on, for choices; by default the validation split decides |
-| `representation` | whether the features are measured at the end |
-| `paper_data` | the paper's data sets for this table, the first being the one that is compared with by default |
-| `arguments` | of a study without training |
-| `report` | how its table and figures are laid out, see `layout` |
-| `scales` | of `smoke`, `small` and `paper` those that it has: any of the keys from `model` to `connections`, `seeds`,
-  `grid`, `record` and `arguments` again, on top of the study's; an axis as a list keeps only these values |
+| `recipe` | the recipe with the default options: its name, or `paper` for the paper's; by default that of `compare` |
+| `options` | timm's options, which override the recipe's |
+| `connections` | the connections of each cell |
+| `seeds` | number of seeds |
+| `grid` | axis -> value -> changes; a list of values changes the option of the axis's name |
+| `baseline` | the baseline of differences: `connection: linear`, or a value of an axis |
+| `record` | steps between two records of the connections, see `timm_ortho.record` |
+| `hold_out` | number of training images to validate on instead of the validation split, to make choices with |
+| `representation` | whether to measure the features at the end |
+| `paper_data` | the paper's data sets for this table; the first is the default of comparisons |
+| `report` | layout of tables and plots, see `layout` |
+| `scales` | `smoke`, `small`, `paper`, or some of them: any of `model`, `recipe`, `options`, `connections`, `seeds`,
+  `grid` and `record`, which override the study's; a list in place of an axis keeps only these values |
 
-A value of an axis may change timm's options, `model`, `recipe` and `connections`, and beyond that `connection` (the
-only one of this cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
-`connection_` are arguments of the model. What a scale or a value says of `model_kwargs` joins what was said before.
+A value of an axis may change timm's options, `model`, `recipe` and `connections`. It may also set `connection` (the
+only one of its cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
+`connection_` are model arguments. The `model_kwargs` of scales and values are merged with those of the study.
 """
 import itertools
 import re
@@ -39,58 +37,59 @@ from .. import LabError, check_names, nearest, read_user_yaml, shipped_files
 from ..paper import architecture
 from . import recipe
 
+COMPARISON = "compare"
+COST_STUDIES = ("overhead", "parameters", "gamma")  # see `lab.costs`
 SCALES = ("smoke", "small", "paper")
-KINDS = ("training", "overhead", "parameters", "gamma")
 _TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
 _KEYS = {
-    **dict.fromkeys(("options", "grid", "baseline", "arguments", "report"), dict), "representation": bool,
+    **dict.fromkeys(("options", "grid", "baseline", "report"), dict), "representation": bool,
     **dict.fromkeys(("connections", "paper_data"), list), **dict.fromkeys(("seeds", "record", "hold_out"), int),
-    **dict.fromkeys(("title", "paper", "table", "kind", "model", "recipe"), str)}
-_SCALED = frozenset("model recipe options connections seeds grid record arguments".split())
+    **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
+_SCALED = frozenset("model recipe options connections seeds grid record".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-# Model arguments that mean nothing when they stand at these values, so that runs with and without them are the same.
+# Values of model arguments that have no effect; runs with and without them are the same.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal",
                    "connection_keep": "output", "connection_groups": 1}
 
-# The paper's data sets by its names, as timm names them; the last three are class folders.
+# timm's names of the paper's data sets; an empty name is an image folder.
 _TIMM_NAMES = {
     "cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "svhn": "", "tiny_imagenet": "", "imagenet1k": ""}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One cell of the grid with one connection: a run but for its seed."""
+    """One cell of the grid with one connection: a run without its seed."""
 
     cell: Mapping[str, Any]  # axis -> value
     connection: str  # at the start
-    options: Namespace  # timm's; the connection is in `model_kwargs`, the seed open
-    recipe: str  # its name or file
-    switch_to: str = ""  # the connection that takes over in mid-training
-    # With it optimizer and schedule begin anew, for as many epochs as before (paper, Table 3). Otherwise all go on, and
-    # the switch comes at half of the epochs (Table 10).
+    options: Namespace  # timm's; the connection is in `model_kwargs`, the seed is not set
+    recipe: str  # name or file
+    switch_to: str = ""  # the connection of the second stage
+    # True: the second stage has a new optimizer, a new schedule and as many epochs as the first (paper, Table 3).
+    # False: the connection changes after half of the epochs, and training continues (Table 10).
     reinitialise: bool = False
 
     @property
     def final_connection(self) -> str:
+        """The connection at the end of training."""
         return self.switch_to or self.connection
 
     def name(self, seed: int) -> str:
-        """Of its run with a seed: `lr=0.001-linear-seed0`."""
+        """Return the name of the run with a seed: `lr=0.001-linear-seed0`."""
         cell = [f"{axis}={label}" for axis, label in self.cell.items()]
         return re.sub(r"[^\w.,=+-]", "_", "-".join([*cell, self.final_connection, f"seed{seed}"]))
 
 
 @dataclass(frozen=True)
 class Design:
-    """A study at one scale; the attributes are the keys of its file, all plain values."""
+    """A study at one scale. The attributes are the keys of its file, as plain values."""
 
     name: str
     scale: str
     title: str
     paper: str = ""
     table: str = ""
-    kind: str = "training"
-    model: str = "vit_small"  # empty for the recipe's own
+    model: str = "vit_small"  # empty for the recipe's model
     recipe: Optional[str] = None
     options: Mapping[str, Any] = field(default_factory=dict)
     connections: Sequence[str] = ("linear", "feature")
@@ -101,29 +100,37 @@ class Design:
     representation: bool = False
     hold_out: int = 0
     paper_data: Sequence[str] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)
     report: Optional[Mapping[str, Any]] = None
 
     @property
+    def is_comparison(self) -> bool:
+        """Whether this is `timm-ortho compare`: one cell, no paper, a recipe of the user's choice."""
+        return self.name == COMPARISON
+
+    @property
     def axes(self) -> dict[str, list]:
+        """The values of each axis."""
         return {axis: list(values) for axis, values in self.grid.items()}
 
-    def variants(self, given: Mapping[str, Any], trainer: str = "lab") -> list[Variant]:
-        """The cells of `expand` that can be run; a LabError if there are none."""
-        variants, left_out = self.expand(given, trainer)
+    def variants(self, requested: Mapping[str, Any], trainer: str = "lab") -> list[Variant]:
+        """Return the variants that can be run; a LabError if there are none."""
+        variants, left_out = self.expand(requested, trainer)
         if not variants:
             raise LabError(f"nothing of study '{self.name}' can be run: {left_out[0]}")
         return variants
 
-    def expand(self, given: Mapping[str, Any], trainer: str = "lab") -> tuple[list[Variant], list[str]]:
-        """The grid's cells with their connections, in order, and in words what is left out and why.
+    def expand(self, requested: Mapping[str, Any], trainer: str = "lab") -> tuple[list[Variant], list[str]]:
+        """Return the variants of all cells in order, and a line for each cell that is left out, with the reason.
 
         Args:
-            given: timm's options of the command line; they override the study's. What it varies is a LabError.
-            trainer: `lab`, or `train.py` for options that only that has.
+            requested: timm's options of the command line; they override the study's.
+            trainer: `lab`, or `train.py` to allow options that the lab's loop does not have.
+
+        Raises:
+            LabError: A requested option is unknown, or the study varies it.
         """
-        recipe.resolve(given, "train.py")  # their names and types, before anything is merged
-        self._refuse_varied(given)
+        recipe.resolve(requested, "train.py")  # checks names and types before options are merged
+        self._refuse_varied(requested)
         variants, left_out = [], []
         for labels in itertools.product(*self.grid.values()):
             cell = dict(zip(self.grid, labels, strict=True))
@@ -134,19 +141,20 @@ class Design:
             if "connection" in changes:
                 connections = [changes["connection"]]
             try:
-                variants += [self._variant(cell, connection, changes, given, trainer) for connection in connections]
+                variants += [self._variant(cell, connection, changes, requested, trainer) for connection in connections]
             except _NoRecipe as error:
                 left_out.append(str(error))
         return variants, list(dict.fromkeys(left_out))
 
     def _variant(
-            self, cell: Mapping, connection: str, changes: Mapping, given: Mapping[str, Any], trainer: str) -> Variant:
-        values = _merged(_merged(self.options, changes["options"]), given)
-        model = changes.get("model", given.get("model", self.model))
+            self, cell: Mapping, connection: str, changes: Mapping, requested: Mapping[str, Any], trainer: str
+    ) -> Variant:
+        values = _merged(_merged(self.options, changes["options"]), requested)
+        model = changes.get("model", requested.get("model", self.model))
         if model:
             values["model"] = model
         dataset, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
-        if "dataset" in values:  # else the recipe's
+        if "dataset" in values:  # by default the recipe's
             values["dataset"] = timm_name(dataset)
         if base is None:
             base = "digits" if dataset == "digits" else "small_images"
@@ -158,27 +166,38 @@ class Design:
         options.model_kwargs["connection"] = connection
         return Variant(cell, connection, options, base, **switch)
 
-    def _refuse_varied(self, given: Mapping[str, Any]) -> None:
-        flat = {**given, **given.get("model_kwargs", {})}
+    def _refuse_varied(self, requested: Mapping[str, Any]) -> None:
+        flat = {**requested, **requested.get("model_kwargs", {})}
         for axis, values in self.grid.items():
             changed = [{*changes, *changes.get("options", {}), *changes.get("options", {}).get("model_kwargs", {})}
                        for changes in values.values()]
             clash = sorted(set.intersection(*changed).difference({"options", "model_kwargs"}).intersection(flat))
             if clash:
-                raise LabError(f"'{clash[0]}' is what study '{self.name}' varies along its axis '{axis}': "
-                               "leave it out, or use timm-ortho compare")
+                raise LabError(f"study '{self.name}' varies '{clash[0]}' along its axis '{axis}': remove the option, "
+                               "or use timm-ortho compare")
 
 
-# ------------------------------------------------------------------------------------------ from the file
+# ------------------------------------------------------------------------------------------ reading a file
 def shipped() -> dict[str, Path]:
-    """The studies that come with the package, by name."""
+    """Return the studies of this package, by name."""
     return shipped_files("studies")
 
 
 def load(name: str, scale: str) -> Design:
-    """Reads a study, given as a file or as the name of a shipped one, for one scale; what cannot be is a LabError."""
+    """Read a study at one scale.
+
+    Args:
+        name: Name of a study of this package, or a YAML file.
+        scale: `smoke`, `small` or `paper`.
+
+    Raises:
+        LabError: The study or the scale does not exist, or the file is wrong.
+
+    >>> load("accuracy", "smoke").title
+    'Does the orthogonal connection raise accuracy, and in which architectures?'
+    """
     if scale not in SCALES:
-        raise LabError(f"there is no scale '{scale}': give {', '.join(SCALES[:-1])} or {SCALES[-1]}")
+        raise LabError(f"there is no scale '{scale}': choose {', '.join(SCALES[:-1])} or {SCALES[-1]}")
     values, own_name = read(name), Path(name).stem
     try:
         return _design(own_name, scale, values)
@@ -187,14 +206,16 @@ def load(name: str, scale: str) -> Design:
 
 
 def has_scale(name: str, scale: str) -> bool:
-    """Whether a shipped study has a scale."""
+    """Return whether a study has a scale."""
     return scale in read(name)["scales"]
 
 
 def read(name: str, extending: Sequence[Path] = ()) -> Any:
-    """What a study's file says, with what it extends below."""
+    """Return the contents of a study's file, merged with the studies that it extends."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
+        if name in COST_STUDIES:
+            raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
         raise LabError(f"there is no study '{name}'; the nearest is '{nearest(name, shipped())[0]}' (timm-ortho study "
                        "list)")
     values = read_user_yaml(path, f"study '{path.stem}'")
@@ -205,14 +226,14 @@ def read(name: str, extending: Sequence[Path] = ()) -> Any:
         below = str(path.parent / base) if base.endswith((".yaml", ".yml")) else base
         below = read(below, [*extending, path.resolve()])
         if not isinstance(below, dict):
-            raise LabError(f"study '{base}', which study '{path.stem}' extends, must be a mapping, not {below!r}")
+            raise LabError(f"study '{base}', extended by study '{path.stem}', must be a mapping, not {below!r}")
         values = _merged(below, values)
     return values
 
 
 def _design(name: str, scale: str, values: Any) -> Design:
     values = {} if values is None else values  # an empty file
-    _check_keys(values, {*_KEYS, "scales"}, "it")
+    _check_keys(values, {*_KEYS, "scales"}, "the file")
     for key in ("title", "scales"):
         if not values.get(key):
             raise LabError(f"'{key}' is missing")
@@ -220,45 +241,44 @@ def _design(name: str, scale: str, values: Any) -> Design:
     _check_types(values)
     _check_keys(scales, set(SCALES), "scales")
     if scale not in scales:
-        raise LabError(f"it has no scale '{scale}', only {', '.join(scales)}")
+        raise LabError(f"there is no scale '{scale}', only {', '.join(scales)}")
     for which, changes in scales.items():
         _check_keys(changes, _SCALED, f"scale '{which}'")
         _check_types(changes or {})
     changes = scales[scale] or {}
-    grid = {axis: _axis(axis, given) for axis, given in (values.get("grid") or {}).items()}
-    for axis, given in (changes.get("grid") or {}).items():
-        grid[axis] = _scaled_axis(axis, grid.get(axis, {}), given)
-    merged = {**values, **changes, "grid": grid}
-    for key in ("options", "arguments"):
-        merged[key] = _merged(values.get(key) or {}, changes.get(key) or {})
+    grid = {axis: _axis(axis, entry) for axis, entry in (values.get("grid") or {}).items()}
+    for axis, entry in (changes.get("grid") or {}).items():
+        grid[axis] = _scaled_axis(axis, grid.get(axis, {}), entry)
+    options = _merged(values.get("options") or {}, changes.get("options") or {})
+    merged = {**values, **changes, "grid": grid, "options": options}
     design = Design(name=name, scale=scale, **{key: value for key, value in merged.items() if value is not None})
     _check(design)
     return design
 
 
-def _axis(axis: str, given: Any) -> dict:
-    """An axis as value -> changes, the changes of timm's options under `options`."""
-    if isinstance(given, list):
-        given = {value: {axis: value} for value in given}
-    if not isinstance(given, dict):
-        raise LabError(f"axis '{axis}' must be a list of values, or a mapping of values to what they change")
-    return {label: _changes(axis, label, changes or {}) for label, changes in given.items()}
+def _axis(axis: str, entry: Any) -> dict:
+    """Return an axis as value -> changes. Changes of timm's options are under `options`."""
+    if isinstance(entry, list):
+        entry = {value: {axis: value} for value in entry}
+    if not isinstance(entry, dict):
+        raise LabError(f"axis '{axis}' must be a list of values, or a mapping from values to changes")
+    return {label: _changes(axis, label, changes or {}) for label, changes in entry.items()}
 
 
-def _scaled_axis(axis: str, whole: Mapping, given: Any) -> dict:
-    if isinstance(given, list) and set(given) <= set(whole):
-        return {label: whole[label] for label in given}
-    return {label: _merged(whole.get(label, {}), changes) for label, changes in _axis(axis, given).items()}
+def _scaled_axis(axis: str, whole: Mapping, entry: Any) -> dict:
+    if isinstance(entry, list) and set(entry) <= set(whole):
+        return {label: whole[label] for label in entry}
+    return {label: _merged(whole.get(label, {}), changes) for label, changes in _axis(axis, entry).items()}
 
 
-def _changes(axis: str, label: Any, given: Mapping[str, Any]) -> dict:
+def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
     where = f"axis '{axis}', value '{label}'"
-    if not isinstance(given, dict):
-        raise LabError(f"{where}: it must map options to values, not be {given!r}")
+    if not isinstance(entry, dict):
+        raise LabError(f"{where}: the value must be a mapping from options to values, not {entry!r}")
     changes: dict[str, Any] = {"options": {}}
-    for key, value in given.items():
+    for key, value in entry.items():
         if key == "seed":
-            raise LabError(f"{where}: a seed is no axis: give seeds, or --seeds")
+            raise LabError(f"{where}: a seed cannot be an axis: use seeds, or --seeds")
         if key.startswith("connection_"):
             changes["options"].setdefault("model_kwargs", {})[key] = value
         elif key in _CELL:
@@ -272,81 +292,83 @@ def _changes(axis: str, label: Any, given: Mapping[str, Any]) -> dict:
 
 
 def _check(design: Design) -> None:
-    if design.kind not in KINDS:
-        raise LabError(f"there is no kind '{design.kind}', only {', '.join(KINDS)}")
     check_names(design.options, recipe.known_options(), "options")
     for key, value in design.baseline.items():
         if key != "connection" and value not in design.grid.get(key, {}):
-            raise LabError(f"the baseline is {value!r} on axis '{key}', where there is no such value")
+            raise LabError(f"the baseline is {value!r} on axis '{key}', which has no such value")
     for values in design.grid.values():
         for changes in values.values():
             _switch("linear", changes.get("switch"))
 
 
-def _check_keys(given: Any, known: Iterable[str], where: str) -> None:
-    if given is None:
+def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
+    if values is None:
         return
-    if not isinstance(given, dict):
-        raise LabError(f"{where} must be a mapping, not {given!r}")
-    check_names(given, known, where)
+    if not isinstance(values, dict):
+        raise LabError(f"{owner} must be a mapping, not {values!r}")
+    check_names(values, known, owner)
 
 
-def _check_types(given: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
-    """null, of a key that an extending study takes back, is its default."""
+def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
+    """Check the types of values. null stands for the default, so that a study can reset a key that it inherits."""
     for key, kind in kinds.items():
-        value, least = given.get(key), int(key != "hold_out")
+        value, least = values.get(key), int(key != "hold_out")
         if value is not None and (type(value) is not kind or (kind is int and value < least)):
             raise LabError(f"{key} is {value!r}, but must be {_TYPES[kind].format(least)}")
 
 
 # ------------------------------------------------------------------------------------------------ variants
-def _switch(connection: str, given: Optional[Mapping[str, str]]) -> dict[str, Any]:
-    """A file's `switch` as arguments of `Variant`."""
-    if given is None:
+def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, Any]:
+    """Return the arguments of `Variant` for a file's `switch`."""
+    if switch is None:
         return {}
-    _check_keys(given, {"to", "optimizer"}, "switch")
-    if set(given) != {"to", "optimizer"} or given["optimizer"] not in ("kept", "reinitialised"):
-        raise LabError("switch must say to which connection (to) and whether the optimizer is kept or reinitialised")
-    again = given["optimizer"] == "reinitialised"
-    if given["to"] == connection and not again:
-        return {}  # nothing happens
-    if "hybrid" in (given["to"], connection) and given["to"] != connection:
-        raise LabError("a checkpoint without hybrid knows nothing of its parameters: it cannot take over, or be left")
-    return {"switch_to": given["to"], "reinitialise": again}
+    _check_keys(switch, {"to", "optimizer"}, "switch")
+    if set(switch) != {"to", "optimizer"} or switch["optimizer"] not in ("kept", "reinitialised"):
+        raise LabError("switch needs to: CONNECTION, and optimizer: kept or reinitialised")
+    again = switch["optimizer"] == "reinitialised"
+    if switch["to"] == connection and not again:
+        return {}  # no change
+    if "hybrid" in (switch["to"], connection) and switch["to"] != connection:
+        raise LabError("a run cannot switch to or from hybrid: other connections have none of its parameters")
+    return {"switch_to": switch["to"], "reinitialise": again}
 
 
 class _NoRecipe(LabError):
-    """The paper has no recipe for a cell."""
+    """The paper has no recipe for a cell, which is then left out."""
 
 
 def _paper_recipe(model: str, dataset: str) -> str:
-    """The paper's recipe for an architecture on a data set."""
+    """Return the name of the paper's recipe for an architecture on a data set."""
     name = f"{'skipnet' if model.startswith('skipnet_') else architecture(model)}_{dataset.rpartition('/')[2]}"
     if name in recipe.shipped():
         return name
-    raise _NoRecipe(f"{model}: the paper has no recipe for it on {dataset or 'a folder of images'}")
+    raise _NoRecipe(f"{model}: the paper has no recipe for {dataset or 'a folder of images'}")
 
 
 def timm_name(dataset: str) -> str:
-    """A data set as timm names it, given as timm or as the paper names it; a LabError if neither knows it."""
+    """Return timm's name of a data set that is named as in timm or in the paper. Unknown names are a LabError.
+
+    >>> timm_name("cifar10"), timm_name("tiny_imagenet"), timm_name("torch/mnist")
+    ('torch/cifar10', '', 'torch/mnist')
+    """
     if dataset in ("", "digits") or dataset.partition("/")[0] in ("torch", "tfds", "hfds", "hfids", "wds"):
         return dataset
     if dataset in _TIMM_NAMES:
         return _TIMM_NAMES[dataset]
     near = nearest(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2)
-    raise LabError(f"there is no data set '{dataset}'; the nearest are {' and '.join(near)}. timm's others have a "
-                   "prefix (torch/, tfds/, hfds/, wds/), and '' with --data-dir is a folder of images")
+    raise LabError(f"there is no data set '{dataset}'; the nearest are {' and '.join(near)}. timm's other names "
+                   "have a prefix (torch/, tfds/, hfds/, wds/), and '' with --data-dir is an image folder")
 
 
 def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:
-    """Without the arguments that make no difference, so that equal runs are seen to be equal."""
+    """Drop the arguments that have no effect, so that equal runs have equal arguments."""
     linear = connections == {"linear"}
     return {key: value for key, value in model_kwargs.items()
             if (key, value) not in _MODEL_DEFAULTS.items() and not (linear and key.startswith("connection_"))}
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, `above` winning; what both have as a mapping is merged likewise."""
+    """Merge two mappings recursively; the values of `above` win."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

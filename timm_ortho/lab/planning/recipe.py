@@ -1,13 +1,13 @@
-"""A recipe is a training YAML of timm's `train.py`: the same keys, the same defaults, the same types.
+"""Read recipes. A recipe is a training YAML of timm's `train.py`, with the same keys, defaults and types.
 
-`train_options.json` beside this file lists `train.py`'s options; where a script is at hand, its own parser is asked.
+`train_options.json` lists the options of `train.py`. If a script is available, its own parser is also used.
 
-| key | says of an option |
+| key | meaning |
 | --- | --- |
-| `type`, `default`, `choices` | what timm's parser says |
-| `list`, `or_list` | it is a list; the parser takes one number, but timm.data a list too, which a YAML can hold |
-| `lab` | `used` by the lab's loop, or `unused` there: it changes what is logged or stored; others stay at defaults |
-| `about` | the `machine`, and so without effect on a result, or the `data`; without it, how a model is trained |
+| `type`, `default`, `choices` | as in timm's parser |
+| `list`, `or_list` | a list; or a number that may be a list in YAML, although the parser takes one number |
+| `lab` | `used` by the lab's loop, or `unused` because it affects logs and files only; the loop has no other options |
+| `about` | `machine`: no effect on results; `data`: options of the data; otherwise options of the training |
 """
 import argparse
 import importlib
@@ -26,46 +26,55 @@ from ...models.names import base_name, bases_with_variants
 from ...runs.folders import import_modules
 from .. import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 
-_BY_MODEL = ("model_kwargs", "img_size", "input_size")  # what a recipe says for its own model only
+_BY_MODEL = ("model_kwargs", "img_size", "input_size")  # options that apply to the recipe's own model only
 
-# Where the lab's default is not timm's, and why.
+# Defaults that differ from timm's.
 DEFAULTS = {
-    "checkpoint_hist": 1,  # timm keeps 10; a study has many runs and needs the last and the best of each
+    "checkpoint_hist": 1,  # not 10: a study has many runs, and needs the last and the best checkpoint of each
 }
 
 
 @cache
 def known_options() -> Mapping[str, Mapping[str, Any]]:
-    """The options of timm's `train.py`: name -> what is said of it, see above."""
+    """Return the options of timm's `train.py` by name, with the keys above."""
     return json.loads(files(__package__).joinpath("train_options.json").read_text(encoding="utf-8"))
 
 
 def defaults() -> dict[str, Any]:
+    """Return the default of each option."""
     return {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
 
 
 @cache
 def options_with(key: str, *values: str) -> frozenset[str]:
-    """The names of the options of which the table says one of these: `options_with("lab", "used")`."""
+    """Return the names of the options whose key has one of these values.
+
+    >>> "workers" in options_with("about", "machine")
+    True
+    """
     return frozenset(name for name, option in known_options().items() if option.get(key) in values)
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
+    """Return the recipes of this package, by name."""
     return shipped_files("recipes")
 
 
 def find(name: str) -> Path:
-    """The file of a shipped recipe; a LabError that has the nearest if there is none of that name."""
+    """Return the file of a recipe of this package. Unknown names are a LabError."""
     known = shipped()
     if name in known:
         return known[name]
-    raise LabError(f"there is no recipe '{name}': the nearest is '{nearest(name, known)[0]}', timm-ortho recipe --list "
-                   "shows all, and a file of your own is given by its path")
+    raise LabError(f"there is no recipe '{name}': the nearest is '{nearest(name, known)[0]}'. timm-ortho recipe --list "
+                   "shows all names; for your own recipe use the path of its file")
 
 
 def load(name: str) -> dict[str, Any]:
-    """Reads a recipe, given as a file or as the name of a shipped one; a key that timm does not know is a LabError."""
+    """Read a recipe by name or file. Keys that timm's train.py does not have are a LabError.
+
+    >>> load("vit_s_cifar10")["opt"]
+    'adamw'
+    """
     values = read_user_yaml(Path(name) if Path(name).is_file() else find(name), f"recipe '{name}'") or {}
     if not isinstance(values, dict):
         raise LabError(f"recipe '{name}' must be a mapping of timm's train.py options, not a {type(values).__name__}")
@@ -74,54 +83,57 @@ def load(name: str) -> dict[str, Any]:
 
 
 def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
-    """All of timm's options, typed as timm types them: those that are given, the others at their defaults.
+    """Return all of timm's options with timm's types; missing options have their defaults.
 
     Args:
-        values: Options by name, as they stand in a recipe or on the command line.
-        trainer: `lab`, which knows some of them, or `train.py`; what it does not know, or a wrong type, is a LabError.
+        values: Options by name, from a recipe or the command line.
+        trainer: `lab` or `train.py`. The lab's loop has fewer options.
+
+    Raises:
+        LabError: An option is unknown, has a wrong type, or is not in the lab's loop.
     """
     check_names(values, known_options(), "the options: timm's train.py", "option")
     typed = {key: _typed(key, value) for key, value in values.items()}
-    if typed.get("data") is not None:  # train.py's deprecated positional argument
+    if typed.get("data") is not None:  # the deprecated positional argument of train.py
         typed.setdefault("data_dir", typed["data"])
     if trainer == "lab":
         changed = [key for key, value in typed.items() if not _is_default(key, value)]
         missing = [f"'{key}'" for key in changed if key not in options_with("lab", "used", "unused") | {"data"}]
         if missing:
-            raise LabError(f"timm's train.py has {', '.join(missing)}, but the lab's own loop does not: remove it, or "
-                           "train with --train-py")
+            raise LabError(f"timm's train.py has {', '.join(missing)}, but the lab's own loop does not: remove the "
+                           "option, or train with --train-py")
         if str(typed.get("sched")).startswith("plateau"):
-            raise LabError("the lab's own loop has no schedule that follows the figures: train with --train-py")
+            raise LabError("the lab's own loop has no plateau schedules: train with --train-py")
         unused = [key for key in changed if key in options_with("lab", "unused")]
         if unused:
-            print(f"timm-ortho: the lab's own loop has no use for {', '.join(unused)}", file=sys.stderr)
+            print(f"timm-ortho: the lab's own loop ignores {', '.join(unused)}", file=sys.stderr)
     return Namespace(**{**defaults(), **typed})
 
 
-def resolve_variant(given: Mapping[str, Any], name: str, trainer: str = "lab") -> Namespace:
-    """timm's options for what was given, with a recipe and timm's own defaults below; the model is a variant.
+def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab") -> Namespace:
+    """Return all of timm's options for a recipe, with the orthogonal variant as the model.
 
     Args:
-        given: timm's options by name; they override the recipe's.
-        name: File or name of a shipped recipe.
+        requested: timm's options by name; they override the recipe's.
+        name: File or name of the recipe.
         trainer: `lab` or `train.py`.
     """
     values = load(name)
     own = base_name(str(values.get("model", "vit_small")))
-    base = base_name(str(given.get("model", own)))
+    base = base_name(str(requested.get("model", own)))
     if base != own:
         values = {key: value for key, value in values.items() if key not in _BY_MODEL}
-    kwargs = {**(values.get("model_kwargs") or {}), **given.get("model_kwargs", {})}
-    values = {**values, **given, "model": base, "model_kwargs": kwargs}
+    kwargs = {**(values.get("model_kwargs") or {}), **requested.get("model_kwargs", {})}
+    values = {**values, **requested, "model": base, "model_kwargs": kwargs}
     options = resolve(values, trainer)
-    # timm_ortho so that train.py --config args.yaml finds the variant, others for what they register
+    # with timm_ortho, train.py --config args.yaml finds the variant; other modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
     import_modules(options.device_modules, LabError)
     options.model = _variant(base)
     if "amp_dtype" not in values and options.device == "cpu":
-        options.amp_dtype = "bfloat16"  # timm's float16 needs a loss scaler, which the CPU does not have
+        options.amp_dtype = "bfloat16"  # timm's default, float16, needs a loss scaler, which is for GPUs only
     if "connection" in options.model_kwargs:
-        raise LabError("the connection is not a model argument here: use --connections")
+        raise LabError("the connection is not a model argument of a study or comparison: use --connections")
     return options
 
 
@@ -135,8 +147,8 @@ def _variant(base: str) -> str:
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:
-    """The parser of a `train.py`; a LabError if that is not timm's, or too old."""
-    advice = ("give timm's train.py with --train-py, or its folder as TIMM_DIR: git clone "
+    """Return the parser of a `train.py`. A script that is not timm's, or too old, is a LabError."""
+    advice = ("use timm's train.py with --train-py, or set TIMM_DIR to its folder: git clone "
               "https://github.com/huggingface/pytorch-image-models")
     if not script.is_file():
         raise LabError(f"there is no {script}: {advice}")
@@ -145,7 +157,7 @@ def of_script(script: Path) -> argparse.ArgumentParser:
     try:
         spec.loader.exec_module(module)
         parser = module.parser
-    except Exception as error:  # noqa: BLE001 whatever somebody else's file raises
+    except Exception as error:  # noqa: BLE001 the script may raise anything
         raise LabError(f"{script} is not timm's train.py ({one_line(error)}): {advice}") from None
     known = vars(parser.parse_args([]))
     lacking = [name for name in ("device_modules", "model_kwargs", "initial_checkpoint", "resume") if name not in known]
@@ -155,7 +167,7 @@ def of_script(script: Path) -> argparse.ArgumentParser:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """YAML reads 1e-3 as a string and timm's parser turns it into a number afterwards; so does this."""
+    """Convert a value to its option's type. As in timm, 1e-3 becomes a number, although YAML loads it as text."""
     option = known_options()[key]
     if value is None:
         return option["default"]

@@ -1,4 +1,4 @@
-"""Collecting: from output folders to what a report is made of, whoever trained the runs, finished or not."""
+"""Collect the runs in output folders for a report."""
 from collections import Counter
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -7,17 +7,23 @@ from ..._text import aligned
 from ...models.names import SUFFIXES, base_name, suffix_of
 from ...runs.folders import read_history
 from .. import LabError
-from ..folder import RESULT, RunPlan, figures_of, history, read_json, read_lines, read_yaml, state
+from ..folder import RESULT, RunPlan, history, metrics_of, read_json, read_lines, read_yaml, state
 from ..planning.plan import STUDY, read
 from ..running.features import add_cka
 from . import published
 
-Part = tuple  # study, runs, unfinished and, of a published study, `recorded`, as `report.write` takes them
+Part = tuple  # study, runs, unfinished and, for a published study, `recorded`: the arguments of `report.write`
 
 
 def collect(folders: Sequence[Path]) -> list[Part]:
-    """What the folders hold: published studies, outputs of `timm-ortho study` and `compare`, and runs that `train.py`
-    was given by hand, each of which joins the first of these studies that has a place for it; a LabError if none has.
+    """Return the studies and runs in folders.
+
+    Args:
+        folders: Published studies, outputs of `timm-ortho study` and `compare`, and folders of runs that the user
+            trained with `train.py`. Such a run joins the first of these outputs with a cell that it fits.
+
+    Raises:
+        LabError: A folder is none of these, or a run fits no cell.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
     parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]
@@ -28,14 +34,14 @@ def collect(folders: Sequence[Path]) -> list[Part]:
 def _of_outputs(folders: Sequence[Path]) -> list[Part]:
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
-    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without any, `read` says what is missing
+    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without a study, `read` raises
     parts = [_of_study(folder, values) for folder, values in plans]
     for folder in by_hand:
         number, run = _by_hand(folder, plans)
         study, runs, _ = parts[number]
         if any(all(other[key] == run[key] for key in ("cell", "connection", "seed")) for other in runs):
             raise LabError(f"{folder} is a second run of {run['connection']}, seed {run['seed']}, in {study['name']}: "
-                           "leave one out; runs of train.py need a --seed of their own")
+                           "remove one; each run of train.py needs its own --seed")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
     return parts
@@ -43,11 +49,6 @@ def _of_outputs(folders: Sequence[Path]) -> list[Part]:
 
 def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:
     study = dict(values["study"])
-    if study["kind"] != "training":
-        rows = read_json(folder / "rows.json")
-        if rows is None:
-            raise LabError(f"{folder} has no rows yet: timm-ortho study run makes them")
-        return study, rows, []
     runs, folders, unfinished = [], [], []
     for place in values["places"]:
         run = _run(folder / place["run"])
@@ -63,7 +64,7 @@ def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:
 
 
 def _run(folder: Path) -> Optional[dict]:
-    """A finished run's figures and traces; None of another."""
+    """Return the metrics and traces of a finished run, None for an unfinished one."""
     result = read_json(folder / RESULT)
     if result is None:
         return None
@@ -77,15 +78,15 @@ def _run(folder: Path) -> Optional[dict]:
 
 
 def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[int, dict]:
-    """A run that somebody gave `train.py`: the study that has a place for it, and the run in that place."""
+    """Return a run that the user trained with `train.py`, and the index of the study that it fits."""
     rows = read_history(folder)
     if not (folder / "args.yaml").is_file() or not rows:
-        raise LabError(f"{folder} is no study's output, nor a run of train.py (args.yaml, summary.csv)")
+        raise LabError(f"{folder} is neither a study's output nor a run of train.py (args.yaml, summary.csv)")
     if not all("eval_top1" in row for row in rows):
-        raise LabError(f"{folder} has epochs without eval_top1 in its summary.csv, so there is no accuracy to report")
+        raise LabError(f"{folder} has epochs without eval_top1 in summary.csv, so there is no accuracy to report")
     options = read_yaml(folder / "args.yaml")
     if not isinstance(options, dict) or not options.get("model"):
-        raise LabError(f"{folder / 'args.yaml'} names no model, so it is not train.py's")
+        raise LabError(f"{folder / 'args.yaml'} names no model, so train.py did not write it")
     own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
     connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
     for number, (root, values) in enumerate(studies):
@@ -95,17 +96,17 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
             plan = RunPlan.read(root / place["run"])
             if len(plan.stages) == 1 and _fits(options, rows, plan):
                 return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
-    epochs = figures_of(rows)["epochs"]
+    epochs = metrics_of(rows)["epochs"]
     raise LabError(f"{folder} ({options['model']}, {connection}, {epochs} epochs) fits no cell of these studies")
 
 
 def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bool:
-    """Whether a run by hand has a plan's architecture, data set and epochs, and is trained as the plan says."""
+    """Return whether a user's run has a plan's architecture, data set, epochs and training options."""
     there, epochs = plan.stages[0].options, plan.stages[0].last_epoch
     same = ("dataset", "opt", "lr", "weight_decay", "sched", "img_size", "mixup", "cutmix", "smoothing")
     kwargs = [{key: value for key, value in (values.get("model_kwargs") or {}).items() if key != "connection"}
               for values in (options, there)]
-    return (base_name(options["model"]) == base_name(there["model"]) and figures_of(rows)["epochs"] == epochs
+    return (base_name(options["model"]) == base_name(there["model"]) and metrics_of(rows)["epochs"] == epochs
             and all(options.get(key) == there.get(key) for key in same) and kwargs[0] == kwargs[1])
 
 
@@ -113,14 +114,14 @@ def _recorded(
         folder: Path, options: Mapping[str, Any], rows: Sequence[dict], place: Mapping[str, Any], data: str) -> dict:
     return {
         "model": options["model"], "cell": place["cell"], "connection": place["connection"],
-        "seed": options["seed"], "dataset": data, "trainer": "train.py", **figures_of(rows),
+        "seed": options["seed"], "dataset": data, "trainer": "train.py", **metrics_of(rows),
         "history": list(rows), "dynamics": read_lines(folder / "records.jsonl"),
         "made_with": {"command": f"by hand, in {folder}"},
     }
 
 
 def status(folder: Path) -> str:
-    """A line for each run of a study: its name, and where it stands by its files alone."""
+    """Return a line for each run of a study, with its state according to its files."""
     names = list(dict.fromkeys(place["run"] for place in read(folder)["places"]))
     rows = [(name, *state(folder / name)) for name in names]
     counts = Counter(word for _, word, _ in rows)

@@ -1,7 +1,7 @@
-"""A report as a list of blocks, and the same blocks as a page in one file, as Markdown with figures beside it, as text.
+"""Render the blocks of a report as one HTML file, as Markdown with separate plots, and as text.
 
-The page is `page.html.jinja`. On a narrow screen tables scroll in boxes of their own, and plots have their panels below
-each other; in print nothing scrolls, and neither a plot nor a row is cut.
+The HTML template is `page.html.jinja`. On a narrow screen, tables scroll and plots stack their panels. In print,
+nothing scrolls, and page breaks cut neither plots nor rows.
 """
 import base64
 import io
@@ -23,11 +23,11 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]  # each as long as the header
-    names: int = 1  # how many leading columns name a row
-    groups: Sequence[tuple[str, int]] = ()  # titles above the columns after the names, and over how many each stands
+    names: int = 1  # number of leading columns that name a row
+    groups: Sequence[tuple[str, int]] = ()  # titles above the other columns, and the columns that each spans
 
     def flat_header(self) -> list[str]:
-        """The header in one line, `group: title`."""
+        """Return the header as one line, with titles such as `group: title`."""
         titles = [title for title, span in self.groups for _ in range(span)] or [""] * (len(self.header) - self.names)
         below = [f"{title}: {name}" if title else name
                  for title, name in zip(titles, self.header[self.names:], strict=True)]
@@ -52,7 +52,7 @@ class Code(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table with what a screen reader calls it, and whether lines may break in its cells."""
+    """A table, its label for screen readers, and whether lines may break in its cells."""
 
     table: Table
     label: str
@@ -88,10 +88,10 @@ Block = Union[Heading, Text, Items, Code, Grid, Picture]
 
 
 def page(title: str, blocks: Sequence[Block]) -> str:
-    """The document as one file of HTML."""
+    """Return the document as one HTML file."""
     environment = Environment(
         loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    # as an image inside the page, so that the names inside two SVGs cannot meet
+    # embedded as images, so that ids of two SVGs cannot clash
     environment.filters["base64"] = lambda svg: base64.b64encode(svg.encode("utf-8")).decode("ascii")
     environment.filters["width"] = _width
     template = environment.get_template("page.html.jinja")
@@ -99,13 +99,13 @@ def page(title: str, blocks: Sequence[Block]) -> str:
 
 
 def _width(svg: str) -> float:
-    """In points."""
-    found = re.search(r'width="([\d.]+)pt"', svg)
-    return float(found[1]) if found else 0.0
+    """Return the width of an SVG in points."""
+    match = re.search(r'width="([\d.]+)pt"', svg)
+    return float(match[1]) if match else 0.0
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
-    """The document as Markdown; figures are files, by their relative paths."""
+    """Return the document as Markdown, with relative paths to the plots."""
     return "\n\n".join([f"# {_escaped(title)}", *map(_markdown, blocks)]) + "\n"
 
 
@@ -126,17 +126,24 @@ def _markdown(block: Block) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Plain text, in which Markdown would find emphasis, tags, links or columns."""
+    """Escape the characters that have a meaning in Markdown."""
     return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", text)
 
 
 def text_table(table: Table) -> str:
+    """Return a table as text with aligned columns.
+
+    >>> print(text_table(Table(["connection", "top-1 %"], [["linear", "91.00"]])))
+    connection  top-1 %
+    -------------------
+    linear      91.00
+    """
     header, *rows = aligned([table.flat_header(), *table.rows])
     return "\n".join([header, "-" * len(header), *rows])
 
 
 def svg(draw: Callable[[], Figure], salt: str) -> str:
-    """The figure as SVG. The same figure with the same salt has the same bytes."""
+    """Return a figure as SVG. The same figure with the same salt has the same bytes."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):  # text remains text
         draw().savefig(buffer, format="svg", metadata={"Date": None})

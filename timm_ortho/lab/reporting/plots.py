@@ -1,9 +1,9 @@
-"""The plots of a report, from the runs alone. A study's layout lists its plots.
+"""Draw the plots that a study's layout lists.
 
-Lines are means over seeds, shades the range of the seeds; points are runs, and bars one standard deviation about their
-mean. A value that is not finite leaves a gap. Colours are Okabe and Ito's, which colour-blind readers can distinguish,
-and near the paper's (red is linear, blue is orthogonal); line styles and markers differ as well. Every function that
-draws takes `narrow`: panels below each other, for a phone.
+Lines are means over seeds, and shaded areas their range. Points are runs, and bars one standard deviation about their
+mean. Values that are not finite leave gaps. The colours are Okabe and Ito's, which colour-blind readers can
+distinguish, and similar to the paper's (red: linear, blue: orthogonal). Line styles and markers differ too. With
+`narrow`, panels are below each other, for a phone.
 """
 import math
 import re
@@ -21,8 +21,8 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from scipy.stats import pearsonr
 
 from ..._text import finite
-from .. import paper
-from .layout import MEASURES, TRACES, Layout, Run, grouped, shown
+from .. import paper, value_text
+from .layout import MEASURES, TRACES, Layout, Run, grouped
 from .statistics import ROUNDING, Difference
 from .tables import Entry
 
@@ -38,14 +38,14 @@ _LINES = ("-", "--", "-.", ":")
 _MARKERS = "vPX<>d*h"
 
 _NARROW = 4.0  # inches
-_LONG = 10  # epochs, from which on the y axes leave out the first half of training
+_LONG = 10  # epochs of a long training, whose y axes leave out the first half
 
 Name = Callable[[Run], str]
 Options = Mapping[str, Any]
 
 
 class Drawing(NamedTuple):
-    """A plot: name of its file, caption, the plot in words, and the function that draws it, wide or narrow."""
+    """A plot: name of its file, caption, description, and the function that draws it, wide or narrow."""
 
     name: str
     caption: str
@@ -55,41 +55,47 @@ class Drawing(NamedTuple):
 
 @dataclass
 class Panel:
-    """One pair of axes of a line chart: by name of a line its look, the values of x, and a curve for each seed."""
+    """One pair of axes of a line chart. A line has a style, the values of x, and a curve for each seed."""
 
     title: str
     lines: dict[str, tuple[Mapping[str, Any], Sequence[float], list[Sequence[Optional[float]]]]]
-    marks: Sequence[float] = ()  # where dotted vertical lines stand
+    marks: Sequence[float] = ()  # x of dotted vertical lines
 
 
 class Scene(NamedTuple):
-    """What figures are made from: the finished runs, their layout, and what was found in the whole records."""
+    """The input of the plots: the finished runs, their layout, and the summary of their complete records."""
 
     runs: Sequence[Run]
     layout: Layout
     recorded: Mapping[str, Any]
 
     def having(self, key: str) -> list[Run]:
+        """Return the runs with a value for a key."""
         return [run for run in self.runs if run.get(key)]
 
     def lines(self, options: Options) -> Name:
-        told = (options.get("by"), options.get("x"))  # by the panel, or by the place
-        own = [*(axis for axis in self.layout.study["axes"] if axis not in told), "connection"]
+        """Return a function that names the line of a run."""
+        elsewhere = (options.get("by"), options.get("x"))  # named by the panel or the x axis
+        own = [*(axis for axis in self.layout.study["axes"] if axis not in elsewhere), "connection"]
         return self.layout.name(options.get("lines", own))
 
     def parts(self, options: Options, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-        """The runs by the option `by`, all of them under no name without it."""
+        """Return the runs by the values of option `by`, or all runs under an empty name."""
         return list(grouped(runs, self.layout.name([options["by"]] if "by" in options else [])).items())
 
 
 def drawings(scene: Scene) -> list[Drawing]:
-    """All figures of the layout but those that the runs have no record of."""
-    return [drawing for name, options in scene.layout.drawings() for drawing in DRAWINGS[name](scene, options)]
+    """Return the plots of the layout. Plots without data are left out."""
+    return [drawing for name, options in scene.layout.plot_options() for drawing in DRAWINGS[name](scene, options)]
 
 
-# ------------------------------------------------------------------------------------------ what all share
+# ------------------------------------------------------------------------------------------ shared functions
 def style(name: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Colour, line style and marker of a connection, or of the series `name` among `names`."""
+    """Return colour, line style and marker of a connection, or of the series `name` among `names`.
+
+    >>> style("linear")
+    {'color': '#d55e00', 'linestyle': '--', 'marker': 's'}
+    """
     if name in STYLES:
         return STYLES[name]
     index = [other for other in names if other not in STYLES].index(name) if name in names else 0
@@ -98,7 +104,7 @@ def style(name: str, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _panels(figure: Figure, count: int, narrow: bool, **options: Any) -> list[Axes]:
-    """Panels side by side, or below each other."""
+    """Create panels side by side or, if narrow, below each other."""
     shape = (count, 1) if narrow else (1, count)
     return list(figure.subplots(*shape, squeeze=False, **options).flat)
 
@@ -112,14 +118,14 @@ def _title(axes: Axes, title: str, below: str) -> None:
 
 
 def _finished(figure: Figure) -> Figure:
-    """With one legend above the panels, in as many columns as fit."""
-    found: dict[str, Any] = {}
+    """Add one legend above the panels, in as many columns as fit."""
+    handles: dict[str, Any] = {}
     for axes in figure.axes:
-        found = {**dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)), **found}
-    if found:
-        column = 50 + 5.5 * max(map(len, found))  # points: handle, gaps, and letters of size 9
-        columns = max(1, min(6, len(found), int(72 * figure.get_figwidth() // column)))
-        figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns, frameon=False,
+        handles = {**dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)), **handles}
+    if handles:
+        column = 50 + 5.5 * max(map(len, handles))  # points: handle, gaps, and letters of size 9
+        columns = max(1, min(6, len(handles), int(72 * figure.get_figwidth() // column)))
+        figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns, frameon=False,
                       fontsize=9)
     return figure
 
@@ -129,11 +135,17 @@ def lines_chart(
         panels: Sequence[Panel], below: str, *, columns: int = 3, shared: bool = False, log: bool = False,
         late: bool = False, ticks: Sequence[str] = (), narrow: bool = False,
 ) -> Figure:
-    """Panels in rows above a title of the x axes; `shared` and `log` apply to the y axes.
+    """Draw line charts in a grid of panels.
 
-    With `late` the y axes cover the second half, so that a steep beginning does not hide the differences; a training
-    of fewer than ten epochs is shown whole. `ticks` names the places 0, 1, ... on the x axis, which otherwise
-    has whole numbers.
+    Args:
+        panels: The panels, row by row.
+        below: Title of the x axes.
+        columns: Maximal number of columns.
+        shared, log: Share the y axes; make them logarithmic.
+        late: Let the y axes cover the second half of a training of ten or more epochs, so that a steep beginning does
+            not hide the differences.
+        ticks: Labels of x = 0, 1, ...; by default whole numbers.
+        narrow: One column.
     """
     columns = 1 if narrow else min(columns, len(panels))
     rows = -(-len(panels) // columns)
@@ -152,15 +164,15 @@ def lines_chart(
     for group in ([panels] if shared else [[panel] for panel in panels]) if late and _is_long(panels) else []:
         _focus(grid[panels.index(group[0])], group)
     for axes, panel in zip(grid, panels, strict=False):
-        for place in panel.marks:
-            axes.axvline(place, color="#555555", linewidth=1.1, linestyle=":")
+        for mark in panel.marks:
+            axes.axvline(mark, color="#555555", linewidth=1.1, linestyle=":")
     for axes in grid[len(panels):]:
         axes.remove()
     return _finished(figure)
 
 
 def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], name: str, look: Mapping) -> None:
-    """The mean of the curves and the range of their values; curves may be of different lengths and hold NaN."""
+    """Draw the mean of curves and the range of their values. Lengths may differ, and NaN is allowed."""
     columns = [[value for value in column if finite(value)] for column in zip_longest(*curves)]
     look = {"label": name, "linewidth": 1.5, **look, "marker": "o" if len(columns) == 1 else look.get("marker", "")}
     x = list(x)[:len(columns)]
@@ -182,28 +194,28 @@ def _focus(axes: Axes, panels: Sequence[Panel]) -> None:
 
 
 def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Callable) -> tuple:
-    """A line of a panel: a curve for each run, through the points that `x` and `y` read from its rows."""
-    found = [rows(run) for run in runs]
-    return look, [x(row) for row in max(found, key=len)], [[y(row) for row in of_run] for of_run in found]
+    """Return a line of a panel, with a curve for each run through the points that `x` and `y` read from its rows."""
+    by_run = [rows(run) for run in runs]
+    return look, [x(row) for row in max(by_run, key=len)], [[y(row) for row in of_run] for of_run in by_run]
 
 
 def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:
-    """A line for each name, read as `_line` does. Looks agree with those among other runs."""
+    """Return a panel with a line for each name. Styles are those of the names among `among`."""
     names = list(grouped(among or runs, name))
     return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, *read)
                          for line, members in grouped(runs, name).items()})
 
 
 def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Drawing:
-    """A line chart. The caption names the measure; this adds the axes and lines."""
+    """Return a line chart. Axes and lines are added to the caption, which names the measure."""
     lines = dict.fromkeys(line for panel in panels for line in panel.lines)
     titles = "; ".join(dict.fromkeys(panel.title for panel in panels))
     runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
     count = f"{'up to ' if len(runs) > 1 else ''}{max(runs)}"
-    said = [caption, f"x axis: {below}.",
-            f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run.",
-            _LATE if options.get("late") and _is_long(panels) else ""]
-    return Drawing("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, said)),
+    sentences = [caption, f"x axis: {below}.",
+                 f"Lines: means over {count} runs. Shaded: their range." if max(runs) > 1 else "Each line is one run.",
+                 _LATE if options.get("late") and _is_long(panels) else ""]
+    return Drawing("_".join(re.findall(r"\w+", name.lower())), " ".join(filter(None, sentences)),
                    f"Line charts by {below}: {titles}. Lines: {', '.join(lines)}.",
                    partial(lines_chart, panels, below, **options))
 
@@ -247,16 +259,17 @@ _PROBES = {
 
 
 def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """From the probes, which every run of the lab has."""
+    """Draw the stream from the probes of the lab's runs."""
     runs, name = scene.having("probe"), scene.lines(options)
     if not runs:
         return
     panels, sites = _profile(runs, name)
     yield _drawing(
         "profile", "Norm of the stream x that a block receives, and cosine of x and the branch output f, after "
-        f"training: over the channels, averaged over tokens or pixels of one batch of {scene.layout.images} images.",
+        f"training. Both are over the channels, and means over the tokens or pixels of one batch of "
+        f"{scene.layout.images} images.",
         panels, "site, from the first block to the last", ticks=sites)
-    if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):  # of published ones the ends may be left
+    if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):  # published runs may have only two probes
         return
     for key, (title, read) in _PROBES.items():
         panels = [_by_epoch(f"{line}: {title}", members, read) for line, members in grouped(runs, name).items()]
@@ -265,7 +278,7 @@ def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
 
 
 def profile(runs: Sequence[Run], name: Name = lambda run: run["connection"]) -> Figure:
-    """Norm of the stream and cosine along the depth of the network, after the last epoch."""
+    """Draw the norm of the stream and the cosine along the depth of the network, after the last epoch."""
     panels, sites = _profile(runs, name)
     return lines_chart(panels, "site, from the first block to the last", ticks=sites)
 
@@ -278,7 +291,7 @@ def _profile(runs: Sequence[Run], name: Name) -> tuple[list[Panel], list[str]]:
 
 
 def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
-    """A line for each block; of many blocks only the first and the last are named."""
+    """Return a panel with a line for each block. If there are more than eight, the legend names the first and last."""
     layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
     lines = {}
     for layer in layers:
@@ -303,7 +316,7 @@ _SOURCES = {"stream": "Figure 3", "cosine": "Figures 3 and 12", "parallel": "Fig
 
 
 def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """From the records of `timm_ortho.record`, as the other two below."""
+    """Draw the norms and cosines recorded by `timm_ortho.record`."""
     runs, name = scene.having("dynamics"), scene.lines(options)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
              for point in scene.recorded.get("transitions", ())}
@@ -321,28 +334,28 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
 
 
 def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
-    """What `_line` reads of a site's records."""
+    """Return the arguments of `_line` that read a site's records."""
     return (lambda run: [row for row in run["dynamics"] if row["name"] == site], lambda row: row["step"],
             branch if measure == "branch" else lambda row: row.get(measure))
 
 
 def branch(row: Mapping[str, Any]) -> Optional[float]:
-    """|f|² is that of its two parts, which are orthogonal to each other."""
+    """Return |f|², the sum of the squared norms of its two orthogonal parts, None if one is not finite."""
     parts = (row["parallel"], row["orthogonal"])
     return sum(parts) if all(map(finite, parts)) else None
 
 
 def _sites(runs: Sequence[Run]) -> dict[str, list[tuple[int, str]]]:
-    """For each kind of site its sites, (layer, name), from the first block to the last."""
-    found: dict[str, dict[tuple[int, str], None]] = {}
+    """Return the sites (layer, name) of each kind, from the first block to the last."""
+    by_kind: dict[str, dict[tuple[int, str], None]] = {}
     for run in runs:
         for row in run["dynamics"]:
-            found.setdefault(row["kind"], {})[row["layer"], row["name"]] = None
-    return {kind: sorted(sites) for kind, sites in found.items()}
+            by_kind.setdefault(row["kind"], {})[row["layer"], row["name"]] = None
+    return {kind: sorted(sites) for kind, sites in by_kind.items()}
 
 
 def last_branch(rows: Sequence[Mapping[str, Any]]) -> Optional[str]:
-    """The site of the last block whose branch is added last."""
+    """Return the name of the last site of the last block."""
     last = max((row["layer"] for row in rows), default=None)
     names = [row["name"] for row in rows if row["layer"] == last]
     return names[-1] if names else None
@@ -376,7 +389,7 @@ def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:
 
 # -------------------------------------------------------------------------------------------------- points
 def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """Measures over a dimension: every run, and mean and standard deviation of the seeds."""
+    """Draw measures over a dimension: every run, and mean and standard deviation over the seeds."""
     x, name = options["x"], scene.lines(options)
     titles = {scene.layout.label("measure", key): MEASURES[key].read
               for key in options.get("measures", scene.layout.measures)
@@ -386,17 +399,18 @@ def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
     caption = (f"{options.get('caption', f'By {x}.')} x axis: {scene.layout.titles.get(x, x)}. Small dots: runs. "
                "Markers and bars: mean and standard deviation over the seeds.")
     if options.get("pearson"):
-        said = [f"{title}: {correlation(scene.runs, x, read)}" for title, read in titles.items()]
-        caption = f"{caption} Pearson's correlation over the runs: {'; '.join(said)}."
+        correlations = [f"{title}: {correlation(scene.runs, x, read)}" for title, read in titles.items()]
+        caption = f"{caption} Pearson's correlation over the runs: {'; '.join(correlations)}."
     groups, below = grouped(scene.runs, name), scene.layout.titles.get(x, x)
     yield Drawing(options.get("name", x), caption, f"{' and '.join(titles)} over {below}. Lines: {', '.join(groups)}.",
                   partial(_draw_points, scene, x, titles, groups, bool(options.get("log"))))
 
 
 def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:
-    """Pearson's r of all runs with an axis of the grid, and its two-sided p.
+    """Return Pearson's r of a metric with an axis of the grid over all runs, and its two-sided p.
 
-    There is no r without variation, and no p where all runs lie on the line: nothing estimates their variance about it.
+    r is undefined without variation. p is undefined if all runs are on a line, without residuals to estimate a
+    variance.
     """
     pairs = [(float(run["cell"][x]), read(run)) for run in runs if finite(read(run))]
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
@@ -410,7 +424,7 @@ def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
         narrow: bool = False,
 ) -> Figure:
-    """Numbers are joined by lines, names stand side by side."""
+    """Draw points. Numbers are joined by lines; names are side by side."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
 
@@ -425,30 +439,30 @@ def _draw_points(
         for index, (name, runs) in enumerate(groups.items()):
             by_value = grouped([run for run in runs if finite(read(run))], at)
             beside = aside * (index - (len(names) - 1) / 2)
-            found = {value if numeric else values.index(value) + beside: list(map(read, members))
-                     for value, members in by_value.items()}
-            _errorbars(axes, found, name, style(name, names) if numeric else {**style(name, names), "linestyle": ""})
+            points = {value if numeric else values.index(value) + beside: list(map(read, members))
+                      for value, members in by_value.items()}
+            _errorbars(axes, points, name, style(name, names) if numeric else {**style(name, names), "linestyle": ""})
         _title(axes, title, scene.layout.titles.get(x, x))
         if numeric:
             _ticks(axes, sorted(values), log and min(values) > 0)
         else:
-            labels = [scene.layout.label(x, shown(value)) for value in values]
+            labels = [scene.layout.label(x, value_text(value)) for value in values]
             axes.set_xticks(range(len(values)), labels)
             axes.set_xlim(-0.5, len(values) - 0.5)
     return _finished(figure)
 
 
-def _errorbars(axes: Axes, found: Mapping[float, Sequence[float]], name: str, look: Mapping[str, Any]) -> None:
-    at = sorted(found)
-    means = [fmean(found[place]) for place in at]
-    bars = [stdev(found[place]) if len(found[place]) > 1 else math.nan for place in at]
+def _errorbars(axes: Axes, points: Mapping[float, Sequence[float]], name: str, look: Mapping[str, Any]) -> None:
+    at = sorted(points)
+    means = [fmean(points[x]) for x in at]
+    bars = [stdev(points[x]) if len(points[x]) > 1 else math.nan for x in at]
     axes.errorbar(at, means, yerr=bars, label=name, capsize=3, linewidth=1.3, markersize=5, **look)
-    axes.scatter([place for place in at for _ in found[place]], [value for place in at for value in found[place]],
-                 s=9, color=look["color"], alpha=0.45, linewidths=0)
+    axes.scatter([x for x in at for _ in points[x]], [value for x in at for value in points[x]], s=9,
+                 color=look["color"], alpha=0.45, linewidths=0)
 
 
 def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
-    """At the values themselves, but for those whose labels would run into one another."""
+    """Set ticks at the values, without those whose labels would overlap."""
     scale = math.log if log else float
     kept = [values[0]]
     for value in values[1:]:
@@ -456,12 +470,12 @@ def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
             kept.append(value)
     axes.set_xscale("log" if log else "linear")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(kept, [shown(value) for value in kept])
+    axes.set_xticks(kept, [value_text(value) for value in kept])
 
 
 # ----------------------------------------------------------------------------------------------- intervals
-class Row(NamedTuple):
-    """A line of a forest plot: what is compared, the panel, and the paper's effects."""
+class ForestRow(NamedTuple):
+    """A row of a forest plot: its label, the title of its panel, the intervals, and the paper's effects."""
 
     label: str
     title: str
@@ -470,28 +484,28 @@ class Row(NamedTuple):
     effects: Collection[float]
 
 
-def forest(found: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
-    """All entries that have a difference, each with its label, and the paper's differences; no plot without any."""
-    found = [Row(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
-             for label, entry in found if entry.difference]
-    if not found:
+def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
+    """Return a plot of all differences with their labels and the paper's differences, no plot without differences."""
+    compared = [ForestRow(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
+                for label, entry in labelled if entry.difference]
+    if not compared:
         return []
-    rows, effects = ", ".join(dict.fromkeys(row.label for row in found)), any(row.effects for row in found)
-    said = ["Mean differences to the baseline (x axes), a row for each comparison. Bars are 95 % confidence intervals: "
-            "blue with the variance of the paired differences, grey with one variance for all cells."]
-    if any(row.difference.half_width is None for row in found):
-        said.append("A point without a bar has no interval.")
-    said += ["Red diamonds are the paper's differences."] if effects else []
+    rows, effects = ", ".join(dict.fromkeys(row.label for row in compared)), any(row.effects for row in compared)
+    sentences = ["Mean differences to the baseline (x axes), a row for each comparison. Bars are 95 % confidence "
+                 "intervals: blue with the variance of the paired differences, grey with one variance for all cells."]
+    if any(row.difference.half_width is None for row in compared):
+        sentences.append("A point without a bar has no interval.")
+    sentences += ["Red diamonds are the paper's differences."] if effects else []
     return [Drawing(
-        name, " ".join([*said, "The vertical line is zero."]),
+        name, " ".join([*sentences, "The vertical line is zero."]),
         f"Differences to the baseline as points with bars{', and the paper’s,' if effects else ','} a row for each of "
-        f"{rows}.", partial(draw_forest, found))]
+        f"{rows}.", partial(draw_forest, compared))]
 
 
-def draw_forest(found: Sequence[Row], height: float = 0.36, narrow: bool = False) -> Figure:
-    """A panel for each title, a row for each label."""
-    rows = list(dict.fromkeys(row.label for row in found))
-    titles = list(dict.fromkeys(row.title for row in found))
+def draw_forest(compared: Sequence[ForestRow], height: float = 0.36, narrow: bool = False) -> Figure:
+    """Draw intervals, with a panel for each title and a row for each label."""
+    rows = list(dict.fromkeys(row.label for row in compared))
+    titles = list(dict.fromkeys(row.title for row in compared))
     names = [fill(row, 16) for row in rows] if narrow else rows
     if narrow:
         lines = max(name.count("\n") + 1 for name in names)
@@ -501,7 +515,7 @@ def draw_forest(found: Sequence[Row], height: float = 0.36, narrow: bool = False
     figure = Figure(figsize=size, layout="constrained")
     grid = _panels(figure, len(titles), narrow, sharey=True)
     for axes, title in zip(grid, titles, strict=True):
-        mine = [(rows.index(row.label), row) for row in found if row.title == title]
+        mine = [(rows.index(row.label), row) for row in compared if row.title == title]
         _intervals(axes, [(at - 0.12, row.difference) for at, row in mine], "paired by seed", STYLES["feature"], 1.6)
         _intervals(axes, [(at + 0.18, row.pooled) for at, row in mine if row.pooled], "pooled variance",
                    {"color": "#777777", "marker": "|"}, 1.0)
@@ -517,11 +531,12 @@ def draw_forest(found: Sequence[Row], height: float = 0.36, narrow: bool = False
     return _finished(figure)
 
 
-def _intervals(axes: Axes, found: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
-    if found:
-        bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in found]
-        axes.errorbar([difference.mean for _, difference in found], [row for row, _ in found], xerr=bars, label=label,
-                      capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
+def _intervals(
+        axes: Axes, intervals: Sequence[tuple[float, Difference]], label: str, look: Mapping, width: float) -> None:
+    if intervals:
+        bars = [math.nan if difference.half_width is None else difference.half_width for _, difference in intervals]
+        axes.errorbar([difference.mean for _, difference in intervals], [row for row, _ in intervals], xerr=bars,
+                      label=label, capsize=2.5, markersize=4.5, linewidth=width, **{**look, "linestyle": ""})
 
 
 DRAWINGS: dict[str, Callable[[Scene, Options], Iterable[Drawing]]] = {

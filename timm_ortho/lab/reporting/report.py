@@ -1,47 +1,42 @@
-"""Finished runs as a report: `report.html` in one file, `report.md` with `figures/`, and `results.json`.
+"""Report finished runs: `report.html` in one file, `report.md` with the plots in `figures/`, and `results.json`.
 
-A report is made from the caller's arguments alone; `results.json` contains them, so that the report can be made anew
-from it. Statistics are in `statistics`, tables in `tables`, plots in `figures`, their look in `page`; a study's
-`layout` lists its tables and plots. The page opens with the answer in a sentence; method and terms are at its end.
+A report depends only on the arguments of `write`, and `results.json` contains them, so that the report can be written
+again. Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their rendering in `page`. A study's
+`layout` lists its tables and plots. The page begins with the answer in a sentence and ends with method and terms.
 
     study = {
         "name": "layer_pattern", "title": "Which blocks carry ...", "scale": "small", "dataset": "digits",
-        "paper": "Table 4", "table": "layer_pattern",   # a key of lab/paper.json; both are "" where no paper has it
-        "kind": "training",                 # or "overhead", "parameters", "gamma": nothing is trained, runs are rows
+        "paper": "Table 4", "table": "layer_pattern",   # a key of lab/paper/paper.json; both "" without a paper
         "model": "vit_small",               # or "7 architectures"
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
-        "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # all that occur, in order
-        "baseline": {"layers": "none"},     # what differences are to: the run whose cell and connection are changed to
-                                            # these values, all else and the seed the same; {"connection": "linear"}
+        "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
+        "baseline": {"layers": "none"},     # values of the baseline's cell and connection; the other values and the
+                                            # seed are those of the compared run; default {"connection": "linear"}
         "changed": ["epochs: 15 here, 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
-        "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # where runs have no "made_with"
-        "report": {"rows": [...], ...},     # see `layout`; without it that of the shipped study of this name
-        "validation": "test",               # or "hold-out": the images that accuracy is of
+        "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
+        "report": {"rows": [...], ...},     # see `layout`; by default that of the package's study of this name
+        "validation": "test",               # images of the accuracy: "test" or "hold-out"
         "data": {"image_size": [32, 32],    # None where the models differ
                  "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
                  "train": 50000, "validation": 10000, "validation_split": "test"},
     }
     runs = [{
-        "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, numbers or text; in a switch study {"switch": "LO"}
-        "connection": "feature",                # what the run ends with; for LO that is feature
-        # from here on everything may be missing; numbers that JSON does not have are None
+        "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
+        "connection": "feature",                # at the end of training; for LO it is feature
+        # all keys below are optional; None stands for NaN and infinities
         "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
         "parameters", "model", "device", "dataset", "switch_epoch",
         "trainer": "lab",                       # or "train.py"
         "made_with": {"timm-ortho", "timm", "torch", "commit", "host", "cpu", "gpu", "driver", "command", "begin",
                       "end", "continued": [...]},
         "history": [{"epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr"}, ...],
-        "probe": [{"epochs_done", "sites": [...]}, ...],    # one batch, before training and after each epoch
+        "probe": [{"epochs_done", "sites": [...]}, ...],    # on one batch, before training and after each epoch
         "dynamics": [...],                      # rows of `timm_ortho.record`
         "representation": {"effective_rank", "spectral_entropy", "feature_std",
-                           "linear_cka"} or None,    # linear_cka: with the baseline's run; None for the baseline itself
+                           "linear_cka"} or None,    # linear_cka: with the baseline's run; None for the baseline
     }, ...]
     unfinished = ["layers=0,1-feature-seed2", ...]
-
-For the other kinds `runs` are the rows of plain columns that `cost` makes: `overhead`'s, `gamma_table`'s, and for
-`parameters` those of `flop_table` for each transformer, which have a column `module`, then those of `parameter_table`,
-which have none. `unfinished` is empty, `dataset` and `model` are None.
 """
 import json
 from dataclasses import dataclass, replace
@@ -52,7 +47,6 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 from ..._text import finite
 from .. import paper, write_text
-from ..costs import report as cost_report
 from . import page, tables
 from .layout import MEASURES, Layout, Run, grouped
 from .page import Block, Code, Grid, Heading, Items, Picture, Table, Text
@@ -60,31 +54,29 @@ from .plots import Drawing, Scene, branch, drawings, forest, last_branch
 from .statistics import reach
 from .transition import transition_points
 
-_STEPS = 100  # of the dynamics, in results.json and in the figures; the runs' own folders have all
-_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # that have a transition point
+_STEPS = 100  # recorded steps in results.json and plots; the folders of the runs have all steps
+_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # with a transition point
 
 _NOTHING = "No run is finished yet."
-_FEW = 2  # seeds: the report warns how wide their intervals are
-_NAMED = 3  # differences in the first sentence
+_FEW = 2  # number of seeds with a warning about wide intervals
+_NAMED = 3  # differences that the first sentence names
+
 
 @dataclass(frozen=True)
 class Part:
     """One study on one data set."""
 
     study: Mapping[str, Any]
-    runs: Sequence[Run]  # their records thinned
+    runs: Sequence[Run]  # with thinned records
     unfinished: Sequence[str]
-    recorded: Mapping[str, Any]  # what was found in the whole records
+    recorded: Mapping[str, Any]  # summary of the complete records
 
     @classmethod
     def of(cls, study: Mapping, runs: Sequence[Run], unfinished: Sequence[str], recorded: Optional[Mapping] = None):
+        """Complete a study's description, and thin the records of its runs."""
         study = {"baseline": {"connection": "linear"}, "axes": {}, "paper": "", "scale": "", "changed": [], **study}
         recorded = _recorded(runs) if recorded is None else recorded
         return cls(study, [_thinned(run) for run in runs], unfinished, recorded)
-
-    @property
-    def trains(self) -> bool:
-        return self.study.get("kind", "training") == "training"
 
     @property
     def title(self) -> str:
@@ -96,7 +88,7 @@ class Part:
 
     @cached_property
     def entries(self) -> list[tables.Entry]:
-        return tables.entries(self.runs, self.layout) if self.trains else []
+        return tables.entries_of(self.runs, self.layout)
 
     @property
     def name(self) -> str:
@@ -105,60 +97,66 @@ class Part:
     @property
     def about(self) -> str:
         study = self.study
-        what = f"Study “{study['name']}”" + (f" at scale “{study['scale']}”" if study["scale"] else "")
-        if not self.trains:
-            return f"{what}; nothing is trained."
-        trained = f"{what}: {study['model']} on {study['dataset'] or 'own images'}, {_count(study['seeds'], 'seed')}."
+        name = f"Study “{study['name']}”" + (f" at scale “{study['scale']}”" if study["scale"] else "")
+        trained = f"{name}: {study['model']} on {study['dataset'] or 'own images'}, {_count(study['seeds'], 'seed')}."
         return " ".join([trained, *_of_data(study.get("data") or {}, self.layout.images)])
 
     @property
     def json(self) -> dict[str, Any]:
-        return {"study": self.study, "unfinished": self.unfinished, "lead": _lead([self]) if self.trains else "",
+        return {"study": self.study, "unfinished": self.unfinished, "lead": _lead([self]),
                 "summary": [tables.plain(entry) for entry in self.entries], "recorded": self.recorded,
                 "runs": self.runs}
 
 
-# ---------------------------------------------------------------------------------------------- what is called
+# ---------------------------------------------------------------------------------------------- writing
 def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, recorded: Optional[dict] = None) -> str:
-    """Writes `report.html`, `report.md`, `figures/*.svg` and `results.json`, and returns the table as text.
+    """Write `report.html`, `report.md`, `figures/*.svg` and `results.json`, and return the table as text.
 
-    Of what is given see above; `recorded` is what an earlier report found in the whole records of these runs, if they
-    have fewer by now.
+    Args:
+        study, runs, unfinished: See above.
+        folder: Where the files go.
+        recorded: The summary of the complete records from an earlier `results.json`, for runs with thinned records.
     """
     return write_many([(study, runs, unfinished, recorded)], folder)
 
 
-def write_many(given: Sequence[tuple], folder: Path) -> str:
-    """One report of several studies or data sets: a section for each, and a plot of all differences.
+def write_many(studies: Sequence[tuple], folder: Path) -> str:
+    """Write one report of several studies or data sets: a section for each, and a plot of all differences.
 
-    Each of what is given has the arguments of `write` but for the folder.
+    Args:
+        studies: The arguments `study`, `runs`, `unfinished` and optionally `recorded` of `write` for each study.
+        folder: Where the files go.
     """
-    parts, folder = [Part.of(*part) for part in given], Path(folder)
+    parts = [Part.of(*study) for study in studies]
     single = len(parts) == 1
     title = parts[0].title if single else f"{len(parts)} studies"
+    results = parts[0].json if single else {"lead": _lead(parts), "parts": [part.json for part in parts]}
+    write_files(title, list(document(parts)), results, Path(folder))
+    return _text(parts, Path(folder))
+
+
+def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any], folder: Path) -> None:
+    """Write the blocks of a report as HTML and Markdown, its plots, and its results as JSON."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    blocks = list(document(parts))
     for block in blocks:
         if isinstance(block, Picture):
             write_text(folder / block.path, block.svg)
-    results = parts[0].json if single else {"lead": _lead(parts), "parts": [part.json for part in parts]}
     write_text(folder / "results.json", as_json(results))
     write_text(folder / "report.md", page.markdown(title, blocks))
     write_text(folder / "report.html", page.page(title, blocks))
-    return _text(parts, folder)
 
 
 # ----------------------------------------------------------------------------------------------- the document
 def document(parts: Sequence[Part]) -> Iterator[Block]:
-    """Return the answer, the blocks of each part, and the method; several parts have a heading each."""
-    trained = any(part.runs and part.trains for part in parts)
-    if trained:
+    """Yield the answer, the blocks of each part, and the method. Several parts have a heading each."""
+    finished = any(part.runs for part in parts)
+    if finished:
         yield Text(_lead(parts))
     if len(parts) == 1:
         yield from (Text(parts[0].about), *_section(parts[0]))
     else:
         yield from _sections(parts)
-    if trained:
+    if finished:
         yield from (Heading("Method and terms"), Items(list(_terms(parts))))
 
 
@@ -190,11 +188,11 @@ def _section(part: Part) -> Iterator[Block]:
     if not part.runs:
         yield Text(_NOTHING)
     yield Heading("The paper's table and this one" if study["paper"] else "The table")
-    yield from _results(part) if part.trains else _costs(part)
+    yield from _results(part)
     if study["changed"] or study["paper"]:
         yield Heading("What differs from the paper")
-        yield Items(study["changed"]) if study["changed"] else Text("Nothing that is known.")
-    if part.runs and part.trains:
+        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
+    if part.runs:
         yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
         yield from [Text(f"Diverged, with a loss that is not finite: {'; '.join(diverged)}. Their accuracy is included "
@@ -205,30 +203,25 @@ def _section(part: Part) -> Iterator[Block]:
 
 
 def _results(part: Part) -> Iterator[Block]:
-    layout, found = part.layout, part.entries
+    layout, entries = part.layout, part.entries
     own = layout.generic and not part.study["paper"]
-    yield Grid(tables.overview(part.runs, found, layout) if own else tables.main_table(found, layout), "the table")
+    yield Grid(tables.overview(part.runs, entries, layout) if own else tables.main_table(entries, layout), "the table")
     medians = ", medians of speed and memory" if own else ""
-    yield Text(_note(part.study, f"Means ± standard deviation over the seeds{medians}, on the {layout.images} images.",
-                     layout.protocol.format(images=layout.images)))
+    yield Text(note(part.study, f"Means ± standard deviation over the seeds{medians}, on the {layout.images} images.",
+                    layout.protocol.format(images=layout.images)))
     yield Heading("Differences, paired by seed")
-    if any(entry.is_compared for entry in found):
-        yield Grid(tables.differences(found, layout), "differences to the baseline")
-        yield from map(_picture, forest([(_label(entry), entry) for entry in found]))
+    if any(entry.is_compared for entry in entries):
+        yield Grid(tables.differences(entries, layout), "differences to the baseline")
+        yield from map(_picture, forest([(_label(entry), entry) for entry in entries]))
     else:
         yield Text("There is no pair of runs to compare yet.")
-    yield from _extras(tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables)
+    yield from extra_blocks(tables.EXTRAS[name](part.runs, layout, part.recorded) for name in layout.tables)
     drawn = drawings(Scene(part.runs, layout, part.recorded))
     yield from [Heading("Plots"), *map(_picture, drawn)] if drawn else []
 
 
-def _costs(part: Part) -> Iterator[Block]:
-    content = cost_report.content(part.study["kind"], part.runs)
-    yield from (Grid(content.table(), "the table"), Text(_note(part.study, content.note)))
-    yield from _extras(content.extras)
-
-
-def _extras(extras: Iterable[tables.Extra]) -> Iterator[Block]:
+def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
+    """Yield heading, table and note of each further table that has rows."""
     for extra in extras:
         if extra.table.rows:
             yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
@@ -239,20 +232,21 @@ def _picture(drawing: Drawing) -> Picture:
 
 
 def _label(entry: tables.Entry) -> str:
-    """An entry's names but for the measure's, which is the title of its panel."""
-    return ", ".join(name for name in (*entry.place[0], *entry.place[1]) if name != entry.title)
+    """Return the names of an entry without the measure's, which is the title of its panel."""
+    return ", ".join(name for name in (*entry.position[0], *entry.position[1]) if name != entry.title)
 
 
-def _note(study: Mapping[str, Any], *measured: str) -> str:
+def note(study: Mapping[str, Any], *measured: str) -> str:
+    """Return sentences about the measurement with the paper's protocol and source."""
     section = paper.section(study.get("table"))
     protocol = section.get("protocol") or section.get("definition")
-    said = [*measured, f"The paper: {protocol}." if protocol else "",
-            f"Source: {section['source']}." if "source" in section else ""]
-    return " ".join(filter(None, said))
+    sentences = [*measured, f"The paper: {protocol}." if protocol else "",
+                 f"Source: {section['source']}." if "source" in section else ""]
+    return " ".join(filter(None, sentences))
 
 
 def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
-    """Describe the images of a study; descriptions of older studies have no `data`."""
+    """Describe the images of a study. Older studies have no `data`."""
     if data:
         size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
         resized = f"; the first image of the data set has {first} pixels" if first and first != size else ""
@@ -263,7 +257,7 @@ def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
 
 
 def _count(items: Any, one: str, many: str = "") -> str:
-    """`1 seed`, `3 seeds`; of a number or of a collection."""
+    """Return `1 seed` or `3 seeds`, for a number or a collection."""
     count = items if isinstance(items, int) else len(items)
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
@@ -278,32 +272,32 @@ def _lead(parts: Sequence[Part]) -> str:
     untested = grouped([entry for entry in compared if entry.holm is None],
                        lambda entry: entry.reading.removeprefix("no interval: "))
     if not tested:
-        return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval takes two seeds or more "
-                "of both sides, and differences that vary.")
+        return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval needs at least two "
+                "seeds of both sides, and differences that vary.")
     baseline = [part.study["baseline"] for part in parts if part.entries]
     where = "between the connections" if all(list(changed) == ["connection"] for changed in baseline) else (
         "to the baseline")
-    found = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.p or 0.0)
-    unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested) - len(found)
+    detected = sorted((entry for entry in tested if entry.is_detected), key=lambda entry: entry.p or 0.0)
+    unadjusted = sum(entry.reading.startswith(("higher", "lower")) for entry in tested) - len(detected)
     none = f"No difference {where} was detected" if not untested else (
         f"Of {_count(compared, 'difference')} {where}, {len(tested)} could be tested and "
         f"{'was not' if len(tested) == 1 else 'none was'} detected")
     sentences = [f"{none}; {_sensitivity(tested)}."]
-    if found:
-        named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in found[:_NAMED])
-        among = "among them " if len(found) > _NAMED else ""
-        verb = "was" if len(found) == 1 else "were"
-        detected = f"The difference {where}" if len(compared) == 1 else (
-            f"{len(found)} of {len(compared)} differences {where}")
-        sentences = [f"{detected} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
+    if detected:
+        named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
+        among = "among them " if len(detected) > _NAMED else ""
+        verb = "was" if len(detected) == 1 else "were"
+        subject = f"The difference {where}" if len(compared) == 1 else (
+            f"{len(detected)} of {len(compared)} differences {where}")
+        sentences = [f"{subject} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
     if unadjusted:
-        sentences.append(f"{_count(unadjusted, 'more confidence interval' if found else 'confidence interval')} "
+        sentences.append(f"{_count(unadjusted, 'more confidence interval' if detected else 'confidence interval')} "
                          f"{'excludes' if unadjusted == 1 else 'exclude'} zero, but not after adjustment for "
                          f"{_adjustment(parts)}.")
     sentences += [f"{_untested(entries)} could not be tested: {why}." for why, entries in untested.items()]
     if any(entry.difference and entry.difference.pairs == _FEW for entry in tested):
-        sentences.append(f"Two seeds are few: an interval then reaches {reach(_FEW):.1f} standard deviations of the "
-                         "differences to either side.")
+        sentences.append(f"With two seeds, the half-width of an interval is {reach(_FEW):.1f} standard deviations of "
+                         "the differences.")
     return " ".join(sentences)
 
 
@@ -324,17 +318,17 @@ def _adjustment(parts: Sequence[Part]) -> str:
 
 
 def _sensitivity(tested: Sequence[tables.Entry]) -> str:
-    """Return the half-widths of the first tested measure: a smaller difference has an interval that contains zero."""
+    """Return the half-widths of the first tested measure. Intervals of smaller differences contain zero."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
-    found = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
-    seeds = sorted({difference.pairs for difference in found})
-    halves = sorted(difference.half_width for difference in found if difference.half_width is not None)
+    differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
+    seeds = sorted({difference.pairs for difference in differences})
+    halves = sorted(difference.half_width for difference in differences if difference.half_width is not None)
     least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
     spread = f" ({least} to {most} by comparison)" if least != most else ""
     title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
     unit = " points" if percent else ""
     return (f"with {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
-            f"below about {middle}{unit} cannot be seen{spread}")
+            f"below about {middle}{unit} cannot be detected{spread}")
 
 
 def _two_digits(value: float) -> str:
@@ -370,32 +364,33 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------- how it was made
 def _made(part: Part) -> list[list[str]]:
-    """What the study says, and what its runs do of where they were made."""
+    """Return rows about a study's settings, machines and versions."""
     study, runs = part.study, part.runs
-    rows = {"device": _distinct(run.get("device") for run in runs)}
-    if part.trains:
-        rows = {
-            "seeds": ", ".join(map(str, study["seeds"])),
-            "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
-            "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
-            **{axis: ", ".join(map(str, values)) for axis, values in study["axes"].items()},
-            "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
-            "trainer": _distinct(run.get("trainer") for run in runs), **rows, "wall time": _wall_time(runs),
-            "unfinished": ", ".join(part.unfinished) or "none"}
-    return [[key, value] for key, value in {**rows, **_made_with(study, runs)}.items() if value]
+    rows = {
+        "seeds": ", ".join(map(str, study["seeds"])),
+        "connections": ", ".join(f"{paper.name('connection', name)} ({name})" for name in study["connections"]),
+        "baseline": ", ".join(f"{axis} {value}" for axis, value in study["baseline"].items()),
+        **{axis: ", ".join(map(str, values)) for axis, values in study["axes"].items()},
+        "parameters": _distinct(f"{run['parameters']:,}" for run in runs if run.get("parameters")),
+        "trainer": _distinct(run.get("trainer") for run in runs),
+        "device": _distinct(run.get("device") for run in runs),
+        "wall time": _wall_time(runs),
+        "unfinished": ", ".join(part.unfinished) or "none",
+    }
+    return [[key, value] for key, value in {**rows, **made_with(study, runs)}.items() if value]
 
 
-def _made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
-    """Versions, commits and machines, as the runs say; older runs leave that to their study."""
-    said = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
-    versions = [", ".join(f"{name} {made[name]}" for name in ("timm-ortho", "torch", "timm") if made.get(name))
-                for made in said]
-    times = [made[key] for made in said for key in ("begin", "end") if made.get(key)]
+def made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
+    """Return versions, commits and machines of the runs. Older runs have the study's `versions`."""
+    made = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
+    versions = [", ".join(f"{name} {of_run[name]}" for name in ("timm-ortho", "torch", "timm") if of_run.get(name))
+                for of_run in made]
+    times = [of_run[key] for of_run in made for key in ("begin", "end") if of_run.get(key)]
     return {
         "versions": _distinct(versions, "; "),
-        **{key: _distinct(made.get(key) for made in said) for key in ("commit", "host", "cpu", "gpu", "driver")},
+        **{key: _distinct(of_run.get(key) for of_run in made) for key in ("commit", "host", "cpu", "gpu", "driver")},
         "begun and ended": f"{min(times)} to {max(times)}" if times else "",
-        "continued": "; ".join(_seeded(run) for run, made in zip(runs, said, strict=True) if made.get("continued")),
+        "continued": "; ".join(_seeded(run) for run, of_run in zip(runs, made, strict=True) if of_run.get("continued")),
     }
 
 
@@ -410,35 +405,34 @@ def _distinct(values: Any, between: str = ", ") -> str:
 def _wall_time(runs: Sequence[Run]) -> str:
     seconds = [run["seconds"] for run in runs if finite(run.get("seconds"))]
     whole = sum(seconds)
-    said = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
-    return f"{said} of training in {len(seconds)} run{'s' * (len(seconds) != 1)}" if seconds else ""
+    text = f"{whole:.0f} s" if whole < 120 else f"{whole / 60:.0f} min" if whole < 7200 else f"{whole / 3600:.1f} h"
+    return f"{text} of training in {len(seconds)} run{'s' * (len(seconds) != 1)}" if seconds else ""
 
 
 def _text(parts: Sequence[Part], folder: Path) -> str:
-    said, between = [], "\n\n" if len(parts) == 1 else "\n"
+    paragraphs, between = [], "\n\n" if len(parts) == 1 else "\n"
     for part in parts:
-        said += [f"{part.title}{between}{part.about}", _short(part)]
-        said += [f"not finished: {', '.join(part.unfinished)}"] if part.unfinished else []
-    if any(part.runs and part.trains for part in parts):
-        said.append(_lead(parts))
-    return "\n\n".join([*said, f"report: {folder / 'report.html'}"])
+        paragraphs += [f"{part.title}{between}{part.about}", _short(part)]
+        paragraphs += [f"not finished: {', '.join(part.unfinished)}"] if part.unfinished else []
+    if any(part.runs for part in parts):
+        paragraphs.append(_lead(parts))
+    return "\n\n".join([*paragraphs, f"report: {folder / 'report.html'}"])
 
 
 def _short(part: Part) -> str:
     if not part.runs:
         return _NOTHING
-    if not part.trains:
-        return page.text_table(cost_report.content(part.study["kind"], part.runs).printed())
     if part.layout.generic and not part.study["paper"]:
         return page.text_table(tables.overview(part.runs, part.entries, part.layout))
     return page.text_table(tables.printed(part.entries, part.layout))
 
 
-# -------------------------------------------------------------------------------------------- what is recorded
+# -------------------------------------------------------------------------------------------- records
 def _recorded(runs: Sequence[Run]) -> dict[str, Any]:
-    """What needs all recorded steps, and is kept in results.json, where there are fewer: `transitions`, of linear and
-    feature connections without a grid, and `last_branch`, for each run |f|² of the last branch at the first and last
-    record and its maximum.
+    """Return the summary of the complete records, which `results.json` keeps.
+
+    `transitions` has the transition points of linear and feature connections in studies without a grid. `last_branch`
+    has |f|² of each run's last branch at the first and the last record, and its maximum.
     """
     with_rows = [run for run in runs if run.get("dynamics")]
     if not with_rows:
@@ -458,7 +452,7 @@ def _ends(rows: Sequence[Mapping[str, Any]]) -> Optional[dict[str, float]]:
 
 
 def _thinned(run: Run) -> Run:
-    """The run with at most `_STEPS` of its recorded steps, the first and the last among them, to 6 digits."""
+    """Return a run with at most `_STEPS` recorded steps, including the first and the last, and values of 6 digits."""
     rows = run.get("dynamics")
     if not rows:
         return run
@@ -472,7 +466,7 @@ def _thinned(run: Run) -> Run:
 
 # ------------------------------------------------------------------------------------------------------- JSON
 def as_json(value: Any) -> str:
-    """JSON with one line for each list or object that holds plain values only; NaN and infinities become null."""
+    """Return JSON with one line for each list or object of plain values. NaN and infinities become null."""
     return _laid_out(json.loads(json.dumps(value), parse_constant=lambda _: None)) + "\n"
 
 

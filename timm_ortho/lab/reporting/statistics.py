@@ -1,6 +1,6 @@
-"""Mean differences of runs with the same seeds: paired and pooled confidence intervals, and adjusted p-values.
+"""Statistics of runs that are paired by seed: confidence intervals, paired and pooled, and adjusted p-values.
 
-The distributions are SciPy's. Each function states its formula.
+Each docstring gives its formula. The distributions are from SciPy.
 """
 import math
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ ROUNDING = 1e-6  # of the largest value: float32 accuracies that count the same 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference with its two-sided confidence interval, of 95 % unless another level was requested."""
+    """A mean difference with its two-sided confidence interval (95 % by default)."""
 
     mean: float
     half_width: Optional[float]  # None for a single pair and for differences that are all equal
     pairs: int
-    p: Optional[float] = None  # two-sided, of the hypothesis that the true mean is zero; None without an interval
+    p: Optional[float] = None  # two-sided, for a true mean of zero; None without an interval
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the interval. Without an interval no value is excluded: (-inf, inf)."""
+        """The ends of the interval, (-inf, inf) without an interval."""
         half_width = math.inf if self.half_width is None else self.half_width
         return self.mean - half_width, self.mean + half_width
 
@@ -39,13 +39,18 @@ class Difference:
 
     @property
     def why_no_interval(self) -> str:
+        """Why there is no interval, an empty string if there is one."""
         if self.half_width is not None:
             return ""
         return "one pair" if self.pairs < 2 else f"{self.pairs} equal differences"
 
     def text(self, digits: int = 2) -> str:
-        """`+0.12 [-0.30, +0.54]`, or the mean alone."""
-        # another machine's sums differ in the last bits: -1e-16 is a zero, and a half is a half; -0.001 remains -0.00
+        """Return mean and interval, or the mean alone.
+
+        >>> Difference(0.12, 0.42, 3).text()
+        '+0.12 [-0.30, +0.54]'
+        """
+        # Round first: sums differ in the last bits between machines. -1e-16 becomes 0, but -0.001 stays -0.00.
         mean, low, high = (f"{round(value, 9) + 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
@@ -54,12 +59,14 @@ class Difference:
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float], level: float = 0.95) -> Difference:
-    """Student's paired t: d = values - baseline, mean(d) ± t(q, n - 1) s(d) / sqrt(n), p = P(|T| > |t|).
+    """Return Student's interval of paired differences d = values - baseline.
 
-    q = (1 + level) / 2 is the quantile of a two-sided interval.
+    The interval is mean(d) ± t(q, n - 1) s(d) / sqrt(n) with q = (1 + level) / 2, and p = P(|T| > |t|) (Student, "The
+    probable error of a mean", Biometrika 6, 1908). Accuracies are counts of images, so that a few differences can be
+    equal by chance. Their variance is then unknown, and there is neither an interval nor p.
 
-    Student, "The probable error of a mean", Biometrika 6 (1908). Accuracies count images, so a few differences can all
-    be equal by chance. Their variance is then unknown, not zero: there is no interval and no p.
+    >>> str(paired_difference([91.0, 92.0, 93.0], [90.0, 90.0, 90.0]))
+    '+2.00 [-0.48, +4.48]'
     """
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
     count, mean = len(differences), fmean(differences)
@@ -71,13 +78,13 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float], level:
 
 def student_interval(
         mean: float, error: float, freedom: float, pairs: int, scale: float, level: float = 0.95) -> Difference:
-    """mean ± t((1 + level) / 2, freedom) error and p = P(|T| > |mean| / error).
+    """Return the interval mean ± t((1 + level) / 2, freedom) error, and p = P(|T| > |mean| / error).
 
     Args:
         mean: The estimate.
-        error: Its standard error. Without variance, an error up to `ROUNDING` times `scale`, there is no interval.
+        error: Its standard error. An error of at most `ROUNDING` times `scale` counts as zero: no interval.
         freedom: Degrees of freedom of the error.
-        pairs: How many pairs of runs are compared.
+        pairs: Number of compared pairs of runs.
         scale: The largest magnitude among the values that the estimate was computed from.
         level: Confidence of the two-sided interval.
     """
@@ -88,16 +95,23 @@ def student_interval(
 
 
 def reach(pairs: int) -> float:
-    """The half-width of a paired interval in standard deviations of the differences: t(0.975, n - 1) / sqrt(n)."""
+    """Return the half-width of a paired interval in standard deviations of the differences: t(0.975, n - 1) / sqrt(n).
+
+    >>> round(reach(3), 2)
+    2.48
+    """
     return float(stats.t.ppf(0.975, pairs - 1)) / math.sqrt(pairs)
 
 
 def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
-    """Holm's adjusted p-values: for p_(1) <= ... <= p_(m) the running maximum of min(1, (m - i + 1) p_(i)).
+    """Return Holm's adjusted p-values: for p_(1) <= ... <= p_(m) the running maximum of min(1, (m - i + 1) p_(i)).
 
-    Rejecting where the adjusted p is at most 0.05 keeps the chance of any false rejection among the m at 5 %, however
-    they depend on each other. Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Stat. 6
-    (1979). A comparison without p (None) counts among the m as if its p were 1, and stays without.
+    Rejecting at an adjusted p of at most 0.05 controls the family-wise error rate at 5 % under any dependence (Holm, "A
+    simple sequentially rejective multiple test procedure", Scand. J. Stat. 6, 1979). A comparison without p (None)
+    counts as p = 1, and its adjusted p is None.
+
+    >>> holm([0.01, 0.04, None])
+    [0.03, 0.08, None]
     """
     filled = np.array([1.0 if value is None else value for value in p], dtype=float)
     order = np.argsort(filled, kind="stable")
@@ -165,7 +179,7 @@ def pooled_contrasts(
 
 
 def _fit(block: Block) -> tuple[np.ndarray, np.ndarray, float, int, dict[Hashable, int]]:
-    """Coefficients, (X'X)^+, sum of squared residuals, degrees of freedom, and the treatments' columns."""
+    """Return coefficients, (X'X)^+, sum of squared residuals, degrees of freedom, and the treatments' columns."""
     seeds = sorted({seed for values in block.values() for seed in values})
     columns = {treatment: index for index, treatment in enumerate(block)}
     rows = [(columns[treatment], len(columns) + seeds.index(seed), value)
@@ -181,7 +195,11 @@ def _fit(block: Block) -> tuple[np.ndarray, np.ndarray, float, int, dict[Hashabl
 
 
 def reading(difference: Optional[Difference]) -> str:
-    """An interval in words: `higher`, `lower`, or that it contains zero, or why there is none."""
+    """Return an interval in words: `higher`, `lower`, `not detected`, or why there is no interval.
+
+    >>> reading(Difference(0.5, 0.2, 3)), reading(Difference(0.1, 0.2, 3))
+    ('higher', 'not detected')
+    """
     if difference is None:
         return "no pair of finite runs"
     if difference.half_width is None:
@@ -192,7 +210,11 @@ def reading(difference: Optional[Difference]) -> str:
 
 
 def sees(difference: Optional[Difference], paper: Mapping[str, float], digits: int = 2) -> str:
-    """The half-width, and which of the paper's differences, by data set, the interval contains."""
+    """Return the half-width, and the paper's differences that the interval contains and excludes.
+
+    >>> sees(Difference(0.5, 0.2, 3), {"CIFAR-10": 0.6, "CIFAR-100": 1.2})
+    "± 0.20; excludes the paper's +1.20 (CIFAR-100); contains the paper's +0.60 (CIFAR-10)"
+    """
     if difference is None or difference.half_width is None:
         return "–"
     contained = difference.contained(paper)

@@ -1,6 +1,6 @@
 """The tables of a report: metrics beside the paper's, differences to the baseline, every run, and further tables.
 
-Runs that differ in nothing but the seed are a group. Each metric of a group is an `Entry`, at a place of the table.
+Runs that differ only in the seed are a group. Each metric of a group is an `Entry` with a position in the table.
 """
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -8,8 +8,8 @@ from statistics import fmean, median, stdev
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Optional, Sequence
 
 from ..._text import finite
-from .. import paper
-from .layout import MEASURES, TRACES, Layout, Place, Run, grouped, shown
+from .. import paper, value_text
+from .layout import MEASURES, TRACES, Layout, Position, Run, grouped
 from .page import Table
 from .statistics import Difference, holm, paired_difference, pooled_differences, reading, sees
 
@@ -19,33 +19,36 @@ Group = tuple[tuple[tuple[str, Any], ...], str]  # the cell of the grid, and the
 
 @dataclass(frozen=True)
 class Entry:
-    """One measure of a group of runs."""
+    """One metric of a group of runs."""
 
     group: Group
-    place: Place  # where it stands in the table
+    position: Position  # in the table
     measure: str
     title: str
-    values: Mapping[int, float]  # the finite ones, by seed
-    runs: int  # that are finished; those that are not in `values` had no finite value
-    planned: int  # seeds of the study
+    values: Mapping[int, float]  # finite values by seed
+    runs: int  # number of finished runs; runs without a finite value are not in `values`
+    planned: int  # number of the study's seeds
     paper: Optional[Sequence[float]] = None  # mean and standard deviation
-    baseline: Optional[Place] = None  # what it is compared with; its own place if it is the baseline
-    difference: Optional[Difference] = None  # over the seeds that both have
-    pooled: Optional[Difference] = None  # the same with the variance of all cells
-    holm: Optional[float] = None  # p of the difference, adjusted for all comparisons of the study; None without p
+    baseline: Optional[Position] = None  # position of the baseline; its own if it is the baseline
+    difference: Optional[Difference] = None  # over the common seeds
+    pooled: Optional[Difference] = None  # the same, with the variance of all cells
+    holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None without p
     effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences, see `sees`
 
     @property
     def digits(self) -> int:
+        """Decimal places of the metric."""
         return MEASURES[self.measure].digits
 
     @property
     def p(self) -> Optional[float]:
+        """p of the difference, not adjusted."""
         return self.difference.p if self.difference else None
 
     @property
     def is_compared(self) -> bool:
-        return self.baseline not in (None, self.place)
+        """Whether it has a baseline other than itself."""
+        return self.baseline not in (None, self.position)
 
     @property
     def is_detected(self) -> bool:
@@ -54,13 +57,13 @@ class Entry:
 
     @property
     def reading(self) -> str:
-        """The interval in words, which is not adjusted for the number of comparisons, and whether p is."""
-        said = reading(self.difference)
-        return f"{said}, but not after Holm" if said in ("higher", "lower") and not self.is_detected else said
+        """The unadjusted interval in words, with a note if the adjusted p is above 5 %."""
+        words = reading(self.difference)
+        return f"{words}, but not after Holm" if words in ("higher", "lower") and not self.is_detected else words
 
     @cached_property
     def moments(self) -> list[float]:
-        """Mean, and standard deviation of two or more."""
+        """Mean and, of two or more values, standard deviation."""
         values = list(self.values.values())
         return [fmean(values), stdev(values)] if len(values) > 1 else values
 
@@ -77,26 +80,26 @@ class Entry:
         return _spread(self.moments, self.digits) + (f" ({', '.join(notes)})" if notes else "")
 
     def compared(self) -> str:
-        """The difference to the baseline; the baseline says that it is one."""
-        if self.baseline == self.place:
+        """Return the difference to the baseline as text, `baseline` for the baseline itself."""
+        if self.baseline == self.position:
             return "baseline"
         return NONE if self.difference is None else self.difference.text(self.digits)
 
 
-def _spread(figure: Sequence[float], digits: int) -> str:
-    """`91.00 ± 0.14`, or the mean alone."""
-    return " ± ".join(f"{value:,.{digits}f}" for value in figure[:2])
+def _spread(moments: Sequence[float], digits: int) -> str:
+    """Return mean and standard deviation as `91.00 ± 0.14`, or the mean alone."""
+    return " ± ".join(f"{value:,.{digits}f}" for value in moments[:2])
 
 
 # ----------------------------------------------------------------------------------------------- entries
-def entries(runs: Sequence[Run], layout: Layout) -> list[Entry]:
-    """An entry for each group and each measure that at least one of its runs has, group by group."""
+def entries_of(runs: Sequence[Run], layout: Layout) -> list[Entry]:
+    """Return the entries of all groups, group by group, for each measure that at least one run of the group has."""
     groups = grouped(runs, _group)
-    found = [entry for measure in layout.measures
-             for entry in _with_pooled(_of_measure(groups, measure, layout), layout)]
-    adjusted = iter(holm([entry.p for entry in found if entry.difference]))
-    found = [replace(entry, holm=next(adjusted)) if entry.difference else entry for entry in found]
-    return sorted(found, key=lambda entry: list(groups).index(entry.group))
+    unadjusted = [entry for measure in layout.measures
+                  for entry in _with_pooled(_of_measure(groups, measure, layout), layout)]
+    adjusted = iter(holm([entry.p for entry in unadjusted if entry.difference]))
+    with_holm = [replace(entry, holm=next(adjusted)) if entry.difference else entry for entry in unadjusted]
+    return sorted(with_holm, key=lambda entry: list(groups).index(entry.group))
 
 
 def _group(run: Run) -> Group:
@@ -107,78 +110,79 @@ def _of_measure(groups: Mapping[Group, list[Run]], name: str, layout: Layout) ->
     read, study = MEASURES[name].read, layout.study
     keys = {group: layout.keys(runs[0], name) for group, runs in groups.items()
             if any(read(run) is not None for run in runs)}
-    places = _places({group: layout.place(found) for group, found in keys.items()})
+    positions = _distinct({group: layout.position(of_group) for group, of_group in keys.items()})
     values = {group: {run["seed"]: read(run) for run in sorted(groups[group], key=lambda run: run["seed"])
                       if finite(read(run))} for group in keys}
-    found = []
-    for group, place in places.items():
+    entries = []
+    for group, position in positions.items():
         compared, baseline = {}, _baseline(groups, group, study["baseline"])
-        if baseline in places:
+        if baseline in positions:
             seeds = sorted(values[group].keys() & values[baseline].keys()) if baseline != group else []
             pair = [[values[side][seed] for seed in seeds] for side in (group, baseline)]
-            compared = dict(baseline=places[baseline], effects=_effects(keys[group], keys[baseline], layout),
+            compared = dict(baseline=positions[baseline], effects=_effects(keys[group], keys[baseline], layout),
                             difference=paired_difference(*pair) if seeds else None)
-        found.append(Entry(group, place, name, layout.label("measure", name), values[group], len(groups[group]),
-                           len(study["seeds"]), layout.stated.get(place), **compared))
-    return found
+        entries.append(Entry(group, position, name, layout.label("measure", name), values[group], len(groups[group]),
+                           len(study["seeds"]), layout.stated.get(position), **compared))
+    return entries
 
 
-def _places(places: Mapping[Group, Place]) -> dict[Group, Place]:
-    """Where two groups would stand at one place, the connection is named as well."""
-    taken = list(places.values())
+def _distinct(positions: Mapping[Group, Position]) -> dict[Group, Position]:
+    """Add the connection to the names of groups that would share a position."""
+    taken = list(positions.values())
     return {group: ((*row[:-1], f"{row[-1]}, {group[1]}"), column) if taken.count((row, column)) > 1 else (row, column)
-            for group, (row, column) in places.items()}
+            for group, (row, column) in positions.items()}
 
 
 def _baseline(groups: Iterable[Group], group: Group, baseline: Mapping[str, Any]) -> Optional[Group]:
-    """The group that this one is compared with: its cell and connection, changed as the study's baseline says.
+    """Return the baseline of a group: its cell and connection with the values of the study's baseline.
 
-    Where the baseline changes the cell alone, the connection may have to follow (no block that carries one is all
-    linear): then it is the one that the changed cell was run with.
+    If the baseline changes only the cell, and the changed cell was run with a single other connection, that group is
+    the baseline. For example, `layers: none` has linear connections only.
     """
     changed = {axis: baseline.get(axis, value) for axis, value in group[0]}
     candidates = [other for other in groups if dict(other[0]) == changed]
-    wanted = baseline.get("connection", group[1])
-    same = [other for other in candidates if other[1] == wanted]
+    connection = baseline.get("connection", group[1])
+    same = [other for other in candidates if other[1] == connection]
     return same[0] if same else candidates[0] if len(candidates) == 1 and "connection" not in baseline else None
 
 
 def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layout) -> dict[str, float]:
-    """The paper's differences of means: of the same data set, or of each that the paper has."""
+    """Return the paper's differences of means, for the same data set or else for each of the paper's data sets."""
     datasets = dict.fromkeys(leaf["dataset"] for leaf, _ in layout.leaves() if "dataset" in leaf)
-    found = {}
+    effects = {}
     for name, changed in (("", {}), *((layout.label("dataset", key), {"dataset": key}) for key in datasets)):
-        places = [layout.place({**side, **changed}) for side in (keys, baseline)]
-        if places[0] != places[1] and all(place in layout.stated for place in places):
-            found[name] = layout.stated[places[0]][0] - layout.stated[places[1]][0]
-    return {"": found[""]} if "" in found else found
+        own, base = (layout.position({**side, **changed}) for side in (keys, baseline))
+        if own != base and own in layout.stated and base in layout.stated:
+            effects[name] = layout.stated[own][0] - layout.stated[base][0]
+    return {"": effects[""]} if "" in effects else effects
 
 
-def _with_pooled(found: Sequence[Entry], layout: Layout) -> list[Entry]:
-    """With differences by the variance of all cells; a cell is what the baseline leaves alone."""
+def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
+    """Add differences with pooled variance. The settings of a block differ in the baseline's axes only."""
     def cell(entry: Entry) -> tuple:
         return tuple(axis for axis in entry.group[0] if axis[0] not in layout.study["baseline"])
 
-    cells = grouped(found, cell)
-    compared = [(list(cells).index(cell(entry)), entry.place, entry.baseline) for entry in found if entry.difference]
+    cells = grouped(entries, cell)
+    compared = [(list(cells).index(cell(entry)), entry.position, entry.baseline)
+                for entry in entries if entry.difference]
     pooled = iter(pooled_differences(
-        [{entry.place: entry.values for entry in members} for members in cells.values()], compared))
-    return [replace(entry, pooled=next(pooled)) if entry.difference else entry for entry in found]
+        [{entry.position: entry.values for entry in members} for members in cells.values()], compared))
+    return [replace(entry, pooled=next(pooled)) if entry.difference else entry for entry in entries]
 
 
 def plain(entry: Entry) -> dict[str, Any]:
-    """The entry as JSON has it, without the last digits, which another release of a library may round otherwise."""
-    def said(difference: Optional[Difference]) -> Optional[dict]:
+    """Return an entry for JSON, rounded because the last digits depend on the versions of libraries."""
+    def rounded(difference: Optional[Difference]) -> Optional[dict]:
         return difference and {**{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # no -0.0
                                   for key, value in asdict(difference).items()}, "p": _short(difference.p)}
 
     mean, std = [*entry.moments, None, None][:2]
     difference = entry.difference and {
-        **said(entry.difference), "reading": reading(entry.difference), "pooled": said(entry.pooled),
+        **rounded(entry.difference), "reading": reading(entry.difference), "pooled": rounded(entry.pooled),
         "p_holm": _short(entry.holm), "sees": sees(entry.difference, entry.effects, entry.digits),
         "paper": entry.effects}
     return {
-        "row": entry.place[0], "column": entry.place[1], "measure": entry.measure,
+        "row": entry.position[0], "column": entry.position[1], "measure": entry.measure,
         "cell": {**dict(entry.group[0]), "connection": entry.group[1]}, "seeds": list(entry.values),
         "values": list(entry.values.values()), "mean": mean, "std": std, "not_finite": entry.runs - len(entry.values),
         "paper": entry.paper, "difference": difference,
@@ -190,34 +194,35 @@ def _short(p: Optional[float]) -> Optional[float]:
 
 
 # ------------------------------------------------------------------------------------------ the main table
-def main_table(found: Sequence[Entry], layout: Layout) -> Table:
-    """The paper's table with the measured one beside it; without a paper, with the differences."""
+def main_table(entries: Sequence[Entry], layout: Layout) -> Table:
+    """Return the paper's table beside the measured one, or for a study without a paper the differences."""
     scale = layout.study["scale"]
     title = "here" if scale == "paper" else f"here ({scale})"
-    here = {entry.place: str(entry) for entry in found}
+    here = {entry.position: str(entry) for entry in entries}
     if not layout.study["paper"]:
-        compared = {entry.place: entry.compared() for entry in found}
+        compared = {entry.position: entry.compared() for entry in entries}
         return side_by_side(layout.names, here, compared, (title, "difference [95 % CI]"), (NOT_RUN, NONE))
     digits = {layout.label("measure", name): MEASURES[name].digits for name in layout.measures}
-    stated = {(row, column): _spread(figure, next((digits[name] for name in (*column, *row) if name in digits), 2))
-              for (row, column), figure in layout.stated.items()}
+    stated = {(row, column): _spread(moments, next((digits[name] for name in (*column, *row) if name in digits), 2))
+              for (row, column), moments in layout.stated.items()}
     order = layout.rows.index(layout.order) if layout.order else None
     return side_by_side(layout.names, stated, here, ("paper", title), (layout.unstated, NOT_RUN), order)
 
 
 def side_by_side(
-        names: Sequence[str], left: Mapping[Place, str], right: Mapping[Place, str],
+        names: Sequence[str], left: Mapping[Position, str], right: Mapping[Position, str],
         titles: tuple[str, str] = ("paper", "here"), missing: tuple[str, str] = ("not in the paper", NOT_RUN),
         order: Optional[int] = None,
 ) -> Table:
-    """Two columns for each column of either; first those that the right has.
+    """Return a table with a left and a right column for each column name.
 
     Args:
-        names: Titles of the names of a row.
-        left, right: Texts by place.
-        titles: Of the left and the right columns.
-        missing: What stands where only the other has a text; where neither has one there are dashes.
-        order: Which name's number sorts the rows, else they stand as on the left, others below the same first name.
+        names: Titles of the columns that name a row.
+        left, right: Texts by position. Columns of the right side come first.
+        titles: Titles of the left and the right columns.
+        missing: Texts for positions that only the other side has. Positions of neither side have a dash.
+        order: Index of the row name whose number sorts the rows. By default the left side's order, grouped by the first
+            name.
     """
     rows = list(dict.fromkeys(row for row, _ in (*left, *right)))
     first = list(dict.fromkeys(row[0] for row in rows))
@@ -225,27 +230,28 @@ def side_by_side(
     having = {column for _, column in right}
     columns = sorted(dict.fromkeys(column for _, column in (*left, *right)), key=lambda column: column not in having)
 
-    def pair(place: Place) -> list[str]:
-        in_either = place in left or place in right
-        return [side.get(place, text if in_either else NONE) for side, text in zip((left, right), missing, strict=True)]
+    def pair(position: Position) -> list[str]:
+        in_either = position in left or position in right
+        return [side.get(position, text if in_either else NONE)
+                for side, text in zip((left, right), missing, strict=True)]
 
     return Table([*names, *(titles * len(columns))],
                  [[*row, *(text for column in columns for text in pair((row, column)))] for row in rows],
                  len(names), [(", ".join(column), 2) for column in columns])
 
 
-def overview(runs: Sequence[Run], found: Sequence[Entry], layout: Layout) -> Table:
-    """A row for each group, as `timm-ortho compare` prints it; speed and memory are medians, as machines may differ."""
+def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> Table:
+    """Return the table of `timm-ortho compare`, a row for each group. Speed and memory are medians over the runs."""
     axes, baseline = layout.study["axes"], ", ".join(
-        layout.label(axis, shown(value)) for axis, value in layout.study["baseline"].items())
+        layout.label(axis, value_text(value)) for axis, value in layout.study["baseline"].items())
     rows = []
-    for entry in (entry for entry in found if entry.measure == "top1"):
+    for entry in (entry for entry in entries if entry.measure == "top1"):
         members = [run for run in runs if _group(run) == entry.group]
         rows.append([
-            *(shown(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
+            *(value_text(value) for _, value in entry.group[0]), layout.label("connection", entry.group[1]),
             str(entry.runs), str(entry),
             _middle(fmean, members, "best_top1", _with_digits(2)),
-            "-" if entry.baseline == entry.place else str(entry.difference or "-"),
+            "-" if entry.baseline == entry.position else str(entry.difference or "-"),
             _middle(median, members, "images_per_second", _with_digits(0)),
             _middle(median, members, "peak_memory", _memory)])
     return Table([*axes, "connection", "seeds", "top-1 % (last epoch)", "best epoch %",
@@ -262,36 +268,37 @@ def _memory(value: Optional[float]) -> str:
 
 
 # ------------------------------------------------------------------------------- differences, and every run
-def differences(found: Sequence[Entry], layout: Layout) -> Table:
-    """Every entry that has a baseline, with the half-width of its interval."""
+def differences(entries: Sequence[Entry], layout: Layout) -> Table:
+    """Return a row for each entry that has a baseline."""
     def against(entry: Entry) -> str:
-        names, others = ([*row, *column] for row, column in (entry.place, entry.baseline))
+        names, others = ([*row, *column] for row, column in (entry.position, entry.baseline))
         return ", ".join(other for name, other in zip(names, others, strict=True) if name != other)
 
-    half_width = "half-width; the paper's differences" if any(entry.effects for entry in found) else "half-width"
+    half_width = "half-width; the paper's differences" if any(entry.effects for entry in entries) else "half-width"
     return Table(
         [*layout.names, "metric", "against", "difference [95 % CI]", "pooled variance [95 % CI]", "p (Holm)", "reading",
          half_width],
-        [[*entry.place[0], ", ".join(entry.place[1]), against(entry), entry.compared(),
+        [[*entry.position[0], ", ".join(entry.position[1]), against(entry), entry.compared(),
           entry.pooled.text(entry.digits) if entry.pooled else NONE,
           NONE if entry.holm is None else f"{entry.holm:.2g}", entry.reading,
-          sees(entry.difference, entry.effects, entry.digits)] for entry in found if entry.is_compared],
+          sees(entry.difference, entry.effects, entry.digits)] for entry in entries if entry.is_compared],
         len(layout.rows) + 1)
 
 
-def printed(found: Sequence[Entry], layout: Layout) -> Table:
-    """What the command prints: a line for each metric of a group."""
+def printed(entries: Sequence[Entry], layout: Layout) -> Table:
+    """Return the table that the command prints: a line for each metric of a group."""
     stated = [] if not layout.study["paper"] else ["paper"]
     return Table(
         [*layout.names, "metric", *stated, "here", "difference [95 % CI]", "reading"],
-        [[*entry.place[0], ", ".join(entry.place[1]),
+        [[*entry.position[0], ", ".join(entry.position[1]),
           *(_spread(entry.paper, entry.digits) if entry.paper else layout.unstated for _ in stated), str(entry),
-          entry.compared(), entry.reading if entry.is_compared else ""] for entry in found],
+          entry.compared(), entry.reading if entry.is_compared else ""] for entry in entries],
         len(layout.rows) + 1)
 
 
 def run_name(run: Run) -> str:
-    cell = [f"{axis} {shown(value)}" for axis, value in run["cell"].items()]
+    """Return the name of a run without its seed."""
+    cell = [f"{axis} {value_text(value)}" for axis, value in run["cell"].items()]
     return ", ".join([*cell, paper.name("connection", run["connection"])])
 
 
@@ -309,7 +316,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def every_run(runs: Sequence[Run]) -> Table:
-    """A row for each run, with the columns that any of them has; models only where there are several."""
+    """Return a row for each run. Columns without any value are left out, and the model if all runs share it."""
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
                if any(key in run for run in runs) and (several or key not in ("model", "parameters"))]
@@ -321,7 +328,7 @@ def every_run(runs: Sequence[Run]) -> Table:
 
 # ----------------------------------------------------------------------------------------- further tables
 class Extra(NamedTuple):
-    """A table of what was measured that has no counterpart in the paper's tables."""
+    """A table that the paper does not have."""
 
     title: str
     note: str
@@ -336,24 +343,24 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
     measures = list(next(iter(steps.values()), {}))
     return Extra(
         "Transition points",
-        "The training step from which on the means of the linear and the feature traces are mostly apart, by more than "
-        "a tenth of the range of both and, where the paired differences vary between seeds, with a confidence interval "
-        "that excludes zero; “none” where there is no such step.",
-        Table(["branch", "block", *measures], [[kind, str(layer), *found.values()]
-                                               for (kind, layer), found in sorted(steps.items())], 2))
+        "The training step from which on the means of the linear and the feature traces are mostly apart: by more than "
+        "a tenth of the range of both and, if the paired differences vary between seeds, with a confidence interval "
+        "that excludes zero. “none”: there is no such step.",
+        Table(["branch", "block", *measures], [[kind, str(layer), *by_measure.values()]
+                                               for (kind, layer), by_measure in sorted(steps.items())], 2))
 
 
 def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any]) -> Extra:
     measured = [(run, ends) for run, ends in zip(runs, recorded.get("last_branch", ()), strict=False) if ends]
     rows = []
-    for names, members in grouped(measured, lambda pair: layout.place(layout.keys(pair[0], "top1"))[0]).items():
+    for names, members in grouped(measured, lambda pair: layout.position(layout.keys(pair[0], "top1"))[0]).items():
         first, highest, last = (fmean(ends[key] for _, ends in members) for key in ("first", "highest", "last"))
         rows.append([*names, *(f"{value:.4g}" for value in (first, highest, last)),
                      f"{last / first:.3g}" if first else "unknown"])
     return Extra(
         "The last branch's output",
-        "|f|² of the last branch, over the channels of a pixel, means of the seeds: at the first record, the highest, "
-        "and at the last, which is so many times the first.",
+        "|f|² of the last branch over the channels of a pixel, means over the seeds: at the first record, the highest, "
+        "at the last record, and the ratio of last to first.",
         Table([*layout.names, "first", "highest", "last", "last / first"], rows, len(layout.rows)))
 
 
@@ -361,17 +368,17 @@ def _learned_weights(runs: Sequence[Run], layout: Layout, recorded: Mapping[str,
     learned = [(layout.label("start", layout.key("start", run)), row)
                for run in runs if run["connection"] == "hybrid" and run.get("dynamics")
                for row in run["dynamics"] if row["step"] == run["dynamics"][-1]["step"]]
-    found = grouped(learned, lambda pair: (pair[0], pair[1]["kind"]))
+    by_kind = grouped(learned, lambda pair: (pair[0], pair[1]["kind"]))
 
     def spread(members: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> str:
         values = [row[key] for _, row in members if finite(row.get(key))]
         return f"{fmean(values):.3f} [{min(values):.3f}, {max(values):.3f}]" if values else "not finite"
 
     return Extra(
-        "What was learned", "ρ and θ at the last record: mean over blocks and seeds, and in brackets the least and the "
-        "greatest.", Table(["start", "branch", "ρ", "θ"], [
+        "Learned weights", "ρ and θ at the last record: mean over blocks and seeds, minimum and maximum in brackets.",
+        Table(["start", "branch", "ρ", "θ"], [
             [f"{start} start", kind, *(spread(members, key) for key in ("rho", "theta"))]
-            for (start, kind), members in found.items()], 2))
+            for (start, kind), members in by_kind.items()], 2))
 
 
 EXTRAS: dict[str, Callable[[Sequence[Run], Layout, Mapping[str, Any]], Extra]] = {

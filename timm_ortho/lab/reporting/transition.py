@@ -1,16 +1,16 @@
-"""Where the traces of linear and orthogonal training part: the paper's Transition Point, as a rule.
+"""Find the paper's Transition Point: the step at which the traces of linear and orthogonal training diverge.
 
-The paper describes it (Section 3.5, Figure 3: the point around which the trends of stream norm and cosine for the two
-connections begin to diverge) and reads it off its figures. Here the two are *apart* at a recorded step if both hold:
+The paper reads it from its plots (Section 3.5, Figure 3: the point around which the trends of stream norm and cosine of
+the two connections begin to diverge). Here two traces are *apart* at a recorded step if two conditions hold:
 
-  * visibly: the means over the seeds differ by more than a tenth of the range that both take over the whole training;
-  * reliably: zero is outside the two-sided 95 % Student interval of the differences of runs with the same seed. Without
-    an interval, for a single pair or for differences that are all equal, the first rule decides: traces are real
-    numbers, so differences are equal only where they do not depend on the seed. The second rule alone is not enough:
-    with the same initial weights the stream of a deep block is a little shorter without the parallel parts from step 0.
+  * visible: the means over the seeds differ by more than a tenth of the range of both traces over the whole training;
+  * reliable: the two-sided 95 % Student interval of the differences of runs with the same seed excludes zero. If there
+    is no interval, because there is one pair or all differences are equal, the first condition decides: real-valued
+    differences are equal only if they do not depend on the seed. The second condition alone is not enough: with the
+    same initial weights, the stream of a deep block is slightly shorter without the parallel components from step 0.
 
-The transition point is the first step at which they are apart and from which on they are at three of four recorded
-steps. What begins in the last tenth of the training is none: too little has been seen of it.
+The transition point is the first step from which on the traces are apart at three of four recorded steps. The last
+tenth of the training is excluded, because too few steps follow.
 """
 import math
 from typing import Any, Mapping, Optional, Sequence
@@ -20,16 +20,23 @@ from scipy import stats
 
 Rows = Sequence[Mapping[str, Any]]
 
-VISIBLE = 0.1  # of the range of both traces
-MOSTLY = 0.75  # of the steps from the transition on
-SEEN = 0.1  # of all steps, after the transition
+VISIBLE = 0.1  # minimal difference, as a share of the range of both traces
+MOSTLY = 0.75  # minimal share of the steps after the transition that are apart
+SEEN = 0.1  # minimal share of the steps that follow the transition
 
 
 def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Sequence[float]]) -> Optional[int]:
-    """Index of the recorded step at which two sets of traces part, None if they do not.
+    """Return the index of the recorded step at which two sets of traces diverge, None if they do not.
 
-    Both are ``[seeds, steps]`` of the same seeds in the same order, or it is a ValueError. NaN, of a run that diverged,
-    counts as not apart.
+    Args:
+        linear: Traces of shape ``[seeds, steps]``. NaN, from a diverged run, counts as not apart.
+        orthogonal: Traces of the same seeds in the same order.
+
+    Raises:
+        ValueError: The shapes differ, or are not two-dimensional.
+
+    >>> transition_point([[1, 1, 1, 1, 1, 1]], [[1, 1, 2, 3, 4, 5]])
+    2
     """
     linear, orthogonal = np.asarray(linear, dtype=float), np.asarray(orthogonal, dtype=float)
     if linear.ndim != 2 or linear.shape != orthogonal.shape:
@@ -43,22 +50,22 @@ def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Seq
         interval = stats.t.ppf(0.975, len(linear) - 1) * stats.sem(orthogonal - linear)
         apart &= np.abs(means[1] - means[0]) > interval
     steps = len(apart)
-    share_from = np.cumsum(apart[::-1])[::-1] / np.arange(steps, 0, -1)  # of the steps from each one on
+    share_from = np.cumsum(apart[::-1])[::-1] / np.arange(steps, 0, -1)  # share of the steps from each step on
     early = np.arange(steps) < steps - max(1, SEEN * steps)
-    found = np.flatnonzero(apart & early & (share_from >= MOSTLY))
-    return int(found[0]) if len(found) else None
+    candidates = np.flatnonzero(apart & early & (share_from >= MOSTLY))
+    return int(candidates[0]) if len(candidates) else None
 
 
 def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measure: str = "stream") -> list[dict]:
-    """The transition point of each site: ``layer``, ``kind``, ``measure`` and ``step``, None where they do not part.
+    """Return the transition point of each site: ``layer``, ``kind``, ``measure`` and ``step`` (None without one).
 
     Args:
-        linear: For each seed the rows of a run with linear connections, as :func:`timm_ortho.record` gives them.
-        orthogonal: For the same seeds in the same order those of runs with orthogonal ones.
-        measure: A column of the rows: ``stream`` and ``cosine`` are the paper's.
+        linear: Rows of :func:`timm_ortho.record` of a linear run, for each seed.
+        orthogonal: Rows of the orthogonal runs, for the same seeds in the same order.
+        measure: A column of the rows. The paper uses ``stream`` and ``cosine``.
 
     Raises:
-        ValueError: The runs have not the same sites, there is no such column, or no step that all have recorded.
+        ValueError: The runs have different sites, the column is missing, or no step was recorded by all runs.
     """
     runs = [[_traces(rows, measure) for rows in runs] for runs in (linear, orthogonal)]
     points = []
@@ -66,7 +73,7 @@ def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measur
         traces = [[run.get((layer, kind), {}) for run in connection] for connection in runs]
         steps = sorted(set.intersection(*(set(trace) for connection in traces for trace in connection)))
         if not steps:
-            raise ValueError(f"the runs have no step in common at which all recorded {kind} of block {layer}")
+            raise ValueError(f"no step was recorded by all runs for {kind} of block {layer}")
         point = transition_point(*([[trace[step] for step in steps] for trace in seeds] for seeds in traces))
         step = None if point is None else steps[point]
         points.append({"layer": layer, "kind": kind, "measure": measure, "step": step})
@@ -74,11 +81,11 @@ def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measur
 
 
 def _traces(rows: Rows, measure: str) -> dict[tuple[int, str], dict[int, float]]:
-    """By site the values by step; a value that JSON does not have is null there and NaN here."""
+    """Return the values of each site by step. null, which JSON has for NaN and infinities, becomes NaN."""
     traces: dict = {}
     for row in rows:
         if measure not in row:
-            raise ValueError(f"there is no column {measure!r} in the rows, only {', '.join(row)}")
+            raise ValueError(f"the rows have no column {measure!r}, only {', '.join(row)}")
         value = math.nan if row[measure] is None else row[measure]
         traces.setdefault((row["layer"], row["kind"]), {})[row["step"]] = value
     return traces

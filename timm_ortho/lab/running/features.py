@@ -1,8 +1,8 @@
-"""Features of a trained model's validation images: measured when its run ends, and stored to be compared with others'.
+"""Measure and store the features of a trained model, for comparison with the features of other runs.
 
-Linear CKA needs both models' features of the same images, and runs end one by one. What is stored, `features.npy`, is
-float16 after division by the largest magnitude, which no CKA can see: 2 bytes a number, 77 MB for a ViT-B on
-ImageNet-1k's 50,000 images.
+Linear CKA needs the features of both models for the same images, and runs end at different times. `features.npy` has
+float16 numbers, divided by the largest magnitude. CKA does not depend on this scale. A ViT-B takes 77 MB for the 50,000
+validation images of ImageNet-1k.
 """
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ _FILE = "features.npy"
 
 
 def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: Path) -> dict[str, float]:
-    """`effective_rank`, `spectral_entropy` and `feature_std` of a model's features, which it stores in the folder."""
+    """Store a model's features in the folder, and return `effective_rank`, `spectral_entropy` and `feature_std`."""
     features = representation.features(model, batches).float()
     largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     with whole_file(folder / _FILE) as partial, open(partial, "wb") as file:
@@ -27,25 +27,28 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
 
 
 def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str, Any]) -> None:
-    """Adds `linear_cka` to each run's `representation`: with the baseline's run of the same seed, None without one.
+    """Add `linear_cka` with the baseline's run of the same seed to each run's `representation`, None without one.
 
-    `baseline` has the values of axes, or the connection, that the baseline has in place of a run's own.
+    Args:
+        runs: The runs.
+        folders: Their folders.
+        baseline: Values of axes and the connection that identify the baseline, as in a study.
     """
-    by_place = {_place(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
+    by_setting = {_setting(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
     for run, folder in zip(runs, folders, strict=True):
-        partner = by_place.get(_place(run, baseline))
+        partner = by_setting.get(_setting(run, baseline))
         other = partner is not None and partner != folder
         cka = representation.linear_cka(_stored(partner), _stored(folder)) if other else None
         run["representation"] = {**run["representation"], "linear_cka": cka}
 
 
-def _place(run: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple:
-    place = {**run["cell"], "connection": run["connection"], **changed}
-    return (*sorted(place.items()), run["seed"])
+def _setting(run: Mapping[str, Any], changed: Mapping[str, Any]) -> tuple:
+    setting = {**run["cell"], "connection": run["connection"], **changed}
+    return (*sorted(setting.items()), run["seed"])
 
 
 def _stored(folder: Path) -> torch.Tensor:
     try:
         return torch.from_numpy(np.load(folder / _FILE)).float()
     except (OSError, ValueError) as error:
-        raise LabError(f"{folder / _FILE} cannot be read ({error}): remove {folder} to train it anew") from None
+        raise LabError(f"{folder / _FILE} cannot be read ({error}): remove {folder} to train the run again") from None

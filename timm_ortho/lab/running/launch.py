@@ -1,7 +1,7 @@
-"""Launching: a process for each planned run that is not finished, on this machine or on a Slurm cluster.
+"""Start a process for each unfinished run, on this machine or on a Slurm cluster.
 
-A run is its folder. Launchers start `run` for it and read what is in it; they share nothing else with it, so a run that
-dies takes nothing with it, and whoever gives the same command again continues where the folders are.
+Launchers communicate with a run only through its folder. A crash of a run therefore affects no other run, and the same
+command continues from the folders.
 """
 import math
 import os
@@ -27,33 +27,35 @@ from ..folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, r
 from . import run as run_module
 from .timm_script import die_with_parent
 
-_NO_ROOM = 2**16  # bytes; with less a run cannot even say so in its folder
-_SECONDS_BETWEEN_LINES = 20  # of progress without a terminal
-ATTEMPTS = 3  # of a run whose process dies, which may be the machine's fault
-_SECONDS_TO_PREEMPT = 300  # from SIGTERM to the signal to requeue, or to SIGKILL at the end of the cluster's grace time
+_NO_ROOM = 2**16  # bytes; with less free space a run cannot write its error
+_SECONDS_BETWEEN_LINES = 20  # of progress, if the output is not a terminal
+ATTEMPTS = 3  # for a run whose process dies
+_SECONDS_TO_PREEMPT = 300  # from SIGTERM to the requeue signal, or to SIGKILL after the grace time
 
 
 class _Progress:
-    """The epochs that are finished: one bar for all runs, or lines where the output is no terminal."""
+    """Show the finished epochs: a bar for all runs, or lines if the output is not a terminal."""
 
     def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
         self.finished = set(runs) - set(waiting(root, runs))
-        self.sizes: dict[str, int] = {}  # of the files of each run's epochs, which are read when they have grown
+        self.sizes: dict[str, int] = {}  # of each run's files; files that have grown are read again
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
         self.began, self.said = time.monotonic(), -math.inf
-        # disable=None: no bar where the output is not a terminal
+        # disable=None: no bar unless the output is a terminal
         self.bar = tqdm(
             total=self.total, initial=self.before, leave=False, disable=None, dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
         if self.finished:
-            self.say(f"{len(self.finished)} of {len(runs)} runs finished before")
+            self.say(f"{len(self.finished)} of {len(runs)} runs are already finished")
 
     def say(self, text: str) -> None:
+        """Print a line above the bar."""
         tqdm.write(text, file=sys.stderr)
 
     def fail(self, name: str, reason: str) -> None:
+        """Note and print that a run failed."""
         if shutil.disk_usage(self.root).free < _NO_ROOM:
             reason += ", the disk is full"
         run_module.note_failure(self.root / name, reason)
@@ -61,7 +63,7 @@ class _Progress:
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
-        """Show the last epoch of these runs that was finished since the last call."""
+        """Show the last finished epoch of runs that have grown."""
         for name in names:
             run = self.runs[name]
             files = [self.root / name / stage.folder / "summary.csv" for stage in run.stages]
@@ -74,7 +76,7 @@ class _Progress:
                 self._show(f"{name}: epoch {epochs_done(rows)}/{run.epochs}, "
                            f"loss {'nan' if loss is None else format(loss, '.3f')}, "
                            f"{top1_text(rows[-1].get('eval_top1'))}")
-        self.bar.refresh()  # for the time that has passed
+        self.bar.refresh()  # updates the elapsed time
 
     def _show(self, text: str) -> None:
         done, now = sum(self.epochs.values()), time.monotonic()
@@ -87,6 +89,7 @@ class _Progress:
             self.say(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
 
     def ended(self, name: str) -> None:
+        """Print the result of a finished run."""
         self.finished.add(name)
         self.epochs[name] = self.runs[name].epochs
         result = read_json(self.root / name / RESULT)
@@ -95,11 +98,12 @@ class _Progress:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which stops a command as Ctrl-C does."""
+    """SIGTERM, which stops a command like Ctrl-C."""
 
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM inside the context."""
     def terminated(*_: Any) -> None:
         raise Terminated
 
@@ -111,19 +115,29 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
-    """The names of the runs that are not finished."""
+    """Return the names of the unfinished runs."""
     return [name for name in runs if not (root / name / RESULT).is_file()]
 
 
 def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: int = 1) -> dict[str, str]:
-    """Trains the runs here, in their order, so many at a time; returns what failed, run name -> reason.
+    """Train the runs on this machine, in order.
 
-    A run that needs more GPUs than there are is a LabError.
+    Args:
+        root: The folder of the study.
+        runs: The runs by name.
+        parallel: Number of simultaneous runs.
+        threads: CPU threads of each run.
+
+    Returns:
+        The failed runs, name -> reason.
+
+    Raises:
+        LabError: A run needs more GPUs than this machine has.
     """
     slots = _slots(runs, parallel)
     queue, at_work, attempts = waiting(root, runs), {}, Counter()
     progress = _Progress(root, runs)
-    # A server that has imported everything forks the runs' processes: each would otherwise take seconds to begin.
+    # Processes are forked from a server that has imported everything, which saves seconds for each run.
     context = get_context("forkserver" if sys.platform != "win32" else "spawn")
     context.set_forkserver_preload([run_module.__name__])
     try:
@@ -143,7 +157,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 if (root / name / RESULT).is_file():
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
-                    progress.say(f"timm-ortho: {name} {ended}; it is continued")
+                    progress.say(f"timm-ortho: {name} {ended}; it is started again")
                     queue.append(name)
                 else:
                     progress.fail(name, error or f"its process {ended}")
@@ -157,15 +171,15 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
 
 
 def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
-    """For each run at a time what it has in its environment: the GPUs that it may see.
+    """Return the environment of each simultaneous run, with its visible GPUs.
 
-    Runs of `train.py` have as many as they ask for to themselves; runs of the lab's loop share all of them in turn.
+    Runs of `train.py` have the requested number of GPUs to themselves. Runs of the lab's loop share the GPUs in turn.
     """
-    each, nodes = (max(getattr(run, what) for run in runs.values()) for what in ("gpus", "nodes"))
+    each, nodes = (max(getattr(run, attribute) for run in runs.values()) for attribute in ("gpus", "nodes"))
     there = torch.cuda.device_count()
     if each > there or nodes > 1:
-        raise LabError(f"a run needs {each} GPUs on each of {nodes} nodes, and this machine has {there}: give other "
-                       "--gpus and --nodes, or --launcher slurm")
+        raise LabError(f"a run needs {each} GPUs on each of {nodes} nodes, and this machine has {there}: change --gpus "
+                       "and --nodes, or use --launcher slurm")
     named = any(":" in str(run.stages[0].options["device"]) for run in runs.values())
     if not there or named:
         return [{}] * parallel
@@ -178,22 +192,21 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
-    """In the run's process."""
-    # The platform's default: a child of the fork server would start its loaders' workers from another server, which
-    # imports torch anew for every worker of every epoch.
+    """Run in the process of a run."""
+    # The platform's default. With forkserver, every worker of a data loader would import torch again in every epoch.
     set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal's processes: the launcher decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but only the launcher reacts
     os.environ.clear()
     os.environ.update(environment)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):  # also of C++ code that crashes
+    for stream in (1, 2):  # at the level of the system, for output of C++ code too
         os.dup2(log, stream)
     sys.exit(run_module.main([str(folder), "--threads", str(threads)]))
 
 
 def _end_with_launcher() -> None:
-    """Ends this process when the launcher dies, however that dies: its parent is the fork server, which would go on."""
+    """End this process when the launcher dies. The fork server, its parent, may outlive the launcher."""
     parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -204,7 +217,7 @@ def _exit(status: int) -> str:
 
 @dataclass
 class _Task:
-    """What Slurm runs for a folder; submitit pickles it, and calls `checkpoint` at a time limit or preemption."""
+    """The job of a run. submitit pickles it, and calls `checkpoint` at a time limit or preemption."""
 
     threads: int
 
@@ -215,12 +228,12 @@ class _Task:
         os.environ.setdefault("MASTER_ADDR", job.hostnames[0])
         os.environ.setdefault("MASTER_PORT", str(20000 + int(job.array_job_id or job.job_id) % 20000))
         os.environ["NODE_RANK"] = str(job.node)
-        # in a process of its own: the handlers of the signals that requeue a job stay submitit's
+        # in a separate process, so that submitit's signal handlers stay in place
         command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
         with open(Path(folder, LOG), "a", encoding="utf-8") as log:
             status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
         if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
-            # Slurm signals all processes of a job that it preempts. One that ended now would not be requeued.
+            # Slurm signals all processes of a preempted job. A job that ends now would not be requeued.
             time.sleep(_SECONDS_TO_PREEMPT)
         return status
 
@@ -232,16 +245,16 @@ class _Task:
 
 @dataclass
 class Slurm:
-    """Trains runs as an array of Slurm jobs, requeued and continued after a time limit or a preemption."""
+    """Train runs as an array of Slurm jobs, which are requeued and continued after a time limit or preemption."""
 
-    parallel: int = 1  # runs at a time
-    threads: int = 1  # of each, on CPUs
-    minutes: int = 24 * 60  # time limit of a job, which is then requeued
+    parallel: int = 1  # number of simultaneous runs
+    threads: int = 1  # CPU threads of each run
+    minutes: int = 24 * 60  # time limit of a job
     options: Mapping[str, Any] = field(default_factory=dict)  # of sbatch: `partition`, `account`, `qos`, `mem`, ...
-    poll: float = 2.0  # seconds between two looks at the folders
+    poll: float = 2.0  # seconds between two checks of the folders
 
     def executor(self, root: Path, run: RunPlan) -> Any:
-        """submitit's, for runs of one shape."""
+        """Return submitit's executor for runs with the nodes and GPUs of `run`."""
         try:
             import submitit
         except ImportError:
@@ -249,8 +262,8 @@ class Slurm:
         try:
             executor = submitit.SlurmExecutor(folder=root / ".slurm", max_num_timeout=100)
         except RuntimeError:
-            raise LabError("--launcher slurm needs Slurm, and there is no sbatch here: call it on a login node, or "
-                           "leave --launcher away") from None
+            raise LabError("--launcher slurm needs Slurm, but sbatch is missing: run the command on a login node, or "
+                           "without --launcher") from None
         executor.update_parameters(
             job_name="timm-ortho", time=self.minutes, signal_delay_s=60, array_parallelism=self.parallel,
             nodes=run.nodes, ntasks_per_node=1, cpus_per_task=max(1, self.threads, 8 * run.gpus),
@@ -258,7 +271,7 @@ class Slurm:
         return executor
 
     def script(self, root: Path, runs: Mapping[str, RunPlan]) -> Path:
-        """Writes the array's script as submitit would hand it to sbatch, to be looked at."""
+        """Write the script that submitit passes to sbatch, for inspection."""
         executor = self.executor(root, next(iter(runs.values())))
         executor.parameters["map_count"] = len(runs)
         path = root / ".slurm" / "plan.sbatch"
@@ -267,11 +280,11 @@ class Slurm:
         return path
 
     def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
-        """Submits what is neither finished nor in the queue, waits for all, and returns what failed, with the reason.
+        """Submit the runs that are neither finished nor queued, wait for all runs, and return the failed ones.
 
-        The folders are read, not Slurm's accounting, which many clusters do not have.
+        States come from the folders, because many clusters have no accounting.
         """
-        self.executor(root, next(iter(runs.values())))  # says what is missing, before squeue is asked
+        self.executor(root, next(iter(runs.values())))  # raises if submitit or Slurm is missing
         progress, attempts = _Progress(root, runs), Counter()
         while True:
             in_queue, todo = self._in_queue(root), []
@@ -308,7 +321,7 @@ class Slurm:
               file=sys.stderr)
 
     def _in_queue(self, root: Path) -> set[str]:
-        """The runs whose jobs wait or run, whoever submitted them."""
+        """Return the runs whose jobs are waiting or running."""
         listed = subprocess.run(
             ["squeue", "--noheader", "--array", "--me", "--format=%i"], capture_output=True, text=True)
         if listed.returncode:

@@ -1,9 +1,8 @@
-"""The lab's own training loop, for small studies on a CPU or one GPU. All its parts are timm's.
+"""Train one stage of a run in this process, on a CPU or one GPU, with timm's building blocks.
 
-It stands in for timm's `train.py` where nobody has a checkout of timm, and does what that does with the options that it
-knows (`recipe`). Beyond that every random number follows from seed, epoch and purpose, so that runs with one seed
-see the same batches whatever their connections draw, and a run that was interrupted ends with the weights of one that
-was not.
+The loop replaces timm's `train.py`, which is not part of timm's wheel, and treats its options in the same way
+(`recipe`). Random numbers are seeded by seed, epoch and purpose. Runs with one seed therefore see the same batches,
+whatever their connections draw, and an interrupted run ends with the same weights as an uninterrupted one.
 """
 import errno
 import math
@@ -37,7 +36,7 @@ _MODEL, _DATA = 0, 1  # the two streams of random numbers
 
 
 def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Module:
-    """timm's model for the options, freshly initialised from the seed."""
+    """Create the model of the options, initialised from the seed."""
     random_seed(options.seed)
     return create_model(
         options.model,
@@ -52,16 +51,22 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
 
 
 class Training:
-    """One stage of a run, made ready; `train` begins it or takes it up where its last checkpoint left it.
+    """One stage of a run. `train` starts it, or continues it from its last checkpoint.
 
-    `options` are the stage's, with what this machine decides: paths and the device.
+    Args:
+        plan: The run.
+        stage: One of its stages.
+        folder: The folder of the run.
+        source: The opened data set.
+        options: The options of the stage, with paths and device of this machine.
     """
 
     def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
         self.plan, self.stage, self.folder, self.options = plan, stage, folder, options
         self.offset = plan.offset(stage)
         self.checkpoint, self.summary = (folder / stage.folder / name for name in ("last.pth.tar", "summary.csv"))
-        self.growing = [Path(stage.folder, "summary.csv").as_posix(), "probe.jsonl", "records.jsonl"]  # with each epoch
+        # files that grow with each epoch
+        self.growing = [Path(stage.folder, "summary.csv").as_posix(), "probe.jsonl", "records.jsonl"]
         self.device = torch.device(options.device)
         if self.device.type == "cuda":  # as train.py does
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
@@ -91,23 +96,23 @@ class Training:
 
     # ------------------------------------------------------------------------------------------ the epochs
     def train(self) -> None:
-        """Trains to the end of the stage; what it leaves is in the run's folder."""
+        """Train to the end of the stage. Results are in the run's folder."""
         start, lengths = self._resume()
-        if start >= self.stage.last_epoch:  # what follows in the run's files is the next stage's
+        if start >= self.stage.last_epoch:  # later rows of the run's files belong to the next stage
             return
-        for name in self.growing:  # what came after the checkpoint is written again
+        for name in self.growing:  # drop rows written after the checkpoint
             path = self.folder / name
             if name not in lengths:
                 path.unlink(missing_ok=True)
             elif not path.is_file() or path.stat().st_size < lengths[name]:
-                raise LabError(f"{path} has lost rows; remove {self.folder} to train it anew")
+                raise LabError(f"{path} has lost rows: remove {self.folder} to train the run again")
             else:
                 os.truncate(path, lengths[name])
         recorder = self._recorder(start + self.offset)
         self.data.reseed(epoch_seed(self.options.seed, 0, _DATA))
         self.probe, _ = next(self.data.iterate(self.eval_loader))
         if not start + self.offset:
-            self._look_at_the_stream(0)
+            self._probe_stream(0)
         try:
             for epoch in range(start, self.stage.last_epoch):
                 self._epoch(epoch)
@@ -116,7 +121,7 @@ class Training:
                 recorder.close()
 
     def _recorder(self, first: int) -> Any:
-        """What looks at the connections every so many steps, all of a run's stages counted."""
+        """Return the recorder of the connections, whose steps count through all stages, or None."""
         if self.plan.record is None:
             return None
         recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / "records.jsonl"))
@@ -134,13 +139,13 @@ class Training:
         trained = {"loss": loss, "images_per_second": speed, "seconds": time.perf_counter() - began,
                    "peak_memory": _peak_memory(self.device)}
         update_summary(epoch, trained, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
-        self._look_at_the_stream(epoch + self.offset + 1)
-        self.scheduler.step(epoch + 1)  # before the checkpoint, so that it holds the next epoch's learning rate
+        self._probe_stream(epoch + self.offset + 1)
+        self.scheduler.step(epoch + 1)  # before the checkpoint, which stores the next epoch's learning rate
         self._save(epoch, evaluated["top1"])
         print(f"epoch {epoch + self.offset + 1}/{self.plan.epochs}: top-1 {evaluated['top1']:.2f} %", flush=True)
 
     def _train_epoch(self, epoch: int) -> tuple[float, int]:
-        """The mean loss, and the images that were seen."""
+        """Train one epoch, and return the mean loss and the number of images."""
         self.forward.train()
         self.train_loader.mixup_enabled = not self.options.mixup_off_epoch or epoch < self.options.mixup_off_epoch
         if hasattr(self.train_loader.dataset, "set_epoch"):
@@ -154,7 +159,7 @@ class Training:
             with self.amp():
                 loss = self.loss(self.forward(image), target)
             self._backward(loss / group, update)
-            losses.update(loss.detach(), len(image))  # a tensor: reading it here would stop a GPU at every step
+            losses.update(loss.detach(), len(image))  # a tensor: reading its value here would synchronise the GPU
             images += len(image)
             if update:
                 updates = epoch * self.updates_per_epoch + index // self.accumulate + 1
@@ -178,7 +183,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def _evaluate(self, model: nn.Module) -> dict:
-        """Loss and accuracies over the validation images, by timm's names."""
+        """Return loss and accuracies over the validation images, by timm's names."""
         model.eval()
         meters = {key: AverageMeter() for key in ("loss", "top1", "top5")}
         with torch.no_grad():
@@ -190,16 +195,16 @@ class Training:
                     meter.update(value.item(), len(image))
         return {key: meter.avg for key, meter in meters.items()}
 
-    def _look_at_the_stream(self, epochs: int) -> None:
+    def _probe_stream(self, epochs: int) -> None:
         with self.amp():
-            found = record_dynamics(self.model, self.probe, self.sites)
-        sites = [{key: value for key, value in site._asdict().items() if value != ()} for site in found]
+            measured = record_dynamics(self.model, self.probe, self.sites)
+        sites = [{key: value for key, value in site._asdict().items() if value != ()} for site in measured]
         row = {"epochs_done": epochs, "sites": sites}
         append_lines(self.folder / "probe.jsonl", [row])
 
     # -------------------------------------------------------------------------------------- the checkpoint
     def _parts(self) -> dict[str, Any]:
-        """What a checkpoint holds, by the names that timm gives it."""
+        """Return the parts of a checkpoint, by timm's names."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer}
         if self.ema is not None:
             parts["state_dict_ema"] = self.ema.module
@@ -216,12 +221,14 @@ class Training:
         try:
             with whole_file(self.checkpoint) as partial:
                 torch.save(checkpoint, partial)
-        except RuntimeError as error:  # torch's writer has its own words for a full disk
+        except RuntimeError as error:  # torch's writer raises it on a full disk
             raise OSError(errno.EIO, error_text(error)) from error
 
     def _resume(self) -> tuple[int, dict[str, int]]:
-        """Restores the last checkpoint, of this stage or of the one that it continues, and says which epoch is next and
-        how long the run's files were then.
+        """Load the last checkpoint of this stage or of the previous one.
+
+        Returns:
+            The next epoch, and the lengths of the run's files at the checkpoint.
         """
         before = self.folder / self.plan.stages[0].folder / "last.pth.tar"
         path = self.checkpoint if self.checkpoint.is_file() else before
@@ -234,17 +241,17 @@ class Training:
                 return 0, lengths
             for name, part in self._parts().items():
                 part.load_state_dict(checkpoint[name])
-        except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
-            raise LabError(f"{path} cannot be continued ({one_line(error)}); remove {self.folder} to train it "
-                           "anew") from None
+        except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise many kinds for damaged files
+            raise LabError(f"{path} cannot be read ({one_line(error)}): remove {self.folder} to train the run "
+                           "again") from None
         start = checkpoint["epoch"] + 1
-        # only for its count of updates: the optimizer has brought its learning rate along
+        # sets the count of updates; the optimizer's state has the learning rate
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
         return start, lengths
 
 
 def _loss(options: Namespace) -> nn.Module:
-    """The loss that timm's train.py would choose."""
+    """Return the loss that timm's train.py chooses."""
     if mixes(options):
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(options.smoothing) if options.smoothing else nn.CrossEntropyLoss()
@@ -259,7 +266,7 @@ def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
 
 
 def _with_learning_rate(options: Namespace) -> Namespace:
-    """timm's rule where only `lr_base` is given: scaled by the batch, by its root for the adaptive optimizers."""
+    """Scale `lr_base` by the batch size as timm does if `lr` is not set, by its square root for adaptive optimizers."""
     if options.lr:
         return options
     adaptive = any(name in options.opt.lower() for name in ("ada", "lamb"))
@@ -269,7 +276,7 @@ def _with_learning_rate(options: Namespace) -> Namespace:
 
 
 def _peak_memory(device: torch.device) -> Optional[int]:
-    """Bytes, of the process so far: allocated on a GPU, resident on the CPU; None on Windows, which does not say."""
+    """Return the peak memory of the process in bytes: allocated on a GPU, resident on a CPU, None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,6 +1,6 @@
-"""PoolFormer with pool(x) as its mixer, where timm's has pool(x) - x: `poolformerv2_s12_plain`.
+"""Register `poolformerv2_s12_plain`, a PoolFormer whose mixer is pool(x) instead of timm's pool(x) - x.
 
-The study `confirm_poolformer` imports it by timm's option `device_modules`, as any module with architectures can be.
+The study `confirm_poolformer` imports this module with timm's option `device_modules`.
 """
 from typing import Any, Callable, Dict
 
@@ -18,6 +18,7 @@ class PlainPooling(Pooling):
     """timm's 3x3 average pooling without the subtraction of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the pooled input, NCHW."""
         return self.pool(x)
 
 

@@ -1,7 +1,7 @@
 """Train one planned run, or the rest of it: `python -m timm_ortho.lab.running.run FOLDER`.
 
-What trains is the lab's own loop, or timm's `train.py` in processes of its own. Launchers start this for each folder;
-by hand it does the same.
+The trainer is the lab's own loop, or timm's `train.py` in separate processes. Launchers start this module for each
+folder.
 """
 import argparse
 import errno
@@ -24,47 +24,51 @@ from ...runs.folders import import_modules, load_checkpoint
 from ...runs.provenance import device_name, made_on
 from .. import LabError, one_line, write_json
 from ..data import Source, loaders, open_source
-from ..folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, figures_of, history, read_json, work_on
-from . import timm_script as train_py
+from ..folder import LOG, RESULT, SESSIONS, RunPlan, Stage, epochs_done, history, metrics_of, read_json, work_on
+from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
-# Of a folder that cannot be written; other OSErrors are errors of the run, and name their file.
+# Errors of a folder that cannot be written. Other OSErrors are errors of the run, and name their file.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """The exit status: 0 for a finished run, 2 for one that cannot be trained as it is, 1 for any other error."""
+    """Train the run in a folder. Exit status: 0 finished, 2 a LabError, 1 any other error."""
     parser = argparse.ArgumentParser(
         prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parsed = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it started, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends child processes
     try:
         run(parsed.folder, parsed.threads)
     except LabError as error:
         print(f"timm-ortho: {error}", file=sys.stderr)
         return 2
-    except Exception:  # noqa: BLE001 for the log
+    except Exception:  # noqa: BLE001 shown in the log
         traceback.print_exc()
         return 1
     return 0
 
 
 def run(folder: Path, threads: int = 1) -> dict:
-    """Trains a run unless it is finished, and returns its result; a LabError if it cannot, or somebody else does."""
+    """Train a run unless it is finished, and return its result.
+
+    Raises:
+        LabError: The run cannot be trained, or another process trains it.
+    """
     plan = RunPlan.read(folder)
-    if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # the first node has the files
+    if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # only the first node writes the files
         for stage in plan.stages:
-            train_py.train(plan, stage, folder)
+            timm_script.train(plan, stage, folder)
         return {}
     with work_on(folder):
         done = read_json(folder / RESULT)
         if done is not None:
             return done
         torch.set_num_threads(threads)
-        plan.write_options(folder)  # anew: train.py has written its own there
+        plan.write_options(folder)  # again: train.py overwrites them
         sessions = _begin_session(folder)
         try:
             result = _train(plan, folder)
@@ -72,14 +76,14 @@ def run(folder: Path, threads: int = 1) -> dict:
             result["made_with"] = {**sessions[0], "end": sessions[-1]["end"], "continued": sessions[1:]}
             write_json(folder / RESULT, result)
         except BaseException as error:
-            interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, train_py.Died))
+            interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, timm_script.Died))
             memory = isinstance(error, torch.cuda.OutOfMemoryError)
-            said = "the device is out of memory: choose a smaller batch size" if memory else one_line(error)
+            reason = "the device is out of memory: use a smaller batch size" if memory else one_line(error)
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                error = LabError(f"cannot write in {folder} ({said}): make room, or see to the folder; the same "
-                                 "command again continues from the last checkpoint")
-                said = str(error)
-            sessions[-1].update(error=None if interrupted else said, end=_now())
+                error = LabError(f"cannot write in {folder} ({reason}): free disk space or correct the permissions; "
+                                 "the same command continues from the last checkpoint")
+                reason = str(error)
+            sessions[-1].update(error=None if interrupted else reason, end=_now())
             raise error
         finally:
             _write_sessions(folder, sessions)
@@ -87,13 +91,13 @@ def run(folder: Path, threads: int = 1) -> dict:
 
 
 def _begin_session(folder: Path) -> list[dict]:
-    """The sessions so far and this one; warns where it has other versions than the one before."""
+    """Return the sessions with a new one. Print a warning if its versions differ from the previous session's."""
     sessions = read_json(folder / SESSIONS) or []
     here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
             "job": os.environ.get("SLURM_JOB_ID")}
     for key in ("torch", "timm", "timm-ortho"):
         if sessions and sessions[-1][key] != here[key]:
-            print(f"timm-ortho: {folder.name} was begun with {key} {sessions[-1][key]} and goes on with {here[key]}",
+            print(f"timm-ortho: {folder.name} was begun with {key} {sessions[-1][key]} and continues with {here[key]}",
                   file=sys.stderr)
     sessions.append(here)
     _write_sessions(folder, sessions)
@@ -101,7 +105,7 @@ def _begin_session(folder: Path) -> list[dict]:
 
 
 def note_failure(folder: Path, reason: str) -> None:
-    """Puts the reason into the last session of a run whose process was killed, and so could not do it itself."""
+    """Store an error in the last session of a run whose process was killed."""
     sessions = read_json(folder / SESSIONS) or []
     if sessions and not sessions[-1].get("error"):
         sessions[-1]["error"] = reason
@@ -111,7 +115,7 @@ def note_failure(folder: Path, reason: str) -> None:
 def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
     try:
         write_json(folder / SESSIONS, list(sessions))
-    except OSError as error:  # on a full disk the error on its way says more
+    except OSError as error:  # on a full disk, the original error is raised
         print(f"timm-ortho: {folder / SESSIONS} cannot be written ({one_line(error)})", file=sys.stderr)
 
 
@@ -124,11 +128,11 @@ def _train(plan: RunPlan, folder: Path) -> dict:
     for stage in plan.stages:
         options = _options(plan, stage, folder)
         import_modules(options.device_modules, LabError)
-        if plan.trainer == "lab":
+        if plan.trainer_name == "lab":
             source = source or open_source(options, plan.hold_out)
             Training(plan, stage, folder, source, options).train()
         else:
-            train_py.train(plan, stage, folder)
+            timm_script.train(plan, stage, folder)
     result, model = _result(plan, folder)
     if plan.representation:
         source, device = source or open_source(options, plan.hold_out), torch.device(options.device)
@@ -138,7 +142,7 @@ def _train(plan: RunPlan, folder: Path) -> dict:
 
 
 def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
-    """The stage's options, with the weights that it begins with."""
+    """Return the options of a stage, with the path of its initial weights."""
     options = Namespace(**stage.options)
     if stage.begins_with == "weights":
         options.initial_checkpoint = str((folder / plan.stages[0].folder / "last.pth.tar").absolute())
@@ -146,27 +150,27 @@ def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
 
 
 def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
-    """The run's figures, and its model as the last checkpoint has it."""
+    """Return the run's metrics, and its model with the weights of the last checkpoint."""
     rows = history(folder, plan)
     done = epochs_done(rows)
     if done < plan.epochs or all(row["eval_top1"] is None for row in rows):
-        raise LabError(f"{folder} has {done} of {plan.epochs} epochs, and its training has ended: see {LOG}")
+        raise LabError(f"{folder} has {done} of {plan.epochs} epochs after its training ended: see {LOG}")
     checkpoint = load_checkpoint(folder / plan.stages[-1].folder / "last.pth.tar")
     options = Namespace(**{**vars(checkpoint["args"]), "pretrained": False, "initial_checkpoint": ""})
     model = build_model(options, options.num_classes, options.in_chans or 3)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
     speeds, memory, seconds = (
-        [row[key] for row in rows if row.get(key)]  # the lab's loop has them
+        [row[key] for row in rows if row.get(key)]  # columns of the lab's loop
         for key in ("train_images_per_second", "train_peak_memory", "train_seconds"))
     return {
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **figures_of(rows),
-        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # the median epoch
+        **metrics_of(rows),
+        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # of the median epoch
         "peak_memory": int(max(memory)) if memory else None,
         "seconds": sum(seconds) if seconds else None,
         "device": device_name(torch.device(options.device)),
-        "trainer": "lab" if plan.trainer == "lab" else "train.py",
+        "trainer": plan.trainer_name,
         "switch_epoch": plan.switch_epoch, "hold_out": plan.hold_out,
     }, model
 

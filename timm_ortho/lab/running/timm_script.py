@@ -1,7 +1,4 @@
-"""timm's `train.py` as a trainer: one stage of a run in processes of its own, under `torchrun` where there are GPUs.
-
-The script is somebody else's program: it is given options, and its folder is read.
-"""
+"""Train a stage with timm's `train.py`, in separate processes and, on GPUs, under `torchrun`."""
 import ctypes
 import os
 import signal
@@ -26,22 +23,26 @@ _SECONDS_TO_STOP = 30
 
 
 class Died(LabError):
-    """The script was killed, or ended after it had trained for a while: a launcher starts it again."""
+    """The script was killed or ended after some epochs. A launcher starts it again."""
 
 
 def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
-    """Trains a stage, or what is left of it; a LabError if the script ends early: the run's log has its words."""
+    """Train a stage, or the rest of it.
+
+    Raises:
+        LabError: The script ended early. The run's log has its output.
+    """
     last = folder / stage.folder / "last.pth.tar"
     before = _epochs(last)
-    if before > stage.last_epoch:  # stopped too late: the next stage would begin with another epoch
-        raise LabError(f"{last} has seen {before} epochs, and its stage ends after {stage.last_epoch}: remove {folder} "
-                       "to train it anew")
+    if before > stage.last_epoch:  # stopped too late: the next stage would start at a later epoch
+        raise LabError(f"{last} has {before} epochs, but its stage ends after {stage.last_epoch}: remove {folder} "
+                       "to train the run again")
     if before == stage.last_epoch:
         return
     _check_data(Namespace(**{**recipe.defaults(), **stage.options}))
     environment = {
         **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "TIMM_DATASET_MAX_RETRIES": "1"}  # else timm trains on another image in place of one that cannot be read
+        "TIMM_DATASET_MAX_RETRIES": "1"}  # otherwise timm replaces an unreadable image by another
     if plan.record is not None:
         environment.update(
             TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
@@ -61,16 +62,16 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
 
 
 def _check_data(options: Namespace) -> None:
-    """Check an image folder that may not have been on the machine that planned the run."""
+    """Check an image folder that may have been missing on the machine that planned the run."""
     if is_here(options):
         split = open_source(options).val_split
         if split != options.val_split:
-            raise LabError(f"the run was planned with val_split '{options.val_split}', and {options.data_dir} has only "
-                           f"'{split}': give --option val_split={split}")
+            raise LabError(f"the run was planned with val_split '{options.val_split}', but {options.data_dir} has only "
+                           f"'{split}': use --option val_split={split}")
 
 
 def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
-    """The command line of a stage, which continues from its last checkpoint if there is one."""
+    """Return the command line of a stage, which continues from its last checkpoint if there is one."""
     last, before = (folder / where / "last.pth.tar" for where in (stage.folder, plan.stages[0].folder))
     words = [
         sys.executable, *torchrun(plan), plan.trainer, "-c", str(folder / stage.folder / "args.yaml"),
@@ -86,6 +87,7 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
 
 
 def torchrun(plan: RunPlan) -> Sequence[str]:
+    """Return the words of the command line that start one process per GPU, none on the CPU."""
     if not plan.gpus:
         return ()
     where = ["--standalone"]
@@ -97,25 +99,25 @@ def torchrun(plan: RunPlan) -> Sequence[str]:
 
 
 def _epochs(checkpoint: Path) -> int:
-    """How many epochs a checkpoint has seen, 0 if there is none."""
+    """Return the number of epochs of a checkpoint, 0 if there is none."""
     if not checkpoint.is_file():
         return 0
     try:
         return load_checkpoint(checkpoint)["epoch"] + 1
-    except FileNotFoundError:  # train.py is about to put the next one in its place
+    except FileNotFoundError:  # train.py is replacing it
         return 0
-    except Exception as error:  # noqa: BLE001 whatever a damaged file makes torch, pickle or zipfile raise
-        raise LabError(f"{checkpoint} cannot be continued ({one_line(error)}); remove {checkpoint.parent} to train "
-                       "it anew") from None
+    except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise many kinds for damaged files
+        raise LabError(f"{checkpoint} cannot be read ({one_line(error)}): remove {checkpoint.parent} to train "
+                       "the run again") from None
 
 
 def _wait_for_epoch(process: subprocess.Popen, checkpoint: Path, epochs: int) -> None:
-    """Until the checkpoint has seen so many epochs, or the script has ended: not every release has --stop-epoch."""
+    """Wait until the checkpoint has so many epochs or the script ends. Older releases have no --stop-epoch."""
     seen = None
     while process.poll() is None:
         time.sleep(0.2)
         changed = checkpoint.stat().st_mtime_ns if checkpoint.exists() else None
-        if changed != seen:  # to read one takes a while
+        if changed != seen:  # reading a checkpoint is slow
             seen = changed
             if _epochs(checkpoint) >= epochs:
                 return
@@ -132,6 +134,6 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def die_with_parent() -> None:
-    """Asks Linux to end this process when the one that started it dies, however that dies."""
+    """Ask Linux to end this process when its parent dies."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Recipes: timm's keys, types and defaults, and what is said about the others."""
+"""planning/recipe.py: timm's keys, types and defaults, and the errors for other values."""
 import pytest
 
 from timm_ortho import cli
@@ -10,12 +10,6 @@ def write(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     return str(path)
-
-
-@pytest.mark.parametrize("name", sorted(recipe.shipped()))
-def test_shipped_recipes_resolve(name, capsys):
-    assert recipe.resolve(recipe.load(name)).model
-    assert not capsys.readouterr().err
 
 
 def test_defaults_are_timms_but_for_two():
@@ -52,7 +46,7 @@ def test_bad_files(tmp_path, text, message):
 
 
 def test_color_jitter_is_a_number_or_a_list():
-    """timm's parser takes one number; its data module also takes a list, which only YAML can give."""
+    """timm's parser takes one number, but its data module also takes a list, which YAML allows."""
     assert recipe.resolve({"color_jitter": 0.3}).color_jitter == 0.3
     assert recipe.resolve({"color_jitter": [0.4, 0.4, 0.4, "1e-1"]}).color_jitter == [0.4, 0.4, 0.4, 0.1]
     with pytest.raises(LabError, match="option 'color_jitter' is 'much', but must be a number"):
@@ -66,8 +60,8 @@ def test_color_jitter_is_a_number_or_a_list():
     ("amp", "yes", "option 'amp' is 'yes', but must be true or false"),
     ("model_kwargs", 3, "option 'model_kwargs' is 3, but must be a mapping"),
     ("mixpu", 1, "no option 'mixpu'; the nearest is 'mixup'"),
-    ("kd_model_name", "resnet50", "train.py has 'kd_model_name', but the lab's own loop does not: remove it, or"),
-    ("aug_splits", 3, "train.py has 'aug_splits', but the lab's own loop does not: remove it, or"),
+    ("kd_model_name", "resnet50", "train.py has 'kd_model_name', but the lab's own loop does not: remove the option"),
+    ("aug_splits", 3, "train.py has 'aug_splits', but the lab's own loop does not: remove the option"),
 ])
 def test_bad_values(key, value, message):
     with pytest.raises(LabError, match=message):
@@ -75,7 +69,7 @@ def test_bad_values(key, value, message):
 
 
 def test_every_option_of_timm_is_answered(capsys):
-    """The loop has it, names it in a warning, or refuses it: nothing is silently ignored. train.py has all of them."""
+    """The loop uses an option, warns that it ignores it, or refuses it. train.py has all options."""
     other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
     for key, option in recipe.known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]
@@ -87,15 +81,10 @@ def test_every_option_of_timm_is_answered(capsys):
         except LabError:
             assert "lab" not in option
             continue
-        warned = capsys.readouterr().err == f"timm-ortho: the lab's own loop has no use for {key}\n"
+        warned = capsys.readouterr().err == f"timm-ortho: the lab's own loop ignores {key}\n"
         assert warned == (option.get("lab") == "unused")
         assert "lab" in option or key == "data"
         assert vars(options)[key] == value
-
-
-@pytest.mark.parametrize("key", ["checkpoint_hist", "eval_metric"])
-def test_the_loop_keeps_the_last_checkpoint_whatever_is_best(key):
-    assert key in recipe.options_with("lab", "unused")
 
 
 def test_timms_own_args_are_a_recipe(capsys):

@@ -125,7 +125,7 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
 def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
     """Without --seed every run of train.py has timm's default seed."""
     manual = [manual_run(unfinished, tmp_path / name) for name in ("one", "two")]
-    with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: leave one out"):
+    with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: remove one"):
         collect.collect([unfinished, *manual])
 
 
@@ -153,16 +153,16 @@ def test_a_manual_run_of_no_cell_is_refused(tmp_path, capsys):
         assert f"error: {hand} (" in (errors := capsys.readouterr().err)
         assert "fits no cell of these studies" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
-    assert "has no study.yaml: give the --output of timm-ortho study or compare" in capsys.readouterr().err
+    assert "has no study.yaml: use the --output of timm-ortho study or compare" in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
-    assert f"{hand / 'args.yaml'} names no model, so it is not train.py's" in capsys.readouterr().err
+    assert f"{hand / 'args.yaml'} names no model, so train.py did not write it" in capsys.readouterr().err
     (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # no validation split
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
-    assert "has epochs without eval_top1 in its summary.csv" in capsys.readouterr().err
+    assert "has epochs without eval_top1 in summary.csv" in capsys.readouterr().err
     (hand / "summary.csv").unlink()
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
-    assert "is no study's output, nor a run of train.py (args.yaml, summary.csv)" in capsys.readouterr().err
+    assert "is neither a study's output nor a run of train.py (args.yaml, summary.csv)" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- switches
@@ -205,7 +205,7 @@ def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
     folder = only_run(switched(tmp_path, tmp_path / "out", "kept", epochs=4))
     (folder / "last.pth.tar").touch()
     monkeypatch.setattr(train_py, "_epochs", lambda _: 3)
-    with pytest.raises(LabError, match=r"last.pth.tar has seen 3 epochs, and its stage ends after 2: remove "):
+    with pytest.raises(LabError, match=r"last.pth.tar has 3 epochs, but its stage ends after 2: remove "):
         run.run(folder)
 
 
@@ -263,7 +263,7 @@ def test_another_division_of_the_batch_is_the_same_run(tmp_path):
         folder = only_run(tiny(
             tmp_path, tmp_path / "out", gpus=gpus, only=[("connection", "feature")], batch_size=64, device="cuda"))
         assert read_yaml(folder / "args.yaml")["batch_size"] == 64 // gpus
-    with pytest.raises(LabError, match=r"a batch of 64 does not divide into 3 parts \(3 processes, grad_accum_steps 1"):
+    with pytest.raises(LabError, match=r"batch_size 64 is not divisible by 3 \(3 processes x grad_accum_steps 1"):
         plan.plan(tiny(tmp_path, None, gpus=3, batch_size=64, device="cuda"))
 
 
@@ -276,16 +276,16 @@ def test_errors(tmp_path):
         assert not (tmp_path / "out").exists()
 
     script = tmp_path / "script.py"
-    refused(r"there is no .*nowhere.py: give timm's train.py with --train-py, or its folder as TIMM_DIR: git clone",
+    refused(r"there is no .*nowhere.py: use timm's train.py with --train-py, or set TIMM_DIR to its folder: git clone",
             train_py=Path("nowhere.py"))
     script.write_text("print('hello')")
     refused(r"script.py is not timm's train.py \(AttributeError: .*parser", train_py=script)
     script.write_text("import argparse\nparser = argparse.ArgumentParser()\n")
-    refused("script.py is older than timm's option device_modules: give timm's train.py", train_py=script)
+    refused("script.py is older than timm's option device_modules: use timm's train.py", train_py=script)
     refused("timm's train.py has no option 'mixpu'; the nearest is 'mixup'", mixpu=1)
-    refused("train.py has no option stop_epoch: it is of another release of timm", stop_epoch=1)
-    refused("train.py holds no images out: leave --train-py away, or give", changes={"hold_out": 8})
-    refused("train.py has no data set digits: give another --dataset, or leave", dataset="digits", data_dir=None)
+    refused("train.py has no option stop_epoch: it is from another release of timm", stop_epoch=1)
+    refused("train.py cannot hold images out: remove --train-py, or set", changes={"hold_out": 8})
+    refused("train.py has no data set digits: choose another --dataset, or remove", dataset="digits", data_dir=None)
     refused("vit_small_ortho with connection 'linear': .*depht", model_kwargs={"depht": 3})
 
 
@@ -297,7 +297,7 @@ def test_args_have_only_options_of_the_script(tmp_path, stopping):
 
 def test_warning_that_train_py_takes_all_images(tmp_path, capsys):
     """train.py uses train_num_samples for streamed data sets only."""
-    warning = "train.py has no use for train_num_samples where a data set is no stream, and takes all images of"
+    warning = "train.py uses train_num_samples for streamed data sets only, and takes all images of"
     for dataset, warns in (("torch/fashion_mnist", True), ("wds/somewhere", False)):
         planned(tiny(tmp_path, tmp_path / dataset, dataset=dataset, train_num_samples=256, val_num_samples=None))
         assert (f"{warning} '{dataset}'\n" in capsys.readouterr().err) == warns
@@ -331,5 +331,5 @@ def test_errors_of_a_script_are_reported(tmp_path):
 
 def test_more_nodes_need_slurm(tmp_path):
     requested = tiny(tmp_path, tmp_path / "out", gpus=2, batch_size=64)
-    with pytest.raises(LabError, match="a run needs 2 GPUs on each of 1 nodes, and this machine has 0: give"):
+    with pytest.raises(LabError, match="a run needs 2 GPUs on each of 1 nodes, and this machine has 0: change"):
         study.run(requested)

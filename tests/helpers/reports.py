@@ -1,0 +1,70 @@
+"""Read the reports that tests write, and leave out the drawing of plots."""
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.figure import Figure
+
+from timm_ortho.lab.commands import rewrite
+
+SAVEFIG = Figure.savefig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undrawn():
+    """Do not draw plots, which takes most of the time, unless a test uses `drawn`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg/>"))
+        yield
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Draw the plots."""
+    monkeypatch.setattr(Figure, "savefig", SAVEFIG)
+
+
+def write(study, runs, unfinished, folder):
+    """Write the report of a study or of a table of costs."""
+    return rewrite({"study": study, "runs": runs, "unfinished": unfinished}, folder)
+
+
+def again(file, folder):
+    """Write a report again from its results.json."""
+    return rewrite(json.loads(file.read_text(encoding="utf-8")), folder)
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+def texts(folder):
+    """Return the text of the page, and the Markdown without escapes."""
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    return "".join(parsed(folder).itertext()), re.sub(r"\\(.)", r"\1", markdown)
+
+
+def parsed(folder):
+    return ElementTree.fromstring((folder / "report.html").read_text(encoding="utf-8").removeprefix("<!DOCTYPE html>"))
+
+
+def tables_of(folder):
+    """Return the page's tables as lists of rows of texts. Cells that span columns are repeated."""
+    return [[[text for cell in row for text in ["".join(cell.itertext())] * int(cell.get("colspan", 1))]
+             for row in table.iter("tr")] for table in parsed(folder).iter("table")]
+
+
+def side_by_side(folder):
+    """Return {(names of the row, column): (paper, here)} for the first table of the page."""
+    groups, _, *rows = tables_of(folder)[0]
+    names = next(index for index, group in enumerate(groups) if groups.count(group) == 2)
+    return {(tuple(row[:names]), groups[at]): (row[at], row[at + 1])
+            for row in rows for at in range(names, len(row), 2)}
+
+
+def differences(folder):
+    """Return {(names, metric): columns by title} for the table of differences."""
+    table = next(table for table in tables_of(folder) if "p (Holm)" in table[0])
+    names = table[0].index("against")
+    return {tuple(row[:names]): dict(zip(table[0][names:], row[names:], strict=True)) for row in table[1:]}

@@ -1,0 +1,49 @@
+"""planning/deviations.py: how a study differs from the paper."""
+import pytest
+
+from timm_ortho.lab import paper
+from timm_ortho.lab.planning import design, recipe
+from timm_ortho.lab.planning.deviations import deviations
+
+
+def lines(name, scale, dataset, seeds=5):
+    return deviations(design.load(name, scale), {"dataset": dataset, "data_dir": "x", "device": "cpu"}, range(seeds))
+
+
+def test_a_small_scale_names_what_it_changed():
+    changed = lines("hybrid", "small", "digits", 3)
+    assert {"data set: digits here, tiny_imagenet in the paper", "seeds: 3 here, 5 in the paper",
+            "epochs: 15 here, 300 in the paper", "embed_dim: 64 here, 384 in the paper"} <= set(changed)
+    assert not any(line.startswith("RandAugment") for line in changed)  # not used at this scale
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "tiny_imagenet", "imagenet1k"])
+def test_the_papers_own_values_are_no_deviations(dataset):
+    """On each of the paper's data sets, runs are compared with the recipe for this data set."""
+    changed = lines("accuracy", "paper", dataset)
+    assert not any("in the paper" in line for line in changed)
+    assert any("RandAugment: " in line for line in changed)
+    assert any("optimizer: AdamW, as Table 5 says; the authors' published code has" in line for line in changed)
+    assert any("crop: " in line for line in changed) == dataset.startswith("cifar")
+
+
+def test_deviations_are_of_the_recipes_that_are_run():
+    cifar = "the paper pads by 4 pixels"
+    assert [line.partition(":")[0] for line in lines("initialisation", "paper", "cifar100")] == ["crop"]
+    assert any(cifar in line for line in lines("skips_branch4", "paper", "cifar100"))
+    assert lines("skips_branch4", "paper", "svhn") == []
+    several = [line for line in lines("accuracy", "paper", "cifar10") if "clipping" in line]
+    assert several == ["resnetv2_18_cifar, resnetv2_34_cifar, resnetv2_50_cifar, resnetv2_101_cifar: clipping: at norm "
+                       "1, as Section 4.1 says and the authors' published recipes do; Table 6 has none"]
+
+
+@pytest.mark.parametrize("name", sorted(recipe.shipped()))
+def test_deviations_are_of_options_that_the_recipe_sets(name):
+    values = recipe.load(name)
+    assert set(paper.recipe_deviations(name)) <= set(values)
+    replaced = values.get("train_crop_mode") == "rrc" and values.get("ratio") == [1.0, 1.0]
+    assert replaced == ("train_crop_mode" in paper.recipe_deviations(name))
+
+
+def test_a_study_without_a_paper_has_no_deviations():
+    assert lines("families", "small", "digits") == []

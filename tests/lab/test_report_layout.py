@@ -1,0 +1,190 @@
+"""reporting/layout.py: rows, columns and the paper's numbers in reports of made-up runs."""
+import copy
+import math
+import statistics
+
+import pytest
+import scipy.stats
+from helpers.made_up_runs import GRIDS, accuracy, recorded, run_of, runs_of, study_of
+from helpers.reports import (
+    again,
+    differences,
+    drawn,  # noqa: F401 a fixture
+    results,
+    side_by_side,
+    tables_of,
+    texts,
+    undrawn,  # noqa: F401 a fixture
+    write,
+)
+
+from timm_ortho.lab import LabError, paper
+from timm_ortho.lab.reporting import layout
+from timm_ortho.lab.reporting.transition import transition_points
+
+
+def test_paper_numbers_of_each_table():
+    """Check how many of the paper's numbers each layout has, and some values."""
+    stated = {name: layout.Layout.of(study_of(name)).stated for name in GRIDS}
+    assert {name: len(found) for name, found in stated.items() if found} == {
+        "accuracy": 56, "switch_reinitialised": 24, "switch_kept": 24, "layer_pattern": 16, "learning_rate": 32,
+        "initialisation": 12, "head_norm": 6, "representation": 7, "skips_single": 24, "skips_branch4": 35,
+        "skips_depthwise": 24}
+    assert stated["learning_rate"][("5e-4",), ("CIFAR-10", "Linear")] == [90.41, 0.15]
+    assert stated["switch_kept"][("Orthogonal → Linear",), ("CIFAR-10", "top-5 %")] == [99.72, 0.03]
+    assert stated["representation"][("linear CKA between the two",), ("Orthogonal-F",)] == [0.546]
+    assert stated["skips_depthwise"][("56", "Orthogonal-Random"), ("SVHN",)] == [97.058, 0.055]
+
+
+def test_learning_rates_are_sorted_and_compared_at_equal_rates(tmp_path):
+    runs = [*runs_of("learning_rate"), run_of("linear", 0, {"lr": 1e-4}), run_of("linear", 0, {"lr": 7.5e-4})]
+    next(run for run in runs if run["cell"] == {"lr": 1e-3} and run["connection"] == "feature")["top1"] += 0.3
+    write(study_of("learning_rate", dataset="torch/cifar10"), runs, [], tmp_path)
+    rates = [row[0] for row in tables_of(tmp_path)[0][2:]]
+    assert {"1e-4", "7.5e-4"} < set(rates)
+    assert [float(rate) for rate in rates] == sorted(map(float, rates))
+    half = scipy.stats.t.ppf(0.975, 2) * statistics.stdev([0.0, 0.0, 0.3]) / math.sqrt(3)
+    row = differences(tmp_path)["1e-3", "CIFAR-10, Orthogonal-F"]
+    assert row["half-width; the paper's differences"] == f"± {half:.2f}; contains zero and the paper's +0.41"
+
+
+def test_two_groups_at_one_position_are_distinguished(tmp_path):
+    runs = [run_of(connection, 0, {"layers": "all"}, top1=value)
+            for connection, value in (("feature", 90.0), ("global", 80.0))]
+    write(study_of("layer_pattern"), runs, [], tmp_path)
+    found = side_by_side(tmp_path)
+    assert found[("all, feature",), "top-1 %"][1].startswith("90.00")
+    assert found[("all, global",), "top-1 %"][1].startswith("80.00")
+
+
+def test_own_study_has_a_row_for_each_cell(tmp_path):
+    runs = [run_of(connection, seed, {"depth": depth, "lr": 1e-4}, top1=depth + seed)
+            for seed in range(2) for depth in (2, 4) for connection in ("linear", "feature")]
+    study = study_of("mine", paper="", table=None, axes={"depth": [2, 4], "lr": [1e-4]}, seeds=[0, 1])
+    write(study, runs, [], tmp_path)
+    rows = [row[:5] for row in tables_of(tmp_path)[0][1:]]
+    assert ["4", "1e-4", "Linear", "2", "4.50 ± 0.71"] in rows
+    laid_out = {"rows": ["depth"], "columns": ["connection", "measure"], "measures": ["loss"],
+                "titles": {"depth": "blocks"}, "labels": {"depth": {4: "four"}},
+                "figures": [{"points": {"x": "depth"}}]}
+    write({**study, "report": laid_out}, runs, [], tmp_path)
+    assert side_by_side(tmp_path)[("four",), "Orthogonal-F, test loss"] == (
+        "0.5000 ± 0.0000", "+0.0000")
+
+
+def test_a_study_that_has_a_shipped_ones_name_and_other_axes(tmp_path):
+    runs = [run_of(connection, 0, {"depth": 2}) for connection in ("linear", "feature")]
+    write(study_of("switch_kept", axes={"depth": [2]}, paper="", table=""), runs, [], tmp_path)
+    assert tables_of(tmp_path)[0][0][:2] == ["depth", "connection"]
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"row": ["connection"]}, "report has no key 'row'; the nearest is 'rows'"),
+    ({"rows": ["depht"]}, "report: rows has no entry 'depht'; the nearest is 'depth'"),
+    ({"measures": ["top-1"]}, "report: measures has no entry 'top-1'; the nearest is 'top1'"),
+    ({"plots": ["trainings"]}, "report: plots has no entry 'trainings'; the nearest is 'training'"),
+    ({"plots": [{"points": {"X": "depth"}}]}, "report: plot 'points' has no option 'X'"),
+    ({"tables": ["transition"]}, "report: tables has no entry 'transition'; the nearest is 'transitions'"),
+    ({"order": "depth", "rows": ["connection"]}, "report: order has no entry 'depth'; the nearest is 'connection'"),
+    ({"plots": [{"points": {"x": "deep"}}]}, "report: plot 'points' has no dimension 'deep'"),
+    ({"plots": [{"points": {"measures": ["top2"]}}]}, "report: plot 'points' has no measure 'top2'"),
+    (["rows"], r"report must be a mapping, not \['rows'\]"),
+])
+def test_bad_layouts(given, message, tmp_path):
+    with pytest.raises(LabError, match=message):
+        write(study_of("mine", axes={"depth": [2]}, report=given), [], [], tmp_path)
+
+
+def test_names_of_the_papers():
+    assert paper.name("dataset", "svhn") == "SVHN"
+    assert paper.name("dataset", "fashion_mnist") == "fashion_mnist"
+    laid_out = layout.Layout.of(study_of("dynamics", dataset="torch/cifar10", model="vit_small_ortho"))
+    assert (laid_out.key("dataset", {"cell": {}}), laid_out.key("model", {"cell": {}})) == ("cifar10", "vit_s")
+
+
+def test_the_papers_protocol_and_the_last_epoch_are_both_shown(tmp_path):
+    study, runs = accuracy({"linear": [0.0]})
+    for epoch, value in enumerate([10.0, 60.0, 50.0, 70.0, 20.0, 40.0, 30.0]):
+        runs[0]["history"] += [{**runs[0]["history"][0], "epoch": epoch + 1, "eval_top1": value}]
+    write(study, runs, [], tmp_path)
+    found = side_by_side(tmp_path)
+    assert found[("ViT-S", "Linear"), "digits, top-1 %, five best test epochs"][1] == "50.00 (1 seed)"
+    assert found[("ViT-S", "Linear"), "digits, top-1 %"][1] == "0.00 (1 seed)"
+    write({**study, "validation": "hold-out"}, runs, [], tmp_path)
+    for told in texts(tmp_path):
+        assert "digits, top-1 %, five best hold-out epochs" in told
+        assert "on the hold-out images" in told
+        assert "test" not in told
+
+
+def test_probability_has_pearsons_r(tmp_path):
+    runs = runs_of("probability")
+    expected = scipy.stats.pearsonr([run["cell"]["probability"] for run in runs], [run["top1"] for run in runs])
+    write(study_of("probability"), runs, [], tmp_path)
+    assert side_by_side(tmp_path)[("0.5",), "top-1 %"] == ("only drawn", "82.00 ± 1.00")
+    assert (f"top-1 %: r = {expected.statistic:+.2f}, p = {expected.pvalue:.2g}, 9 runs; top-5 %: r undefined (9 runs)."
+            in texts(tmp_path)[1])
+
+
+def test_switches_are_compared_with_no_switch(tmp_path):
+    write(study_of("switch_kept", dataset="torch/cifar10"), runs_of("switch_kept"), [], tmp_path)
+    assert side_by_side(tmp_path)[("Orthogonal → Linear",), "CIFAR-10, top-1 %"] == ("93.18 ± 0.15", "83.00 ± 1.00")
+    row = differences(tmp_path)["Linear → Orthogonal", "CIFAR-10, top-1 %"]
+    assert (row["against"], row["difference [95 % CI]"]) == ("Linear → Linear", "+1.00")
+    assert len(differences(tmp_path)) == 6
+
+
+def test_cka_has_no_baseline(tmp_path):
+    write(study_of("representation"), runs_of("representation"), [], tmp_path)
+    found = side_by_side(tmp_path)
+    assert found[("linear CKA between the two",), "Orthogonal-F"] == ("0.546", "0.600 ± 0.000")
+    assert found[("linear CKA between the two",), "Linear"] == ("–", "–")
+    assert found[("effective rank",), "Linear"] == ("572.9", "11.0 ± 1.0")
+    assert "linear CKA between the two" not in [names[0] for names in differences(tmp_path)]
+
+
+def test_transitions_and_maxima_are_of_all_steps(tmp_path):
+    """Of 500 steps, 100 are kept. The transition and the maximum are at other steps."""
+    runs = [run_of(connection, seed, dynamics=recorded(connection, seed, 500))
+            for connection in ("linear", "feature") for seed in range(3)]
+    for run in runs:
+        run["dynamics"][-1]["parallel"] = 2.0
+        next(row for row in run["dynamics"] if row["step"] == 1230 and row["name"] == "blocks.1.mlp")["parallel"] = 1e6
+    whole = copy.deepcopy(runs)
+    write(study_of("dynamics"), runs, [], tmp_path / "one")
+    assert runs == whole  # what was handed over is left as it was
+    values = results(tmp_path / "one")
+    steps = {row["step"] for row in values["runs"][0]["dynamics"]}
+    assert len(steps) == 100
+    assert {0, 4990} < steps
+    truth = [transition_points(*([run["dynamics"] for run in whole if run["connection"] == name]
+                                 for name in ("linear", "feature")), measure) for measure in ("stream", "cosine")]
+    points = values["recorded"]["transitions"]
+    assert [point for point in points if point["measure"] in ("stream", "cosine")] == [
+        point for of_measure in truth for point in of_measure]
+    assert points[0]["step"] not in steps
+    assert 1230 not in steps
+    assert values["recorded"]["last_branch"][0] == {"first": 4.0, "highest": 1e6 + 3.0, "last": 5.0}
+    again(tmp_path / "one" / "results.json", tmp_path / "other")
+    assert results(tmp_path / "other")["recorded"] == values["recorded"]
+    assert f"step {points[0]['step']}" in texts(tmp_path / "other")[1]
+
+
+def test_last_branch_and_learned_weights_are_those_of_the_records(tmp_path):
+    write(study_of("head_norm"), runs_of("head_norm"), [], tmp_path)
+    table = next(table for table in tables_of(tmp_path) if "last / first" in table[0])
+    assert table[1] == ["without", "Linear", "4", "9", "9", "2.25"]
+    write(study_of("hybrid"), runs_of("hybrid"), [], tmp_path)
+    table = next(table for table in tables_of(tmp_path) if table[0][-2:] == ["ρ", "θ"])
+    assert table[1] == ["orthogonal start", "attention", "1.500 [1.500, 1.500]", "0.100 [0.000, 0.200]"]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_baseline_is_missing(name, tmp_path):
+    """The report of an interrupted study without baseline has everything except differences."""
+    runs = [run for run in runs_of(name, seeds=(0,), epochs=1) if run["connection"] != "linear"]
+    write(study_of(name), runs, ["the others"], tmp_path)
+    of_linear = study_of(name)["baseline"].get("connection") == "linear"
+    summary = results(tmp_path)["summary"]
+    assert bool(summary) == bool(runs)
+    assert not of_linear or [entry for entry in summary if entry["difference"] is not None] == []

@@ -1,0 +1,183 @@
+"""reporting/tables.py: means, differences and their readings in reports of made-up runs."""
+import math
+import random
+import statistics
+
+import pytest
+import scipy.stats
+from helpers.made_up_runs import accuracy, run_of, runs_of, study_of
+from helpers.reports import (
+    differences,
+    drawn,  # noqa: F401 a fixture
+    results,
+    side_by_side,
+    texts,
+    undrawn,  # noqa: F401 a fixture
+    write,
+)
+
+from timm_ortho.lab.reporting import report
+
+BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
+
+
+def test_numbers_are_those_of_the_runs(tmp_path):
+    text = write(*accuracy(BOTH), [], tmp_path)
+    last = "digits, top-1 %"
+    for connection, name in (("linear", "Linear"), ("feature", "Orthogonal-F")):
+        mean, std = statistics.fmean(BOTH[connection]), statistics.stdev(BOTH[connection])
+        assert side_by_side(tmp_path)[("ViT-S", name), last] == ("not in the paper", f"{mean:.2f} ± {std:.2f}")
+    truth = scipy.stats.ttest_rel(BOTH["feature"], BOTH["linear"])
+    low, high = truth.confidence_interval(0.95)
+    expected = f"{(low + high) / 2:+.2f} [{low:+.2f}, {high:+.2f}]"
+    assert expected in text
+    row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %, five best test epochs"]
+    assert row == {
+        "against": "Linear", "difference [95 % CI]": expected, "pooled variance [95 % CI]": expected,
+        "p (Holm)": f"{min(1, 2 * truth.pvalue):.2g}", "reading": "not detected",
+        "half-width; the paper's differences": f"± {(high - low) / 2:.2f}; contains zero and the paper's "
+        "+0.79 (CIFAR-10), +1.94 (CIFAR-100), +1.27 (Tiny ImageNet), +1.77 (ImageNet-1k), "
+        "+2.75 (ImageNet-1k (first version))"}
+    found = results(tmp_path)["summary"][-1]
+    assert (found["measure"], found["values"]) == ("top1", BOTH["feature"])
+    assert found["difference"]["half_width"] == pytest.approx((high - low) / 2)
+    assert found["difference"]["p_holm"] == pytest.approx(min(1, 2 * truth.pvalue))
+    assert (found["difference"]["pairs"], found["difference"]["reading"]) == (3, "not detected")
+
+
+@pytest.mark.parametrize(("feature", "reading"), [
+    ([91.0, 92.0, 93.1], "higher"), ([89.0, 90.0, 90.9], "lower"), ([91.0, 90.0, 92.1], "not detected")])
+def test_interval_decides_what_is_said(tmp_path, feature, reading):
+    study, runs = accuracy({"linear": [90.0, 91.0, 92.0], "feature": feature}, name="mine", paper="", table="",
+                           report={"measures": ["top1"]})
+    text = write(study, runs, [], tmp_path)
+    assert differences(tmp_path)["Orthogonal-F", "top-1 %"]["reading"] == reading
+    found = results(tmp_path)["summary"][-1]["difference"]
+    told = "No difference between the connections was detected; with 3 seeds" if reading == "not detected" else (
+        f"The difference between the connections was detected: Orthogonal-F {found['mean']:+.2f} "
+        f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3")
+    half = found["half_width"]
+    below = f" seeds, differences in top-1 below about {half:.{'2g' if half < 10 else '0f'}} points cannot be detected."
+    assert f"{told.removesuffix(' seeds')}{below}" in text
+
+
+def test_pairs_are_of_one_seed(tmp_path):
+    """A seed of one side only counts for its mean, but not for the difference."""
+    study, runs = accuracy({"linear": [90.0, 80.0], "feature": [91.0, 82.0]}, seeds=[0, 1, 2])
+    runs.append(run_of("feature", 2, top1=10.0, epochs=1))
+    random.Random(0).shuffle(runs)
+    write(study, runs, ["linear-seed2"], tmp_path)
+    feature = next(entry for entry in results(tmp_path)["summary"] if entry["cell"]["connection"] == "feature")
+    assert (feature["seeds"], feature["mean"]) == ([0, 1, 2], pytest.approx(61.0))
+    assert (feature["difference"]["mean"], feature["difference"]["pairs"]) == (pytest.approx(1.5), 2)
+    assert side_by_side(tmp_path)[("ViT-S", "Linear"), "digits, top-1 %"][1] == "85.00 ± 7.07 (2 of 3 seeds)"
+
+
+def test_single_seed_has_no_interval(tmp_path):
+    text = write(*accuracy({"linear": [90.0], "feature": [91.0]}), [], tmp_path)
+    row = differences(tmp_path)["ViT-S", "Orthogonal-F", "digits, top-1 %"]
+    assert list(row.values())[1:] == ["+1.00", "–", "–", "no interval: one pair", "–"]
+    assert "No difference could be tested (one pair): a confidence interval needs at least two" in text
+
+
+@pytest.mark.usefixtures("drawn")
+def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
+    """With one image less for each seed, p would be 0."""
+    study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0], "global": [89.0, 92.0]},
+                           name="mine", paper="", table="", report={"measures": ["top1"]})
+    text = write(study, runs, [], tmp_path)
+    found = {entry["cell"]["connection"]: entry["difference"] for entry in results(tmp_path)["summary"]}
+    assert [found["feature"][key] for key in ("half_width", "p", "p_holm", "pairs")] == [None, None, None, 2]
+    assert (found["feature"]["mean"], found["feature"]["reading"]) == (-1.0, "no interval: 2 equal differences")
+    assert found["global"]["p_holm"] == pytest.approx(min(1, 2 * found["global"]["p"]))  # a family of both
+    row = differences(tmp_path)["Orthogonal-F", "top-1 %"]
+    assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
+    assert row["reading"] == "no interval: 2 equal differences"
+    assert "-1.00 (2 equal differences, no interval)" in text
+    assert "Of 2 differences between the connections, 1 could be tested and was not detected; with 2 seeds" in text
+    assert "Orthogonal-F (-1.00 in top-1 %) could not be tested: 2 equal differences." in text
+    assert "adjusted for 2 comparisons. 1 of them has no p and counts as p = 1." in texts(tmp_path)[0]
+    assert "p and the reading use the paired differences alone" in texts(tmp_path)[0]
+    half_width = scipy.stats.t.ppf(0.975, 1) / math.sqrt(2)
+    assert f"the half-width of an interval is {half_width:.1f} standard deviations" in text
+    study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0]})
+    text = write(study, runs, [], tmp_path)
+    assert "No difference could be tested (2 equal differences)" in text
+
+
+def test_detected_differences_are_counted_among_all(tmp_path):
+    """One difference is tested and detected. The others are equal for all seeds, or not finite."""
+    study, runs = accuracy(
+        {"linear": [90.0, 91.0, 92.0], "feature": [80.0, 81.01, 82.0], "global": [89.0, 90.0, 91.0],
+         "hybrid": [math.nan] * 3}, name="mine", paper="", table="", report={"measures": ["top1"]})
+    write(study, runs, [], tmp_path)
+    lead = results(tmp_path)["lead"]
+    assert lead.startswith("1 of 3 differences between the connections was detected: Orthogonal-F -10.00 [")
+    assert "Orthogonal-G (-1.00 in top-1 %) could not be tested: 3 equal differences." in lead
+    assert " (top-1 %) could not be tested: no pair of finite runs." in lead
+    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # without the diverged runs
+
+
+def test_many_untested_differences_are_counted(tmp_path):
+    runs = [run_of(connection, seed, {"index": index}, epochs=1, top1=50.0 + (connection == "feature") * gain)
+            for index in range(5) for connection in ("linear", "feature")
+            for seed, gain in enumerate((1.0, 1.2, 0.7) if index == 0 else (1.0, 1.0, 1.0))]
+    study = study_of("mine", paper="", table="", axes={"index": list(range(5))}, report={"measures": ["top1"]})
+    write(study, runs, [], tmp_path)
+    assert "4 differences could not be tested: 3 equal differences." in results(tmp_path)["lead"]
+
+
+def test_each_study_is_adjusted_by_itself(tmp_path):
+    report.write_many([(*accuracy(BOTH), []), (*accuracy(BOTH), [])], tmp_path)
+    assert "adjusted for the comparisons of each study (2, 2)." in texts(tmp_path)[0]
+
+
+@pytest.mark.parametrize(("gains", "told"), [
+    ((3.0, 0.0), "1 of 2 differences between the connections was detected: Orthogonal-F +3.00 ["),
+    ((-3.0, 4.0), "2 of 2 differences between the connections were detected: Orthogonal-F -3.00 ["),
+])
+def test_the_answer_names_what_was_detected(tmp_path, gains, told):
+    noise = [(0.0, 0.0, 0.0, 0.0), (0.01, -0.01, 0.02, -0.02), (0.03, -0.01, -0.03, 0.01)]
+    top1 = {connection: [90.0 + seed + gain + noisy[seed] for seed in range(4)] for connection, gain, noisy in zip(
+        ("linear", "feature", "global"), (0.0, *gains), noise, strict=True)}
+    study, runs = accuracy(top1, name="mine", paper="", table="", report={"measures": ["top1"]})
+    write(study, runs, [], tmp_path)
+    lead = results(tmp_path)["lead"]
+    assert lead.startswith(told)
+    assert "With 4 seeds, differences in top-1 below about 0.0" in lead
+    assert " to 0.0" in lead
+    assert "by comparison)" in lead
+
+
+def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
+    """One of 20 intervals excludes zero."""
+    axis = {"index": list(range(20))}
+    runs = [run_of(connection, seed, {"index": index}, epochs=1, top1=50.0 + (connection == "feature") * gain)
+            for index in range(20) for connection in ("linear", "feature")
+            for seed, gain in enumerate((1.0, 1.2, 0.7) if index == 0 else (1.0, -1.2, 0.1))]
+    study = study_of("mine", paper="", table="", axes=axis, report={"measures": ["top1"]})
+    text = write(study, runs, [], tmp_path)
+    assert "No difference between the connections was detected" in text
+    assert "1 confidence interval excludes zero, but not after adjustment for 20 comparisons." in text
+    assert differences(tmp_path)["0", "Orthogonal-F", "top-1 %"]["reading"] == "higher, but not after Holm"
+    assert results(tmp_path)["summary"][1]["difference"]["reading"] == "higher"
+
+
+@pytest.mark.usefixtures("drawn")
+@pytest.mark.parametrize("missing", [None, math.nan])
+def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):
+    study, runs = study_of("layer_pattern"), runs_of("layer_pattern")
+    for run in runs:
+        if run["cell"]["layers"] == "all" or (run["cell"]["layers"] == "0,1" and run["seed"] == 1):
+            run.update(top1=missing, top5=missing, loss=missing, best_top1=missing)
+            for row in run["history"]:
+                row.update(eval_top1=missing, train_loss=missing)
+    write(study, runs, [], tmp_path)
+    found, rows = side_by_side(tmp_path), differences(tmp_path)
+    assert found[("all",), "top-1 %"] == ("52.98 ± 0.45", "not finite (3 runs)")
+    assert found[("0,1",), "top-1 %"][1] == "82.00 ± 1.41 (1 of 3 not finite)"
+    assert list(rows["0,1", "top-1 %"].values())[:2] == ["none", "+1.00"]
+    assert rows["all", "top-1 %"]["reading"] == "no pair of finite runs"
+    told, _ = texts(tmp_path)
+    assert "Diverged, with a loss that is not finite: layers all, Orthogonal-F, seed 0; layers 0,1" in told
+    assert all(word not in (tmp_path / "results.json").read_text() for word in ("NaN", "Infinity"))

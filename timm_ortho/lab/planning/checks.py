@@ -1,0 +1,160 @@
+"""Checks before the first training step: data sets, models, optimizers, schedules, and timm's script.
+
+Every problem is a LabError. Nothing is written.
+"""
+import inspect
+import sys
+from argparse import Namespace
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Optional, Sequence
+
+import torch
+
+from ..._images import data_config
+from .. import LabError
+from ..data import Source, open_source
+from ..folder import RunPlan
+from ..image_folder import is_here
+from ..running.loop import Training, build_model
+from . import recipe
+from .design import Variant
+from .request import Request
+
+Size = tuple[list[int], str]  # height and width of the model's images, and where this size comes from
+
+
+def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
+    """Check the data set and the models of a request, and complete the variants' options in place.
+
+    Returns:
+        The opened data set, None if only the machine that trains has it, and the image size of each variant.
+    """
+    return (_check_for_lab if request.trainer == "lab" else _check_for_script)(request, variants)
+
+
+def _check_for_lab(request: Request, variants: Sequence[Variant]) -> tuple[Source, list[Size]]:
+    source = open_source(variants[0].options, request.design.hold_out)
+    for variant in variants:
+        variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans
+        variant.options.val_split = source.val_split
+    return source, [_check_models(request, variant) for variant in variants]
+
+
+def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
+    """Check that timm's script knows every option. The data and the GPUs may be on another machine."""
+    if request.train_py is None:
+        raise LabError("scale paper trains with timm's train.py: add --train-py FILE, or set TIMM_DIR to its folder")
+    parser = recipe.of_script(request.train_py)
+    defaults = vars(parser.parse_args([]))
+    if request.design.hold_out:
+        raise LabError("train.py cannot hold images out: remove --train-py, or set val_split in the study")
+    first, source, sizes = variants[0].options, None, []
+    dataset, ignored = first.dataset, {}
+    if dataset.partition("/")[0] not in ("hfids", "tfds", "wds"):
+        ignored = {key: None for key in ("train_num_samples", "val_num_samples") if getattr(first, key) is not None}
+    if ignored:
+        print(f"timm-ortho: train.py uses {' and '.join(ignored)} for streamed data sets only, and takes all "
+              f"images of '{dataset or first.data_dir}'", file=sys.stderr)
+    unknown = first.num_classes is None  # the paper's recipes set it
+    if unknown or is_here(first):
+        source = open_source(Namespace(**{**vars(first), **ignored}))
+        for options in (variant.options for variant in variants):
+            options.val_split = source.val_split
+            if unknown:
+                options.num_classes, options.in_chans = source.num_classes, source.in_chans
+    for variant in variants:
+        if variant.options.dataset == "digits":
+            raise LabError("train.py has no data set digits: choose another --dataset, or remove --train-py")
+        sizes.append(_check_models(request, variant))
+        for key, option in recipe.known_options().items():
+            if getattr(variant.options, key) != option["default"]:
+                if key not in defaults:
+                    raise LabError(f"{request.train_py} has no option {key}: it is from another release of timm")
+            elif key in defaults:
+                setattr(variant.options, key, defaults[key])  # another release may have changed the default
+            else:
+                delattr(variant.options, key)
+    return source, sizes
+
+
+def check_runs(runs: Mapping[str, RunPlan], places: Sequence[dict], seed: int, source: Source) -> None:
+    """Build the optimizer, schedule and loaders of each run of one seed."""
+    for name in dict.fromkeys(place["run"] for place in places if place["seed"] == seed):
+        stage = runs[name].stages[-1]
+        options = Namespace(**stage.options)
+        if options.epochs < 1:
+            raise LabError(f"epochs must be at least 1, got {options.epochs}")
+        with _refused("timm cannot build a run from these options"):
+            Training(runs[name], stage, Path(), source, options)
+
+
+def _check_models(request: Request, variant: Variant) -> Size:
+    origin = _origin_of_size(request, variant)
+    for connection in dict.fromkeys((variant.connection, variant.final_connection)):
+        size = _check_model(variant.options, connection)
+    return size, origin
+
+
+def _origin_of_size(request: Request, variant: Variant) -> str:
+    """Name the origin of the image size, before `_check_model` completes the options."""
+    def sets(options: Mapping[str, Any]) -> bool:
+        return any(options.get(key) is not None for key in ("img_size", "input_size"))
+
+    design = request.design
+    cells = (changes.get("options", {}) for values in design.grid.values() for changes in values.values())
+    if sets(request.options):
+        return "--img-size" if design.is_comparison else "--option img_size"
+    if sets(design.options) or any(map(sets, cells)):
+        return f"study {design.name}"
+    if sets(vars(variant.options)):
+        return f"recipe {variant.recipe}"
+    return "--model-kwargs img_size" if sets(variant.options.model_kwargs) else "the model's default"
+
+
+def _check_model(options: Namespace, connection: str) -> list[int]:
+    """Build the model, run it on two blank images, and return their height and width.
+
+    If the model's class takes the image size as an argument, the size is added to `options.model_kwargs`.
+    """
+    channels = options.in_chans or 3
+
+    def build() -> torch.nn.Module:  # not on the meta device: older timm (1.0.16) reads drop path rates from tensors
+        kwargs = {**options.model_kwargs, "connection": connection}
+        trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
+        return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)
+
+    with _refused(f"{options.model} with connection '{connection}'"):
+        model = build()
+        if options.img_size is None and options.input_size is None:
+            options.img_size = options.model_kwargs.get("img_size")
+        _, height, width = data_config(model, vars(options), channels)["input_size"]
+        if options.img_size is None and options.input_size is None and channels != 3:  # train.py's default is three
+            options.input_size = [channels, height, width]
+        own = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        if _takes_img_size(model) and (own is None or (height, width) != tuple(own)):
+            options.model_kwargs.setdefault("img_size", height if height == width else [height, width])
+            model = build()
+        with torch.no_grad():
+            model.eval()(torch.zeros(2, channels, height, width))
+    return [height, width]
+
+
+@contextmanager
+def _refused(subject: str) -> Iterator[None]:
+    """Turn errors of timm and torch into a LabError that begins with a subject."""
+    try:
+        yield
+    except LabError:
+        raise
+    except KeyError as error:  # timm's tables of layers raise it
+        raise LabError(f"{subject}: there is no {error}") from None
+    except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
+        raise LabError(f"{subject}: {' '.join(str(error).split()) or type(error).__name__}") from None
+
+
+def _takes_img_size(model: torch.nn.Module) -> bool:
+    """Return whether a constructor of the model takes `img_size`, as models with position embeddings do."""
+    constructors = [vars(cls)["__init__"] for cls in type(model).__mro__
+                    if "__init__" in vars(cls) and cls is not object]
+    return any("img_size" in inspect.signature(init).parameters for init in constructors)

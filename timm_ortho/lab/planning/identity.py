@@ -1,0 +1,88 @@
+"""Identify studies and runs: the settings that decide a result, and the folder that is named after them."""
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Mapping
+
+import yaml
+
+from ...models.names import base_name
+from .. import LabError
+from ..folder import RunPlan, Stage
+from . import recipe
+from .design import Design, Variant
+
+# Options that do not change a result. A run that moves to another machine keeps its folder.
+_MACHINE = recipe.options_with("about", "machine")
+
+
+def run_identity(run: RunPlan) -> dict:
+    """Return the settings that decide a run's result: equal settings give equal results."""
+    def of_stage(stage: Stage) -> dict:
+        options = {key: value for key, value in stage.options.items() if key not in _MACHINE | {"grad_accum_steps"}}
+        return {**asdict(stage), "options": {**options, "batch_size": run.whole_batch(stage)}}
+
+    values = {**asdict(run), "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
+              "trainer": run.trainer_name}  # without the path of train.py
+    del values["gpus"], values["nodes"]
+    return json.loads(json.dumps(values))  # lists for tuples; YAML takes a hundred times as long
+
+
+def study_settings(design: Design, requested: Mapping[str, Any], first: Variant) -> dict:
+    """Return the settings that decide a study's results.
+
+    Seeds and connections are left out: later calls may add some.
+
+    Args:
+        design: The study.
+        requested: timm's options of the command line.
+        first: The first variant of the grid.
+    """
+    keys = {key: value for key, value in asdict(design).items()
+            if key not in ("seeds", "connections", "baseline", "report")}
+    settings = {"design": keys, "given": {key: value for key, value in requested.items() if key not in _MACHINE}}
+    if design.is_comparison:  # its recipe may be a file that changes
+        options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}
+        kwargs = {key: value for key, value in options["model_kwargs"].items() if key != "connection"}
+        settings["options"] = {**options, "model_kwargs": kwargs}
+    return as_yaml_values(settings)
+
+
+def output_folder(design: Design, settings: Mapping[str, Any], data: str, first: Variant) -> Path:
+    """Return the default output folder. Its name has a hash of the settings, so that equal commands share a folder."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    data = data.replace("/", "_")
+    if design.is_comparison:
+        return Path("output", "compare", f"{data}-{base_name(first.options.model)}-{digest}")
+    return Path("output", "study", "-".join([design.name, data, design.scale, digest]))
+
+
+def data_name(requested: Mapping[str, Any], first: Variant) -> str:
+    """Return the name of the data set, for an image folder the name of the folder."""
+    return (str(requested.get("dataset") or first.options.dataset)
+            or Path(str(requested.get("data_dir") or "images")).name)
+
+
+def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject: str, advice: str) -> None:
+    """Raise a LabError that lists the settings in which a stored folder and the new plan differ."""
+    stored, new = _flat(stored), _flat(as_yaml_values(new))
+    differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
+    if differing:
+        values = "; ".join(f"{key.rpartition('options.')[2]} is {stored.get(key)!r:.60} there and {new.get(key)!r:.60} "
+                           "here" for key in differing[:3])
+        more = f", and {len(differing) - 3} others differ" if len(differing) > 3 else ""
+        raise LabError(f"{subject} ({values}{more}): {advice}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with keys such as `model_kwargs.depth`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def as_yaml_values(value: Any) -> Any:
+    """Return a value as YAML loads it: lists for tuples, and numeric keys, which JSON would make text."""
+    return yaml.safe_load(yaml.safe_dump(value, sort_keys=False))

@@ -1,0 +1,81 @@
+"""What the user requests: a study, options, seeds, cells, and the trainer that follows from them."""
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping, Optional, Sequence
+
+import torch
+
+from .. import LabError, value_text
+from .design import Design, Variant
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `timm-ortho study` or `compare`."""
+
+    design: Design  # the study at its scale
+    options: Mapping[str, Any]  # timm's options of the command line, including `dataset` and `data_dir`
+    seeds: Sequence[int] | int | None = None  # the seeds or their number; None for the scale's number
+    output: Optional[str] = None  # folder; None for a name below `output/` that follows from the settings
+    only: Sequence[tuple[str, str]] = ()  # pairs of an axis and comma-separated values; all cells if empty
+    train_py: Optional[Path] = None  # timm's train.py, which trains at scale `paper` and whenever it is set
+    gpus: int = 0  # of each run, on each node; 0 for the CPU
+    nodes: int = 1
+    command: str = ""  # the command line, for the report
+
+    @property
+    def trainer(self) -> str:
+        """`train.py`, or `lab` for the lab's own training loop."""
+        return "train.py" if self.train_py is not None or self.design.scale == "paper" else "lab"
+
+    def check_machines(self) -> None:
+        """Raise a LabError for numbers of GPUs and nodes that the trainer cannot use."""
+        if self.gpus < 0 or self.nodes < 1:
+            raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {self.gpus} and {self.nodes}")
+        if self.trainer == "lab" and (self.gpus or self.nodes > 1):
+            raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use --device cuda alone")
+
+    def device(self) -> str:
+        """Return the device of the runs. The default is CUDA if this machine has it, or if GPUs are requested."""
+        name = self.options.get("device")
+        if name is None:
+            return "cuda" if self.gpus or torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise LabError(f"there is no device '{name}': use cpu, or cuda if PyTorch sees a GPU") from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() and not self.gpus:
+            raise LabError(f"PyTorch sees no device '{name}' on this machine: use --device cpu")
+        return str(device)
+
+    def seed_list(self, first: int) -> list[int]:
+        """Return the seeds; a number of seeds counts from the recipe's seed `first`."""
+        seeds = self.design.seeds if self.seeds is None else self.seeds
+        seeds = list(range(first, first + seeds)) if isinstance(seeds, int) else list(dict.fromkeys(seeds))
+        if not seeds:
+            raise LabError("there is nothing to run: choose at least one seed")
+        return seeds
+
+    def select(self, variants: Sequence[Variant]) -> list[Variant]:
+        """Return the variants in the cells that `only` names. `connection` counts as an axis of the grid."""
+        cells = [{axis: value_text(value)
+                  for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
+                 for variant in variants]
+        selected: dict[str, list[str]] = {}
+        for axis, text in self.only:
+            if variants and axis not in cells[0]:
+                raise LabError(f"--only {axis}: the study has no such axis, only {', '.join(cells[0])}")
+            known = list(dict.fromkeys(cell[axis] for cell in cells))
+            values = [text] if text in known else [_as_value_text(word) for word in text.split(",") if word]
+            if not set(values) <= set(known):
+                raise LabError(f"--only {axis}={text}: the values of {axis} are {'; '.join(known)}")
+            selected.setdefault(axis, []).extend(values)
+        return [variant for variant, cell in zip(variants, cells, strict=True)
+                if all(cell[axis] in values for axis, values in selected.items())]
+
+
+def _as_value_text(word: str) -> str:
+    try:
+        return value_text(float(word))  # 1e-06 and 0.000001 are 1e-6
+    except ValueError:
+        return word
