@@ -100,7 +100,7 @@ def of_shipped(name: str) -> Card:
 # Weights of other people need a function like `of_authors`.
 AUTHORS = {
     "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
-    "vit_base_linear.authors_in1k": (71.23, 90.29, "after a step that is not known here"),
+    "vit_base_linear.authors_in1k": (71.23, 90.29, "after an unknown step"),
 }
 
 
@@ -112,22 +112,22 @@ def of_authors(name: str) -> Card:
     experiment = experiments()["vit_b_imagenet1k"]
     mean, std = experiment.top1()["Linear" if "linear" in name else "Orthogonal-F"]
     about = (
-        f"The weights belong to Giyeong Oh and the other authors of [the paper]({paper_url(cfg)}). They stand in their "
-        f"repository [{cfg.hf_hub_id}](https://huggingface.co/{cfg.hf_hub_id}), in transformers' layout; "
-        f"`pretrained=True` downloads `{cfg.hf_hub_filename}` from there, maps it onto this architecture and folds the "
-        "class token's position embedding into the class token. There is no copy in this repository or package.\n\n"
-        f"**Their card's figures, not measured here:** {top1:.2f} % top-1 and {top5:.2f} % top-5 on ImageNet-1k, "
-        f"{when}. The paper has {mean:.2f} ± {std:.2f} % top-1 at the end of training ({experiment.table}; mean and "
-        f"standard deviation of three runs). The twin, [{twin}]({twin}.md), has {AUTHORS[twin][0]:.2f} % and "
-        f"{AUTHORS[twin][1]:.2f} %. With the images of ImageNet-1k in `IMAGENET/validation`, a folder for each class, "
-        f"timm's [validate.py]({VALIDATE}) evaluates the two:\n\n"
+        f"Giyeong Oh and the other authors of [the paper]({paper_url(cfg)}) trained and published these weights. They "
+        f"are in their repository [{cfg.hf_hub_id}](https://huggingface.co/{cfg.hf_hub_id}), in transformers' layout. "
+        f"`pretrained=True` downloads `{cfg.hf_hub_filename}`, renames its tensors for this architecture, and adds the "
+        "class token's position embedding to the class token. This repository and package have no copy.\n\n"
+        f"**Accuracy by the authors' card, not measured here:** {top1:.2f} % top-1 and {top5:.2f} % top-5 on "
+        f"ImageNet-1k, {when}. The paper has {mean:.2f} ± {std:.2f} % top-1 at the end of training "
+        f"({experiment.table}; mean and standard deviation of three runs). The counterpart [{twin}]({twin}.md) has "
+        f"{AUTHORS[twin][0]:.2f} % and {AUTHORS[twin][1]:.2f} %. timm's [validate.py]({VALIDATE}) evaluates both with "
+        "the images of ImageNet-1k in class folders below `IMAGENET/validation`:\n\n"
         "    python -m timm_ortho run validate.py --data-dir IMAGENET --model 'vit_base_*.authors_in1k' --pretrained"
         "\n\n"
-        f"**Licence:** {cfg.license}, share-alike: what is made of these weights and published, a fine-tuned copy for "
-        "one, is under the same licence, with the authors named.")
+        f"**Licence:** {cfg.license}, share-alike. Works based on these weights, such as a fine-tuned copy, are "
+        "published under the same licence and name the authors.")
     known = [
-        "Not loaded here: the mapping is tested on random weights in the same layout, against a plain implementation "
-        "of it, to 1e-4 in the logits.",
+        "Not loaded here: the renaming is tested on random weights in the same layout, against a plain implementation, "
+        "to 1e-4 in the logits.",
         "The resolution, crop, mean and std are those of this package's recipe `vit_b_imagenet1k`.",
     ]
     return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=known)))

@@ -86,24 +86,24 @@ def test_every_set_of_weights_and_every_study_has_a_page():
 
 
 # ------------------------------------------------------------------------------------------------ the cards
-@pytest.mark.parametrize(("kind", "figures", "paper"), [
+@pytest.mark.parametrize(("kind", "accuracy", "paper"), [
     ("ortho", "74.62 % top-1 and 92.26 % top-5 on ImageNet-1k, after step 90,000, about epoch 270 of 300",
      "77.05 ± 0.21"),
-    ("linear", "71.23 % top-1 and 90.29 % top-5 on ImageNet-1k, after a step that is not known here", "73.27 ± 0.58"),
+    ("linear", "71.23 % top-1 and 90.29 % top-5 on ImageNet-1k, after an unknown step", "73.27 ± 0.58"),
 ])
-def test_cards_of_the_authors_weights(kind, figures, paper):
+def test_cards_of_the_authors_weights(kind, accuracy, paper):
     found = card(f"vit_base_{kind}.authors_in1k")
-    assert f"**Their card's figures, not measured here:** {figures}. " in found.text
+    assert f"**Accuracy by the authors' card, not measured here:** {accuracy}. " in found.text
     assert f"The paper has {paper} % top-1 at the end of training" in found.text
-    assert "The weights belong to Giyeong Oh and the other authors" in found.text
-    assert "**Licence:** cc-by-sa-4.0, share-alike: " in found.text
+    assert "Giyeong Oh and the other authors" in found.text
+    assert "**Licence:** cc-by-sa-4.0, share-alike. " in found.text
     assert "Not measured" in found.text
     assert found.data.license == "cc-by-sa-4.0"
     assert found.data.eval_results is None
 
 
 @pytest.mark.parametrize("name", [name for name in WEIGHTS if name.endswith(".digits")])
-def test_figures_of_shipped_weights(name):
+def test_numbers_of_shipped_weights(name):
     found, connection = card(name), SUFFIXES[suffix_of(name.partition(".")[0])]
     runs = [run for run in COMPARED[1] if run["connection"] == connection]
     seeds = {run["seed"]: run["top1"] for run in runs}
