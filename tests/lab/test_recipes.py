@@ -234,7 +234,7 @@ def test_compare_trains_by_one(tmp_path, monkeypatch):
         "img_size": 64, "patch_size": 8, "depth": 1, "embed_dim": 12, "num_heads": 2, "connection": "feature"}
 
 
-# ----------------------------------------------------------------------------------- what timm makes of it
+# ------------------------------------------------------------------------------ optimizers, schedules, crops
 def options(name):
     return recipe.resolve(recipe.load(name))
 

@@ -139,7 +139,7 @@ def test_runs_of_train_py(tmp_path):
 
 
 def test_the_reporting_machine_is_not_named(tmp_path):
-    """The versions of the reporting machine are not those of a run without provenance."""
+    """A run without provenance does not get the versions of the reporting machine."""
     import torch
     write(*accuracy(BOTH), [], tmp_path)
     assert "| versions |" not in texts(tmp_path)[1]

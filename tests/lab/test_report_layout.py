@@ -152,7 +152,7 @@ def test_transitions_and_maxima_are_of_all_steps(tmp_path):
         next(row for row in run["dynamics"] if row["step"] == 1230 and row["name"] == "blocks.1.mlp")["parallel"] = 1e6
     whole = copy.deepcopy(runs)
     write(study_of("dynamics"), runs, [], tmp_path / "one")
-    assert runs == whole  # what was handed over is left as it was
+    assert runs == whole  # the passed study is unchanged
     values = results(tmp_path / "one")
     steps = {row["step"] for row in values["runs"][0]["dynamics"]}
     assert len(steps) == 100

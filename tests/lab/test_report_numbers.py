@@ -106,7 +106,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
 
 
 def test_detected_differences_are_counted_among_all(tmp_path):
-    """One difference is tested and detected. The others are equal for all seeds, or not finite."""
+    """One difference is tested and detected. All further differences are equal for all seeds, or not finite."""
     study, runs = accuracy(
         {"linear": [90.0, 91.0, 92.0], "feature": [80.0, 81.01, 82.0], "global": [89.0, 90.0, 91.0],
          "hybrid": [math.nan] * 3}, name="mine", paper="", table="", report={"measures": ["top1"]})

@@ -58,7 +58,7 @@ def test_runs_are_paired_by_seed():
 
 def test_crossing_once_more_does_not_hide_it():
     linear = rise(0, 0)
-    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # apart, crosses in the middle, apart the other way
+    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # diverges, crosses, and diverges again
     assert transition_point(linear, linear + difference) == 0
 
 
