@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.library_models import VIT
 from helpers.text_models import HEADS, TEXT, cached_logits, config_of, logits, made, measured, tokens
 from torch import nn
 
@@ -152,6 +153,17 @@ def test_the_encoder_of_an_encoder_decoder_may_have_it():
     with pytest.raises(ValueError, match=r"decoder\.block\.0\.layer\.2 is a causal T5LayerFF"):
         connect(model, "global", kinds="mlp")
     assert len([site for site in sites(model) if site.connection.name == "global"]) == 4
+
+
+def test_the_image_encoder_of_a_vision_language_model_may_have_it():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    vision = transformers.CLIPVisionConfig(**VIT)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=config_of("Llama"), image_token_index=5))
+    with pytest.raises(ValueError, match=r"language_model\.layers\.0 is a causal LlamaDecoderLayer"):
+        connect(model, "global")
+    connect(model, "global", layers=[0, 1])
+    assert {site.connection.name: "vision" in site.name for site in sites(model)} == {"global": True, "linear": False}
 
 
 @pytest.mark.parametrize(("name", "changes", "causal"), [
