@@ -23,7 +23,7 @@ from typing import Any, Iterable, Iterator
 
 import yaml
 
-from .._text import without_nan
+from .._text import error_text, without_nan
 
 
 class LabError(ValueError):
@@ -38,8 +38,7 @@ def one_line(error: BaseException) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = " ".join(str(error).split())
-    return text if isinstance(error, LabError) else f"{type(error).__name__}: {text[:200]}"
+    return str(error) if isinstance(error, LabError) else f"{type(error).__name__}: {error_text(error)}"
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
@@ -82,7 +81,7 @@ def read_user_yaml(path: Path, subject: str) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LabError(f"{subject} is not YAML: {' '.join(str(error).split())}") from None
+        raise LabError(f"{subject} is not YAML: {error_text(error)}") from None
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from timm.utils import random_seed
 from torch.utils.data import Dataset, IterableDataset
 
 from .._images import opened
+from .._text import error_text
 from ..runs.folders import class_names
 from . import LabError, one_line
 from .image_folder import (
@@ -241,9 +242,8 @@ def _open(options: Namespace, split: str, training: bool) -> Any:
             **_named(options, "class_map batch_size seed input_key target_key"),
         )
     except (RuntimeError, OSError, AssertionError, ImportError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         name = f"data set '{options.dataset}'" if options.dataset else "the image folder"
-        raise LabError(f"{name} (split '{split}') cannot be read: {_where(options)} ({reason})") from None
+        raise LabError(f"{name} (split '{split}') cannot be read: {_where(options)} ({error_text(error)})") from None
     if is_torchvision_folder(options):
         dataset.loader = _load
     return dataset

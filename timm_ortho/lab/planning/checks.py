@@ -12,6 +12,7 @@ from typing import Any, Iterator, Mapping, Optional, Sequence
 import torch
 
 from ..._images import data_config
+from ..._text import error_text
 from .. import LabError
 from ..data import Source, open_source
 from ..folder import RunPlan
@@ -150,7 +151,7 @@ def _refused(subject: str) -> Iterator[None]:
     except KeyError as error:  # timm's tables of layers raise it
         raise LabError(f"{subject}: there is no {error}") from None
     except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
-        raise LabError(f"{subject}: {' '.join(str(error).split()) or type(error).__name__}") from None
+        raise LabError(f"{subject}: {error_text(error)}") from None
 
 
 def _takes_img_size(model: torch.nn.Module) -> bool:

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from ..._compat import submission_script
+from ..._text import error_text
 from .. import LabError
 from ..folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, read_json, top1_text, with_last_words
 from . import run as run_module
@@ -314,7 +315,7 @@ class Slurm:
         try:
             jobs = executor.map_array(_Task(self.threads), [str((root / name).absolute()) for name in names])
         except submitit.core.utils.FailedJobError as error:
-            raise LabError(f"sbatch failed: {' '.join(str(error).split())}") from None
+            raise LabError(f"sbatch failed: {error_text(error)}") from None
         for name, job in zip(names, jobs, strict=True):
             (root / name / "job").write_text(job.job_id, encoding="ascii")
         print(f"submitted {len(jobs)} jobs, {self.parallel} at a time: {jobs[0].job_id.partition('_')[0]}",
