@@ -62,15 +62,15 @@ def options(experiment: Experiment) -> list[list[Option]]:
 
 def _model(experiment: Experiment) -> list[Option]:
     recipe, dataset = experiment.recipe, numbers()["datasets"][experiment.dataset]
-    found = [
-        Option("device_modules", ["timm_ortho"], "train.py imports it, which registers the models"),
+    options = [
+        Option("device_modules", ["timm_ortho"], "imported by train.py, registers the models"),
         Option("model", _model_name(experiment)),
     ]
     if "patch" in recipe:
-        found.append(Option("model_kwargs", {"img_size": recipe["resolution"], "patch_size": recipe["patch"]}))
+        options.append(Option("model_kwargs", {"img_size": recipe["resolution"], "patch_size": recipe["patch"]}))
     if experiment.section == "initialisation":
-        found.append(Option("model_kwargs", {"weight_init": "kaiming"}, "or xavier, or orthogonal"))
-    return [*found, Option("num_classes", dataset["classes"])]
+        options.append(Option("model_kwargs", {"weight_init": "kaiming"}, "or xavier, or orthogonal"))
+    return [*options, Option("num_classes", dataset["classes"])]
 
 
 def _data(experiment: Experiment) -> list[Option]:
@@ -80,16 +80,16 @@ def _data(experiment: Experiment) -> list[Option]:
     return [
         Option("dataset", f"torch/{experiment.dataset}" if cifar else "", "" if cifar else "class folders"),
         Option("img_size", experiment.recipe["resolution"]),
-        Option("mean", mean, "the data set's own, as the paper says; it does not give them"),
+        Option("mean", mean, "of the data set, as in the paper, which has no values"),
         Option("std", std),
-        Option("crop_pct", 1.0, "validation on the whole image: not given, so in the authors' code"),
+        Option("crop_pct", 1.0, "validation on the whole image, as in the authors' code"),
         Option("seed", 0, f"{runs} runs, as in the paper: 0 to {runs - 1}"),
     ]
 
 
 _EVERY_PARAMETER = Option(
     "opt_kwargs", {"filter_bias_and_bn": False},
-    "weight decay of every parameter, as PyTorch's optimizers do it: timm would leave out biases, norms and embeddings")
+    "decay all weights, as PyTorch's optimizers do; timm's default leaves out biases, norms and embeddings")
 
 
 def _adamw(recipe: dict) -> list[Option]:
@@ -110,11 +110,11 @@ def _sgd(experiment: Experiment) -> list[Option]:
     assert recipe["optimizer"] == "SGD"
     why = "at this norm (Table 8)"
     if experiment.section == "accuracy":
-        why = ("The paper contradicts itself: clipped at this norm by Section 4.1, not at all by Table 6. The authors' "
-               "published recipes clip, and so does the study of initialisations (Table 8).")
+        why = ("The paper contradicts itself: Section 4.1 clips at this norm, Table 6 does not clip. The authors' "
+               "published recipes and the study of initialisations (Table 8) clip.")
     return [
         _batch(recipe),
-        Option("opt", "momentum", "SGD with momentum; timm's 'sgd' is Nesterov's"),
+        Option("opt", "momentum", "SGD with momentum; timm's 'sgd' has Nesterov momentum"),
         Option("momentum", recipe["momentum"]),
         Option("lr", recipe["lr"]),
         Option("weight_decay", recipe["weight_decay"]),
@@ -125,7 +125,7 @@ def _sgd(experiment: Experiment) -> list[Option]:
 
 
 def _batch(recipe: dict) -> Option:
-    return Option("batch_size", recipe["batch"], "of all processes together: timm's -b is that of each, see above")
+    return Option("batch_size", recipe["batch"], "of all processes together; timm's -b is per process, see above")
 
 
 def _cosine(recipe: dict) -> list[Option]:
@@ -135,10 +135,10 @@ def _cosine(recipe: dict) -> list[Option]:
     return [
         Option("epochs", epochs),
         Option("sched", "cosine"),
-        Option("sched_on_updates", True, "not given: at every update, as in the authors' code"),
-        Option("warmup_epochs", warmup, f"the first of the {epochs}; the cosine is that of all {epochs} and takes over "
+        Option("sched_on_updates", True, "at every update, as in the authors' code"),
+        Option("warmup_epochs", warmup, f"the first of the {epochs}; the cosine of all {epochs} epochs follows, "
                                         f"{below:.1f} % below its maximum"),
-        Option("warmup_lr", 0.0, "linear from zero: where it starts is not given"),
+        Option("warmup_lr", 0.0, "linear from zero; the paper has no initial rate"),
         Option("min_lr", 0.0),
     ]
 
@@ -151,15 +151,15 @@ def _multistep(recipe: dict) -> list[Option]:
         Option("sched", "multistep"),
         Option("decay_milestones", recipe["decay_epochs"]),
         Option("decay_rate", recipe["decay_factor"]),
-        Option("sched_on_updates", True, f"by epochs timm would decay one epoch early, after {first - 1} and "
-                                         f"{second - 1}; so it is one update"),
+        Option("sched_on_updates", True, f"per epoch, timm would decay one epoch early, after {first - 1} "
+                                         f"and {second - 1}; this way it is one update"),
         Option("warmup_epochs", recipe["warmup_epochs"]),
     ]
 
 
 def _crop(recipe: dict) -> list[Option]:
     side = recipe["resolution"]
-    interpolation = Option("train_interpolation", "bilinear", "not given: torchvision's default")
+    interpolation = Option("train_interpolation", "bilinear", "torchvision's default")
     if recipe["crop"] != "pad 4":
         return [
             Option("train_crop_mode", "rrc"),
@@ -171,10 +171,10 @@ def _crop(recipe: dict) -> list[Option]:
     least = side - 4
     return [
         Option("train_crop_mode", "rrc",
-               f"The paper pads by 4 pixels and crops {side} x {side}. timm does not: rrc crops and rescales, rkrc and "
-               f"rkrr rescale half of the images, then crop or pad those. Nearest is rrc with a square of {least} to "
-               f"{side} pixels: as there at least {least} x {least} pixels stay visible, and in the mean 0.88 of the "
-               "image (there 0.87). What is lost: shifts without a change of size."),
+               f"The paper pads by 4 pixels and crops {side} x {side}, which timm cannot do: rrc crops and rescales, "
+               f"rkrc and rkrr rescale half of the images, then crop or pad. The most similar is rrc with a square "
+               f"of {least} to {side} pixels. Both show at least {least} x {least} pixels, on average 0.88 of the "
+               "image (paper: 0.87). Shifts without rescaling are lost."),
         Option("scale", [round(least ** 2 / side ** 2, 3), 1.0]),
         Option("ratio", [1.0, 1.0]),
         interpolation,
@@ -189,27 +189,27 @@ def _augmentation(recipe: dict) -> list[Option]:
     return [
         Option("aa", f"rand-n{operations}-m{on_timms_scale}-p0.93-inc1-tincreasing3a",
                f"RandAug (N, M) = ({operations}, {magnitude}): {operations} operations at magnitude {magnitude}, of 30 "
-               "in torchvision, which the authors' code uses; timm counts to 10, in whole numbers. p0.93: one of "
-               "torchvision's 14 operations does nothing. inc1: operations grow with the magnitude, as there. timm has "
-               "Invert and SolarizeAdd besides. tincreasing3a: timm drops the colour jitter beside RandAugment unless "
-               "the policy has 3a in it, and takes its usual operations where it does not know the set after t."),
+               "in torchvision, which the authors' code uses. timm's magnitudes are whole numbers up to 10. p0.93: one "
+               "of torchvision's 14 operations does nothing. inc1: operations grow with the magnitude, as in "
+               "torchvision. timm also has Invert and SolarizeAdd. tincreasing3a: with 3a in the policy, timm keeps "
+               "the colour jitter beside RandAugment; an unknown set after t means timm's usual operations."),
         Option("color_jitter", list(jitter.values()),
-               f"{', '.join(jitter)}; as --color-jitter it would be one number, without hue"),
+               f"{', '.join(jitter)}; --color-jitter takes one number, without hue"),
         Option("mixup", recipe["mixup"]["alpha"]),
         Option("cutmix", recipe["cutmix"]["alpha"]),
         Option("mixup_prob", recipe["mixup"]["prob"]),
-        Option("mixup_switch_prob", 0.5, "MixUp or CutMix for each batch; not given: timm's default"),
+        Option("mixup_switch_prob", 0.5, "MixUp or CutMix for each batch, timm's default"),
         Option("smoothing", recipe["smoothing"]),
         Option("reprob", erasing["prob"],
-               "The rectangle is timm's own: area 0.02 to 0.333, ratio 0.3 to 3.33 (paper: "
-               f"{_dash(erasing['scale'])}, {_dash(erasing['ratio'])}). On a GPU, and wherever the prefetcher is on, "
-               "timm erases after mixing."),
-        Option("remode", "pixel", "noise: not given, so in the authors' code"),
+               "timm's rectangles have area 0.02 to 0.333 and ratio 0.3 to 3.33 (paper: "
+               f"{_dash(erasing['scale'])}, {_dash(erasing['ratio'])}). With its prefetcher, timm erases after "
+               "mixing."),
+        Option("remode", "pixel", "noise, as in the authors' code"),
     ]
 
 
 def _no_augmentation() -> list[Option]:
-    none = "not used; timm's default is another"
+    none = "not used in the paper; timm's default differs"
     return [Option("color_jitter", 0.0, none), Option("smoothing", 0.0, none)]
 
 
@@ -225,8 +225,8 @@ def header(experiment: Experiment) -> str:
     lines = [
         f"{architecture} on {dataset}{study}: {experiment.table} of 'Revisiting Residual Connections' (Oh et al., "
         "NeurIPS 2025).",
-        f"Values are those of {experiment.recipe['table']}{_caption(experiment)} where nothing else is said, "
-        "keys those of timm's train.py.",
+        f"Values are from {experiment.recipe['table']}{_caption(experiment)} unless noted. Keys are timm's "
+        "train.py options.",
         "Written by python -m scripts.pages, not by hand.",
         "",
         *_expected(experiment),
@@ -245,7 +245,7 @@ def _caption(experiment: Experiment) -> str:
 def _expected(experiment: Experiment) -> list[str]:
     best = f", mean and standard deviation of {_runs(experiment)} runs"
     if experiment.section == "accuracy":
-        best += ", of each the mean of its 5 best epochs (the 5 largest eval_top1 in its summary.csv)"
+        best += ". A run's value is the mean of its 5 best epochs (the 5 largest eval_top1 in summary.csv)"
     rows = [f"  {label:25} {mean:.2f} +- {std:.2f}   {_choice(experiment, label)}"
             for label, (mean, std) in experiment.top1().items()]
     return [f"Top-1 in the paper, %{best}:", *rows, *_remarks(experiment)]
@@ -263,9 +263,10 @@ def _remarks(experiment: Experiment) -> list[str]:
     cell = (experiment.architecture, experiment.dataset)
     if experiment.dataset == "imagenet1k":
         first = numbers()["accuracy"][experiment.architecture]["imagenet1k_first_version"]
-        return [f"These are of the final version; the first has {_inline(first)}."]
+        return [f"These are from the final version; the first version has {_inline(first)}."]
     if experiment.section == "initialisation":
-        return ["Appendix C.1 says 60,000 steps, Table 8 200 epochs, which are 78,000: here they are the epochs."]
+        return ["Appendix C.1 has 60,000 steps, Table 8 has 200 epochs, which are 78,000 steps. This recipe has the "
+                "epochs."]
     if cell == ("vit_b", "cifar10"):
         return ["The spread of 6.06 is the paper's."]
     if cell == ("resnetv2_34", "tiny_imagenet"):
@@ -279,7 +280,7 @@ def _inline(top1: dict) -> str:
 
 def _compute(experiment: Experiment) -> list[str]:
     compute = numbers()["compute"][experiment.architecture][experiment.dataset]
-    hours = "hours not given" if compute["hours"] is None else f"about {compute['hours']} h a run"
+    hours = "hours unknown" if compute["hours"] is None else f"about {compute['hours']} h per run"
     return [f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}."]
 
 
@@ -288,8 +289,8 @@ def _data_notes(experiment: Experiment) -> list[str]:
         return ["DATA holds class folders: DATA/train/n01440764/*.JPEG, DATA/val/n01440764/*.JPEG and so on.", ""]
     if experiment.dataset == "tiny_imagenet":
         return [
-            "DATA holds class folders: DATA/train/n01443537/*.JPEG, DATA/val/n01443537/*.JPEG and so on. The archive "
-            "tiny-imagenet-200.zip has others; in its folder, once:",
+            "DATA holds class folders: DATA/train/n01443537/*.JPEG, DATA/val/n01443537/*.JPEG and so on. In the "
+            "folder of the archive tiny-imagenet-200.zip, run once:",
             "  for c in train/*; do mv $c/images/* $c && rmdir $c/images; done",
             "  while read -r f c _; do mkdir -p val/$c && mv val/images/$f val/$c; done < val/val_annotations.txt", "",
         ]
@@ -311,10 +312,10 @@ def _commands(experiment: Experiment) -> list[str]:
     return [
         "One GPU, in a folder with timm's train.py:",
         *_command("python train.py", *recipe, *download, *_parts(experiment, batch)),
-        f"{NODES} nodes of {GPUS_PER_NODE} GPUs, {each} images each{synced}; NODE_RANK is 0 on the first, which "
-        "MASTER_ADDR names, and 1 on the other:",
+        f"{NODES} nodes of {GPUS_PER_NODE} GPUs, {each} images each{synced}. NODE_RANK is 0 on the first node, whose "
+        "address is MASTER_ADDR, and 1 on the second:",
         *_command("torchrun", *nodes, "train.py", *recipe, *(_parts(experiment, each) or [f"-b {each}"]), *sync),
-        "Either, with the version of train.py checked and the batch divided:",
+        "Both, with a check of train.py's version and the batch divided:",
         *_command("scripts/train.sh", experiment.name, _model_name(experiment), "DATA" + parts, *sync),
         "Smoke run, three small batches on the CPU, no validation (train.py of timm 1.0.29 or later):",
         *_command("python train.py", *recipe, *smoke),

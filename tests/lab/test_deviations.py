@@ -23,7 +23,7 @@ def test_the_papers_own_values_are_no_deviations(dataset):
     changed = lines("accuracy", "paper", dataset)
     assert not any("in the paper" in line for line in changed)
     assert any("RandAugment: " in line for line in changed)
-    assert any("optimizer: AdamW, as Table 5 says; the authors' published code has" in line for line in changed)
+    assert any("optimizer: AdamW, as in Table 5; the authors' published code has" in line for line in changed)
     assert any("crop: " in line for line in changed) == dataset.startswith("cifar")
 
 
@@ -34,7 +34,7 @@ def test_deviations_are_of_the_recipes_that_are_run():
     assert lines("skips_branch4", "paper", "svhn") == []
     several = [line for line in lines("accuracy", "paper", "cifar10") if "clipping" in line]
     assert several == ["resnetv2_18_cifar, resnetv2_34_cifar, resnetv2_50_cifar, resnetv2_101_cifar: clipping: at norm "
-                       "1, as Section 4.1 says and the authors' published recipes do; Table 6 has none"]
+                       "1, as in Section 4.1 and the authors' published recipes; Table 6 has none"]
 
 
 @pytest.mark.parametrize("name", sorted(recipe.shipped()))

@@ -130,17 +130,17 @@ def explained(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_contradictions_of_the_paper_are_in_the_header(name):
-    said = " ".join(text(name).replace("\n# ", " ").split())
+    comments = " ".join(text(name).replace("\n# ", " ").split())
     published = "the authors' published code has"
     if name.endswith("initialisation"):
         assert NUMBERS["recipes"]["initialisation"]["clip_grad"] == {"table_8": 1.0}
-        assert "60,000 steps, Table 8 200 epochs, which are 78,000" in said
+        assert "60,000 steps, Table 8 has 200 epochs, which are 78,000" in comments
         assert 50_000 // 128 * 200 == 78_000
     elif name.startswith("resnet"):
         assert NUMBERS["recipes"]["resnetv2"]["clip_grad"] == {"section_4_1": 1.0, "table_6": None}
-        assert "clipped at this norm by Section 4.1, not at all by Table 6" in said
-    assert (f"scale: [0.08, 1.0] # {published}" in said) == (values(name)["scale"] == [0.08, 1.0])
-    assert (f"lr: 5.0e-4 # {published} 1e-4" in said) == (name == "vit_b_imagenet1k")
+        assert "Section 4.1 clips at this norm, Table 6 does not clip" in comments
+    assert (f"scale: [0.08, 1.0] # {published}" in comments) == (values(name)["scale"] == [0.08, 1.0])
+    assert (f"lr: 5.0e-4 # {published} 1e-4" in comments) == (name == "vit_b_imagenet1k")
 
 
 # --------------------------------------------------------------------------------------------- headers
@@ -153,27 +153,27 @@ def test_headers_are_the_papers(name):
     assert one_line.startswith(f"# {NUMBERS['architectures'][architecture]['name']} on "
                                f"{NUMBERS['datasets'][data]['name']}{', weight initialisation' if study else ''}: "
                                f"{section['table']} of 'Revisiting Residual Connections'")
-    assert f"Values are those of {table(name)['table']}" in header
+    assert f"Values are from {table(name)['table']}" in header
 
     rows = re.findall(r"^#   (\S.*?)  +(\d+\.\d\d) \+- (\d+\.\d\d)   --model (\S+)(.*)$", header, re.MULTILINE)
-    found = {}
+    printed = {}
     for label, mean, std, model, rest in rows:
         base, _, suffix = model.rpartition("_")
         start = label.split(", ")[0] if study else None
         assert base == NUMBERS["architectures"][architecture]["model"]
         assert label.endswith(NUMBERS["connections"][CONNECTION[suffix]])
         assert rest == (f" --model-kwargs weight_init={start}" if study else "")
-        found.setdefault(start, {})[CONNECTION[suffix]] = [float(mean), float(std)]
+        printed.setdefault(start, {})[CONNECTION[suffix]] = [float(mean), float(std)]
     if study:
-        assert found == {start: {connection: row[:2] for connection, row in section[start].items()}
-                         for start in ("orthogonal", "xavier", "kaiming")}
+        assert printed == {start: {connection: row[:2] for connection, row in section[start].items()}
+                           for start in ("orthogonal", "xavier", "kaiming")}
     else:
-        assert found == {None: section[architecture][data]}
+        assert printed == {None: section[architecture][data]}
     runs = section["runs_imagenet1k"] if data == "imagenet1k" else section["runs"]
     assert f"standard deviation of {runs} runs" in one_line
 
     compute = NUMBERS["compute"][architecture][data]
-    hours = "hours not given" if compute["hours"] is None else f"about {compute['hours']} h a run"
+    hours = "hours unknown" if compute["hours"] is None else f"about {compute['hours']} h per run"
     assert f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}." in header
 
 

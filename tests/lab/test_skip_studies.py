@@ -70,7 +70,7 @@ def test_the_papers_numbers_are_beside_the_runs():
              "dataset": "torch/cifar100"}
     run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}
     laid_out = layout.Layout.of(study)
-    assert laid_out.stated[laid_out.place(laid_out.keys(run, "top1"))] == [72.716, 0.314]
+    assert laid_out.stated[laid_out.position(laid_out.keys(run, "top1"))] == [72.716, 0.314]
 
 
 @pytest.mark.usefixtures("undrawn")
