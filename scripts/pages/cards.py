@@ -5,7 +5,7 @@
 | weights that ship, `vit_test_*` | `model_cards/results/comparisons` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper.json`) |
 
-`timm_ortho.hub.card` fills the template. The other pages of model_cards are those of studies, see `studies`.
+`timm_ortho.hub.card` fills the template. `studies` writes the remaining pages of model_cards.
 """
 from functools import cache
 from pathlib import Path

@@ -85,9 +85,9 @@ def blocks(page: Path, folder: Path) -> list[Block]:
             block = replace(block, path=f"plots/{page.stem}.svg")  # the only one: of the differences
         if heading not in LEFT_OUT:
             kept.append(block)
-    return [*kept, Heading("Data"), Text(f"The numbers of every run are in {where}. The whole report, with a plot for "
-                                         "each metric:"),
-            Code(f"timm-ortho study report model_cards/{where} --output DIR")]
+    text = (f"docs/evidence.md defines the terms. The numbers of every run are in {where}. The whole report, with a "
+            "plot for each metric:")
+    return [*kept, Heading("Data"), Text(text), Code(f"timm-ortho study report model_cards/{where} --output DIR")]
 
 
 # ----------------------------------------------------------------------------------------------- the list
