@@ -456,7 +456,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _list_weights(pattern: str) -> int:
-    """List weights without network access. Sizes of missing files are those of the parameters in float32."""
+    """List weights without network access. The size of a missing file is estimated from the parameters in float32."""
     import timm
 
     from .models.names import is_variant

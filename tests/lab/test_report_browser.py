@@ -1,6 +1,6 @@
 """reporting/page.html.jinja in a browser, at phone and desktop widths: nothing is cut off, and nothing is logged.
 
-Runs where there is Chromium (Debian: `apt-get install chromium`).
+They need Chromium (Debian: `apt-get install chromium`).
 """
 import html
 import json
@@ -17,7 +17,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 WIDTHS = (400, 1200)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium in PATH")
 
-# A window is at least 500 pixels wide, a frame as wide as it is told. What is inside a box that scrolls may be wider.
+# A window has at least 500 pixels, so frames set the width. Contents of a scrolling box may be wider.
 WRAPPER = """<!DOCTYPE html>
 <body>
 {frames}

@@ -27,7 +27,7 @@ from .._text import error_text, without_nan
 
 
 class LabError(ValueError):
-    """The user's input cannot be run. The message is one line: what is wrong, and what to do."""
+    """The user's input cannot be run. The message is one line with the fault and the remedy."""
 
 
 def one_line(error: BaseException) -> str:

@@ -369,7 +369,7 @@ def epoch_seed(seed: int, epoch: int, stream: int) -> int:
 
 
 class DataStream:
-    """The random numbers of the data, separate from those of the model.
+    """The random numbers of the data, separate from the model's.
 
     timm and torchvision draw from the global generators of Python, NumPy and PyTorch. Each fetch of a batch sets their
     state to the data's, and restores the model's state afterwards.

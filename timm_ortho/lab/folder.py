@@ -2,7 +2,7 @@
 
 | file | written by | contents |
 | --- | --- | --- |
-| `run.yaml` | the plan | the trainer, the stages with all their options, and what is recorded |
+| `run.yaml` | the plan | the trainer, the stages with all their options, and the recorded steps |
 | `args.yaml` | the plan, timm's `train.py` | the options, for `train.py -c` |
 | `probe.jsonl` | the lab's loop | norms and cosine of each site on one validation batch, before training and by epoch |
 | `records.jsonl` | both trainers | the rows of :func:`timm_ortho.record` |
@@ -56,7 +56,7 @@ class Stage:
 
     @property
     def last_epoch(self) -> int:
-        """The number of epochs at the end of the stage, including those of a checkpoint that it begins with."""
+        """The number of epochs at the end of the stage, including epochs of its initial checkpoint."""
         return self.stop_epoch or self.scheduled_epochs
 
 
@@ -109,7 +109,7 @@ class RunPlan:
         return replace(self, stages=stages)
 
     def offset(self, stage: Stage) -> int:
-        """Return the number that is added to the stage's own epochs to count those of the run."""
+        """Return the number to add to an epoch of the stage, so that epochs count through the run."""
         return self.stages[0].last_epoch if stage.begins_with == "weights" else 0
 
     def write(self, folder: Path) -> None:

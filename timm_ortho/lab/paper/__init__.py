@@ -93,7 +93,7 @@ class Experiment:
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """The paper's hyperparameters, including those of the data set."""
+        """The paper's hyperparameters, including the data set's."""
         recipes = numbers()["recipes"]
         recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
         shared = {key: value for key, value in recipe.items() if key not in numbers()["datasets"]}

@@ -24,7 +24,7 @@ The keys of a file:
 
 A value of an axis may change timm's options, `model`, `recipe` and `connections`. It may also set `connection` (the
 only one of its cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
-`connection_` are model arguments. The `model_kwargs` of scales and values are merged with those of the study.
+`connection_` are model arguments. The `model_kwargs` of scales and values are merged with the study's.
 """
 import itertools
 import re
@@ -310,7 +310,7 @@ def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
 
 
 def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
-    """Check the types of values. null stands for the default, so that a study can reset a key that it inherits."""
+    """Check the types of values. null means the default, so that a study can reset a key that it inherits."""
     for key, kind in kinds.items():
         value, least = values.get(key), int(key != "hold_out")
         if value is not None and (type(value) is not kind or (kind is int and value < least)):

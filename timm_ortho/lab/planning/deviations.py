@@ -9,7 +9,7 @@ from ..paper import architecture, recipe_deviations
 from .design import Design, Variant, load
 from .recipe import known_options, options_with
 
-# Each has a line of its own; the other options that differ share a line.
+# These options have one line each. All further options that differ share a line.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
 

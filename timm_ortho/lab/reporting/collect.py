@@ -23,7 +23,7 @@ def collect(folders: Sequence[Path]) -> list[Part]:
             trained with `train.py`. Such a run joins the first of these outputs with a cell that it fits.
 
     Raises:
-        LabError: A folder is none of these, or a run fits no cell.
+        LabError: A folder is of another kind, or a run fits no cell.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
     parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]

@@ -38,7 +38,7 @@ class Measure(NamedTuple):
 
 
 def _number(key: str) -> Callable[[Run], Optional[float]]:
-    """Read a number of `result.json`, where null stands for NaN and infinities."""
+    """Read a number of `result.json`, where null means NaN or infinity."""
     def read(run: Run) -> Optional[float]:
         if key not in run:
             return None

@@ -24,7 +24,7 @@ class Table(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]  # each as long as the header
     names: int = 1  # number of leading columns that name a row
-    groups: Sequence[tuple[str, int]] = ()  # titles above the other columns, and the columns that each spans
+    groups: Sequence[tuple[str, int]] = ()  # titles above all further columns, and how many each spans
 
     def flat_header(self) -> list[str]:
         """Return the header as one line, with titles such as `group: title`."""

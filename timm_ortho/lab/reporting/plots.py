@@ -200,7 +200,7 @@ def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Ca
 
 
 def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:
-    """Return a panel with a line for each name. Styles are those of the names among `among`."""
+    """Return a panel with a line for each name. Styles depend on the names of `among`."""
     names = list(grouped(among or runs, name))
     return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, *read)
                          for line, members in grouped(runs, name).items()})

@@ -10,8 +10,8 @@ again. Statistics are in `statistics`, tables in `tables`, plots in `plots`, and
         "model": "vit_small",               # or "7 architectures"
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
-        "baseline": {"layers": "none"},     # values of the baseline's cell and connection; the other values and the
-                                            # seed are those of the compared run; default {"connection": "linear"}
+        "baseline": {"layers": "none"},     # values of the baseline's cell and connection; further values and the seed
+                                            # are the compared run's; default {"connection": "linear"}
         "changed": ["epochs: 15 here, 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
@@ -24,7 +24,7 @@ again. Statistics are in `statistics`, tables in `tables`, plots in `plots`, and
     runs = [{
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
         "connection": "feature",                # at the end of training; for LO it is feature
-        # all keys below are optional; None stands for NaN and infinities
+        # all keys below are optional; NaN and infinities are None
         "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
         "parameters", "model", "device", "dataset", "switch_epoch",
         "trainer": "lab",                       # or "train.py"

@@ -220,7 +220,7 @@ def side_by_side(
         names: Titles of the columns that name a row.
         left, right: Texts by position. Columns of the right side come first.
         titles: Titles of the left and the right columns.
-        missing: Texts for positions that only the other side has. Positions of neither side have a dash.
+        missing: Texts for positions that one side lacks. Positions that both sides lack have a dash.
         order: Index of the row name whose number sorts the rows. By default the left side's order, grouped by the first
             name.
     """

@@ -2,7 +2,7 @@
 
 The loop replaces timm's `train.py`, which is not part of timm's wheel, and treats its options in the same way
 (`recipe`). Random numbers are seeded by seed, epoch and purpose. Runs with one seed therefore see the same batches,
-whatever their connections draw, and an interrupted run ends with the same weights as an uninterrupted one.
+even if their connections draw random numbers. An interrupted run ends with the same weights as an uninterrupted one.
 """
 import errno
 import math

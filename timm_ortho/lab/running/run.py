@@ -1,4 +1,4 @@
-"""Train one planned run, or the rest of it: `python -m timm_ortho.lab.running.run FOLDER`.
+"""Train one planned run, or its remaining epochs: `python -m timm_ortho.lab.running.run FOLDER`.
 
 The trainer is the lab's own loop, or timm's `train.py` in separate processes. Launchers start this module for each
 folder.

@@ -27,7 +27,7 @@ class Died(LabError):
 
 
 def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
-    """Train a stage, or the rest of it.
+    """Train a stage, or its remaining epochs.
 
     Raises:
         LabError: The script ended early. The run's log has its output.

@@ -1,0 +1,126 @@
+"""planning/: studies, commands and options that are refused. Nothing is written."""
+import re
+
+import pytest
+import yaml
+from helpers.tiny_study import STUDY, compared, planned
+
+from timm_ortho import cli
+from timm_ortho.lab import LabError
+from timm_ortho.lab.folder import RunPlan
+from timm_ortho.lab.planning import design
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    (dict(grdi={}), "the file has no key 'grdi'; the nearest is 'grid'"),
+    (dict(title=...), "'title' is missing"),
+    (dict(scales={"tiny": {}}), "scales has no key 'tiny'"),
+    (dict(scales={"smoke": {"titel": 1}}), "scale 'smoke' has no key 'titel'"),
+    (dict(scales={"small": {}}), "there is no scale 'smoke', only small"),
+    (dict(options={"epoch": 3}), "options has no key 'epoch'; the nearest is 'epochs'"),
+    (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
+    (dict(grid={"rate": [1, 2]}), "axis 'rate', value '1' has no key 'rate'"),
+    (dict(grid={"x": {"a": {"conection": "linear"}}}), "value 'a' has no key 'conection'; the nearest is 'connection'"),
+    (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs to: CONNECTION"),
+    (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "cannot switch to or from hybrid"),
+    (dict(baseline={"lr": 5}), "the baseline is 5 on axis 'lr', which has no such value"),
+    (dict(seeds=0), "seeds is 0, but must be a whole number of at least 1"),
+    (dict(hold_out="many"), "hold_out is 'many', but must be a whole number of at least 0"),
+    (dict(record=0), "record is 0"),
+    (dict(representation="maybe"), "representation is 'maybe', but must be true or false"),
+    (dict(options=3), "options is 3, but must be a mapping"),
+    (dict(grid=["lr"]), "grid is ['lr'], but must be a mapping"),
+    (dict(baseline="linear"), "baseline is 'linear', but must be a mapping"),
+    (dict(connections="feature"), "connections is 'feature', but must be a list"),
+    (dict(grid={"x": {"a": {"connection": ["feature"]}}}), "connection is ['feature'], but must be text"),
+    (dict(grid={"seed": [1, 2]}), "a seed cannot be an axis: use seeds, or --seeds"),
+])
+def test_bad_study(tmp_path, changed, message):
+    values = {**yaml.safe_load(STUDY), **changed}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not ...}))
+    if "seeds" in changed:
+        path.write_text(path.read_text().replace("seeds: 1", ""))
+    with pytest.raises(LabError) as caught:
+        design.load(str(path), "smoke")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("study 'tiny': ")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["run", "acuracy"], "there is no study 'acuracy'; the nearest is 'accuracy' (timm-ortho study list)"),
+    (["run", "accuracy", "--threads", "0"], "--threads and --parallel must be at least 1, got 0 and 1"),
+    (["run", "accuracy", "--parallel", "0"], "--threads and --parallel must be at least 1, got None and 0"),
+    (["run", "accuracy", "--scale", "huge"], "there is no scale 'huge': choose smoke, small or paper"),
+    (["run", "learning_rate", "-o", "lr=1"], "study 'learning_rate' varies 'lr' along its axis 'lr': remove"),
+    (["run", "dynamics", "-o", "epoch=1"], "timm's train.py has no option 'epoch'; the nearest is 'epochs'"),
+    (["run", "accuracy", "--scale", "paper", "--dataset", "imagenet"], "there is no data set 'imagenet'; the nearest"),
+    (["run", "dynamics", "--dataset", "cifar01"], "there is no data set 'cifar01'; the nearest are cifar10 and"),
+    (["run", "dynamics", "--dataset", "cifar10"],
+     "data set 'torch/cifar10' needs --data-dir: timm expects its files in DATA_DIR/cifar-10-batches-py"),
+    (["run", "dynamics", "--dataset", "tiny_imagenet"],
+     "an image folder needs --data-dir: the images must be in train/CLASS/"),
+    (["run", "dynamics", "--dataset", "torch/fashion_mnist", "--data-dir", "nowhere"],
+     "download them with --option dataset_download=true"),
+    (["run", "dynamics", "--seeds", "0"], "choose at least one seed"),
+    (["plan", "dynamics", "--gpus", "-1"], "--gpus must be at least 0 and --nodes at least 1, got -1 and 1"),
+    (["plan", "dynamics", "--nodes", "0"], "--gpus must be at least 0 and --nodes at least 1, got 0 and 0"),
+    (["plan", "dynamics", "--gpus", "2"], "--gpus and --nodes need timm's train.py: add --train-py"),
+    (["run", "accuracy", "--scale", "paper", "--dataset", "cifar10"],
+     "scale paper trains with timm's train.py: add --train-py"),
+    (["run", "gamma"], "study 'gamma' trains nothing: use timm-ortho cost gamma"),
+    (["plan", "dynamics", "-o", "model_kwargs=3"], "option 'model_kwargs' is 3, but must be a mapping"),
+    (["report", "nowhere"], "nowhere has no study.yaml: use the --output of timm-ortho study or compare"),
+    (["status", "nowhere"], "nowhere has no study.yaml: use the --output of timm-ortho study or compare"),
+])
+def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["study", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (dict(model="vit_smal"), r"no orthogonal variant of 'vit_smal'; the nearest are vit_small,"),
+    (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
+    (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': there is no 'gleu'"),
+    (dict(model_kwargs={"connection_eps": 0}), r"eps must be positive"),
+    (dict(model_kwargs={"connection": "feature"}), r"use --connections"),
+    (dict(connections=["linear", "featur"]),
+     r"unknown connection 'featur', known are 'linear', .* did you mean 'feature'"),
+    (dict(connections=[]), r"there is nothing to compare: choose at least one connection"),
+    (dict(batch_size=128), r"batch_size 128 is larger than the training set of 64 images"),
+    (dict(batch_size=7, mixup=0.2), r"mixup and cutmix need an even batch_size, not 7"),
+    (dict(epochs=0), r"epochs must be at least 1, got 0"),
+    (dict(num_classes=1), r"num_classes is 1, but data set 'digits' has 10 classes"),
+    (dict(opt="adamm"), r"timm cannot build a run from these options: .*adamm"),
+    (dict(sched="plateau"), r"has no plateau schedules: train with --train-py"),
+    (dict(sched="cosin"), r"cosin"),
+    (dict(kd_model_name="resnet50"), r"has 'kd_model_name', but the lab's own loop does not: remove the option"),
+    (dict(device="abacus"), r"there is no device 'abacus'"),
+    (dict(amp=True, amp_dtype="int8"), r"amp_dtype is 'int8'"),
+    (dict(device_modules=["nowhere_at_all"]), r"'device_modules': No module named 'nowhere_at_all': is its folder in"),
+    (dict(dataset="torch/fashion_mnist", data_dir="x"), r"\(split 'train'\) cannot be read: .* its files in .*Fa"),
+    (dict(dataset="torch/fashion_mist", data_dir="x"), r"'torch/fashion_mist' .* cannot be read: .* are t"),
+    (dict(dataset="", data_dir="x"), r"there is no folder x: the images must be in train/CLASS/ and in val/CLASS/"),
+])
+def test_bad_options(tmp_path, monkeypatch, given, message):
+    """Nothing is written, so that the corrected command can use the same folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LabError, match=message) as caught:
+        planned(compared(tmp_path / "out", **given))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_run_plans(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: lab\nstages: []\nsomething: new\n")
+    with pytest.raises(LabError, match=re.escape(f"{path} is of another version (TypeError: ")):
+        RunPlan.read(tmp_path)
+    path.unlink()
+    with pytest.raises(LabError, match=r"run.yaml cannot be read \(No such file"):
+        RunPlan.read(tmp_path)
