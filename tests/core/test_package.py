@@ -52,6 +52,17 @@ def test_files_import_only_from_below():
     assert checked > 50
 
 
+def test_the_labs_folders_import_only_from_below():
+    layers = ["commands", "costs", "reporting", "planning", "running"]  # their own folder, `lab`, is below
+    for path in (PACKAGE / "lab").rglob("*.py"):
+        own = path.relative_to(PACKAGE / "lab").with_suffix("").parts[0]
+        rank = layers.index(own) if own in layers else len(layers)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and own != "__init__":
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                assert all(layers.index(name) >= rank for name in names[:2] if name in layers), f"{path}, {node.lineno}"
+
+
 def _within_the_package(node, parts):
     """Return the files and folders of the package that an import statement in a file names."""
     if isinstance(node, ast.Import):

@@ -17,7 +17,7 @@ import yaml
 config_parser = argparse.ArgumentParser(add_help=False)
 config_parser.add_argument("-c", "--config")
 parser = argparse.ArgumentParser()
-OPTIONS = Path(find_spec("timm_ortho").origin).parent / "lab" / "planning" / "train_options.json"
+OPTIONS = Path(find_spec("timm_ortho").origin).parent / "lab" / "recipes" / "train_options.json"
 for name, option in json.loads(OPTIONS.read_text()).items():
     if name not in ("data", "stop_epoch"):  # older releases lack stop_epoch
         kinds = {"int": dict(type=int), "float": dict(type=float), "flag": dict(action="store_true")}

@@ -15,7 +15,8 @@ from PIL import Image
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands, data
 from timm_ortho.lab.folder import RunPlan
-from timm_ortho.lab.planning import plan, recipe
+from timm_ortho.lab.options import known_options
+from timm_ortho.lab.planning import plan
 from timm_ortho.lab.running import run, timm_script as train_py
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_own_data.md"
@@ -67,7 +68,7 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
     assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
-    assert recipe.known_options()["val_split"]["default"] == "validation"  # the split that `test` replaces
+    assert known_options()["val_split"]["default"] == "validation"  # the split that `test` replaces
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])

@@ -3,6 +3,7 @@ import pytest
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError
+from timm_ortho.lab.options import DEFAULTS, known_options
 from timm_ortho.lab.planning import recipe
 
 
@@ -16,8 +17,8 @@ def test_defaults_are_timms_but_for_two():
     options = recipe.resolve({})
     assert {"opt": options.opt, "lr_base": options.lr_base, "smoothing": options.smoothing, "scale": options.scale} == {
         "opt": "sgd", "lr_base": 0.1, "smoothing": 0.1, "scale": [0.08, 1.0]}
-    known = recipe.known_options()
-    assert {key for key, value in vars(options).items() if value != known[key]["default"]} == set(recipe.DEFAULTS)
+    known = known_options()
+    assert {key for key, value in vars(options).items() if value != known[key]["default"]} == set(DEFAULTS)
 
 
 def test_values_get_timms_types(tmp_path):
@@ -71,7 +72,7 @@ def test_bad_values(key, value, message):
 def test_every_option_of_timm_is_answered(capsys):
     """The loop uses an option, warns that it ignores it, or refuses it. train.py has all options."""
     other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
-    for key, option in recipe.known_options().items():
+    for key, option in known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]
         value = choices[0]
         value = [value] if option.get("list") else value
@@ -88,6 +89,6 @@ def test_every_option_of_timm_is_answered(capsys):
 
 
 def test_timms_own_args_are_a_recipe(capsys):
-    everything = {key: option["default"] for key, option in recipe.known_options().items()}
+    everything = {key: option["default"] for key, option in known_options().items()}
     assert recipe.resolve(everything).opt == "sgd"
     assert not capsys.readouterr().err

@@ -8,6 +8,7 @@
 | `planning` | from a study's YAML to one folder for each run |
 | `running` | from a run's folder to its result: launchers, the process of a run, the training loop, timm's script |
 | `folder` | the files of a run |
+| `options` | the options of timm's `train.py` |
 | `data`, `image_folder` | data sets, loaders, and the layout of image folders |
 | `paper` | the papers' numbers |
 

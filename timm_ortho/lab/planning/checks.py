@@ -17,6 +17,7 @@ from .. import LabError
 from ..data import Source, open_source
 from ..folder import RunPlan
 from ..image_folder import is_here
+from ..options import known_options
 from ..running.loop import Training, build_model
 from . import recipe
 from .design import Variant
@@ -68,7 +69,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
         if variant.options.dataset == "digits":
             raise LabError("train.py has no data set digits: choose another --dataset, or remove --train-py")
         sizes.append(_check_models(request, variant))
-        for key, option in recipe.known_options().items():
+        for key, option in known_options().items():
             if getattr(variant.options, key) != option["default"]:
                 if key not in defaults:
                     raise LabError(f"{request.train_py} has no option {key}: it is from another release of timm")

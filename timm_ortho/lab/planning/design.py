@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from .. import LabError, check_names, nearest, read_user_yaml, shipped_files
+from ..options import known_options
 from ..paper import architecture
 from . import recipe
 
@@ -283,16 +284,16 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
             changes["options"].setdefault("model_kwargs", {})[key] = value
         elif key in _CELL:
             changes[key] = value
-        elif key in recipe.known_options():
+        elif key in known_options():
             changes["options"] = _merged(changes["options"], {key: value})
         else:
-            check_names([key], [*_CELL, *recipe.known_options()], where)
+            check_names([key], [*_CELL, *known_options()], where)
     _check_types(changes, {"connections": list, "connection": str, "model": str, "recipe": str})
     return changes
 
 
 def _check(design: Design) -> None:
-    check_names(design.options, recipe.known_options(), "options")
+    check_names(design.options, known_options(), "options")
     for key, value in design.baseline.items():
         if key != "connection" and value not in design.grid.get(key, {}):
             raise LabError(f"the baseline is {value!r} on axis '{key}', which has no such value")

@@ -5,9 +5,9 @@ from ...models import skip_networks
 from ...models.names import base_name
 from ...models.paper import ARCHITECTURES
 from .. import LabError
+from ..options import known_options, options_with
 from ..paper import architecture, recipe_deviations
 from .design import Design, Variant, load
-from .recipe import known_options, options_with
 
 # These options have one line each. All further options that differ share a line.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",

@@ -10,11 +10,11 @@ import yaml
 from ...models.names import base_name
 from .. import LabError
 from ..folder import RunPlan, Stage
-from . import recipe
+from ..options import options_with
 from .design import Design, Variant
 
 # Options that do not change a result. A run that moves to another machine keeps its folder.
-_MACHINE = recipe.options_with("about", "machine")
+_MACHINE = options_with("about", "machine")
 
 
 def run_identity(run: RunPlan) -> dict:

@@ -17,7 +17,7 @@ from .. import LabError, one_line
 from ..data import open_source
 from ..folder import RunPlan, Stage
 from ..image_folder import is_here
-from ..planning import recipe
+from ..options import defaults
 
 _SECONDS_TO_STOP = 30
 
@@ -39,7 +39,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
                        "to train the run again")
     if before == stage.last_epoch:
         return
-    _check_data(Namespace(**{**recipe.defaults(), **stage.options}))
+    _check_data(Namespace(**{**defaults(), **stage.options}))
     environment = {
         **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "TIMM_DATASET_MAX_RETRIES": "1"}  # otherwise timm replaces an unreadable image by another

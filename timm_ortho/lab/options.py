@@ -1,0 +1,39 @@
+"""List the options of timm's `train.py`, from `recipes/train_options.json`.
+
+| key | meaning |
+| --- | --- |
+| `type`, `default`, `choices` | as in timm's parser |
+| `list`, `or_list` | a list; or a number that may be a list in YAML, although the parser takes one number |
+| `lab` | `used` by the lab's loop, or `unused` because it affects logs and files only; the loop has no other options |
+| `about` | `machine`: no effect on results; `data`: options of the data; otherwise options of the training |
+"""
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any, Mapping
+
+# Defaults that differ from timm's.
+DEFAULTS = {
+    "checkpoint_hist": 1,  # not 10: a study has many runs, and needs the last and the best checkpoint of each
+}
+
+
+@cache
+def known_options() -> Mapping[str, Mapping[str, Any]]:
+    """Return the options of timm's `train.py` by name, with the keys above."""
+    return json.loads(files(__package__).joinpath("recipes", "train_options.json").read_text(encoding="utf-8"))
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default of each option."""
+    return {key: DEFAULTS.get(key, option["default"]) for key, option in known_options().items()}
+
+
+@cache
+def options_with(key: str, *values: str) -> frozenset[str]:
+    """Return the names of the options whose key has one of these values.
+
+    >>> "workers" in options_with("about", "machine")
+    True
+    """
+    return frozenset(name for name, option in known_options().items() if option.get(key) in values)
