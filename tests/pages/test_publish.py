@@ -1,4 +1,5 @@
 """scripts/publish.py: the numbers of a finished study that are published."""
+import itertools
 import json
 import os
 import shutil
@@ -77,7 +78,9 @@ def test_training_runs_come_back_with_fewer_digits(root, tmp_path, monkeypatch, 
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_same_study_gives_the_same_bytes(root, tmp_path):
+def test_the_same_study_gives_the_same_bytes(root, tmp_path, monkeypatch):
+    days = itertools.count(1_700_000_000, 86_400)
+    monkeypatch.setattr("gzip.time.time", lambda: next(days))
     made = finished(tmp_path / "run", study_of("dynamics"), runs_of("dynamics"))
     contents = []
     for _ in range(2):
@@ -102,6 +105,12 @@ def test_paths_and_processes_are_left_out(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_the_records_of_the_last_epoch_are_kept():
+    run = {"epochs": 2, "dynamics": [{"step": step} for step in (0, 4, 6, 8)]}
+    assert [row["step"] for row in publish.lean(run, many=True)["dynamics"]] == [6, 8]
+    assert publish.lean(run, many=False)["dynamics"] == run["dynamics"]
+
+
 def test_an_unfinished_study_is_refused(root, tmp_path):
     made = finished(tmp_path / "run", study_of("dynamics"), runs_of("dynamics"), ["lr=1-linear-seed0"])
     with pytest.raises(SystemExit, match="unfinished runs: lr=1-linear-seed0"):
