@@ -348,7 +348,7 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
     """Raise ValueError for a connection with the global scope in a causal block."""
     if block.spec is None or all(connection.dims is not None for connection in connections):
         return
-    names = [block.name[:end] for end in range(len(block.name), -1, -1) if block.name[end:end + 1] in ("", ".")]
+    names = {layer_name(block.name, depth): None for depth in range(block.name.count(".") + 2)}  # the last is the model
     if block.spec.is_causal(model.get_submodule(name) for name in names):
         made = next(connection for connection in connections if connection.dims is None)
         raise ValueError(

@@ -205,6 +205,19 @@ def test_a_block_that_is_registered_as_causal(restored, causal, refused):
         assert len(sites(connect(model, "feature"))) == 1
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_attribute_that_makes_a_block_causal_may_be_of_the_whole_model(restored, depth):
+    register_block(Decoder, stream="x", kinds=["mlp"], causal="is_decoder")
+    for is_decoder in (True, False):
+        model = nn.Sequential(nn.Sequential(Decoder(True)) if depth else Decoder(True))
+        model.is_decoder = is_decoder
+        if is_decoder:
+            with pytest.raises(ValueError, match="is a causal Decoder"):
+                connect(model, "global")
+        else:
+            assert len(sites(connect(model, "global"))) == 1
+
+
 def test_a_custom_connection_with_the_global_scope_is_refused_too():
     class Own(GlobalConnection):
         pass

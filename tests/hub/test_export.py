@@ -311,6 +311,27 @@ def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypa
     assert card.count(f"\nimport timm_ortho  # registers the architecture\n{line}\n") == 2
 
 
+class Lazy(timm_ortho.Connection):
+    """A gate per token, whose width the first input determines."""
+
+    def __init__(self, dim=-1, eps=1e-6, device=None, dtype=None):
+        super().__init__(dim, eps)
+        self.scale = torch.nn.LazyLinear(1, device=device, dtype=dtype)
+
+    def forward(self, x, f, attn_mask=None):
+        return x + f * self.scale(x)
+
+
+def test_a_connection_with_lazy_parameters_is_restored(tmp_path, monkeypatch):
+    monkeypatch.setitem(connections.CONNECTIONS, "lazy", Lazy)
+    model = tiny(connection="lazy")
+    expected = logits(model)
+    hub.export(model, tmp_path / "out", "me/model")
+    assert torch.equal(logits(loaded(tmp_path / "out")), expected)
+    started = timm.create_model("vit_test_linear.digits", pretrained=True, connection="lazy")  # no such parameters
+    timm.create_model("vit_test_linear", connection="lazy").load_state_dict(started.state_dict())
+
+
 def test_a_link_to_an_earlier_export_is_followed(tmp_path, monkeypatch):
     hub.export(tiny(), tmp_path / "real", "me/model")
     (tmp_path / "link").symlink_to(tmp_path / "real")

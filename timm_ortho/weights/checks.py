@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..hub_client.download import CacheDir, fetch
 from ..hub_client.errors import WeightsError
@@ -174,6 +175,8 @@ def _other_shapes(
     dropped = _classifiers(cfg) if is_adapted or cfg.label_offset else ()
 
     def fits(name: str) -> bool:
+        if is_lazy(own[name]):  # the parameter of a LazyLinear gets its shape from the checkpoint or the first input
+            return True
         shape, own_shape = tuple(state_dict[name].shape), tuple(own[name].shape)
         if name == f"{cfg.first_conv}.weight" and shape[1:2] == tuple(cfg.input_size[:1]):
             shape, own_shape = shape[:1] + shape[2:], own_shape[:1] + own_shape[2:]
@@ -203,7 +206,8 @@ def _classifiers(cfg: PretrainedCfg) -> Tuple[str, ...]:
 
 
 def _not_finite(state_dict: Dict[str, Tensor]) -> Iterator[str]:
-    counts = {name: int((~t.isfinite()).sum()) for name, t in state_dict.items() if t.is_floating_point()}
+    tensors = {name: t for name, t in state_dict.items() if not is_lazy(t) and t.is_floating_point()}
+    counts = {name: int((~t.isfinite()).sum()) for name, t in tensors.items()}
     names = [f"{name} ({count} of {state_dict[name].numel()} values)" for name, count in counts.items() if count]
     if names:
         yield f"not finite: {_some(names)}"
