@@ -9,7 +9,7 @@ from timm_ortho.blocks import tables
 
 @pytest.fixture
 def restored(monkeypatch):
-    """Forget after a test which blocks and connections it registered."""
+    """Remove the blocks and connections that a test registers."""
     for name in ("SPECS", "NOT_RESIDUAL", "REGISTERED"):
         monkeypatch.setattr(tables, name, dict(getattr(tables, name)))
     with mock.patch.dict(timm_ortho.CONNECTIONS):
@@ -18,6 +18,6 @@ def restored(monkeypatch):
 
 @pytest.fixture
 def registered(restored):
-    """The class of a user's block, registered."""
+    """Register the class of a user's block and return it."""
     register()
     return MyBlock

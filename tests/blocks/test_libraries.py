@@ -30,7 +30,7 @@ def made(name):
         transformers.logging.set_verbosity_error()
     model, images = MODELS[name]()
     for parameter in model.parameters():
-        if not parameter.any():  # a head of zeros would hide differences in the blocks
+        if not parameter.any():  # a head whose weights are zero would hide differences in the blocks
             torch.nn.init.normal_(parameter, std=0.1)
     return model, images
 
@@ -75,8 +75,8 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_streams_are_as_wide_as_the_table_says(name):
-    """Check the channel axis and the width at every site, for which skip transforms are made."""
+def test_streams_have_the_width_in_the_table(name):
+    """Check the channel axis and the width at every site. Skip transforms are created for this width."""
     model, images = made(name)
     connect(model, SCOPE[name], skip="orthogonal_tp")
     reached = {}
@@ -90,13 +90,13 @@ def test_streams_are_as_wide_as_the_table_says(name):
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in COMPILED else pytest.mark.slow) for name in MODELS])
-def test_compiles_if_the_untouched_model_does(name):
+def test_compiles_if_the_original_model_does(name):
     torch._dynamo.reset()
     host, images = made(name)
     host.eval()
     try:
         torch.compile(copy.deepcopy(host), fullgraph=True, backend="eager")(images)
-    except Exception as error:  # noqa: BLE001 the compiler raises many types
+    except Exception as error:  # noqa: BLE001 the compiler raises exceptions of many types
         pytest.skip(f"the untouched model does not compile as one graph: {type(error).__name__}")
     torch._dynamo.reset()
     model = connect(host, SCOPE[name])
@@ -109,7 +109,7 @@ def test_compiles_if_the_untouched_model_does(name):
 
 
 @pytest.mark.parametrize("library", ["torchvision", "transformers"])
-def test_every_line_of_a_table_has_a_model_here(library):
+def test_every_row_of_a_table_has_a_model_here(library):
     pytest.importorskip(library)
     lines = {spec.name for spec in specs(library) if host(spec)}
     covered = set()
@@ -117,15 +117,15 @@ def test_every_line_of_a_table_has_a_model_here(library):
         if name.startswith(library):
             model, _ = made(name)
             covered |= {spec.name for module in model.modules() if (spec := spec_of(module)) and reached(module, spec)}
-    covered |= {spec.name for spec in specs(library) if spec.causal}  # language models: test_text_models.py
-    # blocks of text encoders, and of architectures that need more than an image
+    covered |= {spec.name for spec in specs(library) if spec.causal}  # test_text_models.py tests language models
+    # Blocks of text encoders, and of architectures whose input is not only an image.
     others = {"Swinv2CrLayer", "Siglip2EncoderLayer", "PerceiverLayer", "PerceiverAttention", "ModernBertEncoderLayer",
               "TransformerBlock"}
     assert {name for name in lines - covered if name.rpartition(".")[2] not in others} == set()
 
 
 @pytest.mark.parametrize("name", ["torchvision resnet18", "transformers vit"])
-def test_pickled_into_a_fresh_process(name, tmp_path):
+def test_unpickled_in_a_new_process(name, tmp_path):
     model, images = made(name)
     connect(model, "feature").eval()
     (tmp_path / "model").write_bytes(pickle.dumps((model, images)))
@@ -140,14 +140,14 @@ def test_pickled_into_a_fresh_process(name, tmp_path):
     detection.retinanet_resnet50_fpn, detection.ssdlite320_mobilenet_v3_large, detection.fasterrcnn_resnet50_fpn,
     segmentation.lraspp_mobilenet_v3_large])
 def test_detectors_and_segmentation_networks_of_torchvision(build):
-    """Additions outside their backbone are not sites."""
+    """Additions outside the backbone are not sites."""
     with torch.device("meta"):
         model = build(weights=None, weights_backbone=None)
     assert len(sites(connect(model))) == len(sites(connect(model.backbone))) > 0
 
 
 def test_a_block_of_two_classes_is_one_layer():
-    """In transformers' CvT the second class is inside the first."""
+    """In transformers' CvT, a module of the second class is part of a module of the first."""
     model, _ = made("transformers cvt")
     connected = sites(connect(model, "feature", layers=[0]))
     assert [(site.layer, site.kind) for site in connected] == [
@@ -171,7 +171,7 @@ WITHOUT_STREAM = ("alexnet", "densenet", "googlenet", "inception", "shufflenet",
 @pytest.mark.slow
 def test_every_classification_network_of_torchvision_is_covered():
     for name in torchvision.models.list_models(module=torchvision.models):
-        reads_numbers = name.startswith("regnet")  # its constructor reads values, which the meta device lacks
+        reads_numbers = name.startswith("regnet")  # the constructor reads values of tensors; meta tensors have none
         if reads_numbers and name != "regnet_y_400mf":
             continue
         arguments = dict(init_weights=False) if name in ("googlenet", "inception_v3") else {}

@@ -7,8 +7,8 @@ from helpers.small_models import of_modules
 import timm_ortho
 from timm_ortho.functional import plain_update
 
-# One small model for each form of routing: an attribute of the block, an if, an in-place sum, a sum before an
-# activation, several streams.
+# One small model for each form of routing: an attribute of the block, an `if`, an in-place sum, a sum before an
+# activation, and several streams.
 TRAINED = [
     ("eva", "global"), ("convnext", "feature"), ("resnet", "global"), ("mlp_mixer", "global"),
     pytest.param("swin_transformer", "feature", marks=pytest.mark.slow),
@@ -46,7 +46,7 @@ def test_same_outputs_in_onnxruntime(module, connection):
 
 @pytest.mark.parametrize("module", of_modules())
 def test_the_operator_rounds_as_the_plain_formula_at_every_site(module):
-    """A difference in values or in memory format would grow in deep networks."""
+    """Deep networks would amplify a difference in values or memory format."""
     model, size = model_of(of_modules()[module], "feature")
     reached = []
 

@@ -1,4 +1,4 @@
-"""Connections of users: a class, a function or a registered name; used in blocks, variants, config.json and cards."""
+"""Connections that users write: classes, functions and registered names in blocks, variants, config.json and cards."""
 import copy
 import json
 import multiprocessing
@@ -79,12 +79,12 @@ def test_arguments_that_a_partial_has_bound(registered):
 
 
 def test_a_connection_by_name(tmp_path):
-    """A variant takes it, config.json stores it, the exported folder restores it, and the card names it."""
+    """A variant accepts the name, config.json and the card contain it, and the exported folder restores it."""
     timm_ortho.register_connection("clipped", Clipped)
     timm_ortho.register_connection("clipped", Clipped)  # a notebook cell that runs twice
     model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()
     assert {(type(site.connection), site.connection.eps) for site in sites(model)} == {(Clipped, 1e-4)}
-    card = hub.export(model, str(tmp_path / "out"), "me/clipped")  # a path as text or as a Path
+    card = hub.export(model, str(tmp_path / "out"), "me/clipped")  # a str is accepted as well as a Path
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_args"].items() >= {"connection": "clipped", "connection_eps": 1e-4}.items()
     assert "clipped" in str(card)
@@ -115,7 +115,7 @@ def test_compare_takes_the_connection_of_a_module_by_name(tmp_path, monkeypatch,
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"Linear", "half"}
     options = yaml.safe_load((tmp_path / "out" / "half-seed0" / "args.yaml").read_text())
     assert options["device_modules"] == ["timm_ortho", "mine"]
-    # the loaders of a run use the default start method and no second fork server
+    # A run's data loaders use the default start method, without a second fork server.
     assert (tmp_path / "mine.txt").read_text() == multiprocessing.get_context().get_start_method()
     assert cli.main([*command, "device_modules=nowhere"]) == 2
     assert "option 'device_modules': No module named 'nowhere'" in capsys.readouterr().err
@@ -168,7 +168,7 @@ def test_a_wrong_name_of_a_connection(name, message):
 
 
 def test_a_connection_that_is_defined_again_replaces_the_first():
-    """A notebook cell that runs twice does this."""
+    """A notebook cell that runs twice defines its class twice."""
     def define():
         class Cell(FeatureConnection):
             pass

@@ -1,4 +1,4 @@
-"""Block classes of users: registered, connected, disconnected, or refused with one line."""
+"""Block classes that users write: registration, connect, disconnect, and errors of one line."""
 import copy
 import pickle
 import subprocess
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("restored")
 
 
 class Embedding(nn.Module):
-    """Looks residual and has no stream."""
+    """A class without a stream whose addition looks residual."""
 
     def forward(self, x):
         return x + x.mean(1, keepdim=True)
@@ -68,7 +68,7 @@ def test_a_users_block(registered):
 
 
 class Renamed(nn.Module):
-    """The author calls ``self`` ``this``."""
+    """A block whose methods name their first parameter ``this`` instead of ``self``."""
 
     def __init__(this, twice):
         super().__init__()
@@ -147,7 +147,7 @@ def test_one_layer_and_another_method():
 
 
 def test_a_class_that_is_defined_again_needs_its_own_registration():
-    """A notebook cell that runs twice does this."""
+    """A notebook cell that runs twice defines its class twice."""
     def define():
         class Block(MyBlock):
             def forward(self, x):
@@ -269,7 +269,7 @@ def test_a_block_with_a_forward_on_the_instance(registered):
     del model[0].forward
     routed_forward = connect(model, "feature")[0].forward
     model[0].forward = lambda x: routed_forward(x)
-    connect(model, "global")  # the class stays, only the connections change
+    connect(model, "global")  # allowed, because only the connections change and not the class
     assert {type(site.connection) for site in sites(model)} == {GlobalConnection}
     with pytest.raises(UnsupportedModelError, match="a MyBlock has an instance attribute forward"):
         disconnect(model)

@@ -1,4 +1,4 @@
-"""The related updates of docs/own_blocks.md: their formulas in float64, and a few training steps."""
+"""The related updates in docs/own_blocks.md: comparison with formulas in float64, and a few training steps."""
 import re
 import runpy
 from pathlib import Path
@@ -57,7 +57,7 @@ def one_sided(c, x, f, s, orthogonal):
 def rotation(c, x, f, s, orthogonal):
     length, step = (torch.sqrt((t * t).sum(1, keepdim=True)) for t in (x, orthogonal))
     y = x * torch.cos(step / length) + length * orthogonal / step * torch.sin(step / length)
-    torch.testing.assert_close(y.norm(dim=1), x.norm(dim=1), rtol=1e-4, atol=1e-4)  # eps leaves a parallel rest
+    torch.testing.assert_close(y.norm(dim=1), x.norm(dim=1), rtol=1e-4, atol=1e-4)  # not exact because of eps
     return y
 
 
@@ -71,7 +71,7 @@ def delta(c, x, f, s, orthogonal):
 def test_formulas(page, formula):
     x, f = torch.randn(2, 6, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
     connection = timm_ortho.create_connection(formula.__name__, dim=1, dtype=torch.float64)
-    connection(x, f)  # the lazy layers get their width
+    connection(x, f)  # initializes the lazy layers
     s = (x * f).sum(1, keepdim=True) / ((x * x).sum(1, keepdim=True) + EPS)
     expected = formula(connection, x, f, s, f - s * x)
     torch.testing.assert_close(connection(x, f), expected)
@@ -98,7 +98,7 @@ def test_trains(page, name):
     torch.manual_seed(0)
     model = page["exclusive"] if name == "exclusive" else timm.create_model("vit_test_ortho", connection=name)
     images, labels = torch.randn(16, 3, 8, 8), torch.arange(16) % 10
-    model(images)  # the lazy layers get their width
+    model(images)  # initializes the lazy layers
     optimizer = create_optimizer_v2(model, "adamw", lr=3e-3, weight_decay=0.05)
     losses = []
     for _ in range(25):

@@ -1,4 +1,4 @@
-"""A third party replaces the classes of blocks after `connect`, as token merging does: this is noticed."""
+"""Warnings and errors after a library, for example for token merging, has replaced the classes of connected blocks."""
 import warnings
 
 import pytest
@@ -12,7 +12,7 @@ from timm_ortho.diagnostics import show
 
 
 class Merging(Block):
-    """A forward of its own, without connections, as tomesd and ToMe write it."""
+    """A block whose forward does not call the connections, as in tomesd and ToMe."""
 
     def forward(self, x, attn_mask=None, is_causal=False):
         x = x + self.attn(self.norm1(x))
@@ -64,7 +64,7 @@ def subclass_with_a_forward(cls):
 
 @pytest.mark.parametrize(("make", "warns"), [
     (subclass_with_super, False), (subclass_with_a_method, False), (subclass_with_a_forward, True)])
-def test_a_subclass_that_still_calls_the_connections_is_fine(make, warns):
+def test_only_a_subclass_that_bypasses_the_connections_warns(make, warns):
     model = replaced(make)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -72,8 +72,8 @@ def test_a_subclass_that_still_calls_the_connections_is_fine(make, warns):
     assert bool(caught) is warns
 
 
-def test_connections_in_an_authors_code_are_left_alone():
-    """The author may find them by a name that the code does not contain."""
+def test_connections_in_an_authors_code_cause_no_warning():
+    """The code may compute the attribute's name, so its source need not contain the name."""
     class Dynamic(nn.Module):
         def __init__(self):
             super().__init__()
@@ -85,7 +85,7 @@ def test_connections_in_an_authors_code_are_left_alone():
     assert len(sites(connect(nn.Sequential(Dynamic()), "feature"))) == 1
 
 
-def test_connecting_again_refuses_the_unknown_class_and_takes_the_registered_one(restored):
+def test_connecting_again_requires_registration_of_the_new_class(restored):
     model = replaced()
     with pytest.raises(UnsupportedModelError, match=r"not supported: .*\.Merging"):
         connect(model, "global")

@@ -1,4 +1,4 @@
-"""Language models of transformers: connected, cached, generated, fine-tuned, saved, or refused with one line."""
+"""Text models of transformers: caches, generation, adapters, saving, compilers, and errors of one line."""
 import copy
 import pickle
 import re
@@ -27,12 +27,12 @@ QUICK = ("GPT-2", "GPT-NeoX", "Llama", "Mixtral", "BERT", "T5")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TEXT]
 DECODERS = [name for name, text in TEXT.items() if text.task == "decoder"]
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames arguments of its own calls
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers calls itself with deprecated arguments
 
 
 # ---------------------------------------------------------------------------------------------- every model
 @pytest.mark.parametrize("name", ALL)
-def test_linear_is_the_untouched_model_and_the_cache_equals_one_pass(name):
+def test_linear_equals_the_original_model_and_the_cache_equals_one_pass(name):
     result = measured(name)
     text = TEXT[name]
     assert result.linear
@@ -58,7 +58,7 @@ def snippets():
 
 
 def test_the_snippets_of_the_page(monkeypatch, tmp_path):
-    """With a tiny model instead of a download, and `hybrid`, whose parameters the last snippet loads."""
+    """Replace the download by a tiny model, and `feature` by `hybrid`, whose parameters the last snippet loads."""
     monkeypatch.chdir(tmp_path)
     code = "\n".join(snippets()[:3])
     download = 'AutoModelForCausalLM.from_pretrained("openai-community/gpt2"), "feature"'
@@ -76,7 +76,7 @@ def test_the_example_of_the_page(monkeypatch):
     names = {}
     exec(compile(example, str(PAGE), "exec"), names)
     assert set(names["losses"]) == {"linear", "feature"}
-    assert all(loss < 3.5 for loss in names["losses"].values())  # log(256) is 5.5
+    assert all(loss < 3.5 for loss in names["losses"].values())  # a uniform prediction has log(256) = 5.5
     assert {site.connection.name for site in sites(names["model"])} == {"feature"}
 
 
@@ -107,7 +107,7 @@ def test_a_projection_per_head(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_table_knows_the_causal_models(name):
+def test_the_table_marks_the_causal_models(name):
     model, ids = made(name), tokens()
     if TEXT[name].task == "encoder":
         assert {site.connection.dims is None for site in sites(connect(model, "global"))} == {True}
@@ -126,7 +126,7 @@ def test_the_table_knows_the_causal_models(name):
     assert not torch.allclose(before[:, -1], after[:, -1])
 
 
-def test_every_line_of_the_table_has_a_model_here():
+def test_every_row_of_the_table_has_a_model_here():
     listed = {spec.name for spec in timm_ortho.blocks.specs("transformers") if spec.causal}
     listed |= {spec.name for spec in timm_ortho.blocks.specs("transformers")
                if spec.name.rpartition(".")[2] in ("ModernBertEncoderLayer", "TransformerBlock")}
@@ -136,7 +136,7 @@ def test_every_line_of_the_table_has_a_model_here():
 
 # --------------------------------------------------------------------------------------------- global scope
 def test_global_in_a_decoder_lets_tokens_see_later_ones(monkeypatch):
-    """The reason of the refusal: with the check disabled, the last token changes the logits of the first."""
+    """With the check disabled, the last token changes the logits of the first. `connect` therefore refuses `global`."""
     name = next(name for name in tables.SPECS if name.endswith("LlamaDecoderLayer"))
     monkeypatch.setattr(tables, "SPECS", {**tables.SPECS, name: tables.SPECS[name]._replace(causal=False)})
     model, ids = connect(made("Llama"), "global"), tokens()
@@ -146,7 +146,7 @@ def test_global_in_a_decoder_lets_tokens_see_later_ones(monkeypatch):
         assert not torch.allclose(cached_logits(model, ids), full, atol=1e-4)
 
 
-def test_the_encoder_of_an_encoder_decoder_may_have_it():
+def test_the_encoder_of_an_encoder_decoder_may_have_global():
     model = connect(made("T5"), "global", layers=[0, 1])
     assert [(site.layer, site.kind) for site in sites(model) if site.connection.name == "global"] == [
         (layer, kind) for layer in (0, 1) for kind in ("attention", "mlp")]
@@ -155,7 +155,7 @@ def test_the_encoder_of_an_encoder_decoder_may_have_it():
     assert len([site for site in sites(model) if site.connection.name == "global"]) == 4
 
 
-def test_the_image_encoder_of_a_vision_language_model_may_have_it():
+def test_the_image_encoder_of_a_vision_language_model_may_have_global():
     transformers = pytest.importorskip("transformers", minversion="5")
     vision = transformers.CLIPVisionConfig(**VIT)
     model = transformers.LlavaForConditionalGeneration(
@@ -180,7 +180,7 @@ def test_a_config_decides_whether_a_model_is_causal(name, changes, causal):
 
 
 class Decoder(nn.Module):
-    """A block of a user, causal or not by an attribute."""
+    """A user's block, whose attribute sets whether it is causal."""
 
     def __init__(self, causal):
         super().__init__()
@@ -235,7 +235,7 @@ def test_causal_is_a_bool_or_a_name(restored):
 
 @pytest.mark.parametrize(("name", "excluded"), [("DistilBERT", True), ("ModernBERT", True), ("BERT", False)])
 def test_padding_in_the_global_scope(name, excluded):
-    """In BERT the module at the end of a branch has no mask, so that padding counts there, as the page states."""
+    """In BERT, the module that adds the branch output receives no mask and includes padding, as the page states."""
     model, ids = connect(made(name), "global"), tokens(6)
     padded, mask = torch.cat([ids, torch.zeros_like(ids[:, :3])], 1), torch.ones(2, 9, dtype=torch.long)
     mask[:, 6:] = 0
@@ -260,7 +260,7 @@ def test_generate(name, beams):
 
 
 def gradients(model, ids):
-    torch.manual_seed(0)  # of dropout
+    torch.manual_seed(0)  # for dropout
     model.zero_grad()
     logits(model, ids).square().mean().backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -275,7 +275,7 @@ def test_gradient_checkpointing(name):
     calls = []
     sites(model)[0].connection.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(gradients(model, ids), expected)
-    assert len(calls) == 2  # forward, and recomputed in the backward pass
+    assert len(calls) == 2  # in the forward pass, and for the recomputation in the backward pass
 
 
 @pytest.mark.parametrize("first", ["connect", "adapters"])
@@ -314,7 +314,8 @@ def test_saved_and_loaded(name, connection, tmp_path):
     loaded = getattr(transformers, f"AutoModelFor{HEADS[TEXT[name].task]}").from_pretrained(tmp_path).eval()
     connect(loaded, **loaded.config.timm_ortho)
     assert connection_arguments(loaded) == connection_arguments(model)
-    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)  # tied weights are saved once
+    # The file contains tied weights once, so some keys are missing.
+    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
     with torch.no_grad():
         assert torch.equal(logits(loaded, ids), logits(model, ids))
 
@@ -330,7 +331,7 @@ def test_copied_and_pickled(name):
 
 
 @pytest.mark.parametrize("name", ["Llama", "BERT", "T5"])
-def test_recorded_hidden_states_are_those_of_the_untouched_model(name):
+def test_linear_has_the_hidden_states_of_the_original_model(name):
     host, model, ids = made(name), connect(made(name), "linear"), tokens()
     arguments = dict(input_ids=ids, output_hidden_states=True)
     if TEXT[name].task == "both":
@@ -370,7 +371,7 @@ def test_cross_attention_is_a_site_of_a_model_that_has_it():
 # ------------------------------------------------------------------------------------------------- bad input
 SMALL = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
              max_position_embeddings=16, pad_token_id=0)
-UNSUPPORTED = {  # other text models, and their residual blocks
+UNSUPPORTED = {  # unsupported text models: arguments and residual blocks
     "Electra": (dict(SMALL, embedding_size=16), ["ElectraSelfOutput", "ElectraOutput"]),
     "Deberta": (SMALL, ["DebertaSelfOutput", "DebertaOutput"]),
     "DebertaV2": (SMALL, ["DebertaV2SelfOutput", "DebertaV2Output"]),
@@ -384,7 +385,7 @@ UNSUPPORTED = {  # other text models, and their residual blocks
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a model that is supported"])
-def test_another_text_model_is_refused(name, beside):
+def test_an_unsupported_text_model_is_refused(name, beside):
     transformers = pytest.importorskip("transformers", minversion="5")
     arguments, blocks = UNSUPPORTED[name]
     model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**arguments))

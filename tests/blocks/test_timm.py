@@ -1,4 +1,4 @@
-"""The table of timm's residual blocks: each line on a small model, and the additions that it leaves out."""
+"""The table of timm's residual blocks: each row on a small model, and the additions that are not sites."""
 import copy
 import importlib
 import inspect
@@ -21,14 +21,14 @@ from timm_ortho.models.meta import on_meta
 
 TIMM = specs("timm")
 ALL = [*SMALL, *MADE, *LARGER]
-SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *SHARED_BLOCKS])}  # in turn
+SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate([*ALL, *SHARED_BLOCKS])}
 MODELS = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.whole) for name in LARGER)]
 SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in [*LARGER, *SHARED_BLOCKS])]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_linear_is_timms_model_and_other_connections_train(name):
-    """Linear: bit-identical. Others: each site is reached, the output changes, each parameter keeps its gradient."""
+    """Linear connections change no bit. Other connections change the output, and each parameter keeps its gradient."""
     host, size = build(name)
     model = connect(copy.deepcopy(host), "linear")
     expected = step(host, size)
@@ -55,8 +55,8 @@ def outputs(model, x):
 @pytest.mark.skipif(
     not isinstance(on_meta(), torch.device), reason="before timm 1.0.21 some buffers are not on the meta device")
 @pytest.mark.parametrize("name", SHAPES)
-def test_streams_are_as_wide_as_the_table_says(name):
-    """Check the width of stream and branch at every site, for which skip transforms are made, and the output shapes."""
+def test_streams_have_the_width_in_the_table(name):
+    """Check the output shapes, and the width of stream and branch at every site, which skip transforms depend on."""
     with on_meta():
         model, size = build(name)
         expected = [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))]
@@ -80,7 +80,7 @@ def test_every_covered_module_has_a_model_here():
 
 
 @pytest.mark.slow
-def test_every_line_of_the_table_has_a_model_here():
+def test_every_row_of_the_table_has_a_model_here():
     with on_meta():
         models = [build(name)[0] for name in [*ALL, *SHARED_BLOCKS] if name in MADE or timm.is_model(name)]
     covered = {spec.name for model in models for module in model.modules()
@@ -89,7 +89,7 @@ def test_every_line_of_the_table_has_a_model_here():
 
 
 @pytest.mark.parametrize("spec", TIMM, ids=lambda spec: spec.name)
-def test_every_line_holds_for_the_installed_timm(spec):
+def test_every_row_is_valid_for_the_installed_timm(spec):
     if not host(spec):
         pytest.skip(f"timm {timm.__version__} has no {spec.name}")
     cls = routed_class(host(spec), spec)
@@ -149,10 +149,10 @@ def test_a_block_with_one_of_its_two_sums():
     *(pytest.param(name, marks=pytest.mark.whole) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
 ])
 def test_folding_a_model_changes_nothing(name):
-    """Additions that a re-parameterisation folds into a convolution are not sites; the folded model would differ."""
+    """Re-parameterisation folds some additions into a convolution. They are not sites, or outputs would change."""
     model, size = build(name)
     model = connect(model, "feature").eval()
-    step(model, size)  # for batch statistics other than 0 and 1
+    step(model, size)  # changes the initial batch statistics, 0 and 1
     x = torch.randn(2, 3, size, size)
     folded = timm.utils.reparameterize_model(model.eval())
     torch.testing.assert_close(folded(x), model(x), rtol=1e-3, atol=1e-3)
@@ -160,16 +160,16 @@ def test_folding_a_model_changes_nothing(name):
 
 
 def test_the_list_of_classes_without_a_stream_is_needed():
-    """Each class in it looks residual and is not in the table."""
+    """Each class in the list looks residual and is not in the table of blocks."""
     assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
     names = {cls.__name__ for cls in here if not looks_residual(cls)}
-    assert names <= {"Cell", "CellStem0"}  # of pnasnet, listed only for the reason in the table of coverage
+    assert names <= {"Cell", "CellStem0"}  # pnasnet; listed because the page of coverage shows the list's reasons
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
-    """Otherwise a supported model with such an option, for example an attention gate, would be refused."""
+    """Otherwise `connect` would refuse supported models with optional modules, such as attention gates."""
     names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
     names |= {f"timm.models.{name}" for name in list_modules() if coverage.architectures(name)}
     in_table = {host(spec) for spec in TIMM} - {None}
@@ -188,7 +188,7 @@ def is_residual(cls):
 
 
 class _Sums(torch.nn.Module):
-    """Sums that are residual additions, and sums that are not."""
+    """Methods with sums that look residual, and methods with other sums."""
 
     def annotated(self, x):
         z: torch.Tensor = self.f(x)
@@ -285,7 +285,9 @@ def test_a_gate_of_the_branch_is_not_a_residual_block():
 
 # ---------------------------------------------------------------------------------------------- scope of tokens
 def test_the_global_scope_projects_each_token_of_xcits_class_attention():
-    """Copies of the patch tokens are their branch; in one sum with them the class token would lose its stream."""
+    """The branch output of a patch token is a copy of its stream. A projection over all tokens would remove the class
+    token's stream.
+    """
     model, size = build("xcit_nano_12_p8_224")
     connect(model, "global").eval()
     checked = []
@@ -348,6 +350,6 @@ def test_architectures_of_a_newer_timm_are_reported(monkeypatch):
     rows = {row.module: row for row in coverage.timm_modules()}
     assert rows["resnet"].left_out["resnet34"] == coverage.UNKNOWN
     assert set(rows["vgg"].left_out.values()) == {coverage.UNKNOWN}
-    assert "resnet34" in coverage.bases()  # its module is known; an error is raised if it cannot be connected
+    assert "resnet34" in coverage.bases()  # registered because its module is known; creating a variant may raise
     assert "vgg11" not in coverage.bases()
 

@@ -1,4 +1,4 @@
-"""connection_arguments() of any model, and the connections in configurations of transformers."""
+"""connection_arguments() of models, and connections in the configs of transformers."""
 import json
 import subprocess
 import sys
@@ -93,7 +93,7 @@ def test_a_saved_config_connects_the_loaded_model(transformers, tmp_path, name):
     model = connect(vit(transformers), **ARGUMENTS[name])
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
-    assert sites(loaded) == []  # if this fails, transformers restores connections itself
+    assert sites(loaded) == []  # transformers does not restore connections
     connect(loaded, **loaded.config.timm_ortho)
     assert torch.equal(loaded(images()).logits, model(images()).logits)
     assert [(site.layer, site.kind, str(site.connection)) for site in sites(loaded)] == [
@@ -114,7 +114,7 @@ def test_the_config_follows_connect_and_disconnect(transformers, tmp_path):
 
 @torch.no_grad()
 def test_learned_connections_load_into_a_class_that_connects_itself(transformers, tmp_path):
-    """As in docs/hub.md."""
+    """The class is as in docs/hub.md."""
     class Connected(transformers.ViTForImageClassification):
         def __init__(self, config):
             super().__init__(config)
@@ -157,7 +157,7 @@ def test_merged_adapters_keep_the_arguments(transformers, tmp_path):
     assert stored(tmp_path)["timm_ortho"]["connection"] == "global"
 
 
-def test_transformers_is_not_imported_for_it():
+def test_connect_does_not_import_transformers():
     code = ("import sys, timm, timm_ortho; timm_ortho.connect(timm.create_model('vit_test_linear')); "
             "assert 'transformers' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Which backend runs, the same losses with each backend, and errors."""
+"""Selection of the backend, equal losses with all backends, and errors."""
 import functools
 import importlib.util
 import re
@@ -84,7 +84,7 @@ def test_the_environment_is_read_when_the_package_is_imported(variable, answer, 
 def test_auto_on_every_device(device, monkeypatch):
     monkeypatch.setattr(backends, "TRITON_IS_INSTALLED", True)
     monkeypatch.setattr(backends, "is_plain", lambda tensor: True)
-    with FakeTensorMode():  # only claims to be on the device
+    with FakeTensorMode():  # fake tensors need no CUDA device
         x, f = (torch.empty(2, 3, device=device, requires_grad=True) for _ in range(2))
     assert choose_backend(x, f) == ("triton" if device == "cuda" else "torch")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -118,7 +118,7 @@ def test_second_derivatives_of_the_kernels(weights, calls):
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_forward_mode(backend, weights, with_gradient):
-    """The closed form has no forward mode, and a kernel would drop the tangents."""
+    """The closed form has no forward-mode derivative, and a kernel would drop the tangents."""
     x, f, dx = tensors((3, 5, 20), (DOUBLE, DOUBLE))
     df, _, _ = tensors((3, 5, 20), (DOUBLE, DOUBLE), seed=1)
     update = functools.partial(residual_update, parallel=weights[0], orthogonal=weights[1])

@@ -29,7 +29,7 @@ def run(backend, x, f, g, **kwargs):
 # ------------------------------------------------------------------------------ function modes and subclasses
 @pytest.fixture(params=["default device", "a mode", "a subclass"])
 def situation(request):
-    """A TorchFunctionMode is active, or tensors are of a subclass. Neither changes anything."""
+    """Activate a TorchFunctionMode or convert tensors to a subclass. Neither changes results."""
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -153,7 +153,7 @@ def test_at_the_limit_of_recompilations_inductor_falls_back_with_one_warning(mon
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.7
     with config.patch({limit: 1}), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for enabled in (True, False, True, False):  # torch.compile guards on it
+        for enabled in (True, False, True, False):  # torch.compile recompiles when this setting changes
             with torch.set_grad_enabled(enabled):
                 torch.testing.assert_close(residual_update(x, f, backend="inductor"), residual_update(x, f))
     told = [str(warning.message) for warning in told if "timm_ortho" in str(warning.message)]
@@ -225,7 +225,7 @@ def test_auto_never_uses_inductor(monkeypatch):
 # ---------------------------------------------------------------------------------- "auto" with Triton kernels
 @pytest.fixture
 def auto(monkeypatch):
-    """``run`` with the kernels that ``auto`` runs on a GPU, before their check."""
+    """Return ``run`` with the backend ``auto``, which uses the unchecked kernels as on a GPU."""
     monkeypatch.setattr(functional, "choose_backend", lambda x, f, backend: "triton" if backend == "auto" else backend)
     monkeypatch.setattr(backends, "_agrees", {})
     return functools.partial(run, "auto")

@@ -1,4 +1,4 @@
-"""The command line: what each command prints, its exit status, and that errors are one line."""
+"""The command line: output and exit status of each command, and errors of one line."""
 import subprocess
 import sys
 
@@ -29,12 +29,12 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(script):
-    """The script in a process of its own."""
+    """Run the script in a new process."""
     return subprocess.run([sys.executable, "-m", "timm_ortho", "run", script, *OPTIONS], capture_output=True, text=True)
 
 
 def fails(capsys, *arguments):
-    """The error line of a command that must fail with status 2."""
+    """Return the error line of a command, which must fail with status 2."""
     assert cli.main(list(arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -62,7 +62,7 @@ def test_version(capsys):
     assert (end.value.code, capsys.readouterr().out) == (0, f"timm-ortho {timm_ortho.__version__}\n")
 
 
-def test_list_holds_nothing_of_timms_own(capsys):
+def test_list_excludes_timms_own_models(capsys):
     assert "no variant matches 'resnet18'" in fails(capsys, "list", "resnet18")
 
 
@@ -76,18 +76,18 @@ def test_env(capsys):
 
 @pytest.mark.parametrize(("wanted", "answer"), [
     ("torch", "torch (TIMM_ORTHO_BACKEND=torch)"), ("tritn", "none (unknown TIMM_ORTHO_BACKEND 'tritn'")])
-def test_env_says_which_backend_runs_and_why(capsys, monkeypatch, wanted, answer):
+def test_env_prints_the_backend_and_its_reason(capsys, monkeypatch, wanted, answer):
     monkeypatch.setattr(backends, "_default", wanted)
     assert cli.main(["env"]) == 0
     assert f"backend          {answer}" in capsys.readouterr().out
 
 
-def test_run_hands_everything_on(ran):
+def test_run_passes_arguments_and_the_exit_status(ran):
     assert ran.stdout.splitlines()[0] == f"__main__ {OPTIONS} found True script.py", ran.stderr
     assert ran.returncode == 7
 
 
-def test_a_command_leaves_the_lab_alone(ran):
+def test_run_does_not_import_the_lab(ran):
     assert ran.stdout.splitlines()[1] in ("[]", "['tqdm']")  # huggingface-hub imports tqdm
 
 
@@ -95,7 +95,7 @@ def test_run_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys, timm\n"
                       "line = os.environ['RANK'], timm.is_model('vit_small_ortho'), sys.argv[1:], __name__\n"
-                      "sys.stdout.write(f'{line}\\n')\n")  # at once: the two share the pipe
+                      "sys.stdout.write(f'{line}\\n')\n")  # one write, because two processes share the pipe
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
                "-m", "timm_ortho", "run", script, "--flag"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -114,14 +114,14 @@ def test_run_in_this_process(script, capsys, monkeypatch, options):
     assert sys.path[0] == str(script.parent)
 
 
-def test_run_of_nothing(capsys):
+def test_run_without_a_script(capsys):
     assert "there is no script 'nowhere.py'" in fails(capsys, "run", "nowhere.py")
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run"])
     assert "the script is missing" in capsys.readouterr().err
 
 
-def test_own_help(capsys):
+def test_help(capsys):
     for arguments in (["--help"], ["run", "--help"], ["compare", "--help"], ["bench", "--help"], ["recipe", "--help"]):
         with pytest.raises(SystemExit, match="0"):
             cli.main(arguments)
@@ -147,7 +147,7 @@ def test_only_without_values_is_refused(capsys, given):
         capsys, "study", "run", "probability", "--only", given)
 
 
-def test_compare_hands_options_on(monkeypatch):
+def test_compare_passes_options(monkeypatch):
     from timm_ortho.lab import commands as study
     given = {}
     monkeypatch.setattr(study, "run", lambda request, **rest: given.update(request=request, **rest) or 0)
@@ -172,5 +172,5 @@ def test_missing_extra(capsys, monkeypatch):
     assert fails(capsys, "compare").strip().endswith('compare needs scikit-learn: pip install "timm-ortho[lab]"')
 
 
-def test_version_is_the_packages():
+def test_version_is_that_of_the_installed_package():
     assert environment()["timm-ortho"] == timm_ortho.__version__

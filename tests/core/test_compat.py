@@ -13,7 +13,7 @@ from timm_ortho import _compat
 
 NAMED_TUPLE = {"_asdict", "_replace"}
 OPERATIONS = {"_to_copy"}  # an ATen operator
-PROTECTED = {"_conv_forward"}  # nn.Conv2d's, meant for subclasses
+PROTECTED = {"_conv_forward"}  # a method of nn.Conv2d for subclasses
 
 
 def test_private_names_are_in_compat_only():
@@ -53,14 +53,14 @@ def test_is_recorded():
     seen = []
     Asks()(torch.ones(1))
     torch.jit.trace(Asks(), torch.ones(1))
-    assert seen[:2] == [False, True]  # torch.jit.trace then calls it again to check itself
+    assert seen[:2] == [False, True]  # torch.jit.trace calls the module again to check its result
 
     class Adds(nn.Module):
         def forward(self, x):
             return x + (2 if _compat.is_recorded() else 1)
 
     assert torch.export.export(Adds(), (torch.ones(1),)).module()(torch.ones(1)) == 3
-    if not torch.__version__.startswith("2.6."):  # there compiling cannot be told from exporting
+    if not torch.__version__.startswith("2.6."):  # torch 2.6 does not distinguish compiling from exporting
         assert torch.compile(Adds(), backend="eager", fullgraph=True)(torch.ones(1)) == 2
 
 
@@ -68,7 +68,7 @@ def test_is_compiler_error():
     def broken(graph, inputs):
         raise ValueError("cannot")
 
-    with pytest.raises(Exception) as error:  # noqa: PT011 only its class matters
+    with pytest.raises(Exception) as error:  # noqa: PT011 the test checks the class
         torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
     assert _compat.is_compiler_error(error.value)
     assert not _compat.is_compiler_error(ValueError("cannot"))
@@ -97,5 +97,5 @@ def test_is_sharded(shard):
         shard(model)
     finally:
         distributed.destroy_process_group()
-    assert _compat.is_sharded(model[0][0])  # also for its submodules
+    assert _compat.is_sharded(model[0][0])  # also a submodule of the wrapped module
     assert not _compat.is_sharded(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""The update under torch.compile, and kernels that ptxas compiles without a GPU."""
+"""The update under torch.compile, and kernels compiled by ptxas without a GPU."""
 import functools
 import json
 import os
@@ -85,7 +85,7 @@ def test_compiled_once_for_all_batch_sizes():
 
 
 def recording(graphs):
-    """Return a compiler that keeps its graphs and runs them unchanged."""
+    """Return a compiler that appends its graphs to a list and runs them unchanged."""
     def compiler(graph, inputs):
         graphs.append(graph)
         return graph.forward
@@ -98,7 +98,7 @@ ALIGNED = {"tokens", "tokens in float32", "longest row", "channels", "global"}  
 
 @pytest.fixture(scope="module")
 def compiled_kernels(tmp_path_factory):
-    """Resource usage of every kernel for compute capabilities 8.0 and 9.0, by ptxas, without a GPU."""
+    """Return ptxas's resource usage of every kernel for compute capabilities 8.0 and 9.0."""
     triton = pytest.importorskip("triton")
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("Triton came without cuobjdump")
@@ -113,7 +113,7 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
-    """No register is spilled. Their number depends on Triton."""
+    """No register is spilled. The number of registers depends on Triton."""
     assert {row["arch"] for row in compiled_kernels} == {80, 90}
     assert [row for row in compiled_kernels if row["stack"] or row["local"]] == []
 

@@ -18,7 +18,7 @@ def test_computes_its_update(name):
         "linear": X + F,
         "feature": residual_update(X, F, dim=1, eps=0.1),
         "global": residual_update(X, F, dim=(1, 2, 3), eps=0.1),
-        "hybrid": residual_update(X, F, dim=1, eps=0.1),  # its start
+        "hybrid": residual_update(X, F, dim=1, eps=0.1),  # with the initial rho and theta
     }
     assert len({tuple(y.flatten().tolist()) for y in expected.values()}) == len(expected) - 1
     torch.testing.assert_close(create_connection(name, dim=1, eps=0.1).double()(X, F), expected[name])

@@ -1,4 +1,4 @@
-"""connect() converts models of supported blocks at any time; errors leave the model unchanged."""
+"""connect() and disconnect() convert models of supported blocks. Errors leave the model unchanged."""
 import copy
 import inspect
 import pickle
@@ -32,7 +32,7 @@ def tiny_vit(**kwargs):
     return vit.VisionTransformer(**{**TINY_VIT, **kwargs})
 
 
-BLOCKS = {  # one model per row of the table
+BLOCKS = {  # one model per row of the table of blocks
     "Block": tiny_vit,
     "ResPostBlock": lambda: tiny_vit(block_fn=vit.ResPostBlock),
     "ParallelScalingBlock": lambda: tiny_vit(block_fn=vit.ParallelScalingBlock),
@@ -87,7 +87,7 @@ def test_every_site_is_orthogonal(block, connection):
         site.connection.register_forward_hook(check)
     model(images().double()).square().sum().backward()
     assert len(checked) == len(sites(model)) > 0
-    assert max(checked) < 1e-3  # eps is 1e-6, and some streams are small
+    assert max(checked) < 1e-3  # not zero, because eps is 1e-6 and some streams are small
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -166,7 +166,7 @@ def decayed(model, **options):
 
 ASKING = [{}, dict(layer_decay=0.7)]
 if "weight_decay_exclude_1d" in inspect.signature(param_groups_weight_decay).parameters:
-    # older releases ignore no_weight_decay without filter_bias_and_bn
+    # Older releases of timm ignore no_weight_decay without filter_bias_and_bn.
     ASKING += [dict(filter_bias_and_bn=False), dict(filter_bias_and_bn=False, layer_decay=0.7)]
 
 
@@ -205,13 +205,13 @@ def test_no_weight_decay_of_the_class_is_kept():
     assert own
     learned = {f"{site.name}.{name}" for site in sites(connect(model, "hybrid")) for name in ("rho", "theta")}
     assert model.no_weight_decay() == own | learned
-    model.no_weight_decay().clear()  # returns a copy
+    model.no_weight_decay().clear()  # clears a copy
     connect(model, "hybrid", layers=[1])
     assert model.no_weight_decay() == own | {name for name in learned if name.startswith("blocks.1.")}
     for plain in (connect(model, "feature"), disconnect(connect(model, "hybrid"))):
         assert "no_weight_decay" not in vars(plain)
         assert plain.no_weight_decay() == own
-    resnet = connect(tiny_resnet(), "hybrid")  # its class has no no_weight_decay
+    resnet = connect(tiny_resnet(), "hybrid")  # its class does not define no_weight_decay
     assert len(resnet.no_weight_decay()) == 2 * len(sites(resnet))
 
 
@@ -299,7 +299,8 @@ def blocks_of(model):
 
 
 @pytest.mark.parametrize("connection", CONNECTIONS)
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "Bottleneck"])  # its ReLU keeps its output
+# Bottleneck ends with a ReLU, whose backward pass needs the output that the hooks change.
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block != "Bottleneck"])
 def test_keep_branch_allows_in_place_changes(block, connection):
     model = connect(build(block), connection, keep="branch")
     expected = step_with_hooks(connect(build(block), connection), in_place=False)
@@ -333,12 +334,12 @@ class WithoutKeep(Connection):
 
 def test_connections_of_users_keep_the_branch():
     step_with_hooks(connect(build("Block"), WithoutKeep, keep="branch"), in_place=True)
-    step(connect(build("Bottleneck"), WithoutKeep))  # changes its sum in place
+    step(connect(build("Bottleneck"), WithoutKeep))  # the block changes its sum in place
 
 
 # ------------------------------------------------------------------------------------------------- bad input
 class Foreign(nn.Linear):
-    """A residual block that is in no table."""
+    """A residual block that no table lists."""
 
     def __init__(self):
         super().__init__(5, 5)
@@ -374,7 +375,7 @@ class OutputOfMany(Output):
 
 
 class Subclass(vit.Block):
-    """A subclass with its own forward, so that the table's row of its base class does not apply."""
+    """A subclass with its own forward, to which the table's row of the base class does not apply."""
 
     def forward(self, x):
         x = x + self.mlp(x)
@@ -454,7 +455,7 @@ def test_adapters_in_a_branch_are_part_of_it():
     model = tiny_vit()
     for block in model.blocks:
         block.attn.qkv, block.mlp.fc1 = Adapter(block.attn.qkv), Adapter(block.mlp.fc1)
-    for connection in ("feature", "linear"):  # before and after connect
+    for connection in ("feature", "linear"):
         assert len(sites(connect(model, connection))) == 4
     model.head = Adapter(model.head)
     assert "not supported: test_convert.Adapter" in str(unchanged(model, "feature"))

@@ -1,4 +1,4 @@
-"""The examples in the package's docstrings run and print what they show."""
+"""The examples in the package's docstrings run and have the documented output."""
 import doctest
 import importlib
 import inspect
@@ -28,7 +28,7 @@ def test_examples(name, tmp_path, monkeypatch, capfd):
     assert sum(len(test.examples) for test in tests) == sum(line.lstrip().startswith(">>> ") for line in lines)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     monkeypatch.chdir(tmp_path)
-    with mock.patch.dict(timm_ortho.CONNECTIONS):  # an example may register one
+    with mock.patch.dict(timm_ortho.CONNECTIONS):  # an example may register a connection
         for test in tests:
             torch.manual_seed(0)
             runner.run(test)

@@ -1,4 +1,4 @@
-"""Connections, skips and models have the same outputs and gradients in every form that PyTorch makes of a module."""
+"""Connections, skips and models have equal outputs and gradients in TorchScript, FX and the other forms of a module."""
 import io
 
 import pytest
@@ -44,7 +44,7 @@ def model(name, **arguments):
 
 
 def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **options):
-    """Return the test cases of one module: ``inputs`` tensors (0: images), and its quick and slow forms."""
+    """Return a module's test cases, one per quick or slow form. ``inputs`` is the number of tensors, 0 for images."""
     label = "-".join(str(getattr(value, "__name__", value)) for value in (*arguments, *options.values()))
     return [
         pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id=f"{label}-{form}")
@@ -72,8 +72,8 @@ TABLE = [
 
 
 def results(module, inputs):
-    """The output, and the gradients of the inputs and of the parameters by their names."""
-    torch.manual_seed(2)  # a connection with a probability draws
+    """Return the output and the gradients of inputs and parameters by name."""
+    torch.manual_seed(2)  # for connections with a probability
     y = module(*inputs)
     parameters = {name.removeprefix("_orig_mod."): p for name, p in module.named_parameters()}
     upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)

@@ -213,9 +213,9 @@ def channels_first_seen_as_last(x):
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "plain", "scripted"])
 @pytest.mark.parametrize(("stream", "branch", "dim"), [
-    (torch.Tensor.contiguous, channels_last, 1),  # NextViT: the branch output is transposed tokens
+    (torch.Tensor.contiguous, channels_last, 1),  # NextViT: the branch output is a transposed tensor of tokens
     (channels_last, torch.Tensor.contiguous, 1),
-    (channels_first_seen_as_last, torch.Tensor.contiguous, -1),  # MaxViT: it was partitioned into windows
+    (channels_first_seen_as_last, torch.Tensor.contiguous, -1),  # MaxViT: the branch output comes from windows
 ], ids=["NCHW", "channels-last", "NCHW seen as NHWC"])
 def test_the_result_has_the_memory_format_of_the_stream(stream, branch, dim, how):
     x, f = pair((2, 5, 4, 3), torch.float32)
@@ -285,14 +285,14 @@ def test_recording_modes_see_no_in_place_operation(weights, keep, shape, dtype):
         gradient, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
     assert recorded.count > 20
-    assert set(recorded.names) <= {"aten::detach_"}  # autograd's own
+    assert set(recorded.names) <= {"aten::detach_"}  # called by autograd
     observed = y.detach(), gradient.detach()
     y = residual_update(x, f, **arguments)  # no mode: the same numbers
     assert torch.equal(y, observed[0])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], observed[1])
 
 
-@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*get_attr Node with no underlying reference:UserWarning")  # raised in torch
 @pytest.mark.parametrize("shape", [(2, 7, 16), (4, 2048, 16)], ids=["small", "large"])
 @pytest.mark.parametrize("leaf", [torch.Tensor, torch.nn.Parameter])
 def test_linearize_gives_the_derivative_at_every_call(leaf, shape):
@@ -454,7 +454,7 @@ X = torch.ones(2, 3, 4)
 ])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_bad_input(args, kwargs, words, backend):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 the words below are the match
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the message is checked below
         residual_update(*args, **kwargs, backend=backend)
     assert all(word in str(error.value) for word in words), error.value
     if not {"parallel", "orthogonal", "keep"} & set(kwargs):

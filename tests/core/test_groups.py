@@ -112,7 +112,7 @@ def test_jagged_nested_tensors():
         torch.testing.assert_close(one, looped(sample[..., 0], sample[..., 1], 3, -1))
 
 
-def test_a_padding_mask_changes_nothing_and_padding_stays_apart():
+def test_padding_does_not_affect_real_tokens():
     x, f, _ = drawn((2, 5, 12))
     mask = torch.tensor([[True] * 5, [True, True, False, False, False]]).view(2, 1, 1, 5)
     connection = create_connection("feature", groups=3)
@@ -143,7 +143,7 @@ def test_a_changed_output_is_an_error_unless_the_branch_is_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the exporter
+@pytest.mark.filterwarnings("ignore")  # raised in the exporter
 @pytest.mark.parametrize(("shape", "dim"), [((2, 5, 12), -1), ((2, 12, 3, 4), 1)])
 def test_onnx(shape, dim):
     for package in ("onnxruntime", "onnxscript"):
@@ -160,7 +160,7 @@ def test_onnx(shape, dim):
 
 # ------------------------------------------------------------------------------------------------- in a model
 class Looped(Connection):
-    """``feature`` by :func:`looped`."""
+    """``feature`` connection that calls :func:`looped`."""
 
     def __init__(self, dim=-1, eps=1e-6, groups=1):
         super().__init__(dim, eps)

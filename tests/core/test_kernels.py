@@ -62,11 +62,11 @@ def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=
     measured = run(ours, inputs, needed, g)
     for name, expected in oracle.items():
         got, magnitude = measured[name], expected.abs().max().item() if expected.numel() else 0.0
-        if name in ("a", "b"):  # large terms are rounded, then cancel
+        if name in ("a", "b"):  # their gradients are sums of large rounded terms that cancel
             alone = {"a": (1.0, 0.0), "b": (0.0, 1.0)}[name]
             part = formula(truth, {**exact, **dict(zip("ab", alone, strict=True))}) - of(**exact)[0]
             magnitude = (part * g).abs().sum().item()
-        units = {DOUBLE: 16.0, SINGLE: 2.0}.get(got.dtype, 0.5)  # half precision is rounded once
+        units = {DOUBLE: 16.0, SINGLE: 2.0}.get(got.dtype, 0.5)  # half-precision results are rounded once
         if got.dtype == BRAIN and INTERPRETED and backend == "triton":  # the interpreter truncates instead of rounding
             units = 1.0
         assert (got.dtype, got.shape) == (reference[name].dtype, expected.shape), name
@@ -150,11 +150,11 @@ def swapped(t):
 
 
 def constant(t):
-    return t[:1, :1, :1, :1].expand_as(t)  # as from y.sum()
+    return t[:1, :1, :1, :1].expand_as(t)  # the strides of the gradient of y.sum()
 
 
 def unaligned(t):
-    return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)  # 4 bytes off, not aligned to 16
+    return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)  # aligned to 4 bytes, not to 16
 
 
 STRIDES = {
@@ -231,7 +231,8 @@ def test_results_are_reproducible(backend, layout):
         return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, backend=backend)
 
     first, second = (run(update, dict(x=x, f=f, a=a, b=b), "xfab", g) for _ in range(2))
-    assert all(torch.isfinite(result).all() for result in first.values())  # the mode fills new memory with NaN
+    # The deterministic mode fills new memory with NaN, which would show in results.
+    assert all(torch.isfinite(result).all() for result in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -285,7 +286,7 @@ def test_a_cuda_graph_captures_forward_and_backward(layout):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles
+        for _ in range(3):  # compile before the capture
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

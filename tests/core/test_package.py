@@ -1,4 +1,4 @@
-"""The package: import time, imports between its files, versions, and the names in its documentation."""
+"""Import time, imports between files, versions, and names in the documentation."""
 import ast
 import importlib
 import re
@@ -101,12 +101,12 @@ def test_ci_runs_the_supported_pythons():
     other = jobs["other-pythons"]["strategy"]["matrix"]["python-version"]
     own = jobs["everything"]["steps"][1]["with"]["python-version"].split()
     assert sorted({*own, *other}, key=lambda version: int(version[2:])) == listed
-    assert own[:-1] == [listed[0], listed[-1]]  # .ci/run reads them from pyproject.toml; the last is its default
+    assert own[:-1] == [listed[0], listed[-1]]  # .ci/run reads these two from pyproject.toml
     assert f'requires-python = ">={listed[0]}"' in of_checkout("pyproject.toml")
 
 
 def dotted(text):
-    """Return dotted names like `timm_ortho.hub.push`, also after `from timm_ortho import representation`."""
+    """Return dotted names like `timm_ortho.hub.push`, and names imported by `from timm_ortho import ...`."""
     names = re.findall(r"\btimm_ortho(?:\.[A-Za-z_]\w*)+", text)
     for imported in re.findall(r"from timm_ortho import ([\w, ]+)", text):
         for name in imported.split(", "):
@@ -122,7 +122,7 @@ def test_names_on_the_pages_exist():
 
 
 def exists(name):
-    with suppress(ModuleNotFoundError):  # its parent is no package
+    with suppress(ModuleNotFoundError):  # the parent is not a package
         if importlib.util.find_spec(name) is not None:
             return True
     module, _, attribute = name.rpartition(".")

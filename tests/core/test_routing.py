@@ -12,7 +12,7 @@ from torch import nn
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.routing import Route, RoutingError, Sum
 
-SCALE = 2.0  # used by the blocks below
+SCALE = 2.0  # a global name in the blocks' forward
 
 
 class Block(nn.Module):
@@ -84,7 +84,7 @@ def test_same_numbers_through_connections(kwargs):
 def test_masks_are_passed_to_connections(mask, handed_on):
     route = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
     source = inspect.getsource(route.subclass(name="Masked", module="tests.somewhere").forward)
-    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # one on both sides of an if
+    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # addition `one` is on both sides of an `if`
     assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
 
 
@@ -105,7 +105,7 @@ def test_the_generated_source_is_visible():
     linecache.checkcache()
     source = inspect.getsource(cls.forward)
     assert "self.one(x, self.first(x * SCALE))" in source
-    assert "offset = x.mean() + bias" in source  # no addition to a stream
+    assert "offset = x.mean() + bias" in source  # unchanged, because it does not add to the stream
     block, _ = instance(cls)
     block.second = None
     try:
@@ -117,7 +117,7 @@ def test_the_generated_source_is_visible():
 
 
 @pytest.mark.parametrize("names", [("one",), ("one", "two", "three", "four")])
-def test_another_number_of_additions(names):
+def test_a_wrong_number_of_additions(names):
     with pytest.raises(RoutingError) as error:
         routed(names=names)
     expected = f"expected {len(names)} addition{'s' * (len(names) > 1)} to 'x'"
@@ -272,14 +272,14 @@ class Block(nn.Module):
 
 
 def test_annotations_are_not_evaluated(tmp_path, monkeypatch):
-    """They may contain names that exist only for type checkers."""
+    """Annotations may contain names that exist only for type checkers."""
     (tmp_path / "host_of_future.py").write_text(HOST)
     monkeypatch.syspath_prepend(tmp_path)
     block = importlib.import_module("host_of_future").Block
     cls = routed(block, ("one",))
     assert cls.forward.__annotations__ == block.forward.__annotations__ == {
         "x": "Nowhere", "scale": "missing.Type", "return": "list[Nowhere]"}
-    assert routed().forward.__annotations__ == {"bias": float}  # evaluated, as in this file
+    assert routed().forward.__annotations__ == {"bias": float}  # this file evaluates its annotations
 
 
 def test_globals_are_read_when_called(monkeypatch):
@@ -358,7 +358,7 @@ def test_in_place_sums():
     block = with_connections(InPlace, InPlace(), *names)
     x = torch.tensor([1.0])
     assert block(x).item() == 1.0 + 2.0 + 0.5 + 1.0
-    assert x.item() == 1.0  # the host changes its input in place, a connection does not
+    assert x.item() == 1.0  # unlike the host class, a connection does not change its input in place
     source = inspect.getsource(type(block).forward)
     assert "x = self.one(shortcut, x)" in source
     assert "shortcut = self.two(shortcut, x * 3.0)" in source
@@ -413,7 +413,7 @@ class Uneven(nn.Module):
         return x
 
 
-def test_sides_with_another_number_of_additions():
+def test_sides_with_different_numbers_of_additions():
     with pytest.raises(RoutingError, match=r"the sides of 'if self\.training' have 2 and 1"):
         Route(Uneven, sums(("x", "one"), ("x", "two")))
 
@@ -453,14 +453,14 @@ class Early(nn.Module):
         return x + 2.0
 
 
-def test_code_after_a_return_is_the_other_side():
+def test_code_after_a_return_counts_as_the_else_side():
     route = Route(Early, sums(("x", "one"), ("x", "two")))
     assert route.reached(Early()) == [False, False]
     assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # reached in training
 
 
 def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):
-    """Python 3.13 registers the text of `python -c` as "<string>", which is also the file name of code from `exec`."""
+    """Python 3.13 registers the text of `python -c` as "<string>". Code from `exec` has the same file name."""
     text = "class Block:\n    def forward(self, x):\n        return x + 2.0 * x\n"
     monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, text.splitlines(keepends=True), "<string>"))
     namespace = {"__name__": __name__, "nn": nn}

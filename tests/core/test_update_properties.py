@@ -80,7 +80,7 @@ def results(update, case, x, f, g, mask):
 
 
 def sizes_of_terms(case, x, f, g):
-    """Return the size of the terms of y and of each gradient: terms are rounded at their own size, then cancel."""
+    """Return the size of the terms of y and of each gradient. Large terms can cancel; their rounding errors remain."""
     if not x.numel():
         return dict.fromkeys(["y", "x", "f", "a", "b"], 0.0)
     s = (x * f).sum(case["dims"]).abs() / ((x * x).sum(case["dims"]) + EPS)
@@ -127,7 +127,7 @@ def test_the_oracle_against_a_loop_over_numbers():
             torch.testing.assert_close(y[i, j, k], x[i, j, k] + 0.3 * parallel + 0.7 * (f[i, j, k] - parallel))
 
 
-def test_the_gradients_of_the_oracle_against_differences():
+def test_the_gradients_of_the_oracle_against_finite_differences():
     x, f = torch.randn(2, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
     inputs = [t.requires_grad_() for t in (x, f, *torch.tensor([0.3, 0.7], dtype=torch.float64).unbind())]
     assert torch.autograd.gradcheck(lambda x, f, a, b: truth(x, f, a, b, [0, 2], 0.5), inputs)
@@ -163,12 +163,13 @@ def test_large_tensors(case):
 @examples(30)
 @given(cases(elements=300))
 def test_kernels(case):
-    assume(set(case["dtypes"]) != {torch.bfloat16, torch.float64})  # Triton's interpreter converts to NaN
+    # Triton's interpreter converts this combination to NaN.
+    assume(set(case["dtypes"]) != {torch.bfloat16, torch.float64})
     check(eager("triton"), case)
 
 
 @pytest.mark.slow  # compiles each case; shrinking would compile more
-@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # in Inductor, for these dtypes
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # raised in Inductor
 @examples(10, [Phase.generate])
 @given(cases())
 def test_inductor(case):

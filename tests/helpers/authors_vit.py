@@ -8,7 +8,7 @@ REPOSITORY = "BootsofLagrangian/{}-vit-b-imagenet1k-hf"
 
 
 class Layer(nn.Module):
-    """One layer, with the parameter names of the layout. The parameter-free LayerNorms are in `AuthorsViT.forward`."""
+    """One layer, with the checkpoints' parameter names. `AuthorsViT.forward` applies the parameter-free LayerNorms."""
 
     def __init__(self, width):
         super().__init__()
@@ -64,7 +64,7 @@ def add_orthogonal(x, f):
 
 
 def authors_vit(**sizes):
-    """Return the model with random weights, large enough for non-uniform attention and non-negligible branches."""
+    """Return the model with large random weights: attention is not uniform, and branches are not negligible."""
     with torch.device("meta"):
         model = AuthorsViT(**sizes)
     model.to_empty(device="cpu").requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Compile the kernels for NVIDIA GPUs, without one, and print ptxas's resource usage as JSON lines.
+"""Compile the kernels for NVIDIA GPUs on a machine without a GPU. Print ptxas's resource usage as JSON lines.
 
     python tests/helpers/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
 
@@ -32,7 +32,7 @@ SIZES = {  # [outer, width, inner] and the dtype of stream, branch and gradients
     "global": (256, 197 * 768, 1, "bf16"),
 }
 NUMBERS = ("a", "b", "eps")
-LEARNED = ("tokens", "channels", "global")  # sizes that are compiled with tensors a and b too
+LEARNED = ("tokens", "channels", "global")  # sizes that are also compiled with a and b as tensors
 
 
 def compile_kernel(kernel, pointers, numbers, constants, arch):
@@ -64,7 +64,7 @@ def compile_kernel(kernel, pointers, numbers, constants, arch):
 
 
 def resources(compiled):
-    """Return the registers and memory that ptxas assigned, and a thread's loads and stores by their size in bytes."""
+    """Return a kernel's registers and memory from ptxas, and the number of loads and stores of each size in bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -77,7 +77,7 @@ def resources(compiled):
 
 
 def accesses(ptx, instruction):
-    """Count the global loads or stores in PTX: ``{bytes: count}``."""
+    """Count the instructions in PTX that load from or store to global memory: ``{bytes: count}``."""
     sizes = re.findall(rf"{instruction}\.global[\w:.]*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
     return Counter(int(vector or 1) * int(bits) // 8 for vector, bits in sizes)
 

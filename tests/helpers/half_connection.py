@@ -1,4 +1,4 @@
-"""A connection of a user."""
+"""A connection that a user has written."""
 from typing import Optional
 
 import torch

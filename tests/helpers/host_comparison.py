@@ -1,4 +1,4 @@
-"""Compare a variant that has linear connections with timm's model, bit for bit."""
+"""Compare a variant with linear connections with timm's model, bit for bit."""
 import gc
 
 import timm
@@ -15,7 +15,7 @@ def model_on_meta(name, **kwargs):
 
 
 def compare_with_host(base, batch=2):
-    """Compare outputs and gradients of a training step.
+    """Compare the outputs and gradients of a training step of timm's model ``base`` and its variant.
 
     Both models get the same random weights, because the initialization of large models takes longer than the step.
     """

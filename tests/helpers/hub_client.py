@@ -24,8 +24,8 @@ __all__ = ["SOON", "HubClient", "Result"]
 
 IMPORTS = "import huggingface_hub, timm, torch; import timm_ortho"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# A failure must be reported within this many seconds. It takes at most 7, more on a busy machine; huggingface_hub's own
-# retries take 23.
+# A failure must be reported within this many seconds. Reports take at most 7 s on an idle machine. huggingface_hub's
+# own retries would take 23 s.
 SOON = 20
 
 
@@ -47,7 +47,7 @@ class HubClient:
         endpoint: HF_ENDPOINT.
         token: HF_TOKEN, if any.
         imports: Code that runs once, before the forks.
-        environment: More variables. HF_HUB_DISABLE_XET=0 turns xet on.
+        environment: Further environment variables. HF_HUB_DISABLE_XET=0 enables xet.
     """
 
     def __init__(

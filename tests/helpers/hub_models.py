@@ -1,4 +1,4 @@
-"""Small models in repositories of the mock Hub, and checks of what a client reports about them."""
+"""Small models in repositories of the mock Hub, and checks of a client's results."""
 import hashlib
 import re
 
@@ -45,7 +45,7 @@ def digest(model):
 
 
 def saved_models(folder):
-    """Return by repository: the files that timm saves, the digest of the logits, and the connections."""
+    """Return ``{repository: (files that timm saves, digest of the logits, connections)}``."""
     saved = {}
     for repo_id, (name, kwargs) in MODELS.items():
         torch.manual_seed(1)
@@ -84,7 +84,7 @@ def fill_cache(client, files):
 
 
 def check_refused(result, text, token=None):
-    """Check that a run failed soon, with one line that matches ``text`` and does not contain the token."""
+    """Check that a run failed soon, with a one-line error that matches ``text`` and does not contain the token."""
     assert result.error, f"no error, but {result.answer}"
     assert result.error.startswith("WeightsError: "), result.output
     assert "\n" not in result.error

@@ -17,14 +17,14 @@ kernels = functional._kernels() if backends.TRITON_IS_INSTALLED else None
 
 
 def tensors(shape, dtypes=(SINGLE, SINGLE), seed=0):
-    """Return stream, branch output and a gradient of their sum."""
+    """Return a stream, a branch output and an upstream gradient."""
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(shape, dtype=DOUBLE, generator=generator) for _ in range(3))
     return [t.to(DEVICE, dtype) for t, dtype in zip(drawn, (*dtypes, torch.promote_types(*dtypes)), strict=True)]
 
 
 def weight(value, dtype=SINGLE):
-    """Return ``value``, or for a name a learned weight, exact in every dtype."""
+    """Return ``value`` if it is a number. For a name, return a tensor whose value is exact in every dtype."""
     return torch.tensor(0.625, dtype=dtype, device=DEVICE) if isinstance(value, str) else value
 
 
@@ -40,7 +40,7 @@ def inputs_with_gradients(shape=(3, 5, 20)):
     return x.requires_grad_(), f.requires_grad_()
 
 
-LAYOUTS = {  # what a projection is to the kernels: a row, a row in pieces, a column, a column in pieces
+LAYOUTS = {  # shape and axes; the kernels read a projection as a row or a column, whole or in pieces
     "row": ((7, 13, 197), -1),
     "cut row": ((2, 70, 300), None),
     "column": ((5, 33, 9, 11), 1),

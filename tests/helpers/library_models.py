@@ -1,4 +1,4 @@
-"""Functions that return a small model and its images, for each row of torchvision's and transformers' tables."""
+"""Functions that return a small model and images, for each row of torchvision's and transformers' tables of blocks."""
 import torch
 
 VIT = dict(

@@ -19,8 +19,8 @@ GRIDS = {  # study: table of the paper, axes, baseline
     **{name: (name, {"depth": [20], "skip": ["identity", "orthogonal_tp"]}, {"skip": "identity"})
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
-    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # not from a paper
-    "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`; no YAML file
+    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # no table of a paper
+    "compare": ("", {}, {"connection": "linear"}),  # `timm-ortho compare` makes this study; it has no YAML file
 }
 RECORDED = ("head_norm", "hybrid", "dynamics")
 OVERHEAD = {

@@ -1,4 +1,4 @@
-"""A model that has one connection and a fixed branch output."""
+"""A model with one site."""
 from torch import nn
 
 import timm_ortho

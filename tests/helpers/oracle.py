@@ -1,8 +1,8 @@
 """The residual update and its gradients, written from the paper and without the package.
 
-The parallel component of f is f_par = <x, f> / n x with n = <x, x> + eps (Oh et al. 2025, Eq. 2), the orthogonal one
-f_orth = f - f_par (Eq. 3), and y = x + a f_par + b f_orth. :func:`truth` is the float64 reference of the tests.
-:func:`rounded` shows how exact the formula can be in a lower precision.
+The parallel component of f is f_par = <x, f> / n x with n = <x, x> + eps (Oh et al. 2025, Eq. 2). The orthogonal
+component is f_orth = f - f_par (Eq. 3). The update is y = x + a f_par + b f_orth. :func:`truth` is the float64
+reference of the tests. :func:`rounded` shows how exact the formula can be in a lower precision.
 """
 import math
 
@@ -10,7 +10,7 @@ import torch
 
 
 def truth(x, f, a, b, dims, eps, mask=None):
-    """Return y for float64 tensors; autograd uses the gradients of :class:`_Update`.
+    """Return y for float64 tensors. :class:`_Update` defines its gradients.
 
     Args:
         x, f: Stream and branch output.
@@ -57,7 +57,7 @@ class _Update(torch.autograd.Function):
 
 
 def rounded(x, f, a, b, dims, eps, mask=None):
-    """Return y by operations that autograd differentiates: products and sums in float32 at least, one cast at the end.
+    """Return y, computed in float32 or float64 and cast once at the end. Autograd differentiates the operations.
 
     An implementation should be about as close to :func:`truth` as this function is.
     """

@@ -1,4 +1,4 @@
-"""A residual block of a user, with two additions."""
+"""A residual block that a user has written, with two additions."""
 import torch
 from torch import nn
 
@@ -20,5 +20,5 @@ def register():
 
 
 def tokens():
-    """A batch for it, always the same."""
+    """Return a batch for the block. Each call returns the same values."""
     return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))

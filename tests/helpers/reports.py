@@ -1,28 +1,9 @@
-"""Read the reports that tests write, and leave out the drawing of plots."""
+"""Write reports in tests, and read them."""
 import json
 import re
 from xml.etree import ElementTree
 
-import pytest
-from matplotlib.figure import Figure
-
 from timm_ortho.lab.commands import rewrite
-
-SAVEFIG = Figure.savefig
-
-
-@pytest.fixture(scope="module", autouse=True)
-def undrawn():
-    """Do not draw plots, which takes most of the time, unless a test uses `drawn`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg/>"))
-        yield
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Draw the plots."""
-    monkeypatch.setattr(Figure, "savefig", SAVEFIG)
 
 
 def write(study, runs, unfinished, folder):

@@ -1,7 +1,7 @@
 """A mock of timm's train.py with the same options and output files. An epoch adds 1 to the bias of the head.
 
-Top-1 after epoch n is 10 (n + 1) + seed. STAND_IN_SECONDS is the duration of an epoch; STAND_IN_KILL=n kills the
-process once, in epoch n.
+Top-1 after epoch n is 10 (n + 1) + seed. STAND_IN_SECONDS is the duration of an epoch. STAND_IN_KILL=n kills the
+process in epoch n, but not again after a resume.
 """
 import argparse
 import importlib
@@ -19,7 +19,7 @@ config_parser.add_argument("-c", "--config")
 parser = argparse.ArgumentParser()
 OPTIONS = Path(find_spec("timm_ortho").origin).parent / "lab" / "recipes" / "train_options.json"
 for name, option in json.loads(OPTIONS.read_text()).items():
-    if name not in ("data", "stop_epoch"):  # older releases lack stop_epoch
+    if name not in ("data", "stop_epoch"):  # older releases of timm lack stop_epoch
         kinds = {"int": dict(type=int), "float": dict(type=float), "flag": dict(action="store_true")}
         nargs = {"nargs": "+"} if option.get("list") else {}
         parser.add_argument(f"--{name.replace('_', '-')}", default=option["default"], **kinds.get(option["type"], {}),
@@ -59,7 +59,7 @@ def main():
             model.head.bias += 1
         optimizer["epochs"] += 1
         with open(output / "summary.csv", "a") as file:
-            if epoch == start:  # also after a resume
+            if epoch == start:  # like train.py, write a second header after a resume
                 file.write("epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n")
             file.write(f"{epoch},1.0,1.0,{10 * (epoch + 1) + args.seed},99.0,0.001\n")
         torch.save({"epoch": epoch, "arch": args.model, "state_dict": model.state_dict(), "optimizer": optimizer,

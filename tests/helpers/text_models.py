@@ -1,4 +1,4 @@
-"""Tiny random text models of transformers, one or more for each line of the table, and the comparisons on them."""
+"""Tiny text models of transformers with random weights, for each row of the table of blocks, and their comparisons."""
 import inspect
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -12,14 +12,14 @@ VOCABULARY = 48
 COMMON = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-GROUPED = dict(COMMON, num_key_value_heads=2)  # two heads of queries share one of keys
+GROUPED = dict(COMMON, num_key_value_heads=2)  # two query heads share a key head
 GEMMA = dict(GROUPED, head_dim=8)
 EXPERTS = dict(GROUPED, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
 BERT = dict(COMMON, type_vocab_size=2)
 
 
 class Text(NamedTuple):
-    """A text model: the prefix of its class names, its architecture, the kinds of sites of a layer, its config."""
+    """A text model: prefix of its class names, architecture, kinds of the sites of a layer, and config."""
 
     prefix: str
     task: str  # decoder, encoder or both (encoder and decoder)
@@ -88,7 +88,7 @@ def made(name: str, **changes: Any) -> torch.nn.Module:
     config, text = config_of(name, **changes), TEXT[name]
     torch.manual_seed(0)
     model = getattr(transformers, f"AutoModelFor{HEADS[text.task]}").from_config(config)
-    for parameter in model.parameters():  # the default values are so small that tokens would hardly affect each other
+    for parameter in model.parameters():  # with the small default values, tokens hardly affect each other
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     return model.eval()
@@ -133,7 +133,7 @@ class Measured(NamedTuple):
     kinds: str
     linear: bool  # bit-identical logits of the connected and the untouched model
     linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
-    cache: Optional[bool]  # with feature, the cache and one pass have the same logits within rounding
+    cache: Optional[bool]  # with feature, the cache and a single pass give the same logits within rounding
 
     def row(self) -> str:
         words = {True: "yes", False: "no", None: "no cache"}
@@ -143,7 +143,7 @@ class Measured(NamedTuple):
 
 
 def measured(name: str) -> Measured:
-    """Compare a text model with its untouched self, and its key-value cache with one pass."""
+    """Compare a connected text model with the original, and decoding from the key-value cache with a single pass."""
     host, model, ids = made(name), connect(made(name), "linear"), tokens()
     cached, same = None, None
     with torch.no_grad():

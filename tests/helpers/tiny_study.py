@@ -42,14 +42,14 @@ TIMED = ("seconds", "images_per_second", "peak_memory")
 
 
 def written(folder, text=STUDY, **changes):
-    """Write a study's file with changed keys and return its path."""
+    """Write a study's file, with these keys changed, and return its path."""
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(text), **changes}, sort_keys=False))
     return str(path)
 
 
 def request(name, output=None, *, seeds=None, only=(), train_py=None, gpus=0, scale="smoke", **given):
-    """Return the request for a study: a file, or the name of a shipped study."""
+    """Return the request for a study; ``name`` is a file or a shipped study."""
     return study.Request(
         study.load(name, scale), {"device": "cpu", **given}, seeds=seeds, only=only, train_py=train_py, gpus=gpus,
         output=None if output is None else str(output), command="timm-ortho study run")
@@ -106,7 +106,7 @@ class Stop(Exception):
 
 
 def stopped(folder, monkeypatch, step, error=Stop):
-    """Train a run and raise an exception before its n-th backward pass."""
+    """Train a run and raise an exception in it after ``step`` backward passes."""
     original, left = Training._backward, [step]
 
     def backward(self, loss, update):
@@ -125,7 +125,7 @@ def stopped(folder, monkeypatch, step, error=Stop):
 
 
 def switching(optimizer, **options):
-    """Return the changes for one run that switches connections, with every state that a checkpoint can contain."""
+    """Return keys that make a study of one run. It switches connections, and its checkpoints contain every state."""
     values = yaml.safe_load(STUDY)
     values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
     return dict(
@@ -147,7 +147,7 @@ def rates(folder):
 
 
 def assert_same_run(one, other):
-    """Check that weights, optimizers, EMAs and records of both stages are bit-identical."""
+    """Check that the weights, optimizers, EMAs and records of two runs are bit-identical in each stage."""
     files = [{path.relative_to(folder) for path in folder.rglob("*.pth.tar")} for folder in (one, other)]
     assert files[0] == files[1]
     for stage in (file.parent for file in files[0]):

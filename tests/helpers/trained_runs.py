@@ -1,4 +1,4 @@
-"""Run folders that take seconds: of the lab, and as timm's train.py writes them."""
+"""Run folders that are written in seconds: those of the lab, and those of timm's train.py."""
 from argparse import Namespace
 from pathlib import Path
 
@@ -21,7 +21,10 @@ def lab_grid(folder, seeds=3):
 
 
 def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
-    """Write args.yaml, summary.csv and checkpoints of random weights, as train.py does. Row n has top-1 10 n + 0.25."""
+    """Write args.yaml, summary.csv and checkpoints of random weights, as train.py does.
+
+    Top-1 in row n of summary.csv is 10 n + 0.25.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True)
     args = Namespace(**{

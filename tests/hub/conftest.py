@@ -5,7 +5,7 @@ from helpers.hub_models import saved_models
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """By repository: the files that timm saves, the digest of the logits, the connections."""
+    """Return ``{repository: (files that timm saves, digest of the logits, connections)}``."""
     return saved_models(tmp_path_factory.mktemp("models"))
 
 

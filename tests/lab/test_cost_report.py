@@ -2,19 +2,15 @@
 import pytest
 import torch
 from helpers.made_up_runs import OVERHEAD, ROWS, runs_of, study_of
-from helpers.reports import (
-    side_by_side,
-    tables_of,
-    texts,
-    undrawn,  # noqa: F401 a fixture
-    write,
-)
+from helpers.reports import side_by_side, tables_of, texts, write
 
 from timm_ortho import bench, cli
 from timm_ortho.lab import LabError
 from timm_ortho.lab.commands import rewrite
 from timm_ortho.lab.costs import measure, report as cost_report
 from timm_ortho.lab.planning import design
+
+pytestmark = pytest.mark.usefixtures("undrawn_module")
 
 
 @pytest.mark.parametrize("scale", design.SCALES)

@@ -7,24 +7,14 @@ from xml.etree import ElementTree
 import pytest
 import scipy.stats
 from helpers.made_up_runs import GRIDS, ROWS, accuracy, run_of, runs_of, study_of, train_py_run
-from helpers.reports import (
-    again,
-    differences,
-    drawn,  # noqa: F401 a fixture
-    parsed,
-    results,
-    side_by_side,
-    tables_of,
-    texts,
-    undrawn,  # noqa: F401 a fixture
-    write,
-)
+from helpers.reports import again, differences, parsed, results, side_by_side, tables_of, texts, write
 
 from timm_ortho.lab.commands import comparison
 from timm_ortho.lab.planning import design
 from timm_ortho.lab.reporting import layout, page, plots, report, tables
 from timm_ortho.lab.reporting.page import Table
 
+pytestmark = pytest.mark.usefixtures("undrawn_module")
 EVERY = [*GRIDS, *ROWS]
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
 

@@ -6,21 +6,13 @@ import statistics
 import pytest
 import scipy.stats
 from helpers.made_up_runs import GRIDS, accuracy, recorded, run_of, runs_of, study_of
-from helpers.reports import (
-    again,
-    differences,
-    drawn,  # noqa: F401 a fixture
-    results,
-    side_by_side,
-    tables_of,
-    texts,
-    undrawn,  # noqa: F401 a fixture
-    write,
-)
+from helpers.reports import again, differences, results, side_by_side, tables_of, texts, write
 
 from timm_ortho.lab import LabError, paper
 from timm_ortho.lab.reporting import layout
 from timm_ortho.lab.reporting.transition import transition_points
+
+pytestmark = pytest.mark.usefixtures("undrawn_module")
 
 
 def test_paper_numbers_of_each_table():

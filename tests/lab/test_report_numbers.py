@@ -6,18 +6,11 @@ import statistics
 import pytest
 import scipy.stats
 from helpers.made_up_runs import accuracy, run_of, runs_of, study_of
-from helpers.reports import (
-    differences,
-    drawn,  # noqa: F401 a fixture
-    results,
-    side_by_side,
-    texts,
-    undrawn,  # noqa: F401 a fixture
-    write,
-)
+from helpers.reports import differences, results, side_by_side, texts, write
 
 from timm_ortho.lab.reporting import report
 
+pytestmark = pytest.mark.usefixtures("undrawn_module")
 BOTH = {"linear": [90.0, 91.0, 92.5], "feature": [90.5, 93.0, 93.5]}
 
 

@@ -1,4 +1,4 @@
-"""Two processes with DDP or FSDP2 have the losses and weights of one process; sharded models can be connected."""
+"""Training with DDP or FSDP2 gives the losses and weights of a single process. Sharded models can be connected."""
 import os
 from datetime import timedelta
 from functools import cache
@@ -21,16 +21,17 @@ CASES = {
     **{f"{connection}{checkpointed}": dict(connection=connection, checkpointing=bool(checkpointed))
        for connection in ("feature", "global", "hybrid") for checkpointed in ("", " checkpointed")},
 }
-WRAPPERS = ("DDP",) if torch.__version__.startswith("2.6.") else ("DDP", "FSDP2")  # torch 2.6: GPUs only
+# FSDP2 of torch 2.6 supports only GPUs.
+WRAPPERS = ("DDP",) if torch.__version__.startswith("2.6.") else ("DDP", "FSDP2")
 
 
 def create(connection, checkpointing=False, resnet=False):
-    """Return a ViT or a ResNet in float64, so that results differ only by the order of sums."""
+    """Return a ViT or a ResNet in float64, where the order of sums hardly affects results."""
     torch.manual_seed(0)
     name, sizes = ("resnetv2_18_cifar_ortho", dict(width_factor=0.25)) if resnet else ("vit_small_ortho", VIT)
     model = timm.create_model(name, connection=connection, connection_eps=1e-3, **sizes).double()
     model.set_grad_checkpointing(checkpointing)
-    return model.train(not resnet)  # in training BatchNorm depends on the size of the local batch
+    return model.train(not resnet)  # BatchNorm in training mode would depend on the size of the local batch
 
 
 def train(model, rank=0, size=1):
@@ -63,7 +64,7 @@ def parallel(model, wrapper):
 
 
 def work(rank, folder):
-    """Run one of two processes. The first process writes losses and full checkpoints to ``folder``."""
+    """Train in one of two processes. The first process writes losses and full checkpoints to ``folder``."""
     torch.set_num_threads(1)
     store, timeout = f"file://{folder}/store", timedelta(minutes=2)
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
@@ -109,7 +110,7 @@ def test_same_losses_as_one_process(results, wrapper, name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_checkpoint_loads_into_one_process(results, wrapper, name):
-    """It has timm's parameter names, and the weights and logits of a model that was trained in one process."""
+    """The checkpoint has timm's parameter names, and the weights and logits of a model trained in one process."""
     model, (_, expected) = create(**CASES[name]).eval(), alone(name)
     model.load_state_dict(results(wrapper, name)["weights"], strict=True)
     for (parameter, loaded), weight in zip(model.named_parameters(), expected.parameters(), strict=True):
@@ -146,7 +147,7 @@ def test_a_sharded_model_keeps_its_sites():
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("before", "after"), [("feature", "global"), ("hybrid", "linear")])
 def test_connecting_a_sharded_model_keeps_it_sharded(before, after):
-    """Losses and weights before and after the switch are those without sharding."""
+    """Losses and weights before and after the switch equal those without sharding."""
     models = create(before, checkpointing=False), parallel(create(before, checkpointing=False), "FSDP2")
     classes = [type(module) for module in models[1].modules() if not isinstance(module, timm_ortho.Connection)]
     losses = []
@@ -164,8 +165,8 @@ def test_connecting_a_sharded_model_keeps_it_sharded(before, after):
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("name", "connection", "blocks"), [
-    ("vit_small_patch16_224", "feature", True),  # needs other block classes
-    ("vit_small_ortho", "hybrid", True),  # adds parameters, which would not be sharded or reduced
+    ("vit_small_patch16_224", "feature", True),  # connect would change the classes of blocks
+    ("vit_small_ortho", "hybrid", True),  # connect would add parameters, which would not be sharded or reduced
     ("vit_small_ortho", "hybrid", False),
 ])
 def test_connections_that_sharding_rules_out_are_refused(name, connection, blocks):
@@ -187,16 +188,16 @@ def test_new_parameters_in_a_ddp_model_are_refused():
 
 
 @pytest.mark.usefixtures("group")
-def test_a_sharded_attention_pool_is_no_block():
+def test_a_sharded_attention_pool_is_not_a_block():
     model = timm.create_model("vit_small_ortho", global_pool="map", class_token=False, **VIT)
-    fully_shard(model.attn_pool)  # its source looks residual; NOT_RESIDUAL lists its class
+    fully_shard(model.attn_pool)  # its class looks residual, but is in NOT_RESIDUAL
     assert len(timm_ortho.sites(timm_ortho.connect(model, "global"))) == 6
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("dim", [-1, None])
 def test_sharded_tokens(dim):
-    """Sequence parallelism: sums over tokens are partial sums per process."""
+    """With sequence parallelism, each process has only partial sums over the tokens."""
     x, f = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
     plain = timm_ortho.residual_update(x, f, dim=dim)
     mesh = init_device_mesh("cpu", (1,))

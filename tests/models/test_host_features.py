@@ -73,7 +73,7 @@ def test_state_dict_with_weights_only(arguments):
     assert torch.equal(other(images()), model(images()))
 
 
-def test_compiled_models_follow_another_eps(arguments):
+def test_compiled_models_use_a_changed_eps(arguments):
     model, x = create(arguments), images()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for eps in (1e-6, 1e-2):
@@ -82,7 +82,7 @@ def test_compiled_models_follow_another_eps(arguments):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("arguments", [  # timm's ViTs do not support features by FX
+@pytest.mark.parametrize("arguments", [  # timm cannot extract features of ViTs with FX
     MODELS["resnetv2"],
     dict(model_name="resnetv2_18_ortho", layers=(1, 1, 1, 1), channels=(8, 16, 16, 32), stem_chs=8),
 ], ids=lambda arguments: arguments["model_name"])
@@ -127,7 +127,7 @@ def test_autograd_keeps_projected_shortcuts_and_two_numbers_per_projection(argum
     linear = connect(timm.create_model(**arguments).train(), "linear")
     projected, projections = [], []
     for name, module in ours.named_modules():
-        if name.endswith("downsample"):  # only the connection keeps its output
+        if name.endswith("downsample"):  # a projected shortcut, whose output only the connection keeps
             module.register_forward_hook(lambda module, inputs, output: projected.append(output.numel()))
         if isinstance(module, Connection):
             module.register_forward_hook(

@@ -13,7 +13,7 @@ CONNECTIONS = ["linear", "feature", "global", "hybrid"]
 
 
 def create(name, connection=None):
-    """Return timm's model, connected or not, with LayerScale 0.5: at 1e-6 branches would hardly matter."""
+    """Return timm's model, connected or not. LayerScale is 0.5, because with 1e-6 branches hardly matter."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10)
     with torch.no_grad():
@@ -24,7 +24,7 @@ def create(name, connection=None):
 
 
 def images():
-    """Return low-frequency images, whose logits differ by more than noise."""
+    """Return low-frequency images. Their logits differ more than those of noise images."""
     return nn.functional.interpolate(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)), size=160)
 
 
@@ -46,7 +46,7 @@ def types(model):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("connection", CONNECTIONS)
 def test_int8(name, connection):
-    """Dynamic quantization of linear layers. PyTorch deprecates it for torchao, which is not a dependency."""
+    """Quantize linear layers dynamically. PyTorch's replacement is torchao, which is not a dependency."""
     def quantised(model):
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 

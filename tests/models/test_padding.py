@@ -1,4 +1,4 @@
-"""Padded token sequences and images in whole models: each sample has the outputs that it has alone."""
+"""Padded token sequences and images in whole models: a sample's outputs equal those without padding."""
 import dataclasses
 import inspect
 
@@ -88,7 +88,7 @@ def logits_and_gradients(model, batches):
 def assert_same(results, expected):
     assert list(results) == list(expected)
     for name in results:
-        single = name.endswith("pos_embed")  # timm interpolates positions in float32
+        single = name.endswith("pos_embed")  # timm interpolates position embeddings in float32
         rtol, atol = (1e-5, 1e-7) if single else (1e-9, 1e-10)
         torch.testing.assert_close(
             results[name], expected[name], rtol=rtol, atol=atol, msg=lambda message, name=name: f"{name}: {message}")
@@ -96,7 +96,7 @@ def assert_same(results, expected):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_padding_changes_nothing(options):
-    """Logits and gradients of images of four shapes, in one batch and one by one."""
+    """Images of four shapes have equal logits and gradients in one batch and one by one."""
     model = naflex(**options)
     assert {type(site.connection).__name__ for site in sites(model)} >= {"GlobalConnection"}
     if "connection_prob" in options:
@@ -115,7 +115,7 @@ def test_every_connection(connection):
 
 
 def test_padded_patches_equal_images():
-    """Images of one size have the same outputs as padded patches."""
+    """Images of equal size have the same outputs as their padded patches."""
     model = naflex(global_pool="avg", reg_tokens=1)
     batch = torch.randn(3, 3, 16, 16)
     torch.testing.assert_close(model(collated(list(batch), 30)), model(batch.double()), rtol=1e-9, atol=1e-10)
@@ -174,7 +174,7 @@ def test_bfloat16_autocast_is_as_exact_as_linear():
 
 
 def test_vit_as_naflex():
-    """timm can build any ViT as NaFlex, and the variant keeps its connections."""
+    """timm can create any ViT as a NaFlexVit. Variants keep their connections."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224_orthog", use_naflex=True, **SMALL).double()
     assert type(model).__name__ == "NaFlexVit"
@@ -183,10 +183,10 @@ def test_vit_as_naflex():
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 6])  # 6: as many as tokens
+@pytest.mark.parametrize("batch", [1, 3, 6])  # there are 6 tokens
 @pytest.mark.parametrize("mask", [torch.ones(6, 6).bool().tril(), torch.ones(6, 6).bool().tril()[None].expand(2, 6, 6)])
-def test_timms_blocks_interpret_masks_as_their_attention(batch, mask):
-    """Masks [N, N] and [heads, N, N] mean the same for every batch size."""
+def test_connections_interpret_masks_as_timms_attention_does(batch, mask):
+    """The meaning of masks [N, N] and [heads, N, N] does not depend on the batch size."""
     torch.manual_seed(0)
     block = connect(Block(24, num_heads=2).double(), "global")
     x = torch.randn(batch, 6, 24).double()
@@ -198,7 +198,7 @@ def test_timms_blocks_interpret_masks_as_their_attention(batch, mask):
 
 
 class Keeping(nn.Module):
-    """A user's block; its mask may be [B, N] or [N, N]."""
+    """A user's block, whose mask can be [B, N] or [N, N]."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ def test_a_users_block_refuses_ambiguous_masks():
 
 
 def packed_attention(module, query, key, value, mask, scaling=None, **_):
-    """Mock flash attention: the mask is [B, N] or None, and `is_causal` an attribute of the module."""
+    """Mock flash attention, whose mask is [B, N] or None. The module has an attribute `is_causal`."""
     allowed = torch.ones(query.shape[2], key.shape[2]).bool()
     allowed = allowed.tril() if module.is_causal else allowed
     if mask is not None:
@@ -251,7 +251,7 @@ def transformers():
 SMALL_TRANSFORMER = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 
 
-@pytest.mark.parametrize("samples", [4, 8])  # 8: as many as tokens
+@pytest.mark.parametrize("samples", [4, 8])  # there are 8 tokens
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
 def test_text_towers_of_clip(transformers, attention, samples):
     torch.manual_seed(0)
@@ -268,7 +268,7 @@ def test_text_towers_of_clip(transformers, attention, samples):
 @pytest.mark.parametrize("samples", [4, 8])
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
 def test_siglip_2(transformers, attention, samples):
-    """Images of several shapes with an integer mask."""
+    """Images of several shapes have an integer mask."""
     torch.manual_seed(0)
     config = transformers.Siglip2VisionConfig(
         **SMALL_TRANSFORMER, num_patches=16, patch_size=2, vision_use_head=False, attn_implementation=attention)
@@ -279,11 +279,12 @@ def test_siglip_2(transformers, attention, samples):
     for sample, length in enumerate(mask.sum(1)):
         one = slice(sample, sample + 1)
         alone = model(patches[one, :length], mask[one, :length], shapes[one]).last_hidden_state
-        torch.testing.assert_close(together[one, :length], alone, rtol=1e-5, atol=1e-6)  # positions are in float32
+        # Position embeddings are interpolated in float32.
+        torch.testing.assert_close(together[one, :length], alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in the compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised in the compiler
 def test_flex_attention_of_clip(transformers):
     torch.manual_seed(0)
     config = transformers.CLIPTextConfig(vocab_size=40, max_position_embeddings=8, eos_token_id=39, **SMALL_TRANSFORMER,
@@ -302,7 +303,7 @@ def test_a_mask_in_an_ordinary_vit():
         "vit_tiny_patch16_224_orthog", patch_size=4, img_size=8, embed_dim=32, depth=2, num_heads=2, class_token=False,
         global_pool="", num_classes=0, dynamic_img_size=True, pos_embed="none").double()
     x = torch.randn(2, 3, 8, 16, dtype=torch.float64)
-    short = x[..., :8]  # the left half: the first two of four patches in each row
+    short = x[..., :8]  # the left half, which has the first two of the four patches in each row
     half = torch.tensor([True, True, False, False] * 2)
     mask = (half & half[:, None]).expand(2, 1, 8, 8)
     torch.testing.assert_close(model(x, attn_mask=mask)[:, half], model(short), rtol=1e-9, atol=1e-10)
@@ -325,7 +326,7 @@ def test_gemma(connection):
 
 @pytest.mark.parametrize("connection", ["linear", "global"])
 def test_recorded_rows_are_of_real_tokens(connection):
-    """Rows of a padded batch are the averages over its real tokens."""
+    """Recorded values of a padded batch are averages over its real tokens."""
     model = naflex(connection=connection, global_pool="avg", reg_tokens=1).train()
     tokens = [1 + size[0] * size[1] // 16 for size in SIZES]
     with record(model, every=1) as recorder:

@@ -1,8 +1,8 @@
 """timm's unmodified train.py and validate.py run the variants.
 
-These tests need TIMM_DIR, a folder with timm's train.py and validate.py, which are not in timm's wheel. They run copies
-of the scripts, which import the installed timm. Images are synthetic, or Fashion-MNIST's test set if TIMM_DATA is a
-folder that torchvision can read it from (with FashionMNIST/raw/ in it).
+The environment variable TIMM_DIR must be a folder with timm's train.py and validate.py, which timm's wheel lacks. The
+tests run copies of the scripts, which import the installed timm. Images are synthetic. If TIMM_DATA is a folder that
+contains FashionMNIST/raw/, they come from Fashion-MNIST's test set instead.
 """
 import csv
 import json
@@ -39,7 +39,7 @@ MODELS = {
     "resnetv2_18_orthog": [],
 }
 
-# timm passes a device id to DDP, which PyTorch refuses for modules on the CPU. This script drops it.
+# timm passes a device id to DDP. PyTorch refuses it for modules on the CPU, so this script removes it.
 LAUNCH = """
 import runpy
 import sys
@@ -78,7 +78,7 @@ def images(tmp_path_factory):
 
         data = FashionMNIST(os.environ["TIMM_DATA"], train=False)
         examples = [(image, label) for image, label in zip(data.data.numpy(), data.targets.tolist(), strict=True)]
-    else:  # the position of a bright row is the class
+    else:  # the class of an image is the position of a bright row
         generator = np.random.default_rng(0)
         pixels = generator.integers(0, 120, size=(600, 28, 28)).astype(np.uint8)
         examples = [(image, index % 10) for index, image in enumerate(pixels)]
@@ -92,7 +92,7 @@ def images(tmp_path_factory):
 
 
 def call(command, cwd, **variables):
-    """Run a command and return its output; show the output if the command fails."""
+    """Run a command and return its output. If the command fails, show the output."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env.update(variables)
     process = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, text=True, timeout=900,
@@ -135,7 +135,7 @@ def validate(scripts, images, model, checkpoint, output):
 
 
 def test_the_cards_command_evaluates_the_authors_weights(scripts, images, tmp_path):
-    """The command of the cards, with narrow models in the authors' layout in the cache."""
+    """Run the command in the cards. The cache contains narrow models in the authors' layout."""
     card = (Path(__file__).parents[2] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
     command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
     command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
@@ -168,8 +168,8 @@ def test_trains_resumes_and_validates(scripts, images, tmp_path, model):
 
 
 @pytest.mark.parametrize("ema", [False, True])
-def test_its_checkpoint_can_be_pushed(scripts, images, tmp_path, ema):
-    """The repository has the checkpoint's weights and model arguments, and the card its top-1."""
+def test_a_checkpoint_of_train_py_can_be_pushed(scripts, images, tmp_path, ema):
+    """The pushed model has the checkpoint's weights and model arguments. The card contains its top-1 accuracy."""
     [row] = train(scripts, images, tmp_path, "vit_small_ortho", *(["--model-ema"] if ema else []))
     checkpoint, folder = tmp_path / "run" / "last.pth.tar", tmp_path / "pushed"
     card = call(["-m", "timm_ortho", "push", checkpoint, "me/model", "--dry-run", "--output", folder,
@@ -199,10 +199,10 @@ def test_timm_ortho_record_writes_rows(scripts, images, tmp_path, monkeypatch, p
     def steps():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert [row["kind"] for row in rows[:4]] == ["attention", "mlp"] * 2
-        return [row["step"] for row in rows[::4]]  # four rows per step: two blocks, first process only
+        return [row["step"] for row in rows[::4]]  # a step has four rows; only the first process writes
 
     train(scripts, images, tmp_path / "first", "vit_small_ortho", processes=processes)
-    first = [0, 4, 8] if processes == 1 else [0, 4]  # an epoch has 10 or 5 steps
+    first = [0, 4, 8] if processes == 1 else [0, 4]  # an epoch has 10 steps in one process and 5 in two
     assert steps() == first
     train(scripts, images, tmp_path / "more", "vit_small_ortho", processes=processes, epochs=2,
           resume=tmp_path / "first" / "run" / "last.pth.tar")
@@ -210,7 +210,7 @@ def test_timm_ortho_record_writes_rows(scripts, images, tmp_path, monkeypatch, p
 
 
 def test_a_variant_is_unknown_without_the_device_module(scripts, images, tmp_path):
-    """Without --device-modules timm_ortho the tests above would fail."""
+    """Without `--device-modules timm_ortho`, train.py fails."""
     command = [sys.executable, scripts / "train.py", *common("vit_small_ortho", images), "--output", tmp_path]
     process = subprocess.run(list(map(str, command)), cwd=scripts, text=True, capture_output=True, timeout=300)
     assert process.returncode != 0
@@ -235,7 +235,7 @@ print(json.dumps(parsed))
 
 
 def test_every_recipe_is_parsed(scripts, tmp_path):
-    """train.py's parser knows each key of each recipe and reads its value."""
+    """train.py's parser accepts each key of each recipe and reads its value."""
     (tmp_path / "parse.py").write_text(PARSE)
     paths = {name: str(shipped()[name]) for name in experiments()}
     parsed = json.loads(call([tmp_path / "parse.py", scripts / "train.py", *paths.values()], tmp_path).splitlines()[-1])
@@ -256,7 +256,7 @@ SHRUNK = {
 @pytest.mark.parametrize("name", SHRUNK)
 @pytest.mark.parametrize("sibling", ["", "_linear"])
 def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
-    """With another data set, a smaller model and one epoch."""
+    """Data set, model size and number of epochs differ from the recipes."""
     model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
     if sibling:
         model = model.rsplit("_", 1)[0] + sibling
@@ -289,7 +289,7 @@ def test_smoke_runs(scripts, images, tmp_path, name):
     assert "Train: 0 [   2/3 (100%)]" in done.stdout + done.stderr
 
 
-def test_train_sh_runs_it(scripts, images, tmp_path):
+def test_train_sh_runs_train_py(scripts, images, tmp_path):
     """scripts/train.sh runs timm's train.py on the CPU."""
     folder = os.path.dirname(sys.executable)
     script = Path(__file__).parents[2] / "scripts" / "train.sh"

@@ -16,7 +16,7 @@ from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 
-# the paper's families; further families have one model per block class in blocks/test_timm.py
+# The paper's families. Of other families, blocks/test_timm.py tests a model per block class.
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
@@ -25,9 +25,9 @@ PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orth
 SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
 
-# One architecture in twelve is built on the meta device, with -m slow one in three, with -m whole all. Some of SMALLEST
-# are run at full width and depth, with -m slow the rest of SMALLEST, with -m whole all up to RUN_UP_TO parameters.
-# scripts/checks/linear.py runs the larger architectures.
+# The default tests build one architecture in twelve on the meta device, and run a third of SMALLEST at full width and
+# depth. The tests marked `slow` extend this to one in three, and to all of SMALLEST. Those marked `whole` build all
+# architectures and run SMALLEST up to RUN_UP_TO parameters. scripts/checks/linear.py runs the larger architectures.
 SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
 
@@ -43,7 +43,7 @@ def test_all_names_are_registered():
 
 
 def whole_but(quick, slow, of=BASES):
-    """Return all architectures with the mark `slow`, `whole`, or none if quick."""
+    """Return all architectures: those in ``quick`` unmarked, those in ``slow`` marked slow, the rest marked whole."""
     marks = dict.fromkeys(of, pytest.mark.whole) | dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(quick, ())
     return [pytest.param(base, marks=marks[base]) for base in of]
 
@@ -60,11 +60,11 @@ def test_built_on_meta(base):
     assert {type(s.connection).__name__ for s in sites(variant)} == {connection}
 
 
-# the tags of these architectures' weights determine their sizes
+# The tag in the pretrained configuration determines the size of these architectures.
 BY_TAG = [base for base in bases() if base.startswith(("deepseek_vit", "qwen3_vit")) and not base.endswith("m")]
 
 
-# architectures with shared or nested blocks, whose sites are easily miscounted
+# Architectures with shared or nested blocks, whose sites are easily miscounted.
 NESTED = [base for base in ("mobilevit_xxs", "pit_ti_224", "hardcorenas_a", "hrnet_w18_small") if base in bases()]
 
 
@@ -221,7 +221,7 @@ def test_sizes(name, millions):
 def test_vit_has_the_papers_layers():
     model = timm.create_model("vit_small_ortho", img_size=32, patch_size=4, num_classes=10)
     assert (model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads) == (384, 6, 6)
-    assert model.pos_embed.shape == (1, 64, 384)  # patches only
+    assert model.pos_embed.shape == (1, 64, 384)  # the class token has no position embedding
     assert not model.cls_token.any()
     assert all(block.norm1.weight is None and block.norm2.bias is None for block in model.blocks)
     assert model.norm.weight is not None
@@ -295,7 +295,7 @@ def test_the_suffix_only_sets_the_default_connection():
     assert torch.equal(baseline(x), control(x))
 
 
-# arguments of poolformer_s12 besides its sizes
+# All arguments of poolformer_s12 except its sizes.
 POOLFORMER = dict(
     downsample_norm=None, mlp_act=torch.nn.GELU, mlp_bias=True, norm_layers=GroupNorm1, layer_scale_init_values=1e-5,
     res_scale_init_values=None, use_mlp_head=False)
@@ -306,7 +306,7 @@ POOLFORMER = dict(
     ("poolformer_s12", partial(MetaFormer, **POOLFORMER), dict(depths=[1, 2], dims=[16, 32]), 6),
 ])
 def test_arguments_override_an_entry_points_sizes(name, plain, sizes, count):
-    """timm's own entry points refuse these arguments. Everything else keeps the entry point's values."""
+    """timm's entry points refuse these arguments. Arguments that are not overridden keep the entry point's values."""
     with pytest.raises(TypeError, match="multiple values"):
         timm.create_model(name, **sizes)
     torch.manual_seed(0)

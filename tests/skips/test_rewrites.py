@@ -1,4 +1,4 @@
-"""absorb and diagonalise replace the skips and keep the outputs, in float64, with perturbed weights."""
+"""absorb and diagonalise replace the skips and keep the outputs. Models are in float64 with perturbed weights."""
 import pytest
 import timm
 import torch
@@ -58,8 +58,8 @@ def test_absorb(kind, connection, skip):
     assert not changes(model)
     assert torch.equal(model(images()), expected)
     without = connect(other, connection) if connection != "hybrid" else other
-    torch.testing.assert_close(without(images()), expected, rtol=0, atol=1e-5)  # no skips are left
-    assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3  # the skips matter
+    torch.testing.assert_close(without(images()), expected, rtol=0, atol=1e-5)  # no skip remains to be removed
+    assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3  # skips affect the original model
 
 
 @pytest.mark.parametrize("skip", ["idempotent_mr", "idempotent_cmr"])
@@ -77,7 +77,7 @@ def test_diagonalise(kind, connection, skip):
     assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3
 
 
-def test_theorem_1_for_one_q():
+def test_theorem_1_for_a_single_q():
     """Eq. 12 and 13: z_1 = Q^L x_1, and F_i between Q^(i-L-1) and Q^(L-i)."""
     model = build("vit", skip="orthogonal_tp")
     q, count = sites(model)[0].connection.skip.matrix(), len(sites(model))
@@ -101,7 +101,7 @@ def test_hybrid_model_saves_and_loads():
     torch.testing.assert_close(fresh(images()), other(images()))
 
 
-def test_trains_on():
+def test_a_rewritten_model_trains():
     other = diagonalise(build("basic", skip="idempotent_cmr", skip_branches=2)).train()
     other(images()).square().sum().backward()
     assert all(p.grad is not None for p in other.parameters())

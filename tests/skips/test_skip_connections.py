@@ -1,4 +1,4 @@
-"""Skip transforms with every connection, in models, as arguments of variants, and in recorded rows."""
+"""Skip transforms with every connection: in models, as arguments of variants, and in recorded rows."""
 import copy
 
 import pytest
@@ -37,7 +37,7 @@ def test_projects_against_the_transformed_stream(connection, skip):
     torch.testing.assert_close(module(x, f), expected)
 
 
-def test_gradients_through_both():
+def test_gradients_through_skip_and_connection():
     x, f = (torch.randn(3, 12, dtype=torch.float64, requires_grad=True) for _ in range(2))
     for connection in ("linear", "feature", "hybrid"):
         module = create_connection(connection, skip=create_skip("orthogonal_random", 12)).double()
@@ -47,7 +47,7 @@ def test_gradients_through_both():
 @pytest.mark.parametrize("skip", SKIP_NAMES)
 @pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck", "plain basic"])
 def test_every_site_of_a_model(kind, skip):
-    """Each linear site returns P x + f, with P of its width, and every parameter gets a gradient."""
+    """Each linear site returns P x + f, P has the width of its stream, and every parameter gets a gradient."""
     model = connect(tiny(kind), "linear", skip=skip)
     all_sites = sites(model)
     checked = []
@@ -143,7 +143,7 @@ def test_recorded_streams_are_transformed():
 
 
 def test_compiled_models_follow_another_connect():
-    """The blocks and the projections' weights change."""
+    """Each `connect` with another seed replaces the skips."""
     torch._dynamo.reset()
     model, x, results = tiny("plain basic").double().eval(), images().double(), []
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -164,7 +164,7 @@ def test_autocast_trains():
 
 
 def test_transforms_of_a_pruned_architecture():
-    """Its streams are narrower than the arguments of its class."""
+    """Streams are narrower than the arguments of the model's class imply."""
     model = timm.create_model("efficientnet_b1_pruned_ortho", skip="orthogonal_tp").eval()
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
     assert model.state_dict().keys() == timm.create_model("efficientnet_b1_pruned").state_dict().keys()

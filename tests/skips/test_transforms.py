@@ -33,7 +33,7 @@ LAYOUTS = {  # shape of a stream of c channels, and its channel axis
 
 
 def dense(name, width, branches=None, **arguments):
-    """Return P by its definition, Eq. 24 to 26, in float64."""
+    """Return P in float64 by its definition, Eq. 24 to 26."""
     eye = torch.eye(width, dtype=torch.float64)
     if name.startswith("idempotent"):
         branches = branches or width
@@ -59,7 +59,7 @@ def _seed():
 @pytest.mark.parametrize("branches", [1, 2, 4, 16])
 @pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
 def test_idempotent_exactly(name, branches):
-    """For integers that are multiples of B all sums are exact, so that P P x is bit-identical to P x."""
+    """For integers that are multiples of B, all sums are exact. P P x is then bit-identical to P x."""
     skip = create_skip(name, 32, branches=branches)
     x = branches * torch.randint(-100, 100, (5, 32)).float()
     assert torch.equal(skip(skip(x)), skip(x))
@@ -70,7 +70,7 @@ def test_idempotent_exactly(name, branches):
 
 @pytest.mark.parametrize("branches", [3, 12])
 @pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
-def test_idempotent_of_other_widths(name, branches):
+def test_idempotent_with_rounding(name, branches):
     skip = create_skip(name, 12, branches=branches)
     x = torch.randn(5, 12, dtype=torch.float64)
     torch.testing.assert_close(skip(skip(x)), skip(x), rtol=0, atol=1e-15)
@@ -100,14 +100,14 @@ def test_no_skip_connection_is_rank_0():
 @pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
 def test_orthogonal(name, width):
     skip = create_skip(name, width)
-    p = skip(torch.eye(width)).T.double()  # in float32, by the fast algorithm
+    p = skip(torch.eye(width)).T.double()  # computed in float32 by the fast algorithm
     torch.testing.assert_close(p.T @ p, torch.eye(width).double(), rtol=0, atol=1e-6)
     assert skip.rank == width
     torch.testing.assert_close(skip.transpose(skip(torch.eye(width))), torch.eye(width), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
-def test_a_product_of_many_is_orthogonal(name):
+def test_a_product_of_many_transforms_is_orthogonal(name):
     """110 transforms keep the norms of x and of its gradient."""
     skips = [create_skip(name, 96, dim=1, site=site) for site in range(110)]
     x = torch.randn(2, 96, 4, 4, requires_grad=True)
@@ -143,13 +143,13 @@ def test_random_differs_between_sites_and_seeds(width):
 
 
 def test_random_is_a_rotation_for_every_draw():
-    """The determinant is positive. A QR decomposition gives reflections half of the time."""
+    """The determinant is positive. A QR decomposition without correction gives a reflection for half of the draws."""
     for site in range(12):
         assert torch.linalg.det(create_skip("orthogonal_random", 3, site=site).matrix()).item() == pytest.approx(1.0)
 
 
 def test_random_does_not_depend_on_torch():
-    """Seed and site determine the numbers, since checkpoints do not contain them."""
+    """Seed and site determine the random numbers, which checkpoints do not contain."""
     before = torch.get_rng_state()
     p = create_skip("orthogonal_random", 2, seed=3, site=7).matrix()
     assert torch.equal(torch.get_rng_state(), before)
@@ -188,7 +188,7 @@ def test_branches_are_blocks_of_channels(name, branches):
 
 
 def test_gradients_are_no_views():
-    """Autograd accumulates gradients in place only if no other tensor uses the memory."""
+    """Autograd accumulates gradients in place only if no second tensor uses their memory."""
     module, gradients = create_skip("orthogonal_tp", 24, dim=1), []
     x = torch.randn(2, 24, 3, 5).to(memory_format=torch.channels_last).requires_grad_().mul(1)
     x.register_hook(gradients.append)
@@ -209,7 +209,7 @@ def test_rounds_once(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["cmr", "tp", "random"])
-def test_autocast_leaves_the_stream_alone(name):
+def test_autocast_keeps_the_dtype_of_the_stream(name):
     skip, arguments = MAPS[name]
     module, x = create_skip(skip, 48, **arguments), torch.randn(3, 48, requires_grad=True)
     torch._dynamo.reset()
@@ -283,7 +283,7 @@ def test_compiled_matrices_are_constants():
 
 @told_from_export
 def test_equal_transforms_share_compiled_code():
-    """As for blocks that are compiled one by one. Random rotations differ, so each has its own graph."""
+    """Blocks that are compiled one by one share code. Random rotations differ, so each has its own graph."""
     torch._dynamo.reset()
     counter, x = CompileCounter(), torch.randn(2, 24)
     for name, expected in (("orthogonal_tp", 1), ("idempotent_cmr", 2), ("orthogonal_random", 4)):
@@ -323,7 +323,7 @@ def test_torch_function_of_subclasses_is_called():
 
 
 def test_wrapped_matrices_are_not_cached():
-    """Fake tensors and torch.func wrap tensors that are created while they are active."""
+    """Tensors that are created in FakeTensorMode or a torch.func transform are wrapped."""
     def faked(x):
         with FakeTensorMode() as mode:
             return module(mode.from_tensor(x))
@@ -340,7 +340,7 @@ def test_wrapped_matrices_are_not_cached():
 
 def test_copies_and_pickles():
     module, x = create_skip("orthogonal_random", 24, site=4), torch.randn(3, 24)
-    expected = module(x)  # creates the cached tensors, which are not copied
+    expected = module(x)  # creates the cached tensors; copies do not contain them
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.half()):
         assert torch.equal(other(x), expected)
     assert not module.state_dict()
@@ -402,7 +402,7 @@ def test_bad_arguments(kwargs, message):
 
 
 @pytest.mark.parametrize("name", SKIPS)
-def test_another_width(name):
+def test_an_input_of_a_wrong_width(name):
     module = create_skip(name, 12, dim=1)
     for call in (module, module.transpose):
         with pytest.raises(ValueError, match=rf"skip '{name}' is for 12 channels on axis 1, got a stream of shape "

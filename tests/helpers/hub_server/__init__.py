@@ -101,7 +101,7 @@ class HubServer:
         return repository.add({**head.files, **stored}, title, revision).oid
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, Optional[bytes]]:
-        """Return a revision's contents by path; None for content that only hf_xet can read."""
+        """Return ``{path: content}`` of a revision. Content that only hf_xet can read is None."""
         return {path: self.blobs.get(file.sha256) for path, file in
                 self.repositories[repo_id].find(revision).files.items()}
 
@@ -137,7 +137,7 @@ class HubServer:
             held.clear()
 
     def leaks(self, token: str) -> list[str]:
-        """Return requests with a token outside the authorization header, or in a request to another host."""
+        """Return requests that contain the token outside the authorization header, or that send it to another host."""
         found = []
         for request in self.requests:
             headers = " ".join(v for k, v in request.headers.items() if k != "authorization")

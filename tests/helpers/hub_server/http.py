@@ -1,4 +1,4 @@
-"""HTTP of the mock Hub: requests, error answers, rights and simulated failures. `routes` contains the answers."""
+"""HTTP of the mock Hub: requests, errors, access rights and simulated failures. `routes` computes the answers."""
 import json
 import re
 import sys
@@ -40,7 +40,7 @@ class Fault:
     code: Optional[str]
 
     def concerns(self, method: str, path: str) -> bool:
-        if self.times == 0 or (self.what == CUT and method == "HEAD"):  # no content to cut
+        if self.times == 0 or (self.what == CUT and method == "HEAD"):  # answers to HEAD have no content to cut
             return False
         return self.method in (None, method) and re.search(self.path, path) is not None
 
@@ -49,7 +49,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore disconnected clients; show every other error, which is a bug of this server."""
+        """Ignore disconnected clients. Any other error is a bug of this server and is shown."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------ answers
     def send(self, status: int, content: bytes = b"", **headers: str) -> None:
-        """Send an answer. A ``cut`` announces the full length and sends the first bytes only."""
+        """Send an answer. After a ``cut`` fault, its header has the full length, but only the first bytes are sent."""
         self.send_response(status)
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
@@ -164,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------- rights
     def user(self) -> Optional[tuple[str, str]]:
-        """Return name and role of the user, or None without a token."""
+        """Return the name and role of the user, or None if the request has no token."""
         given = self.headers.get("Authorization")
         if given is None:
             return None

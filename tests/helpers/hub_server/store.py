@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Iterator, Optional
 
-LARGE = (".safetensors", ".bin", ".pth", ".npz")  # uploaded before the commit, except in the mode "regular"
+LARGE = (".safetensors", ".bin", ".pth", ".npz")  # uploaded before the commit, except in the upload mode "regular"
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class File:
 
     size: int
     sha256: str
-    oid: str  # of the blob in git; a large file's blob is its pointer
+    oid: str  # hash of the blob in git; a large file's blob is its LFS pointer
     large: bool
     xet: Optional[str] = None  # hf_xet's hash of the content
 
@@ -58,7 +58,7 @@ class Repository:
 
 
 def describe(content: Optional[bytes], sha256: str, size: int, large: bool) -> File:
-    """Return the description of a content; a large file does not need its content."""
+    """Return the description of a file's content. The content of a large file may be None."""
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
     blob = pointer if large else content
     return File(size, sha256, hashlib.sha1(b"blob %d\0" % len(blob) + blob).hexdigest(), large)
@@ -69,8 +69,8 @@ def files_of_shard(shard: bytes) -> Iterator[tuple[str, str]]:
 
     A shard consists of a header of 48 bytes and records of 48 bytes. The first record of a file contains its hash, its
     flags and its number of segments. One record per segment follows. If bit 31 of the flags is set, one verification
-    record per segment comes next. If bit 30 is set, the last record begins with the SHA-256. A hash of ones ends the
-    list.
+    record per segment comes next. If bit 30 is set, the file's last record begins with the SHA-256. A hash whose bits
+    are all 1 ends the list.
     """
     size, at = 48, 48
     while shard[at:at + 32] != b"\xff" * 32:
