@@ -23,10 +23,14 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
             for row in rows]
 
 
-def error_text(error: BaseException) -> str:
-    """Return the text of an error in one line of at most 300 characters, or the name of its class if it has none."""
-    text = " ".join(str(error).split())
-    return (text if len(text) <= 300 else f"{text[:297]}...") or type(error).__name__
+def error_text(error: BaseException, named: bool = False) -> str:
+    """Return the text of an error in one line of at most 300 characters, or the name of its class if it has no text.
+
+    With ``named``, the name of the class precedes the text.
+    """
+    name, text = type(error).__name__, " ".join(str(error).split())
+    text = text if len(text) <= 300 else f"{text[:297]}..."
+    return f"{name}: {text}" if named and text else text or name
 
 
 def finite(value: Optional[float]) -> bool:

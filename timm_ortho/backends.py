@@ -214,7 +214,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 Triton's compiler may raise any type; the warning quotes it
-            problem = f"could not be launched ({type(error).__name__}: {error_text(error)})"
+            problem = f"could not be launched ({error_text(error, named=True)})"
         else:
             problem = _difference(results, reference, (x, other, *args), 0 in [d % x.dim() for d in dims])
             if problem == "":

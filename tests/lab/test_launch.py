@@ -151,7 +151,7 @@ def test_status(tmp_path, monkeypatch, capsys):
     assert [line.split(maxsplit=2) for line in lines[:-1]] == [
         ["lr=0.001-linear-seed0", "finished", top1],
         ["lr=0.01-linear-seed0", "stopped", f"epoch 1 of 2, {half_top1}"],
-        ["lr=0.1-linear-seed0", "failed", "Stop: ; RuntimeError: it hurts"],
+        ["lr=0.1-linear-seed0", "failed", "Stop; RuntimeError: it hurts"],
         ["lr=1.0-linear-seed0", "running", "epoch 0 of 2"],
         ["lr=2.0-linear-seed0", "waiting"]]
     assert lines[-1] == "1 finished, 1 stopped, 1 failed, 1 running, 1 waiting"

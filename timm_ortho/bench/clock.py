@@ -127,7 +127,7 @@ def _attempt(result: Result, call: Callable[[], Any]) -> Any:
     except Exception as error:
         if not _is_noted(error):
             raise
-        result.note = f"{type(error).__name__}: {error_text(error)}"
+        result.note = error_text(error, named=True)
 
 
 def _is_noted(error: Exception) -> bool:

@@ -148,7 +148,7 @@ def _read_checkpoint(path: Path) -> dict:
         checkpoint = load_checkpoint(path)
     except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise anything for a damaged file
         raise NoRunError(
-            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {error_text(error)})") from None
+            f"{path} cannot be read as a checkpoint ({error_text(error, named=True)})") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise NoRunError(f"{path} is not a checkpoint of timm's train.py or of timm-ortho: it has no 'state_dict'; "
                          f"{_BY_HAND}")

@@ -39,7 +39,7 @@ def one_line(error: BaseException) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error) if isinstance(error, LabError) else f"{type(error).__name__}: {error_text(error)}"
+    return str(error) if isinstance(error, LabError) else error_text(error, named=True)
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
