@@ -1,4 +1,4 @@
-"""Order of measurements, timed intervals, memory, and errors that become notes."""
+"""Order of measurements, timed intervals, memory, and errors that are reported as notes."""
 import importlib
 import random
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_out_of_memory_becomes_a_note(clock, error, when):
     pair = [Candidate("linear", lambda _: None), Candidate("torch", fails)]
     linear, failed = measure(pair, 3, clock)
     assert len(linear.ms) == 3
-    assert len(calls) == when  # not tried again
+    assert len(calls) == when  # the candidate is not measured again
     assert failed.note == f"{type(error).__name__}: {' '.join(str(error).split())}"
     row = rows({"step": "both"}, 0, [linear, failed])[1]
     assert row["ms_p50"] is None
@@ -81,7 +81,7 @@ def test_other_errors_are_raised(clock):
 
 def test_torch_compile_without_a_compiler(clock):
     torch.compiler.reset()
-    number = random.random()  # not in any cache of compiled code
+    number = random.random()  # a new constant, so no cached code is used
     compiled = clock_module.compiled(lambda x: (x * number).sin())
     pair = [Candidate("linear", lambda _: None), Candidate("compiled", lambda _: compiled(torch.ones(3, 5)))]
     with importlib.import_module("torch._inductor.config").patch({"cpp.cxx": ("/nowhere/c++",)}):
@@ -103,7 +103,7 @@ def test_preparation_is_not_timed(monkeypatch):
 
 
 def test_cuda_clock(monkeypatch):
-    """Mocked events: only `run` lies between the two events of a call."""
+    """With mocked events, only `run` is between the two events of a call."""
     log = []
 
     class Event:
@@ -128,7 +128,7 @@ def test_cuda_clock(monkeypatch):
 
 
 def test_peak_memory_excludes_other_candidates(monkeypatch):
-    allocated = [1000]  # bytes of the group's remaining candidates
+    allocated = [1000]  # bytes, including those of the group's other candidates
     peak = [0]
 
     def allocate(amount):

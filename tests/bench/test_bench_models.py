@@ -1,4 +1,4 @@
-"""`timm-ortho bench --what models`: baselines with the same weights, steps, layouts, backends, saved bytes."""
+"""`timm-ortho bench --what models`: baselines with equal weights, steps, layouts, backends, and saved bytes."""
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -90,7 +90,7 @@ def same_weights(by_name):
 
 
 def test_a_training_step_is_forward_loss_and_backward():
-    for one in built("training") * 2:  # the second call starts without gradients
+    for one in built("training") * 2:  # prepare() removes the gradients of the first call
         state = one.prepare()
         assert all(parameter.grad is None for parameter in one.parameters)
         one.run(state)
@@ -121,7 +121,7 @@ def test_layouts_of_convolutional_models():
 
 def watched(forward, seen):
     def call(self, x):
-        if min(x.shape[1:]) > 1:  # otherwise both layouts are identical
+        if min(x.shape[1:]) > 1:  # both layouts are identical if an axis has length 1
             seen.append(x)
         return forward(self, x)
 

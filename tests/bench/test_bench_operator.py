@@ -1,4 +1,4 @@
-"""`timm-ortho bench --what operator`: candidates, tensors, metrics, machine, plot and table."""
+"""`timm-ortho bench --what operator`: candidates, tensors, metrics, columns about the machine, plot and table."""
 import io
 import subprocess
 import xml.etree.ElementTree as ElementTree
@@ -67,7 +67,7 @@ def test_operator_metrics(operator_run):
         assert float(copy["gb_per_s"]) == pytest.approx(2 * 2**20 / float(copy["ms_p50"]) / 1e6, rel=1e-4)
     assert by["backward", "linear"]["gb_per_s"] == ""
     assert by["both", "linear"]["saved_bytes"] == "0"
-    # the update keeps x and y and two numbers a token, the plain formula x and f and more
+    # The update keeps x, y and two numbers per token. The plain formula keeps x, f and further tensors.
     assert 2 * 640 <= int(by["both", "torch"]["saved_bytes"]) <= 2 * 640 + 2 * 64  # storages are padded to 64 bytes
     assert int(by["both", "plain"]["saved_bytes"]) > 2 * 640
 
@@ -95,7 +95,7 @@ def test_machine_columns(operator_run):
 
 
 def test_no_commit_outside_a_checkout():
-    assert provenance.commit_of(ROOT / "timm_ortho") == ""  # although a parent folder is a checkout
+    assert provenance.commit_of(ROOT / "timm_ortho") == ""  # the parent folder's commit is not used
 
 
 def test_plot(operator_run):

@@ -1,4 +1,4 @@
-"""Options of `timm-ortho bench`: defaults, and one line for each that is invalid."""
+"""Options of `timm-ortho bench`: defaults, and errors of one line."""
 import pytest
 import torch
 

@@ -10,7 +10,7 @@ from timm_ortho.bench.report import METRICS, Result, quantiles, rows, tables, wr
 
 
 def group(**candidates):
-    """Return the rows by name for these milliseconds of each repetition."""
+    """Return rows by candidate. The arguments are the milliseconds of each repetition."""
     results = [Result(name, moved=6_000_000, ms=ms) for name, ms in candidates.items()]
     measured = rows({"what": "operator", "step": "both"}, 8, results)
     return {row["candidate"]: row for row in measured}
@@ -22,11 +22,11 @@ def test_quantiles():
 
 
 def test_ratios_are_taken_within_a_repetition():
-    # the machine slows down by up to ten times; the candidate always takes twice as long
+    # The machine becomes up to ten times slower. In each repetition, the candidate takes twice as long as linear.
     measured = group(linear=[1.0, 10.0, 2.0, 5.0], torch=[2.0, 20.0, 4.0, 10.0])
     assert [measured["torch"][f"ratio_{q}"] for q in ("p20", "p50", "p80")] == [2.0, 2.0, 2.0]
     assert [measured["linear"][f"ratio_{q}"] for q in ("p20", "p50", "p80")] == [1.0, 1.0, 1.0]
-    # the ratio of the medians would be 3, the median of the ratios is 1.5
+    # The median of the ratios is 1.5. The ratio of the medians would be 3.
     assert group(linear=[1.0, 2.0, 10.0], torch=[9.0, 3.0, 6.0])["torch"]["ratio_p50"] == 1.5
 
 
@@ -52,7 +52,7 @@ def test_failed_metrics_are_none_and_inapplicable_metrics_are_empty():
     linear, appendix, torch_row = rows({"what": "operator", "step": "backward"}, 0, results)
     assert all(torch_row[metric] is None for metric in METRICS)
     assert torch_row["note"] == "no memory"
-    assert appendix["ratio_p50"] == ""  # a linear addition has no backward pass to compare with
+    assert appendix["ratio_p50"] == ""  # the backward pass of linear computes nothing
     assert linear["peak_memory"] is None
     assert linear["images_per_s"] == linear["gb_per_s"] == ""
     results[0].note = "no memory either"

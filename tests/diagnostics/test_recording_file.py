@@ -1,4 +1,4 @@
-"""TIMM_ORTHO_RECORD: the file that an unmodified script leaves."""
+"""TIMM_ORTHO_RECORD: the file that an unmodified training script writes."""
 import json
 import os
 import re
@@ -9,7 +9,7 @@ import torch
 
 import timm_ortho
 
-# A common training loop: EMA, evaluation, checkpoint.
+# A common training loop with EMA, evaluation and a checkpoint.
 SCRIPT = """
 import timm, timm_ortho, torch
 from timm.utils import ModelEmaV3
@@ -138,7 +138,7 @@ def test_a_full_disk_does_not_stop_training(monkeypatch, recording_path, tmp_pat
     with pytest.warns(UserWarning, match=r"rows.jsonl: No such file or directory; nothing more is recorded$"):
         model(images())
     for _ in range(3):
-        model(images())  # only one warning
+        model(images())  # a second warning would be an error
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [

@@ -1,4 +1,4 @@
-"""Effective rank, spectral entropy, spread and linear CKA: values in closed form, and batches from a loader."""
+"""Effective rank, spectral entropy, standard deviation and linear CKA: known values, and batches from a loader."""
 import math
 
 import pytest
@@ -20,13 +20,13 @@ def orthogonal(size, seed=0):
 
 
 def isotropic(dimension, width=None):
-    """Features whose covariance is a multiple of the identity: plus and minus each axis."""
+    """Return plus and minus the unit vector of each axis. Their covariance is a multiple of the identity."""
     return torch.cat([torch.eye(dimension, width or dimension), -torch.eye(dimension, width or dimension)])
 
 
 # ------------------------------------------------------------------------------------------- known values
 def test_a_rank_1_covariance_has_effective_rank_1():
-    line = randn(100, 1) @ randn(1, 7) + randn(7)  # anywhere in space
+    line = randn(100, 1) @ randn(1, 7) + randn(7)  # points on a line that does not contain the origin
     assert representation.spectral_entropy(line) == pytest.approx(0, abs=1e-10)
     assert representation.effective_rank(line) == pytest.approx(1, abs=1e-10)
 
@@ -54,7 +54,7 @@ def test_effective_rank_is_invariant_to_rotation_scale_and_offset():
 
 def test_feature_std():
     features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 6.0]])
-    # variances 8 / 2 and 24 / 2
+    # The variances are 8 / 2 and 24 / 2.
     assert representation.feature_std(features) == pytest.approx((2 + math.sqrt(12)) / 2)
     assert representation.feature_std(randn(40, 9)) == pytest.approx(randn(40, 9).std(0).mean().item())
 
@@ -70,7 +70,7 @@ def test_cka_is_invariant_to_rotation_scale_and_offset():
     assert 0 < expected < 1
     assert representation.linear_cka(y, x) == pytest.approx(expected)
     assert representation.linear_cka(x @ orthogonal(8) * 3 + 1, y @ orthogonal(5) * 0.1 - 4) == pytest.approx(expected)
-    stretched = x * torch.tensor([9.0, 1, 1, 1, 1, 1, 1, 1])  # not invariant to other linear maps
+    stretched = x * torch.tensor([9.0, 1, 1, 1, 1, 1, 1, 1])  # CKA is not invariant to this linear map
     assert abs(representation.linear_cka(stretched, x) - 1) > 0.1
 
 
@@ -81,7 +81,7 @@ def test_cka_of_orthogonal_features_is_0():
 
 
 def test_cka_is_the_ratio_of_gram_matrices():
-    """Kornblith et al. 2019, Eq. 3 and 4: HSIC of the n x n matrices, which the package never forms."""
+    """Compare with Kornblith et al. 2019, Eq. 3 and 4. The package does not compute these n x n matrices."""
     x, y = randn(30, 8) + 5, (randn(30, 8).relu() @ randn(8, 5, seed=1))
     centre = torch.eye(30) - 1 / 30
 
@@ -178,7 +178,7 @@ def test_models_are_unchanged(loader):
     modes = [module.training for module in model.modules()]
     recorder = timm_ortho.record(model, every=1)
     one, two = (representation.features(model, loader, extract=extract) for extract in (representation.pooled,) * 2)
-    assert torch.equal(one, two)  # evaluation mode: no drop path
+    assert torch.equal(one, two)  # DropPath is inactive in evaluation mode
     assert not one.requires_grad
     assert [module.training for module in model.modules()] == modes
     assert recorder.step == 0

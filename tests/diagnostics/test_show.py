@@ -1,4 +1,4 @@
-"""`timm-ortho show`: table, plot, sources of models and weights, errors."""
+"""`timm-ortho show`: table, plot, sources of models and weights, and errors."""
 import math
 import xml.etree.ElementTree as ElementTree
 
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 
 
 def test_every_source_that_push_accepts(run, tmp_path, capsys):
-    """Folder, checkpoint, weights of a variant, and export give the same table."""
+    """A run's folder, a checkpoint, a variant with these weights and an export give the same table."""
     hub.export(run, tmp_path / "out", "me/model")
     last = str(run / "last.pth.tar")
     tables = []

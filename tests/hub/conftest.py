@@ -1,4 +1,4 @@
-"""Fixtures of the tests of pulling: small models, saved and served by the mock Hub."""
+"""Fixtures for the tests of pulling: saved small models, and a mock Hub that serves them."""
 import pytest
 from helpers.hub_models import saved_models
 
@@ -11,7 +11,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def hub(server, saved):
-    """The mock Hub with the small models."""
+    """Commit the small models to the mock Hub and return it."""
     for repo_id, (files, _, _) in saved.items():
         server.commit(repo_id, files)
     return server

@@ -52,7 +52,7 @@ def write_rows(folder, rows):
 
 
 def figures(card):
-    """Of the metadata: name -> value, arguments."""
+    """Return ``{name: (value, arguments)}`` of the metrics in a card's metadata."""
     results = ModelCard(str(card)).data.eval_results or []
     return {result.metric_name: (result.metric_value, result.metric_args) for result in results}
 
@@ -109,7 +109,7 @@ def test_a_card_follows_its_files(copied, file, key, name):
     assert after - before == pytest.approx(3 if file == "summary.csv" else 1, abs=1e-3)
 
 
-def test_runs_with_other_settings_and_unfinished_runs_are_no_peers(copied):
+def test_runs_with_different_settings_and_unfinished_runs_are_not_peers(copied):
     args = copied / "feature-seed1" / "args.yaml"
     args.write_text(yaml.safe_dump({**yaml.safe_load(args.read_text()), "lr": 0.5}))
     (copied / "feature-seed2" / "result.json").unlink()
@@ -174,7 +174,7 @@ def test_a_run_of_timms_script(tmp_path):
     assert (data.datasets, data.eval_results[0].dataset_name) == (["uoft-cs/cifar10"], "CIFAR-10")
 
 
-# --------------------------------------------------------------------------------------- other sections-
+# --------------------------------------------------------------------------------------- other sections
 def test_sections_of_a_card(grid):
     run = CheckpointRun(grid / "feature-seed0")
     text = str(model_card(SUBJECT, run, "training.png"))
@@ -222,7 +222,7 @@ def test_a_limited_number_of_images_is_stated(copied):
 
 
 def test_made_with_has_no_empty_values_and_no_host(tmp_path):
-    """Each continued session has a host and a command of its own."""
+    """A continued run has a host and a command for each session."""
     session = {
         "torch": "2", "host": "node7", "pid": 4711, "cpu": "EPYC", "gpu": "", "driver": "", "job": None,
         "command": "'/home/me/my venv/bin/timm-ortho' compare --data-dir '/data/of me/cifar10' --output=/home/me/out/ "
@@ -263,14 +263,14 @@ def test_a_transform_of_the_stream_is_described():
 
 
 def test_first_lines_warn_about_the_hubs_snippet():
-    """The Hub shows a fixed snippet without our import for `library_name: timm`."""
+    """For `library_name: timm`, the Hub shows a fixed snippet, which does not import timm_ortho."""
     first = str(model_card(SUBJECT)).partition("# digits\n\n")[2].partition("\n\n")[0]
     assert first.startswith("> [!IMPORTANT]\n> **Import `timm_ortho` before you load this model.**")
     assert '"Use this model" lacks this import' in first
     assert "`Unknown model (vit_small_ortho.import_timm_ortho)`" in first
     assert "is not supported in your version of timm" in first
     plain = replace(SUBJECT, config={**CONFIG, "architecture": "resnet18", "model_args": {}})
-    assert "Unknown model" not in str(model_card(plain))  # a model of timm
+    assert "Unknown model" not in str(model_card(plain))  # timm's own models need no import
 
 
 def test_the_revision_is_in_the_snippets():

@@ -1,4 +1,4 @@
-"""Exported folders: their files, and models that load from them with the same logits, bit for bit."""
+"""Exported folders: their files, and bit-identical logits of the models that are loaded from them."""
 import json
 import shutil
 from pathlib import Path
@@ -118,7 +118,7 @@ KEEPS_ARGUMENTS = hasattr(timm.models._hub, "get_model_args")  # timm 1.0.31
 @pytest.mark.parametrize("change", [
     lambda model: model.reset_classifier(3), lambda model: model.reset_classifier(0),
     lambda model: model.reset_classifier(5, "avg"), lambda model: model.set_input_size(32)])
-def test_a_model_that_timm_has_changed_after_creation(tmp_path, change):
+def test_a_model_that_timms_methods_have_changed(tmp_path, change):
     model = tiny(global_pool="token", connection="global", connection_eps=1e-3)
     change(model)
     hub.export(model, tmp_path / "out", "me/model")
@@ -180,8 +180,8 @@ def test_other_shapes_are_restored(tmp_path, name, kwargs):
 
 
 @pytest.mark.parametrize("name", [
-    "crossvit_9_240_ortho",  # timm's checkpoint filter for it takes one argument
-    "csatv2_orthog",  # its configuration names no first convolution
+    "crossvit_9_240_ortho",  # timm's checkpoint filter for this model takes one argument
+    "csatv2_orthog",  # the configuration has no first_conv
     "regnetx_002_orthog",
 ])
 def test_other_families_are_restored(tmp_path, name):
@@ -189,7 +189,7 @@ def test_other_families_are_restored(tmp_path, name):
         pytest.skip(f"timm {timm.__version__} has no {name}")
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=3).eval()
-    hub.export(model, tmp_path / "out", "me/model")  # compares the logits
+    hub.export(model, tmp_path / "out", "me/model")  # export compares the logits
     again = loaded(tmp_path / "out")
     assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
 
@@ -231,7 +231,7 @@ def test_a_run_of_timms_script(tmp_path):
 
 
 def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeypatch):
-    """Training started with the authors' weights: in a run of timm's script, or in this process."""
+    """Training may start with the authors' weights in a run of train.py or in this process."""
     base = "BootsofLagrangian/ortho-vit-b-imagenet1k-hf"
     source = timm.create_model("vit_base_ortho", **TINY)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")
@@ -244,7 +244,7 @@ def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeyp
     overlay = dict(file=str(file))
     other = timm.create_model("vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, **TINY)
     revised = timm.create_model("vit_base_ortho", **TINY)
-    revised.began_with = {**started.began_with, "hf_hub_id": f"{base}@v1"}  # as after pull
+    revised.began_with = {**started.began_with, "hf_hub_id": f"{base}@v1"}  # set by `pull` of a revision
     runs = [timm_run(tmp_path / f"run{number}", model="vit_base_ortho", **options) for number, options in enumerate([
         dict(pretrained=True), dict(pretrained=False), dict(pretrained=True, pretrained_path="mine.safetensors"),
         dict(pretrained=True, initial_checkpoint="mine.pth.tar")])]
@@ -294,7 +294,7 @@ def test_files_contain_no_token(tmp_path, monkeypatch):
 def test_weights_from_the_middle_of_an_epoch_have_no_metrics(tmp_path):
     folder = timm_run(tmp_path / "run")
     checkpoint = torch.load(folder / "last.pth.tar", weights_only=False)
-    del checkpoint["metric"]  # as with --recovery-interval of train.py
+    del checkpoint["metric"]  # train.py's recovery checkpoints have no metric
     torch.save(checkpoint, folder / "recovery-2-5.pth.tar")
     card = str(hub.export(folder / "recovery-2-5.pth.tar", tmp_path / "out", "me/model"))
     assert "Not measured on these weights: they were saved in the middle of an epoch." in card
@@ -328,7 +328,8 @@ def test_a_connection_with_lazy_parameters_is_restored(tmp_path, monkeypatch):
     expected = logits(model)
     hub.export(model, tmp_path / "out", "me/model")
     assert torch.equal(logits(loaded(tmp_path / "out")), expected)
-    started = timm.create_model("vit_test_linear.digits", pretrained=True, connection="lazy")  # no such parameters
+    # The checkpoint does not contain the connections' parameters.
+    started = timm.create_model("vit_test_linear.digits", pretrained=True, connection="lazy")
     timm.create_model("vit_test_linear", connection="lazy").load_state_dict(started.state_dict())
 
 

@@ -1,4 +1,4 @@
-"""Models, runs and folders that `hub.export` refuses, each with a one-line message."""
+"""Models, runs and folders that `hub.export` refuses with a one-line message."""
 import pytest
 import torch
 from helpers.exported import tiny

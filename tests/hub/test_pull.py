@@ -10,7 +10,7 @@ from helpers.hub_models import MODELS, commit_changed, needs_hub, shifted, write
 from safetensors.torch import load
 
 pytestmark = needs_hub
-IMPORTS = hub_models.IMPORTS  # of the client
+IMPORTS = hub_models.IMPORTS  # run in the client's process
 
 
 @pytest.mark.parametrize("repo_id", list(MODELS))
@@ -25,7 +25,7 @@ def test_a_repository_restores_weights_architecture_and_connections(hub, client,
 @pytest.mark.parametrize("way", [
     "timm.create_model('local-dir:{}', pretrained=True)", "timm_ortho.pull('local-dir:{}')",
     "timm_ortho.pull(pathlib.Path('{}'))"])
-def test_a_folder_restores_them_without_requests(hub, client, saved, tmp_path, way):
+def test_a_folder_is_loaded_without_requests(hub, client, saved, tmp_path, way):
     files, logits, connections = saved["me/vit"]
     write(tmp_path, files)
     result = client.run(f"model = {way.format(tmp_path)}; cfg = model.pretrained_cfg\n"
@@ -63,7 +63,7 @@ def test_pull_updates_and_falls_back_to_the_cache(hub, client, saved):
     assert client.run(code).answer == newest
 
 
-def test_another_cache(hub, client, saved, tmp_path):
+def test_cache_dir(hub, client, saved, tmp_path):
     result = client.run(f"answer(logits(small(cache_dir={str(tmp_path)!r})))")
     assert result.answer == saved["me/vit"][1], result.output
     assert list(tmp_path.glob("models--me--vit/snapshots/*/model.safetensors"))

@@ -11,11 +11,11 @@ from helpers.hub_client import SOON
 from helpers.hub_models import BY_NAME, BY_PULL, BY_TIMM, check_refused, commit_changed, needs_hub, write
 
 pytestmark = needs_hub
-IMPORTS = hub_models.IMPORTS  # of the client
+IMPORTS = hub_models.IMPORTS  # run in the client's process
 
 
 class Evil:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -38,7 +38,7 @@ def test_a_pickle_is_never_read(hub, client, saved, tmp_path, way):
     assert not mark.exists()
     assert not any("/blobs/" in request.path for request in hub.requests)
     pickle.loads(files["pytorch_model.bin"]).close()
-    assert mark.exists()  # unpickling would have created the file
+    assert mark.exists()  # unpickling creates the file, so the check above can fail
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth"])
@@ -98,7 +98,7 @@ def test_a_wrong_config(hub, client, saved, tmp_path, kind, way, source):
     check_refused(result, rf"{re.escape(source.format(tmp_path))}(@\w+)?: .*{text}")
 
 
-def test_an_unknown_architecture_by_timm(hub, client, saved):
+def test_an_unknown_architecture_is_refused_by_timm(hub, client, saved):
     hub.commit("me/vit", with_config(saved["me/vit"][0], CONFIGS["unknown architecture"][0]))
     result = client.run(BY_TIMM)
     assert result.error == "RuntimeError: Unknown model (vit_smal_ortho)"
@@ -150,7 +150,7 @@ WEIGHTS = {
 }
 
 
-# With another number of classes, timm alone loads some of these silently or leaves a layer random.
+# If num_classes differs from the checkpoint, timm alone loads some of these weights silently or leaves a layer random.
 @pytest.mark.parametrize(("kind", "way"), [
     *product(WEIGHTS, [BY_NAME, BY_TIMM]),
     *product(["missing", "surplus", "misshapen", "NaN"], ["small(num_classes=3)"]),

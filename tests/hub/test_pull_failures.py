@@ -1,4 +1,4 @@
-"""Failures of the Hub, the network and the cache are reported soon, in one line with the cause."""
+"""Failures of the Hub, the network and the cache are reported soon in one line that states the cause."""
 import re
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def test_a_server_that_is_not_a_hub(hub, client):
 
 @pytest.fixture(scope="module")
 def disconnected(tmp_path_factory):
-    """A client whose Hub does not exist: nothing listens at its port."""
+    """Return a client whose endpoint has no server."""
     folder = tmp_path_factory.mktemp("disconnected")
     with HubServer(folder) as gone:
         endpoint = gone.endpoint
@@ -133,7 +133,7 @@ def test_a_cut_download_leaves_nothing_and_the_next_call_completes_it(hub, clien
 
 
 def test_storage_that_does_not_answer(hub, client):
-    """The Hub answers, but not the host of the blobs. huggingface_hub's timeout applies."""
+    """The Hub answers, but the blobs' host does not. huggingface_hub's timeout applies."""
     hub.fail("silence", path="/blobs/")
     check_refused(
         client.run(f"huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.2\n{BY_NAME}"),

@@ -17,7 +17,7 @@ OLAH = os.environ.get("OLAH") or shutil.which("olah-cli")
 
 @pytest.fixture(scope="module")
 def olah(tmp_path_factory, saved):
-    """Endpoint of olah with the ViT as a local Git LFS repository."""
+    """Start olah with the ViT as a local Git LFS repository and return the endpoint."""
     if OLAH is None:
         pytest.skip("install olah in a separate environment and set OLAH=.../bin/olah-cli")
     folder = tmp_path_factory.mktemp("olah")
@@ -58,13 +58,13 @@ def olah(tmp_path_factory, saved):
 
 
 @pytest.mark.slow
-def test_olah_serves_the_same(olah, tmp_path, saved):
+def test_models_pulled_from_olah_are_bit_identical(olah, tmp_path, saved):
     _, logits, connections = saved["me/vit"]
     with HubClient(tmp_path, olah, imports=IMPORTS) as client:
         for way in (BY_TIMM, BY_PULL, BY_NAME):
             client.forget()
             result = client.run(f"model = {way}; answer([logits(model), connections(model)])")
             assert result.answer == [logits, connections], result.output
-        # olah reports any missing file as a missing repository
+        # olah reports a missing file as a missing repository.
         check_refused(client.run("timm_ortho.pull('me/none')"),
                 "hf-hub:me/none: config.json cannot be downloaded: there is no such")

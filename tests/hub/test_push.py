@@ -1,6 +1,4 @@
-"""`timm_ortho.hub.push` and `timm-ortho push`: the real client pushes to the mock Hub, and another process with an
-empty cache loads the model.
-"""
+"""`timm_ortho.hub.push` and `timm-ortho push`: push to the mock Hub, and load in a new process with an empty cache."""
 import json
 import re
 
@@ -32,7 +30,7 @@ def logits(model, chans=3, size=32):
 def pull(name):
     return timm.create_model("hf-hub:" + name, pretrained=True).eval()
 """
-MODELS = {  # the first is larger than 10 MB, the limit for content inside a commit
+MODELS = {  # the ViT is larger than 10 MB, the limit for content inside a commit
     "me/vit": ("vit_small_orthog", dict(img_size=32, patch_size=8, depth=2, num_classes=7, connection_prob=0.5)),
     "me/resnet": ("resnetv2_18_cifar_ortho", dict(
         channels=[16, 16, 32, 32], head_norm=True, num_classes=5, connection_layers=[0, 3])),
@@ -132,7 +130,7 @@ def test_private(server, client):
 def test_an_interrupted_upload_changes_nothing(server, client, what, path, method):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
-    # refused rather than cut: the client repeats an upload that is cut five times, over half a minute
+    # The PUT is refused and not cut, because the client repeats cut uploads for half a minute.
     server.fail(what, path, method, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
     refusals = r"PublishError: the (Hub refuses this token write access|upload was interrupted \(Rem)"
@@ -185,7 +183,7 @@ def test_failures_of_the_hub(server, client, what):
     result = client.run("hub.push(tiny(), 'me/model')")
     assert result.error.startswith("PublishError: " + FAILURES[what].format(server.endpoint))
     assert result.seconds < SOON
-    assert "During handling" not in result.output  # one line, not the client's traceback
+    assert "During handling" not in result.output  # the output has no traceback of the client
 
 
 @pytest.mark.parametrize(("status", "path"), [
@@ -209,7 +207,7 @@ def test_tokens_are_only_in_the_header(server, client):
         assert token not in result.output + result.error
         assert server.leaks(token) == []
     assert server.files("me/model") == before
-    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # the token in use
+    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # the stored token
     assert stored.error is None, stored.output
     anonymous = client.run("hub.push(tiny(), 'me/model', token=False)")
     assert anonymous.error.startswith("PublishError: the Hub does not accept requests without a token (401 from ")

@@ -1,4 +1,4 @@
-"""The mock Hub with the real client. The other tests of the Hub rely on this behaviour."""
+"""The mock Hub with the real client. All tests with the mock Hub rely on this behaviour."""
 import hashlib
 import os
 import random

@@ -25,7 +25,7 @@ def copied(grid, tmp_path):
 @pytest.mark.parametrize("allowed", [[], [Namespace]])
 @pytest.mark.parametrize("read", [CheckpointRun, lambda folder: load_checkpoint(folder / "last.pth.tar")])
 def test_reading_a_checkpoint_does_not_change_torch(tmp_path, read, allowed):
-    """The list of safe globals of the process does not change."""
+    """torch's list of safe globals stays the same."""
     folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -37,7 +37,7 @@ def test_reading_a_checkpoint_does_not_change_torch(tmp_path, read, allowed):
         torch.serialization.add_safe_globals(before)
 
 
-def test_the_later_row_of_an_epoch_counts(tmp_path):
+def test_the_last_row_of_an_epoch_is_used(tmp_path):
     folder = timm_run(tmp_path / "run")
     rows = (folder / "summary.csv").read_text().splitlines()
     (folder / "summary.csv").write_text("\n".join([*rows, rows[-1].replace("30.25", "31.5")]) + "\n")
@@ -103,7 +103,7 @@ def test_a_second_training_in_the_same_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["args.yaml", "result.json"])
-def test_a_damaged_run_is_no_peer(grid, tmp_path, name):
+def test_a_damaged_run_is_not_a_peer(grid, tmp_path, name):
     copy = shutil.copytree(grid, tmp_path / "grid")
     assert CheckpointRun(copy / "feature-seed0").peers.keys() == {0, 1}
     damaged = copy / "feature-seed1" / name

@@ -1,4 +1,4 @@
-"""costs/measure.py: FLOPs against the paper's formulas, gamma against its Table 11, and overhead from mocked times."""
+"""costs/measure.py: FLOPs and gamma compared with the paper's tables, and overhead from mocked times."""
 import pytest
 import timm
 import torch
@@ -35,7 +35,7 @@ def test_convolutions_have_the_same_extra_for_each_shape():
     assert rows[0]["branch"] == 2 * (2 * 9 * 64 * 64 * 32 * 32)  # two 3 x 3 convolutions
 
 
-def test_nothing_computed_counts_as_much_as_a_real_run():
+def test_flops_on_the_meta_device_equal_those_of_a_real_run():
     arguments = dict(img_size=32, patch_size=8, embed_dim=48, num_heads=3, depth=2)
     model = timm.create_model("vit_small_ortho", **arguments)
     calls = []
@@ -51,13 +51,13 @@ def test_nothing_computed_counts_as_much_as_a_real_run():
     assert not model.blocks[0]._forward_pre_hooks
 
 
-def test_the_papers_form_computes_the_same():
+def test_the_papers_algorithm_computes_the_same_update():
     x, f = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     paper = cost.PaperConnection()(x, f)
     assert torch.allclose(paper, timm_ortho.FeatureConnection()(x, f), atol=1e-6)
 
 
-def test_an_operation_that_is_not_known_is_an_error():
+def test_an_unknown_operation_is_an_error():
     class Odd(timm_ortho.LinearConnection):
         def forward(self, x, f, attn_mask=None):
             return (x + f).tanh()
@@ -84,7 +84,7 @@ def test_parameters_and_flops_of_whole_models():
 def test_gamma_is_that_of_table_11():
     table = paper.numbers()["gamma"]["models"]
     given = {model: (row["width"], row["blocks"], row["gamma"]) for model, row in table.items()
-             if model != "resnet1001"}  # which timm does not have
+             if model != "resnet1001"}  # timm has no ResNet-1001
     given.update(vit_base_patch16_224=given["vit_base"], resnetv2_50=given["resnetv2_50_cifar"])
     found = {row["model"]: (row["width"], row["blocks"], row["gamma"]) for row in cost.gamma_table(list(given))}
     assert found == {model: pytest.approx(figures, abs=0.006) for model, figures in given.items()}
@@ -92,14 +92,14 @@ def test_gamma_is_that_of_table_11():
 
 # ------------------------------------------------------------------------------------------------- Table 1b
 class GivenTimes:
-    """A mock clock: the orthogonal model takes 25 % longer, and 30 % longer in every second repetition."""
+    """A mock clock. The orthogonal model takes 25 % longer than linear, and 30 % in every second repetition."""
 
     def __init__(self, device):
         self.device = device
         self.times = {"linear": [8.0] * 9, "ortho": [8.0, 8.0] + [10.0, 10.4] * 9}
 
     def __call__(self, candidate, calls):
-        candidate.run(candidate.prepare())  # what bench measures does run
+        candidate.run(candidate.prepare())
         return self.times[candidate.name].pop(0)
 
 
@@ -115,19 +115,19 @@ def test_overhead_is_the_throughput_that_is_lost(monkeypatch):
     assert row["device"] == device_name(torch.device("cpu"))
     assert row["linear"] == pytest.approx(4 / 8e-3)
     assert row["feature"] == pytest.approx(4 / 10e-3)
-    assert row["overhead"] == pytest.approx(20)  # as 1737.2 against 1634.0 is 5.94 in the paper: of the linear one
+    assert row["overhead"] == pytest.approx(20)  # % of linear's throughput, as in the paper
     assert row["overhead_p20"] == pytest.approx(20)
     assert row["overhead_p80"] > 20
 
 
-def test_overhead_that_is_really_measured():
+def test_measured_overhead():
     row, = cost.overhead(["vit_small"], repeats=2, **SMALL)
     assert row["linear"] > 0
     assert row["feature"] > 0
     assert row["overhead_p20"] <= row["overhead"] <= row["overhead_p80"] < 100
 
 
-def test_what_fails_is_noted(monkeypatch):
+def test_a_failed_measurement_has_a_note(monkeypatch):
     class NoMemory(GivenTimes):
         def __call__(self, candidate, calls):
             if candidate.name == "ortho":

@@ -1,4 +1,4 @@
-"""costs/report.py and tables.py: `timm-ortho cost`, and its numbers beside the paper's tables."""
+"""costs/report.py and tables.py: `timm-ortho cost`, and its numbers beside those of the paper."""
 import pytest
 import torch
 from helpers.made_up_runs import OVERHEAD, ROWS, runs_of, study_of
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.usefixtures("undrawn_module")
 
 
 @pytest.mark.parametrize("scale", design.SCALES)
-def test_arguments_are_those_of_the_measurements(scale):
+def test_arguments_are_accepted_by_the_measurements(scale):
     for name in ("parameters", "gamma"):
         assert list(cost_report.load(name, scale)[1]) == ["models"]
     _, arguments = cost_report.load("overhead", scale)
     models = [f"{name}_ortho" for name in arguments["models"]]
-    assert bench.resolve({**arguments, "models": models, "device": "cpu"}).models  # raises for unknown options
+    assert bench.resolve({**arguments, "models": models, "device": "cpu"}).models  # an unknown option is an error
 
 
 def test_changes_of_scale_small():
@@ -39,7 +39,7 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
     assert (tmp_path / "again" / "report.md").read_text() == (output / "report.md").read_text()
 
 
-def test_threads_are_those_of_the_measurement_only(tmp_path, monkeypatch):
+def test_threads_are_set_during_the_measurement_only(tmp_path, monkeypatch):
     seen, before = [], torch.get_num_threads()
     monkeypatch.setattr(measure, "rows", lambda *_: seen.append(torch.get_num_threads()) or [])
     torch.set_num_threads(3)
@@ -62,7 +62,7 @@ def test_unknown_tables_and_scales(name, scale, message):
         cost_report.load(name, scale)
 
 
-def test_a_table_of_costs_is_reported_alone(tmp_path):
+def test_a_table_of_costs_cannot_be_combined_with_a_study(tmp_path):
     costs, trained = ((study_of(name), runs_of(name), []) for name in ("gamma", "dynamics"))
     keys = ("study", "runs", "unfinished")
     parts = [dict(zip(keys, part, strict=True)) for part in (costs, trained)]
@@ -78,7 +78,7 @@ def test_overhead_beside_table_1b(tmp_path):
                        ([{**OVERHEAD, "model": "vit_small(img_size=64, depth=2)"}], "ViT-S (depth=2)")):
         write(study_of("overhead"), rows, [], tmp_path)
         found = side_by_side(tmp_path)
-        assert found[(name,), "overhead, %"][1] == "2.50"  # 100 (1 - 975 / 1000), as the paper takes it
+        assert found[(name,), "overhead, %"][1] == "2.50"  # 100 (1 - 975 / 1000), by the paper's definition
         assert found[(name,), "overhead by repetition, %"][1] == "2.00 [1.00, 3.50]"
         assert found[(name,), "Linear, images/s"][1] == "1,000.0"
     write(study_of("overhead"), twice, [], tmp_path)

@@ -1,4 +1,4 @@
-"""planning/deviations.py: how a study differs from the paper."""
+"""planning/deviations.py: differences between a study and the paper."""
 import pytest
 
 from timm_ortho.lab import paper
@@ -10,16 +10,16 @@ def lines(name, scale, dataset, seeds=5):
     return deviations(design.load(name, scale), {"dataset": dataset, "data_dir": "x", "device": "cpu"}, range(seeds))
 
 
-def test_a_small_scale_names_what_it_changed():
+def test_a_small_scale_lists_its_changes():
     changed = lines("hybrid", "small", "digits", 3)
     assert {"data set: digits here, tiny_imagenet in the paper", "seeds: 3 here, 5 in the paper",
             "epochs: 15 here, 300 in the paper", "embed_dim: 64 here, 384 in the paper"} <= set(changed)
-    assert not any(line.startswith("RandAugment") for line in changed)  # not used at this scale
+    assert not any(line.startswith("RandAugment") for line in changed)  # this scale has no RandAugment
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "tiny_imagenet", "imagenet1k"])
-def test_the_papers_own_values_are_no_deviations(dataset):
-    """On each of the paper's data sets, runs are compared with the recipe for this data set."""
+def test_the_papers_own_values_are_not_deviations(dataset):
+    """On each of the paper's data sets, a run is compared with the recipe for this data set."""
     changed = lines("accuracy", "paper", dataset)
     assert not any("in the paper" in line for line in changed)
     assert any("RandAugment: " in line for line in changed)

@@ -1,4 +1,4 @@
-"""Image folders: which folder is a split, and which layouts are refused before anything runs."""
+"""Image folders: choice of the splits, and layouts that are refused before training."""
 import os
 import re
 import shutil
@@ -37,7 +37,7 @@ def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
 
 
 def samples(split):
-    """Return files and labels of timm's or torchvision's data set."""
+    """Return the files and labels of a data set of timm or torchvision."""
     split = getattr(split, "dataset", split)
     return getattr(split, "reader", split).samples
 
@@ -68,20 +68,20 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
     assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
-    assert known_options()["val_split"]["default"] == "validation"  # the split that `test` replaces
+    assert known_options()["val_split"]["default"] == "validation"  # the default, which `test` has replaced
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 def test_missing_split_is_refused(tmp_path, dataset):
-    """timm and its torch/image_folder read the whole folder in place of a missing split."""
+    """If a split is missing, timm reads the whole folder instead."""
     refused("has no folder for the validation images", image_folder(tmp_path / "a", "train"), dataset=dataset)
     refused("has no folder for the training images", image_folder(tmp_path / "b", "test", "other"), dataset=dataset)
     named = image_folder(tmp_path / "c", "train", "test")
     refused(r"no folder for the validation images \(val_split 'new'\)", named, dataset=dataset, val_split="new")
 
 
-def test_flat_folder_is_for_hold_out_only(tmp_path):
-    """A hold-out needs one split; a folder that has a test split must name its training split."""
+def test_flat_folder_requires_a_hold_out(tmp_path):
+    """A hold-out needs only one split. If a folder has a test split, it must also have a training split."""
     def hold_out(root):
         path = written(tmp_path, grid={}, hold_out=4, representation=False)
         return plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE))
@@ -121,7 +121,7 @@ def test_one_linked_image_is_refused(tmp_path, link):
 
 
 def test_copy_of_the_training_images_is_refused(tmp_path):
-    """Equal names alone are no copy, nor are two equal images."""
+    """Splits with equal file names are not copies, not even if one image is equal."""
     root = image_folder(tmp_path, "train", "val")
     shutil.copy(root / "train" / "dog" / "3.png", root / "val" / "dog" / "3.png")
     options_of(root)
@@ -131,13 +131,13 @@ def test_copy_of_the_training_images_is_refused(tmp_path):
 
 
 def test_half_a_copy_is_refused(tmp_path):
-    """Images of other names do not hide the copies."""
+    """Further images with different names do not hide the copies."""
     root = image_folder(image_folder(tmp_path, "train", count=4), "val", count=20)
     shutil.copytree(root / "train" / "cat", root / "val" / "cat", dirs_exist_ok=True)
     refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
 
 
-def test_a_tar_file_has_no_two_splits(tmp_path):
+def test_a_tar_file_cannot_contain_two_splits(tmp_path):
     image_folder(tmp_path, "data")
     path = shutil.make_archive(str(tmp_path / "data"), "tar", tmp_path / "data")
     refused("training and validation images would both come from .*data.tar", path)
@@ -206,7 +206,7 @@ def test_description_of_a_studys_data(tmp_path):
 
 
 def test_description_of_train_pys_data(tmp_path):
-    """train.py takes all images. Their number is unknown if the plan is made on another machine."""
+    """train.py ignores train_num_samples. If the plan is made on a machine without the data, it has no description."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(for_train_py(tmp_path, root, train_num_samples=4))
     assert (experiment.study["data"]["train"], experiment.study["data"]["validation_split"]) == (12, "test")
@@ -220,7 +220,7 @@ def for_train_py(tmp_path, root, **options):
 
 
 def test_train_py_validates_on_the_test_split(tmp_path):
-    """With and without a given number of classes."""
+    """The split does not depend on whether num_classes is set."""
     root = image_folder(tmp_path / "data", "train", "test")
     for options in ({}, {"num_classes": None}):
         experiment = plan.plan(for_train_py(tmp_path, root, **options))
@@ -233,7 +233,7 @@ def test_shared_images_are_refused_for_train_py(tmp_path):
 
 
 def test_shared_images_are_refused_when_train_py_starts(tmp_path):
-    """A plan may be made on a machine without the data."""
+    """The machine on which a plan is made need not have the data."""
     experiment = planned(for_train_py(tmp_path, tmp_path / "data"))
     folder = experiment.folder / next(iter(experiment.runs))
     stage = RunPlan.read(folder).stages[0]
@@ -245,7 +245,7 @@ def test_shared_images_are_refused_when_train_py_starts(tmp_path):
 
 # -------------------------------------------------------------------------------------------- the data set
 def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
-    """Also in a study whose default data set is the digits."""
+    """The option also works in a study whose default data set is digits."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
     assert (experiment.study["dataset"], experiment.study["data"]["classes"]) == ("data", 2)
@@ -264,7 +264,7 @@ def test_folder_keeps_its_runs_when_it_moves(tmp_path):
 
 # --------------------------------------------------------------------------------------------- the classes
 def tiny_imagenet(root):
-    """Tiny ImageNet's own layout."""
+    """Write a folder in the layout of Tiny ImageNet's archive."""
     image_folder(root, "train", classes=("n01", "n02", "n03"), below="images")
     for label in ("n01", "n02", "n03"):
         (root / "train" / label / f"{label}_boxes.txt").write_text(f"{label}_0.png\t0\t0\t62\t62\n")
@@ -279,7 +279,7 @@ def tiny_imagenet(root):
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
-def test_the_errors_commands_sort_tiny_imagenet(tmp_path, dataset):
+def test_the_commands_in_the_error_sort_tiny_imagenet(tmp_path, dataset):
     root = tiny_imagenet(tmp_path / "tiny imagenet")
     with pytest.raises(LabError, match=r"split '(train|validation)' of .*Tiny ImageNet's own layout") as error:
         options_of(root, dataset=dataset)
@@ -296,7 +296,7 @@ def test_the_errors_commands_sort_tiny_imagenet(tmp_path, dataset):
 
 @pytest.mark.parametrize("scale", ["lab", "train.py"])
 def test_one_class_is_refused(tmp_path, scale):
-    """Also if num_classes is set, as in the paper's recipes."""
+    """It is also refused if num_classes is set, as in the paper's recipes."""
     def refused_by(root, message):
         with pytest.raises(LabError, match=message):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
@@ -310,7 +310,7 @@ def test_one_class_is_refused(tmp_path, scale):
                "class 'images' is in several folders, first 'cat/images' and 'dog/images'")
 
 
-def test_class_folder_without_images_is_refused_where_classes_are_given(tmp_path):
+def test_one_class_with_images_is_refused_with_a_class_map(tmp_path):
     root = image_folder(tmp_path, "train", "val")
     (tmp_path / "classes.txt").write_text("cat\nbird\n")
     refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
@@ -321,8 +321,8 @@ def test_class_folder_without_images_is_refused_where_classes_are_given(tmp_path
     ("cat\n \ndog\n", "line 2 of class_map .*classes.txt is blank"),
     ("cat\ndog\ncat\n", "line 1 of class_map .*classes.txt and line 3 have the same class 'cat'"),
 ])
-def test_class_map_has_one_class_on_each_line(tmp_path, text, message):
-    """timm takes the line numbers as labels, so a class would have no name, or a label would be out of range."""
+def test_class_map_must_have_one_class_on_each_line(tmp_path, text, message):
+    """timm uses the line numbers as labels. With such a file, a label could be out of range."""
     root = image_folder(tmp_path, "train", "val")
     for path in (tmp_path / "classes.txt", root / "train" / "in_split.txt"):
         path.write_text(text)
@@ -330,7 +330,7 @@ def test_class_map_has_one_class_on_each_line(tmp_path, text, message):
     refused(message.replace("classes", "train/in_split"), root, class_map="in_split.txt")
 
 
-def test_torchvision_has_no_class_map(tmp_path):
+def test_class_map_is_refused_with_torchvision(tmp_path):
     """timm does not pass class_map to torchvision."""
     (tmp_path / "classes.txt").write_text("dog\ncat\n")
     refused("class_map has no effect on data set torch/image_folder", image_folder(tmp_path, "train", "val"),
@@ -338,7 +338,7 @@ def test_torchvision_has_no_class_map(tmp_path):
 
 
 def test_splits_of_different_classes_are_refused(tmp_path):
-    """timm numbers the classes of each split separately, so one label would mean two classes."""
+    """timm numbers the classes of each split separately. The same label would denote different classes."""
     root = image_folder(image_folder(tmp_path, "train", classes="abcd"), "val", classes="bcd")
     refused(r"has other classes than split 'train', .*: 1 only in 'train' \(a\)", root)
     (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
@@ -361,8 +361,8 @@ def test_image_between_class_folders_is_refused(tmp_path, path, message):
     refused(message, root)
 
 
-def test_other_number_of_classes_is_refused(tmp_path):
-    """The paper's recipes have the number of classes of their own data set."""
+def test_wrong_number_of_classes_is_refused(tmp_path):
+    """The paper's recipes set the number of classes of the paper's data sets."""
     root = image_folder(tmp_path / "data", "train", "val")
     refused("num_classes is 200, but data set '.*' has 2 classes: use --option num_classes=2", root, num_classes=200)
     with pytest.raises(LabError, match="num_classes is 200, but"):
@@ -379,7 +379,7 @@ def test_classes_in_groups_are_allowed(tmp_path):
 # ---------------------------------------------------------------------------------------------- the images
 @pytest.fixture
 def broken(tmp_path):
-    """A folder with one image that is cut off in its middle."""
+    """Return a folder with a truncated image, and the path of this image."""
     root = image_folder(tmp_path / "data", "train", "val")
     path = root / "val" / "dog" / "2.png"
     path.write_bytes(path.read_bytes()[:400])
@@ -389,7 +389,7 @@ def broken(tmp_path):
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, dataset):
-    """timm's ImageDataset returns the next image, which would be counted twice."""
+    """timm's ImageDataset returns the next image instead, which would then count twice."""
     root, path = broken
     folder = one_run(tmp_path / "out", dataset=dataset, data_dir=str(root), workers=workers, **WHOLE)
     with pytest.raises(LabError, match=rf"^image {path} cannot be used \(.*\): remove or replace it$"):
@@ -399,7 +399,7 @@ def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, data
 
 
 def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
-    """timm 1.0.31 reads this variable; without it the script trains on the next image."""
+    """timm 1.0.31 reads TIMM_DATASET_MAX_RETRIES. By default, it trains on the next image instead."""
     seen = tmp_path / "seen"
     script = tmp_path / "script.py"
     script.write_text(STAND_IN.read_text().replace(
@@ -413,7 +413,7 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
 
 
 def test_other_images_under_the_same_output_are_refused(tmp_path):
-    """Old results would be reported as results on the new images."""
+    """The report would mix results on old and new images."""
     root = image_folder(tmp_path / "data", "train", "val")
 
     def plan_again():
@@ -424,7 +424,7 @@ def test_other_images_under_the_same_output_are_refused(tmp_path):
     plan_again()
     root.rename(tmp_path / "moved")
     root = tmp_path / "moved"
-    plan_again()  # the same images elsewhere
+    plan_again()  # the same images in a moved folder
     (root / "val" / "cat" / "0.png").rename(root / "val" / "cat" / "other.png")
     with pytest.raises(LabError, match=r"has runs on other images \(fingerprint is"):
         plan_again()
@@ -435,7 +435,7 @@ def test_other_images_under_the_same_output_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "dataset"), [("cifar10", "cifar10 (2 classes)"), ("mine", "mine")])
-def test_a_folder_named_after_the_papers_data_set_is_told_apart(tmp_path, name, dataset):
+def test_the_number_of_classes_is_added_to_a_name_of_the_papers_data_sets(tmp_path, name, dataset):
     root = image_folder(tmp_path / name, "train", "val")
     experiment = plan.plan(compared("unused", ["linear"], dataset="", data_dir=str(root), **WHOLE))
     assert experiment.study["dataset"] == dataset
@@ -456,7 +456,7 @@ def test_images_that_cannot_be_opened_are_refused_before_training(tmp_path, brok
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 def test_16_bit_images_are_refused(tmp_path, dataset):
-    """Pillow's conversion to 8 bits makes nearly all pixels white."""
+    """Pillow's conversion to 8 bits clips the values and makes nearly all pixels white."""
     root = image_folder(tmp_path, "train", "val")
     path = root / "train" / "cat" / "0.png"
     pixels = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
@@ -471,7 +471,7 @@ def saved_as(path, suffix):
 
 
 def test_images_that_timms_reader_skips_are_refused(tmp_path):
-    """A class without other images would be missing. Files that are no photographs are allowed."""
+    """A class that has only such images would be missing. Files in formats that are not for photographs are allowed."""
     root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
     for name in ("a.txt", "b.csv", "c.json", "d.pdf", "e.mpg", "f.h5", "Thumbs.db", ".DS_Store"):
         (root / "train" / "cat" / name).write_text("")
@@ -487,7 +487,7 @@ def test_images_that_timms_reader_skips_are_refused(tmp_path):
     refused("all images are of one class 'cat'", root, class_map=str(tmp_path / "classes.txt"))
 
 
-def test_formats_of_torchvision_are_its_own(tmp_path):
+def test_webp_images_are_allowed_with_torchvision(tmp_path):
     root = image_folder(tmp_path, "train", "val")
     saved_as(root / "train" / "dog" / "1.png", ".webp")
     source = run.open_source(Namespace(**options_of(root, dataset="torch/image_folder")))
@@ -516,7 +516,7 @@ def test_channels_are_one_or_three(tmp_path, key, value):
 
 @pytest.mark.parametrize(("changes", "mode"), [({}, "RGB"), ({"in_chans": 1}, "L")])
 def test_grey_and_colour_images_mix(tmp_path, changes, mode):
-    """All have the channels of the model, whichever image comes first."""
+    """All images are converted to the model's number of channels. The first image's mode does not matter."""
     root = image_folder(tmp_path, "train", "val")
     for label in ("cat", "dog"):
         path = root / "train" / label / "0.png"
@@ -543,7 +543,7 @@ def epochs_of(options, count=2, after_first=None):
 
 
 def test_small_images_are_read_once(tmp_path, monkeypatch):
-    """The second epoch needs no files, and its batches equal the batches of a loader without a cache."""
+    """The second epoch reads no files. Batches equal those of a loader without a cache."""
     root = image_folder(tmp_path, "train", "val")
     options = Namespace(**options_of(root, aa="rand-m9-n4", color_jitter=0.4, reprob=0.5, workers=0))
     monkeypatch.setattr(data, "_CACHE_BYTES", 0)

@@ -1,4 +1,4 @@
-"""Run processes on this machine: parallel, killed, failing and interrupted runs, and how results are collected."""
+"""Launching runs on this machine: parallel, killed, failing and interrupted runs, and collected results."""
 import errno
 import io
 import json
@@ -43,7 +43,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks f
 # --------------------------------------------------------------------------------------- from plan to report
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A study's file and its output folder, trained in this process."""
+    """Train a study in this process. Return its file and its output folder."""
     folder = tmp_path_factory.mktemp("study")
     path = written(folder)
     return path, trained(request(path, folder / "out"))
@@ -103,7 +103,7 @@ def test_collected_results(tiny):
         assert [len(item[key]) for key in ("history", "probe", "dynamics")] == [2, 3, 4 * 4]
         assert item["dataset"] == "digits"
     ckas = [item["representation"]["linear_cka"] for item in runs]
-    assert (ckas[0], ckas[2]) == (None, None)  # the baselines
+    assert (ckas[0], ckas[2]) == (None, None)  # baselines have no CKA
     assert 0.0 < ckas[1] < 1.0
     assert ckas[1] == pytest.approx(features.representation.linear_cka(*(
         features._stored(output / f"lr=0.001-{connection}-seed0") for connection in ("linear", "feature"))))
@@ -132,7 +132,7 @@ def test_shipped_study_from_run_to_report(tmp_path, monkeypatch):
 
 # -------------------------------------------------------------------------------------------------- status
 def test_status(tmp_path, monkeypatch, capsys):
-    """The status of five runs, one of each kind, comes from their files."""
+    """Status is read from the files of the runs. Each of five runs has a different state."""
     values = yaml.safe_load(STUDY)
     path = written(tmp_path, grid={"lr": [1e-3, 1e-2, 1e-1, 1.0, 2.0]}, connections=["linear"], representation=False,
                    scales=values["scales"])
@@ -212,7 +212,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
-    """A bar on a terminal and lines elsewhere, also for continued runs and for a loss of nan."""
+    """Progress is a bar on a terminal and lines elsewhere. One run is continued, and one has a loss of nan."""
     experiment = planned(compared(tmp_path / "out", epochs=4))
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
@@ -224,18 +224,18 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
             file.write(f"{head}{number},{loss},1.0,{top1},99.0,0.001\n")
 
     epoch("linear-seed0", 0, 2.5, 10.0)
-    lines = launch._Progress(experiment.folder, experiment.runs)  # at second 0
+    lines = launch._Progress(experiment.folder, experiment.runs)  # after 0 seconds
     lines.update(experiment.runs)
-    assert capsys.readouterr().err == ""  # no new epoch
+    assert capsys.readouterr().err == ""  # there is no new epoch
     epoch("linear-seed0", 1, 1.23456, 67.891)
-    lines.update(experiment.runs)  # at second 5, with one of seven epochs done
+    lines.update(experiment.runs)  # after 5 seconds and one of the seven remaining epochs
     lines.update(experiment.runs)
     epoch("feature-seed0", 0, "nan", 10.0)
     lines.update(experiment.runs)  # less than 20 seconds after the last line
     epoch("feature-seed0", 1, "nan", 10.0)
     for _ in range(3):
         next(clock)
-    lines.update(experiment.runs)  # at second 30
+    lines.update(experiment.runs)  # after 30 seconds
     assert capsys.readouterr().err.splitlines() == [
         "linear-seed0: epoch 2/4, loss 1.235, top-1 67.89 %; 2/8 epochs, 00:30 left",
         "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 00:40 left"]
@@ -252,14 +252,14 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
 
 # ----------------------------------------------------------------------------------------------- processes
 def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, capsys):
-    """One run is killed once, one every time, and one never."""
+    """One run is killed once, one run is killed every time, and one run is not killed."""
     experiment = planned(compared(tmp_path / "out", ["linear", "feature", "global"]))
     whole = one_run(tmp_path / "whole", "linear")
     run.run(whole)
     started = []
 
     class Process:
-        """Train in this process, then appear dead."""
+        """A mock process that trains in this process and then appears to have ended."""
 
         def __init__(self, target, args):
             self.folder, self.exitcode = args[0], 0
@@ -268,7 +268,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
             started.append(self.folder.name)
             times = started.count(self.folder.name)
             if self.folder.name.startswith(("linear", "feature")) and times == 1:
-                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # leaves no error, like a kill
+                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # records no error, as if killed
                 self.exitcode = -signal.SIGKILL
             elif self.folder.name.startswith("feature"):
                 self.exitcode = -signal.SIGKILL
@@ -296,7 +296,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
 
 
 def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
-    """An unreadable checkpoint and an unexpected error, in real processes. Neither run is started again."""
+    """Two real processes fail with an unreadable checkpoint and an unexpected error. They are not started again."""
     requested = compared(tmp_path / "out", ["linear", "feature", "global"])
     experiment = planned(requested)
     for name in ("linear", "feature"):
@@ -321,7 +321,7 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
 
 @contextmanager
 def started(path, output, epochs):
-    """Start `timm-ortho study run` in a process that handles Ctrl-C even if pytest's parent ignores it."""
+    """Start `timm-ortho study run`. The process handles SIGINT even if pytest's parent process ignores it."""
     command = [sys.executable, "-m", "timm_ortho", "study", "run", path, "--scale", "smoke", "--device", "cpu",
                "--output", str(output), "--parallel", "2", "-o", f"epochs={epochs}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -329,7 +329,7 @@ def started(path, output, epochs):
         try:
             yield process
         finally:
-            process.kill()  # after a failed test, do not wait for it
+            process.kill()  # if the test has failed, do not wait for the process
 
 
 def pids(output):
@@ -355,10 +355,10 @@ def wait_for(condition, seconds=120):
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_command(sent, tmp_path):
-    """Ctrl-C and SIGTERM report the finished runs. SIGKILL of the launcher also ends its runs."""
+    """After Ctrl-C or SIGTERM, the command reports the finished runs. SIGKILL of the command also ends its runs."""
     output, path = tmp_path / "out", written(tmp_path)
-    one = planned(request(path, output, epochs=100_000))  # longer than this test waits
-    (output / next(iter(one.runs)) / RESULT).write_text("{}")  # counts as finished
+    one = planned(request(path, output, epochs=100_000))  # the runs take longer than this test
+    (output / next(iter(one.runs)) / RESULT).write_text("{}")  # the first run counts as finished
     with started(path, output, epochs=100_000) as process:
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
         at_work = pids(output)
@@ -366,7 +366,7 @@ def test_no_process_outlives_the_command(sent, tmp_path):
         if sent != signal.SIGKILL:
             (output / next(iter(one.runs)) / RESULT).unlink()
         if sent == signal.SIGINT:
-            os.killpg(process.pid, sent)  # like a terminal
+            os.killpg(process.pid, sent)  # a terminal also sends SIGINT to the whole group
         else:
             process.send_signal(sent)
         _, errors = process.communicate(timeout=60)
@@ -385,7 +385,8 @@ def test_ctrl_c_and_sigterm_report_finished_runs(tmp_path, monkeypatch, capsys, 
     requested = compared(tmp_path / "out")
     run.run(planned(requested).folder / "linear-seed0")
     before = signal.getsignal(signal.SIGTERM)
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
+    # If pytest runs in a shell's background, SIGINT is ignored.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(launch, "local", lambda *_: signal.raise_signal(sent))
     try:
         assert study.run(requested) == 128 + sent
@@ -403,7 +404,7 @@ def test_ctrl_c_and_sigterm_report_finished_runs(tmp_path, monkeypatch, capsys, 
 @linux
 @pytest.mark.slow
 def test_killed_runs_have_the_results_of_undisturbed_runs(tmp_path):
-    """SIGKILL both training processes while two runs wait."""
+    """Kill both training processes with SIGKILL while two runs wait."""
     path, output = written(tmp_path, representation=False), tmp_path / "out"
     with started(path, output, epochs=25) as process:
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
@@ -500,7 +501,7 @@ def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("status", "waits"), [(143, True), (-15, True), (-12, True), (-9, False), (1, False), (0, False)])
 def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, status, waits):
-    """Slurm sends SIGTERM to the whole step. A task that ended with its run would count as completed."""
+    """Slurm sends SIGTERM to the run and its task. If the task ended too, it would count as completed."""
     job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))

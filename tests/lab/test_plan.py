@@ -1,4 +1,4 @@
-"""planning/: from a study or comparison to the folders of its runs. Nothing is trained."""
+"""planning/: planning the runs of studies and comparisons, and their folders. Nothing is trained."""
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
 
 
 def test_equal_runs_are_shared(tmp_path):
-    """Linear connections ignore eps, so that all values share one run."""
+    """Linear connections ignore eps, so all values of eps share a run."""
     path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
     found = plan.plan(request(path, tmp_path / "out", seeds=2))
     assert len(found.places) == 2 * 2 * 3
@@ -50,7 +50,7 @@ def test_default_arguments_make_no_difference():
 
 
 def test_switches(tmp_path):
-    """Kept: one schedule with the switch in its middle. Reinitialised: two trainings, also for linear to linear."""
+    """`kept` has one schedule with the switch in the middle. `reinitialised` always has two trainings."""
     def stages(optimizer, epochs):
         grid = {"switch": {first + second: {"connection": first, "switch": {"to": second, "optimizer": optimizer}}
                            for first in ("linear", "feature") for second in ("linear", "feature")}}
@@ -59,7 +59,7 @@ def test_switches(tmp_path):
         return {place["cell"]["switch"]: found.runs[place["run"]] for place in found.places}, found.places
 
     runs, places = stages("kept", 5)
-    assert [place["connection"] for place in places] == ["linear", "feature", "linear", "feature"]  # the second
+    assert [place["connection"] for place in places] == ["linear", "feature", "linear", "feature"]  # after the switch
     assert {cell: [stage.connection for stage in run.stages] for cell, run in runs.items()} == {
         "linearlinear": ["linear"], "linearfeature": ["linear", "feature"], "featurelinear": ["feature", "linear"],
         "featurefeature": ["feature"]}
@@ -114,7 +114,7 @@ def test_the_data_set_is_that_of_the_command_or_study(tmp_path, capsys):
     assert "data set 'torch/cifar10' needs --data-dir" in capsys.readouterr().err
 
 
-def test_paper_scale_takes_the_papers_recipe():
+def test_paper_scale_uses_the_papers_recipe():
     found = design.load("accuracy", "paper")
     variants = found.variants({"dataset": "cifar100", "data_dir": "x", "device": "cpu"}, "train.py")
     vit = next(variant for variant in variants if variant.cell == {"model": "vit_s"})
@@ -138,14 +138,14 @@ def test_cells_without_a_recipe_of_the_paper_are_left_out(tmp_path, capsys):
         plan.plan(nothing)
 
 
-def test_options_of_the_command_line_win():
+def test_options_of_the_command_line_take_precedence():
     variant = design.load("dynamics", "smoke").variants({"epochs": 7, "model_kwargs": {"embed_dim": 48}})[0]
     assert variant.options.epochs == 7
     assert variant.options.model_kwargs["embed_dim"] == 48
     assert variant.options.model_kwargs["num_heads"] == 2
 
 
-def test_recipe_of_another_model_keeps_its_own_arguments():
+def test_model_kwargs_of_a_recipe_do_not_apply_to_another_model():
     found = plan.plan(study.Request(
         study.comparison(["linear"], "digits"), {"model": "resnetv2_18_cifar_orthog", "device": "cpu"}, seeds=1))
     options = found.runs["linear-seed0"].stages[0].options
@@ -173,7 +173,7 @@ def test_seeds_are_a_number_or_a_list(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- the folder
-def test_options_of_the_machine_keep_the_folder(tmp_path):
+def test_options_of_the_machine_do_not_change_the_folder(tmp_path):
     def folder(**given):
         return plan.plan(request("dynamics", **given)).folder
 
@@ -221,7 +221,7 @@ def test_other_settings_are_refused(tmp_path):
 
 
 def test_a_run_of_other_options_is_refused(tmp_path):
-    """One run was copied from a study with other settings."""
+    """One run comes from a study with other settings."""
     for name, lr in (("one", 0.5), ("other", 0.1)):
         planned(compared(tmp_path / name, ["linear"], lr=lr))
     (tmp_path / "one" / "linear-seed0").rename(tmp_path / "other" / "linear-seed1")
@@ -271,7 +271,7 @@ def test_null_is_the_default(tmp_path):
     assert (found.baseline, found.hold_out, found.representation) == ({"connection": "linear"}, 0, False)
 
 
-def test_an_empty_file_is_no_study(tmp_path):
+def test_an_empty_file_is_not_a_study(tmp_path):
     (tmp_path / "tiny.yaml").write_text("")
     with pytest.raises(LabError, match="study 'tiny': 'title' is missing"):
         design.load(str(tmp_path / "tiny.yaml"), "smoke")

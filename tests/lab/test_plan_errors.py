@@ -1,4 +1,4 @@
-"""planning/: studies, commands and options that are refused. Nothing is written."""
+"""planning/: studies, commands and options that are refused before anything is written."""
 import re
 
 import pytest
@@ -108,7 +108,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(dataset="", data_dir="x"), r"there is no folder x: the images must be in train/CLASS/ and in val/CLASS/"),
 ])
 def test_bad_options(tmp_path, monkeypatch, given, message):
-    """Nothing is written, so that the corrected command can use the same folder."""
+    """Nothing is written. The corrected command can therefore use the same folder."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LabError, match=message) as caught:
         planned(compared(tmp_path / "out", **given))

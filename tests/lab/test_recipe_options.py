@@ -1,4 +1,4 @@
-"""planning/recipe.py: timm's keys, types and defaults, and the errors for other values."""
+"""planning/recipe.py: timm's keys, types and defaults, and errors for invalid values."""
 import pytest
 
 from timm_ortho import cli
@@ -13,7 +13,7 @@ def write(tmp_path, text):
     return str(path)
 
 
-def test_defaults_are_timms_but_for_two():
+def test_all_defaults_except_two_are_timms():
     options = recipe.resolve({})
     assert {"opt": options.opt, "lr_base": options.lr_base, "smoothing": options.smoothing, "scale": options.scale} == {
         "opt": "sgd", "lr_base": 0.1, "smoothing": 0.1, "scale": [0.08, 1.0]}
@@ -22,7 +22,7 @@ def test_defaults_are_timms_but_for_two():
 
 
 def test_values_get_timms_types(tmp_path):
-    # YAML 1.1 reads 1e-3 as text, timm's parser makes it a number
+    # YAML 1.1 reads 1e-3 as text. timm's parser converts it to a number.
     options = recipe.resolve(recipe.load(write(tmp_path, "lr: 1e-3\nepochs: 5.0\nmean: 0.5\nmodel_kwargs: {a: 1}")))
     assert (options.lr, options.epochs, options.mean, options.model_kwargs) == (1e-3, 5, [0.5], {"a": 1})
 
@@ -69,8 +69,8 @@ def test_bad_values(key, value, message):
         recipe.resolve({key: value})
 
 
-def test_every_option_of_timm_is_answered(capsys):
-    """The loop uses an option, warns that it ignores it, or refuses it. train.py has all options."""
+def test_every_option_of_timm_is_handled(capsys):
+    """The lab's loop uses an option, ignores it with a warning, or refuses it. train.py uses all options."""
     other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
     for key, option in known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]

@@ -20,7 +20,7 @@ def vit(**arguments):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_layer_decay_with_learned_connections_and_frozen_blocks(frozen):
-    """rho and theta have the scale of their block and no weight decay; frozen parameters are in no group."""
+    """rho and theta have their block's learning-rate scale and no weight decay. No group contains frozen parameters."""
     model = vit(connection="hybrid")
     if frozen:
         for part in (model.patch_embed, model.blocks[0]):
@@ -42,7 +42,7 @@ def test_layer_decay_with_learned_connections_and_frozen_blocks(frozen):
 
 @pytest.mark.parametrize("connection", ["feature", "hybrid"])
 def test_weights_from_a_file_with_a_new_classifier(connection, tmp_path):
-    """A checkpoint without rho and theta leaves them at their start."""
+    """If a checkpoint has no rho and theta, they keep their initial values."""
     source = vit(connection=connection, num_classes=7)
     for site in timm_ortho.sites(source) if connection == "hybrid" else ():
         torch.nn.init.constant_(site.connection.rho, 0.7)
@@ -91,7 +91,7 @@ def test_rectangular_images_after_export(name, arguments, size, tmp_path):
 @pytest.mark.parametrize(("base", "arguments"), [
     ("vit_tiny_patch16_224", {}), ("convnext_atto", {}), ("resnetv2_18", {}), ("resnet18", {})])
 def test_a_reset_classifier_has_timms_dtype(base, arguments):
-    """float64 in timm 1.0.31; before timm's pull requests 2743 and 2752 some heads became float32."""
+    """timm 1.0.31 keeps float64. Before timm's pull requests 2743 and 2752, some heads became float32."""
     variant, plain = (timm.create_model(name, **arguments).double() for name in (f"{base}_ortho", base))
     for model in (variant, plain):
         model.reset_classifier(3)

@@ -35,7 +35,7 @@ def offline(monkeypatch):
 
 
 def trained(name, arguments, size):
-    """Return a model with other than initial weights and BatchNorm statistics, and images."""
+    """Return a model whose weights and BatchNorm statistics have changed, and images."""
     torch.manual_seed(0)
     model, channels = timm.create_model(name, **arguments).train(), arguments.get("in_chans", 3)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def test_an_exported_folder_loads_with_the_same_logits(case, tmp_path):
     model, images = trained(*MODELS[case])
     hub.export(model, tmp_path / "exported", "me/model")
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "exported").eval()
-    same(loaded(images).logits, model(images))  # memory alignment may change the last bit of a convolution
+    same(loaded(images).logits, model(images))  # memory alignment can change the last bit of a convolution
     assert connections(loaded) == connections(model)
     features = transformers.AutoModel.from_pretrained(tmp_path / "exported").eval()
     same(features(images).last_hidden_state, model.forward_features(images))
@@ -87,7 +87,7 @@ def test_pipeline(tmp_path):
 
 @pytest.mark.parametrize("case", ["BatchNorm", "Swin's position index"])
 def test_backbones_with_their_state_loaded_again(case, tmp_path):
-    """transformers 5.24 resets the BatchNorm statistics of every timm backbone; the page has these lines."""
+    """transformers 5.24 resets the BatchNorm statistics of timm backbones. The page has lines that restore them."""
     model, images = trained(*MODELS[case])
     hub.export(model, tmp_path, "me/model")
     name = f"local-dir:{tmp_path}"

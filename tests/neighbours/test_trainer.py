@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: docs/neighbours.md has the lines that keep weight decay off hybrid's rho and theta."""
+"""Hugging Face's Trainer: lines in docs/neighbours.md that exclude hybrid's rho and theta from weight decay."""
 import re
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-import timm_ortho  # noqa: F401  (registers)
+import timm_ortho  # noqa: F401  registers the variants
 
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -38,12 +38,12 @@ def test_learned_connections_are_not_decayed(tmp_path):
     learned = {f"timm_model.blocks.0.connection_{kind}.{name}" for kind in ("attention", "mlp")
                for name in ("rho", "theta")}
     assert with_lines == without - learned
-    assert learned < without  # once transformers excludes them itself, the page is out of date
+    assert learned < without  # otherwise transformers excludes them, and the lines are unnecessary
     assert "timm_model.blocks.0.attn.qkv.weight" in with_lines
 
 
 def test_decay_would_move_theta():
-    """Weight decay is not neutral: it turns hybrid's start `linear` into another update."""
+    """Weight decay changes the update of a hybrid connection that starts as `linear`."""
     model = timm.create_model("vit_small_ortho", connection="hybrid", connection_start="linear", **VIT)
     theta = model.blocks[0].connection_mlp.theta
     before = theta.item()

@@ -1,4 +1,4 @@
-"""scripts/pages: generated pages and cards equal their sources."""
+"""scripts/pages: generated pages and cards agree with their sources."""
 import re
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def card(name):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the generated pages that a test can change."""
+    """Copy the generated pages, so that a test can change them."""
     for name in ("README.md", "docs", "model_cards"):
         source, target = ROOT / name, tmp_path / name
         if source.is_file():
@@ -125,7 +125,7 @@ def test_the_code_of_a_card_runs():
     assert values["logits"].shape == (1, 10)
 
 
-# ----------------------------------------------------------------------------------------------- of a study
+# ------------------------------------------------------------------------------------------ pages of studies
 def test_the_page_of_a_study():
     name = "study_confirm_accuracy-torch_fashion_mnist-small"
     text = (CARDS / f"{name}.md").read_text(encoding="utf-8")

@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Return a function that replaces the runs of a study by values, by setting and seed."""
+    """Return a function that replaces a study's runs by values for each setting and seed."""
     made = {}
 
     def put(study, settings, axis="lr"):
-        """A setting is a value of the axis and a connection, or a connection alone."""
+        """Replace the runs. A setting is a value of the axis and a connection, or only a connection."""
         made[study] = [
             {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
              "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
@@ -48,7 +48,7 @@ def test_a_difference_equals_that_of_the_report(runs):
     bound = max(map(abs, interval))
     assert result.within(bound * 1.001)
     assert not result.within(bound * 0.999)
-    assert contrast({("linear",): 1.0}).pooled is None  # no difference
+    assert contrast({("linear",): 1.0}).pooled is None  # only differences have a pooled variance
 
 
 def test_a_slope_is_least_squares(runs):
@@ -69,7 +69,7 @@ def test_main_effects(runs):
 
 
 def test_equal_differences_decide_no_hypothesis(runs, only_study):
-    """A few equal differences have an unknown variance, not a zero variance."""
+    """The variance of a few equal differences is unknown and not zero."""
     runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
     equal = contrast({("feature",): 1.0, ("linear",): -1.0})
     assert str(equal) == "+1.00"
@@ -92,7 +92,7 @@ def test_incomplete_seeds_are_ignored(runs):
 
 
 def test_pooled_variance_covers_all_cells(runs):
-    """Pooled over all cells after removing each seed's mean, as preregistered; a third connection contributes."""
+    """The variance is pooled over all cells after removing each seed's mean. A third connection contributes to it."""
     other = [79.0, 82.5, 80.0, 79.5]
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
     result = contrast(contrasts.difference()).pooled
@@ -101,7 +101,7 @@ def test_pooled_variance_covers_all_cells(runs):
     rest = sum((table[i][j] - sum(table[i]) / 3 - sum(row[j] for row in table) / 4 + total) ** 2
                for i, j in itertools.product(range(4), range(3)))
     assert result.half_width == pytest.approx(stats.t.ppf(0.975, 6) * (rest / 6 * 2 / 4) ** 0.5)
-    runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # a seed less for the variance
+    runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # without global's last seed
     assert contrast(contrasts.difference()).pooled.pairs == 4
 
 
@@ -110,7 +110,7 @@ def test_pooled_variance_of_two_equal_studies(runs):
     runs("one", settings)
     runs("two", settings)
     one, both = contrast(contrasts.difference(), "one").pooled, contrast(contrasts.difference(), "one", "two").pooled
-    scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5  # twice the values, twice the freedom
+    scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5  # twice the values and degrees of freedom
     assert both.half_width == pytest.approx(one.half_width * scale)
 
 
@@ -138,10 +138,10 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
 
 
 def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
-    """The ceiling has F at 100 % for rates above the mean, and at linear's accuracy for rates below it."""
+    """The highest slope has F at 100 % for rates above the mean rate, and at linear's accuracy for lower rates."""
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     result = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
-    assert result.room == pytest.approx(1.5)  # over one decade
+    assert result.room == pytest.approx(1.5)  # points per tenfold rate
     assert result.compatible() == "untestable: 100 % accuracy would give +1.50 (+6.00)"
 
 
@@ -172,7 +172,7 @@ def only_study(monkeypatch):
     (HIGHER, "equal", 0.2, "contradicted"),
     (LOWER, "equal", 0.2, "contradicted"),
     (EQUAL, "equal", 0.2, "equivalent within 0.2"),
-    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # significant, and near zero
+    (HIGHER, "equal", 1.0, "equivalent within 1.0"),  # significantly above zero, but within the bound
     (WIDE, "equal", 0.2, "not confirmed"),
     (HIGHER, "different", None, "above zero"),
     (LOWER, "different", None, "below zero"),
@@ -184,7 +184,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, expected):
     other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = hypotheses.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (expected, "not run yet")
-    # a hypothesis that is not run counts with p = 1
+    # For Holm's adjustment, a hypothesis without runs has p = 1.
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.difference.p))
 
 
@@ -205,7 +205,7 @@ def test_effects_of_the_paper():
 
 
 def test_comparisons_outside_the_families_are_never_confirmed():
-    """The preregistration calls everything else exploratory."""
+    """The preregistration calls all comparisons outside its families exploratory."""
     assert {result.claims for result in hypotheses.BESIDE} == {"different", "equal"}
 
 
@@ -235,7 +235,7 @@ def sign(cell, factor):
 
 
 def test_the_half_fraction_has_its_defining_relation():
-    """I = ABCDE: the product of the five signs is +1 in each of the 16 cells, and cells match their names."""
+    """The relation is I = ABCDE. The product of the five signs is +1 in each of the 16 cells. Cells match their names."""
     assert len(CELLS) == 16
     for cell in CELLS:
         product = 1
@@ -255,7 +255,7 @@ def test_the_half_fraction_has_its_defining_relation():
 
 
 def test_effects_of_the_half_fraction(runs):
-    """Compare with least squares for the main effects, and the variance after removing cells and seeds."""
+    """Main effects equal least squares. Their variance is that after removing the means of cells and seeds."""
     noise = random.Random(0)
     lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
             for cell in CELLS}
@@ -370,7 +370,7 @@ def test_significant_rates_match_the_reports():
         assert significant == pytest.approx([difference["mean"] for difference in reported], abs=1e-5)
 
 
-def test_the_cost_is_the_median_of_the_pairs(runs):
+def test_the_cost_is_the_median_over_pairs(runs):
     runs("study", {("linear",): [10.0, 20.0, 30.0], ("feature",): [11.0, 30.0, 36.0]})
     for run in contrasts.runs_of("study"):
         run["seconds"] = run["top1"]
@@ -386,7 +386,7 @@ def part_two(tmp_path, monkeypatch):
         if path.name != "studies":
             (tmp_path / path.name).symlink_to(path)
     for path in (pages.RESULTS / "studies").iterdir():
-        if not path.name.startswith(("cifar_", "tiny_imagenet_")):  # the made-up studies must not write into real ones
+        if not path.name.startswith(("cifar_", "tiny_imagenet_")):  # do not overwrite real results with made-up ones
             (studies / path.name).symlink_to(path)
     noise = random.Random(0)
     for name, data, classes in (("cifar_rates", "cifar10", 10), ("cifar_accuracy", "cifar10", 10),

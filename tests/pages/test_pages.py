@@ -1,4 +1,4 @@
-"""The pages: length of README, links, commands and code."""
+"""README and docs: length, links, commands and code."""
 import argparse
 import inspect
 import re
@@ -34,7 +34,7 @@ def without_blocks(text):
 
 
 def anchors(path):
-    """Return the anchors that GitHub makes of headings: lower case, no punctuation, hyphens, numbers if repeated."""
+    """Return GitHub's anchors of headings: lower case, hyphens for spaces, no punctuation, numbers for repetitions."""
     matches = []
     for heading in re.findall(r"^#+ (.+)$", without_blocks(text_of(path)), re.MULTILINE):
         heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
@@ -53,7 +53,7 @@ def test_readme_is_short():
 
 
 def test_readme_begins_with_the_most_frequent_error():
-    """The first screen has timm's error message and its solutions."""
+    """The first 30 lines contain timm's error message and the solutions."""
     screen = "\n".join(text_of(ROOT / "README.md").splitlines()[:30])
     assert "Unknown model (..._ortho)" in screen
     for answer in ("import timm_ortho", "--device-modules timm_ortho", "timm-ortho run"):
@@ -65,13 +65,13 @@ def test_readme_has_every_argument_with_its_default():
     assert {argument: of_connect for argument, of_connect, _ in rows} == arguments.VARIANT_ARGUMENTS
     defaults = {name: one.default for name, one in inspect.signature(timm_ortho.connect).parameters.items()}
     assert defaults.keys() - {of_connect for _, of_connect, _ in rows} == {"model"}
-    for argument, of_connect, text in rows[1:]:  # the connection's is in the suffix
+    for argument, of_connect, text in rows[1:]:  # the suffix of a variant sets the default of `connection`
         default = defaults[of_connect]
         assert default is None or yaml.safe_load(text.strip(" `").replace("1e-6", "1.0e-6")) == default, argument
 
 
 def test_model_kwargs_of_train_py():
-    """Parsed by timm's own action."""
+    """timm's action for `--model-kwargs` parses the arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
     options_used = parser.parse_args([
@@ -129,7 +129,7 @@ def arguments_of(command):
 
 @pytest.mark.parametrize("path", BY_HAND, ids=ids)
 def test_commands_are_parsed(path):
-    """Options and names of studies and recipes exist."""
+    """The options and the names of studies, recipes and scripts in commands exist."""
     parser, options = cli._parser(), text_of(ROOT / "tests" / "helpers" / "timm_train_options.txt").split()
     for command in commands(path):
         arguments = arguments_of(command)
@@ -156,7 +156,7 @@ def test_commands_are_extracted():
 
 # ------------------------------------------------------------------------------------------------------ snippets
 X_AND_F = "x, f = torch.randn(2, 5, 8), torch.randn(2, 5, 8)"
-BEFORE = {  # what the snippets of a page take from their reader
+BEFORE = {  # code that a page's snippets expect from the reader
     "README.md": X_AND_F,
     "docs/coverage.md": f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool)",
     "docs/transformations.md": "model = timm.create_model('vit_test_linear')",
@@ -187,7 +187,7 @@ def test_every_page_with_snippets_is_run():
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_snippets_run(name, server, client, tmp_path):
-    """From a file, with a local mock Hub. Large weights are not loaded."""
+    """The snippets of a page run in a process that uses the mock Hub. Large weights are not loaded."""
     path = ROOT / name
     begin = f"import os, timm, timm_ortho, torch; os.chdir({str(tmp_path)!r})"
     code = "\n".join([begin, BEFORE[name], *snippets(path)])

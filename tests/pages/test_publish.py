@@ -1,4 +1,4 @@
-"""scripts/publish.py: the numbers of a finished study that are published."""
+"""scripts/publish.py: publishing the numbers of finished studies."""
 import itertools
 import json
 import os
@@ -21,7 +21,7 @@ COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, mod
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """An empty checkout; pages are not written."""
+    """Return the root of an empty checkout, in which no pages are written."""
     monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")  # a checkout may have no .git
     monkeypatch.setattr(provenance, "record", lambda: None)
     monkeypatch.setattr(pages, "main", lambda arguments, root: 0)
@@ -43,7 +43,7 @@ def rounded(value, digits):
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def test_a_study_that_trains_nothing(root, tmp_path, capsys):
+def test_a_study_without_training(root, tmp_path, capsys):
     assert publish.main([str(finished(tmp_path / "run"))], root) == 0
     assert capsys.readouterr().out.splitlines() == ["model_cards/results/studies/gamma-small"]
     folder = root / "model_cards" / "results" / "studies" / "gamma-small"
@@ -56,7 +56,7 @@ def test_a_study_that_trains_nothing(root, tmp_path, capsys):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("many", [True, False])
-def test_training_runs_come_back_with_fewer_digits(root, tmp_path, monkeypatch, many):
+def test_published_runs_have_fewer_digits(root, tmp_path, monkeypatch, many):
     runs = runs_of("dynamics")
     monkeypatch.setattr(publish, "MANY", len(runs) - many)
     made = finished(tmp_path / "run", study_of("dynamics"), runs)
@@ -119,7 +119,7 @@ def test_an_unfinished_study_is_refused(root, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_is_that_of_the_time(tmp_path, monkeypatch):
+def test_the_recorded_commit_precedes_the_study(tmp_path, monkeypatch):
     repository = tmp_path / "repository"
     git = ["git", "-C", repository, "-c", "user.name=me", "-c", "user.email=me@example.org"]
     subprocess.run(["git", "init", "--quiet", repository], check=True)
@@ -136,7 +136,7 @@ def test_the_commit_is_that_of_the_time(tmp_path, monkeypatch):
     assert publish.commit_before(file) == log.stdout.split()[-1][:12]
 
 
-# ---------------------------------------------------------------------------------- what the project has published
+# ------------------------------------------------------------------------------------------- published results
 def test_published_results_are_small():
     size = sum(path.stat().st_size for path in studies.RESULTS.rglob("*") if path.is_file())
     assert size < 4e6

@@ -1,4 +1,4 @@
-"""docs/quickstart.ipynb: it runs from top to bottom, and its outputs are small."""
+"""docs/quickstart.ipynb: the notebook runs from top to bottom, and its outputs are small."""
 import json
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ def code_cells(notebook):
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def test_outputs_are_small_and_of_no_machine():
+def test_outputs_are_small_and_contain_no_local_paths():
     text = FILE.read_text(encoding="utf-8")
     assert len(text) < 80_000
     cells = code_cells(json.loads(text))
@@ -23,7 +23,7 @@ def test_outputs_are_small_and_of_no_machine():
 
 
 @pytest.mark.slow
-def test_it_runs_from_top_to_bottom():
+def test_the_notebook_runs_from_top_to_bottom():
     pytest.importorskip("ipykernel")
     quickstart = pytest.importorskip("scripts.quickstart", reason="needs nbclient")
     cells = code_cells(quickstart.execute(FILE))

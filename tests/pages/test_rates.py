@@ -1,4 +1,4 @@
-"""scripts/checks/rates.py: the rules that choose rates and a recipe, and the gate."""
+"""scripts/checks/rates.py: the rules for the choice of rates and recipe, and the gate."""
 import math
 
 import pytest
@@ -12,7 +12,7 @@ def run(recipe, connection, lr, top1, loss=1.0):
             "history": [{"train_loss": 9.0}, {"train_loss": loss}]}
 
 
-def test_of_rates_that_are_nearly_as_good_the_lowest_is_chosen():
+def test_the_lowest_of_nearly_equal_rates_is_chosen():
     assert rates.choose({1e-3: 80.5, 2e-3: 80.55, 4e-3: 80.1}, 0.1) == 1e-3
     assert rates.choose({1e-3: 80.5, 2e-3: 80.65, 4e-3: 80.66}, 0.1) == 2e-3
 
@@ -29,7 +29,7 @@ def test_means_rates_and_the_shared_rate():
     found = rates.Chosen.of(made, ridge=38.0, floor=0.5)
     assert found.means["linear"] == {1: 50.5, 2: 54.5, 4: 52.5}
     assert found.rates == {"linear": 2, "feature": 4}
-    assert found.shared == 4  # 51, 54.5, 55.5
+    assert found.shared == 4  # the means of both connections are 51, 54.5 and 55.5
     assert found.edges == ["feature"]
     assert found.margins("linear") == (16.5, 2.5)
 

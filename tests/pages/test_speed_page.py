@@ -154,7 +154,7 @@ def test_both_pages_get_the_rows(tmp_path):
         assert text.startswith("before\n")
         assert text.endswith("\nafter\n")
         assert "1.300 [1.290, 1.320]" in text
-    assert texts[readme].count("old") == 1  # README has no opening
+    assert texts[readme].count("old") == 1  # README's opening is not generated
     assert "old" not in texts[page]
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no '<!-- opening: "):

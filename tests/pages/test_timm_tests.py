@@ -1,4 +1,4 @@
-"""scripts/checks/timm_tests.py: the selection of tests, the reading of outcomes, and continuing."""
+"""scripts/checks/timm_tests.py: selection of tests, their outcomes, and continued runs."""
 import json
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from scripts.checks import timm_tests
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow  # each process that is started imports timm
+pytestmark = pytest.mark.slow  # the tests start processes that import timm
 
 TEST_MODELS = """
 import os, pathlib, pytest, timm
@@ -58,14 +58,14 @@ def test_timm_knows_better(model_name):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache with made-up tests, so that nothing is downloaded."""
+    """Return a cache that contains made-up tests. Nothing is downloaded."""
     folder = tmp_path / f"timm-{timm.__version__}"
     (folder / "tests").mkdir(parents=True)
     (folder / "pytest.ini").write_text(timm_tests.PYTEST_INI)
     (folder / "tests" / "test_models.py").write_text(TEST_MODELS)
-    monkeypatch.setenv(timm_tests.SKIP, "")  # the script sets it, for processes of its own
+    monkeypatch.setenv(timm_tests.SKIP, "")  # restores the variable, which the script sets
     bases = {"test_vit_ortho": "test_vit", "test_vit_orthog": "test_vit", "test_resnet_ortho": "test_resnet"}
-    monkeypatch.setattr(timm_tests, "variants_and_bases", lambda: bases)  # asks what an import of timm_ortho adds
+    monkeypatch.setattr(timm_tests, "variants_and_bases", lambda: bases)
     return tmp_path
 
 
@@ -96,7 +96,7 @@ def test_a_failure_is_compared_with_the_architecture(cache, capfd):
         "FAILED: test_vit_ortho: test_unlike_its_base: AssertionError: not what timm gives")
     assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in this test (exit status 9)"
     assert lines[-1] == "timm's tests on 2 variants: 6 passed, 2 skipped, 2 excused, 2 failed"
-    # two processes die in the same test, one runs the remaining tests, one lists the architecture
+    # Two processes die in the same test, one runs the remaining tests, and one runs the tests of the architecture.
     assert (status, processes) == (1, 4)
 
 

@@ -1,4 +1,4 @@
-"""scripts/train.sh and scripts/train.sbatch: the commands that they start, and their errors."""
+"""scripts/train.sh and scripts/train.sbatch: started commands, and errors."""
 import json
 import os
 import shutil
@@ -21,7 +21,7 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Return a function that gives the arguments of Python: four GPUs, a recipe, an empty folder."""
+    """Return a function that returns the arguments of Python. By default, there are four GPUs and no checkpoint."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("batch_size: 1024\n", encoding="utf-8")
@@ -73,9 +73,9 @@ def test_batch_is_divided_unless_it_is_set(command, options, environment, added)
     assert command(*options, **environment)[6:] == [*train_py()[1:], *added, *options]
 
 
-def test_a_recipe_without_a_batch_has_timms(command):
+def test_a_recipe_without_a_batch_size_uses_timms(command):
     Path("recipe.yaml").write_text("lr: 0.1\n", encoding="utf-8")
-    assert command()[-2:] == ["--batch-size", "32"]  # of train.py's 128
+    assert command()[-2:] == ["--batch-size", "32"]  # train.py's default is 128
 
 
 @pytest.mark.parametrize(("options", "folder", "resumed"), [

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A narrow model in the authors' layout, and its file."""
+    """Return a narrow model in the authors' layout and the path of its file."""
     model = authors_vit(**SMALL)
     path = tmp_path_factory.mktemp("small") / "model.safetensors"
     save_file(model.state_dict(), path)
@@ -47,14 +47,14 @@ from timm_ortho import cli
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """A client that starts processes without network access."""
+    """Return a client that starts processes without network access."""
     with HubClient(tmp_path_factory.mktemp("offline"), "http://127.0.0.1:9", imports=OFFLINE) as client:
         yield client
 
 
 @pytest.fixture
 def offline(processes):
-    """The client of `processes`, with an empty cache."""
+    """Empty the cache of the client in `processes` and return the client."""
     processes.forget()
     return processes
 
@@ -81,7 +81,7 @@ def test_vit_base_has_the_logits_of_the_authors_layout(tmp_path):
     expected = theirs(x)
     overlay = dict(file=str(tmp_path / "model.safetensors"))
     ours = timm.create_model(
-        "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()  # saves time
+        "vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, weight_init="skip").eval()
     assert expected.std() > 0.3
     torch.testing.assert_close(ours(x), expected, atol=1e-4, rtol=0)
 
@@ -97,7 +97,7 @@ def test_the_linear_weights_have_the_same_layout(tmp_path):
 
 @torch.no_grad()
 def test_transformers_vit_has_the_same_logits(small, tmp_path):
-    """transformers loads a folder in the authors' layout; connected, it has the logits of `vit_base_ortho`."""
+    """transformers loads a folder in the authors' layout. The connected model has the logits of `vit_base_ortho`."""
     transformers = pytest.importorskip("transformers", minversion="5")
     tensors = load_file(small[1])
     classes = tensors["classifier.bias"].shape[0]
@@ -126,7 +126,7 @@ def test_the_position_embedding_is_complete(small):
     assert torch.equal(model.pos_embed, position[:, 1:])
     x = images(2, 3, 64, 64)
     torch.testing.assert_close(model(x), theirs(x), atol=1e-4, rtol=0)
-    unfolded = from_file(path, no_embed_class=False)  # with a row for the class token, as in timm
+    unfolded = from_file(path, no_embed_class=False)  # pos_embed has a row for the class token
     assert torch.equal(unfolded.pos_embed, position)
     torch.testing.assert_close(unfolded(x), theirs(x), atol=1e-4, rtol=0)
 
@@ -175,7 +175,7 @@ def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, conne
         return timm.create_model(
             name, pretrained=True, pretrained_cfg_overlay=overlay, **{**arguments, "connection": connection, **changes})
 
-    for classes in (-1, None):  # -1: as with train.py's --pretrained-path
+    for classes in (-1, None):  # train.py's --pretrained-path sets -1
         changed = overlay if classes is None else {**overlay, "num_classes": classes}
         with pytest.warns(UserWarning, match=rf"trained.pth: the classifier \({classifier}.*fits.* num_classes=7"):
             model = loaded(changed, num_classes=7)
@@ -183,14 +183,14 @@ def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, conne
     model = loaded({**overlay, "num_classes": 7}, num_classes=7)
     assert torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
     for changes in (dict(num_classes=5), dict(num_classes=0), dict(features_only=True, out_indices=[0])):
-        loaded(**changes)  # no warning
+        loaded(**changes)  # a warning would be an error
 
 
 @torch.no_grad()
 def test_any_connection_starts_from_the_weights(small):
     theirs, path = small
     x = images(2, 3, 64, 64)
-    hybrid = from_file(path, connection="hybrid")  # starts as `feature`
+    hybrid = from_file(path, connection="hybrid")  # the initial update is that of `feature`
     assert any(".connection_" in name for name in hybrid.state_dict())
     torch.testing.assert_close(hybrid(x), theirs(x), atol=1e-4, rtol=0)
     linear = from_file(path, connection="linear")(x)
@@ -233,7 +233,7 @@ def test_the_authors_configuration(kind):
     cfg = get_pretrained_cfg(f"vit_base_{kind}")
     assert cfg == get_pretrained_cfg(f"vit_base_{kind}.authors_in1k")
     assert (cfg.hf_hub_id, cfg.hf_hub_filename) == (REPOSITORY.format(kind), "model.safetensors")
-    assert cfg.license == "cc-by-sa-4.0"  # the code's license is apache-2.0
+    assert cfg.license == "cc-by-sa-4.0"  # license of the weights; that of the code is apache-2.0
     values = recipe.load("vit_b_imagenet1k")
     assert cfg.input_size == (3, values["img_size"], values["img_size"])
     assert (list(cfg.mean), list(cfg.std), cfg.crop_pct) == (values["mean"], values["std"], values["crop_pct"])
@@ -241,7 +241,7 @@ def test_the_authors_configuration(kind):
 
 
 def test_a_table_entry_gives_a_variant_weights(monkeypatch):
-    """The variant may be of a timm architecture, and the repository's name is enough."""
+    """Variants of timm's architectures can have weights, and an entry needs only the repository's name."""
     for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
         monkeypatch.setattr(_registry, name, copy.copy(getattr(_registry, name)))
     monkeypatch.setitem(pretrained._OF_ARCHITECTURE, "resnet18_made_up_ortho", {"mine": dict(hf_hub_id="me/mine")})
@@ -305,7 +305,7 @@ def test_shipped_weights_have_the_accuracy_in_their_header(name):
     with safe_open(pretrained.weights_file(f"{name}.digits"), "pt") as file:
         about = file.metadata()
     assert about["model"] == name
-    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # one image of 360
+    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # one of 360 images is 0.28 %
     _, runs, _ = published.read(ROOT / "model_cards" / "results" / "comparisons" / "vit_test_digits")
     run, = [run for run in runs if (run["connection"], run["seed"]) == (about["connection"], 0)]
     assert run["top1"] == float(about["top1"])
@@ -371,7 +371,7 @@ def test_list_of_weights_without_a_match(capsys):
 @pytest.mark.skipif(
     not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 does not recognise this huggingface_hub")
 def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
-    """Through huggingface_hub, and on old releases of timm, which would unpickle a file of this name."""
+    """huggingface_hub finds the file. Old releases of timm would unpickle a file of this name."""
     put_into_cache(offline.home, small[1])
     result = offline.run(f"""
 model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})
