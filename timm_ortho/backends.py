@@ -6,8 +6,8 @@
 | ``inductor`` | the same operations under ``torch.compile``, called from eager mode | never: compiling takes 30 s |
 | ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as their results agree with ``torch`` |
 
-Under ``torch.compile`` and inside a dispatch mode every backend is ``torch``: a compiler can then fuse the operations
-with their neighbours, and a mode can record them. A backend is a pair of functions, see :class:`Backend`.
+Under ``torch.compile`` and inside a dispatch mode the backend is always ``torch``. A compiler can then fuse the
+operations with their neighbours, and a mode can record them. A backend is a pair of functions, see :class:`Backend`.
 """
 import functools
 import importlib.util
@@ -39,20 +39,20 @@ def accumulate_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Backend(NamedTuple):
-    """``update(x, f, a, b, dims, eps, keep) -> y, s, n``, and ``gradients`` as in :mod:`timm_ortho.kernels`."""
+    """The functions of a backend, with the arguments of ``update`` and ``gradients`` in :mod:`timm_ortho.kernels`."""
 
     update: Callable[..., Any]
     gradients: Callable[..., Any]
 
 
 def default() -> str:
-    """Return the default backend: from :func:`use_backend`, or from the environment."""
+    """Return the default backend, which :func:`use_backend` or TIMM_ORTHO_BACKEND sets."""
     return _default
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Set the default backend inside a context, in place of the environment variable TIMM_ORTHO_BACKEND.
+    """Set the default backend inside a context. It overrides the environment variable TIMM_ORTHO_BACKEND.
 
     Args:
         name: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``.
@@ -79,12 +79,12 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     Args:
         x: Stream.
         f: Branch output.
-        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``. None uses the environment variable
-            TIMM_ORTHO_BACKEND, read when this package is imported, or ``"auto"`` if it is not set.
+        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``. None means the default: the value of the
+            environment variable TIMM_ORTHO_BACKEND when this package was imported, or ``"auto"``.
 
     Returns:
-        ``"torch"``, ``"inductor"`` or ``"triton"``, also for ``"auto"``. Under ``torch.compile`` and inside a dispatch
-        mode the result is always ``"torch"``.
+        ``"torch"``, ``"inductor"`` or ``"triton"``. Under ``torch.compile`` and inside a dispatch mode the result is
+        always ``"torch"``.
 
     Raises:
         ValueError: The name is unknown.
@@ -98,8 +98,8 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     if name == "torch" or (name == "auto" and x.is_cpu):
         return "torch"
     if name == "auto":
-        # Counted, not measured: the Triton kernels read or write 3 + 5 tensors of the stream's size, forward and
-        # backward. PyTorch's operations read or write 9 + 15.
+        # By count, without measurement: the Triton kernels read or write 3 tensors of the stream's size in the forward
+        # pass and 5 in the backward pass; PyTorch's operations read or write 9 and 15.
         takes_triton = x.is_cuda and is_plain(x) and is_plain(f) and _why_not("triton", x, f) is None
         return "triton" if takes_triton and not _is_recorded() else "torch"
     source = BACKEND_VARIABLE if backend is None else "backend"
@@ -123,7 +123,7 @@ def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
         return f"there are no kernels for tensors on '{device}'"
     if device == "cpu" and name == "triton" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         return "the tensors are on the CPU, which requires TRITON_INTERPRET=1 in the environment before Python starts"
-    # torch.compile cannot trace the search for a compiler
+    # skipped in compiled code, because torch.compile cannot trace the search
     if device == "cpu" and name == "inductor" and not (torch.compiler.is_compiling() or _cpp_compiler_is_installed()):
         return "there is no C++ compiler: install one (apt install g++), or set CXX in the environment"
     if not {x.dtype, f.dtype} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
@@ -142,13 +142,14 @@ def _cpp_compiler_is_installed() -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a backend function with dynamic sizes, for calls from eager mode without gradients.
 
-    A case that reaches torch's limit of recompilations raises a RuntimeWarning and runs in eager mode.
+    A case (dtypes, sizes of 1 and constant arguments) that reaches torch's recompilation limit warns and then runs in
+    eager mode.
     """
     in_eager_mode = set()  # cases that reached the limit
 
     @functools.cache
     def compiled_for(*case: Any) -> Callable[..., Any]:
-        # torch.compile limits recompilations per code object, hence a copy for each case
+        # each case needs its own code object, for which torch.compile limits recompilations
         fresh = types.FunctionType(function.__code__.replace(), function.__globals__, argdefs=function.__defaults__)
         return torch.compile(fresh, fullgraph=True, dynamic=True)
 
@@ -177,23 +178,23 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _static(argument: Any) -> Any:
-    """Return the properties of an argument that compiled code depends on; sizes of 1 are constants in torch.compile."""
+    """Return the properties of an argument that compiled code depends on; torch.compile makes sizes of 1 constants."""
     if isinstance(argument, Tensor):
         return argument.dtype, tuple(size == 1 for size in argument.shape)
     return tuple(map(_static, argument)) if isinstance(argument, list) else argument
 
 
 # ---------------------------------------------------------------------------------- "triton", chosen by "auto"
-_SAMPLE = 2 ** 22  # elements of the stream that are computed again: well under a millisecond on a GPU
+_SAMPLE = 2 ** 22  # elements of the stream to check, which takes well under a millisecond on a GPU
 _agrees: Dict[Tuple[Any, ...], bool] = {}  # case -> whether the kernels agreed with "torch" in this process
 
 
 def checked(direction: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a kernel so that the first call of each case is compared with the torch backend.
 
-    A case is a direction, scope, layout and pair of dtypes. If the results differ beyond tolerance or the launch fails,
-    a RuntimeWarning is raised and later calls use the reference. There is no comparison while a CUDA graph is captured,
-    and no decision from results that are not finite.
+    A case is a combination of direction, device, dtypes, layout and sizes of the projected axes. If the results differ
+    beyond tolerance or the launch fails, this call issues a RuntimeWarning, and later calls use the reference. Calls
+    during the capture of a CUDA graph are not compared. Results that are not finite leave the case undecided.
 
     Args:
         direction: ``"forward"`` or ``"backward"``, for the warning.
@@ -234,7 +235,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
 def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ...], whole: bool) -> Optional[str]:
     """Return how the results differ from the reference, "" if they agree, None if they are not finite.
 
-    The reference computes evenly spaced samples of the batch, or the ``whole`` batch.
+    The comparison covers evenly spaced samples of the batch, or the whole batch if ``whole``.
     """
     x = args[0]
     count = len(x) if whole or not len(x) else min(len(x), max(2, _SAMPLE * len(x) // max(1, x.numel())))
@@ -243,7 +244,7 @@ def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ..
     def sample(tensor: Any) -> Any:
         return tensor[index] if isinstance(tensor, Tensor) and tensor.dim() == x.dim() else tensor
 
-    measured = []  # for each result: largest error over the allowed relative error, and the largest expected value
+    measured = []  # for each result: largest error divided by the relative tolerance, and largest expected value
     for result, expected in zip(results, reference(*map(sample, args)), strict=True):
         if result is not None and result.numel():
             result, allowed = sample(result), 2 * torch.finfo(result.dtype).eps

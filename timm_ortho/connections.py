@@ -1,6 +1,6 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
-Blocks that receive an attention mask pass it on: ``forward(x, f, attn_mask=mask)``.
+Blocks that receive an attention mask pass it to the connection: ``forward(x, f, attn_mask=mask)``.
 
 | name | y | parameters |
 | --- | --- | --- |
@@ -16,11 +16,11 @@ with :func:`register_connection`.
 Groups: ``feature`` and ``hybrid`` can split the channel axis into ``groups`` equal parts, each with its own projection.
 
 Padding: in a batch of token sequences of several lengths (NaFlex), a token is padding if the mask lets no token attend
-to it (:func:`real_tokens`). The global scope excludes padding, so that a sample has the same result with and without
-it. The projections of ``feature`` and ``hybrid`` cover one token each and need no mask.
+to it (:func:`real_tokens`). The global scope excludes padding, so that padding does not change the result of a sample.
+The projections of ``feature`` and ``hybrid`` cover one token each and need no mask.
 
-Skip transforms: a connection with a transform P of the stream, ``skip`` (:mod:`timm_ortho.skips`), replaces x by P x in
-the table: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to P x.
+Skip transforms: a connection can have a transform P of the stream, its attribute ``skip`` (:mod:`timm_ortho.skips`). It
+then uses P x in place of x: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to P x.
 """
 import inspect
 import math
@@ -37,25 +37,25 @@ from ._checks import check_eps, check_groups, check_prob, known_name
 from .functional import Weight, checked_update, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
-KEEPS = ("output", "branch")  # what autograd keeps, the default first
-MASK_LAYOUTS = ("", "scores", "keys")  # of masks with two or three axes, see real_tokens
+KEEPS = ("output", "branch")  # tensors that autograd can save, the default first
+MASK_LAYOUTS = ("", "scores", "keys")  # layouts of masks with two or three axes, see real_tokens
 
 
 def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Optional[Tensor]:
     """Return which tokens are real and not padding.
 
-    A token is real if the mask lets any token attend to it. Under a causal mask every token is real, because each may
-    attend to itself. If no other token attends to a real token, the mask must let it attend to itself.
+    A token is real if the mask lets any token attend to it, including itself. Under a causal mask every token is real,
+    because each may attend to itself. If the mask lets no token attend to a real token, that token counts as padding.
 
     | mask | reading |
     | --- | --- |
     | ``[B or 1, heads or 1, N or 1, N]`` | as ``scaled_dot_product_attention`` broadcasts it |
-    | ``[N, N]``, ``[heads, N, N]`` | the same without its leading axes |
+    | ``[N, N]``, ``[heads, N, N]`` | the same, without the leading axes |
     | ``[B, N]`` | the keys of each sample |
-    | any shape with another number of keys | keys of another stream: ignored |
+    | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values of -1000 or less forbid attention, 0 and 1 allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 is padding; otherwise added to the scores |
+    | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 forbids attention; otherwise added to the scores |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
@@ -78,7 +78,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
         return None
     if not torch.jit.is_scripting():
         if has_torch_function_variadic(attn_mask, x):
-            if type(attn_mask).__name__ == "CausalBias":  # has no values; every token may attend to itself
+            if type(attn_mask).__name__ == "CausalBias":  # every token may attend to itself
                 return None
             return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX calls it at run time
         if not isinstance(attn_mask, Tensor):
@@ -89,7 +89,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     if problem != "":
         raise ValueError(
             f"attention mask {problem}; got shape {list(attn_mask.shape)}, dtype {attn_mask.dtype}, and x of shape "
-            f"{list(x.shape)}. If it does not mark padding, register the block with mask=''")
+            f"{list(x.shape)}. If the mask does not mark padding, register the block with mask=''")
     batch, tokens, leading = x.shape[0], x.shape[1], attn_mask.shape[0]
     of_keys = attn_mask.dim() == 2 and (layout == "keys" or leading not in (1, tokens)) and leading == batch
     allowed = _allowed(attn_mask, of_keys)
@@ -111,7 +111,7 @@ def _evaluated(mask: Any, x: Tensor) -> Tensor:
 
 
 def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
-    """Return why the shape of a mask is unsupported or ambiguous; an empty string if it is neither."""
+    """Return why the shape of a mask is unsupported or ambiguous, or an empty string."""
     axes = mask.dim()
     if x.dim() != 3 or axes < 2 or axes > 4:
         return "must have two to four axes and belong to a stream [B, N, C]"
@@ -152,11 +152,12 @@ class Connection(nn.Module):
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
         mask_layout: Layout of the attention masks, see :func:`real_tokens`.
-        connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made it, see
+        connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made the connection, see
             :func:`timm_ortho.connection_arguments`.
         name: Registered name, see :data:`CONNECTIONS`; the class name for an unregistered connection.
-        routed: Whether :func:`timm_ortho.connect` added it to a block; False if the block's own code contains it.
-        depth: Number of levels from its block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
+        routed: Whether :func:`timm_ortho.connect` added the connection to its block; False if the block's own code
+            contains it.
+        depth: Number of levels from the block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
 
     Example:
         >>> class Half(Connection):
@@ -194,7 +195,7 @@ class Connection(nn.Module):
 
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
-        """Return the update with weights a and b, in eager mode or in TorchScript."""
+        """Return the update with weights ``parallel`` and ``orthogonal``, in eager mode or in TorchScript."""
         if self.skip is not None:
             x = self.carried(x)
         if self.groups > 1:
@@ -212,7 +213,7 @@ class Connection(nn.Module):
         if isinstance(x, Tensor) and x.shape[self.dim] % self.groups != 0:  # FX has no sizes
             raise ValueError(f"groups={self.groups} does not divide the {x.shape[self.dim]} channels of the stream")
         x, f = x.unflatten(self.dim, [self.groups, -1]), f.unflatten(self.dim, [self.groups, -1])
-        first = self.dim if self.dim >= 0 else self.dim - 1  # axis of the groups; the next one has their channels
+        first = self.dim if self.dim >= 0 else self.dim - 1  # axis of the groups; the next axis has the channels
         if torch.jit.is_scripting():
             y = plain_update(x, f, parallel, orthogonal, [first + 1], self.eps)
         else:
@@ -226,7 +227,7 @@ class Connection(nn.Module):
 class LinearConnection(Connection):
     """The plain residual connection: y = x + f.
 
-    Its arguments have no effect on y; diagnostics read ``dim`` and ``eps``.
+    The arguments have no effect on y, but diagnostics read ``dim`` and ``eps``.
     """
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
@@ -264,8 +265,8 @@ class FeatureConnection(Connection):
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
-            # float32 in any model, since bfloat16 would round the probability
-            if isinstance(x, Tensor):  # not made from x, so that torch.func.vmap with randomness="same" draws once
+            # always float32, because bfloat16 would round the probability
+            if isinstance(x, Tensor):  # not x.new_full, so that torch.func.vmap with randomness="same" draws once
                 probability = torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device)
             else:  # FX: torch 2.6 does not accept a proxy as a device
                 probability = x.new_full([], 1.0 - self.prob, dtype=torch.float32)
@@ -300,15 +301,15 @@ class GlobalConnection(FeatureConnection):
 class HybridConnection(Connection):
     """Learned weights for both parts: y = x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel.
 
-    rho >= 0 and theta in [-pi/2, pi/2]. The forward pass clamps values outside these ranges. The backward pass ignores
-    the clamp, so that an optimizer can move such values back.
+    rho is at least 0, and theta is in [-pi/2, pi/2]. The forward pass clamps values outside these ranges. The backward
+    pass ignores the clamp, so that an optimizer can move such values back.
 
     Args:
         dim: Channel axis.
         eps: Added to |x|^2.
         start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
         device, dtype: Device and dtype of rho and theta.
-        groups: Number of equal parts of the channel axis. Each part has its own projection. They share rho and theta.
+        groups: Number of equal parts of the channel axis. Each part has its own projection; all share rho and theta.
 
     Example:
         >>> hybrid = HybridConnection(start="linear")
@@ -333,7 +334,7 @@ class HybridConnection(Connection):
             nn.init.constant_(parameter, value)
 
     def in_use(self) -> List[Tensor]:
-        """Return ``[rho, theta]``, clamped, as 0-d tensors."""
+        """Return the clamped ``[rho, theta]`` as 0-d tensors."""
         rho, theta = self.rho[0], self.theta[0]
         rho = rho + (rho.clamp(min=0.0) - rho).detach()
         quarter_turn = math.pi / 2
@@ -363,15 +364,15 @@ CONNECTIONS: Dict[str, Callable[..., Connection]] = {
 
 
 def register_connection(name: str, connection: Callable[..., Connection]) -> None:
-    """Register a connection by name, for :func:`timm_ortho.connect` and the argument ``connection`` of every variant.
+    """Register a connection by name, for :func:`timm_ortho.connect` and the argument ``connection`` of models.
 
     Args:
-        name: A Python identifier, so that it can be an argument on a command line and a value in config.json.
+        name: A Python identifier, so that command lines and config.json can contain it.
         connection: A subclass of :class:`Connection`, or a function that returns an instance. It must accept ``dim``
             and ``eps``, and may accept ``prob``, ``start``, ``keep``, ``groups``, ``device`` and ``dtype``.
 
     Raises:
-        ValueError: The name is taken or not an identifier, or the signature of the connection is wrong.
+        ValueError: The name is taken or not an identifier, or the connection does not have the required signature.
 
     Example:
         >>> class Half(Connection):
@@ -418,16 +419,15 @@ def create_connection(
 ) -> Connection:
     """Make a connection.
 
-    All arguments are checked. Arguments that the connection does not accept are ignored, except that ``groups`` must
-    then be 1.
+    All arguments are checked. Arguments that the connection does not accept are then ignored, except ``groups``.
 
     Args:
         connection: Name, class, or a function that returns an instance.
         dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. A connection without this argument accepts 1 only; ``linear`` has no
-            projection and accepts any number.
+        groups: See :class:`FeatureConnection`. For a connection without this argument it must be 1, except for
+            ``linear``, which has no projection.
         branch_first: See :class:`Connection`.
-        tokens_apart: Project each token separately in the global scope too, for blocks whose tokens are independent.
+        tokens_apart: Whether the global scope projects each token separately, see :class:`timm_ortho.blocks.BlockSpec`.
         in_place: Whether the block changes the sum in place, which requires ``keep="branch"``.
         mask_layout: Layout of the block's attention masks, see :func:`real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
@@ -437,7 +437,8 @@ def create_connection(
         The connection, in training mode.
 
     Raises:
-        ValueError: An unknown name, a value outside its range, or a connection with another signature.
+        ValueError: A name is unknown, a value is outside its range, or the connection does not have the required
+            signature.
 
     Example:
         >>> create_connection("feature", dim=1, groups=4)
@@ -454,7 +455,7 @@ def create_connection(
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
     kept = "branch" if in_place else keep
     arguments = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
-    accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # a partial has bound its keywords
+    accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial binds keywords
     if make is GlobalConnection and groups != 1:
         raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
                          "feature or hybrid")
@@ -473,7 +474,7 @@ def create_connection(
                          f"{error}") from None
     made.name = connection if isinstance(connection, str) else _name_of(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
-    if kept == "branch":  # also for a subclass whose constructor has no argument keep: join reads these
+    if kept == "branch":  # join reads these attributes; a subclass may have no argument keep
         made.keep, made.keep_branch = kept, True
     if tokens_apart and made.dims is None:
         made.dims = [dim]
@@ -510,10 +511,10 @@ class Site(NamedTuple):
 
     Attributes:
         layer: Index of its block, counted through the model from 0.
-        kind: Kind of the branch, see :class:`timm_ortho.blocks.BlockSpec`: ``attention``, ``mlp``, ``conv``, ...; the
-            attribute's name if the block's own code contains the connection.
+        kind: Kind of the branch, such as ``attention``, ``mlp`` or ``conv``, see :class:`timm_ortho.blocks.BlockSpec`.
+            If the block's own code contains the connection, the name of its attribute.
         name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
-        connection: The module with ``forward(x, f)``.
+        connection: The connection, a module with ``forward(x, f)``.
     """
 
     layer: int
@@ -525,8 +526,8 @@ class Site(NamedTuple):
 def sites(model: nn.Module) -> List[Site]:
     """Return the sites of a model, block by block; an empty list for a model without connections.
 
-    Warns about blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does: the new class
-    does not call their connections. Their additions are linear.
+    A warning lists blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does. The new
+    class does not call the connections, so the additions of these blocks are linear.
 
     Example:
         >>> import timm
@@ -543,9 +544,10 @@ def sites(model: nn.Module) -> List[Site]:
               if is_unused(block, attribute, connection)}
     if unused:
         warnings.warn(
-            f"the additions of {len(unused)} blocks are linear (the first is {next(iter(unused))!r}): their class was "
-            f"replaced after connect, and {' and '.join(dict.fromkeys(unused.values()))} does not call connections. "
-            "Replace the class first, register it with timm_ortho.register_block, then connect", stacklevel=2)
+            f"the additions of {len(unused)} blocks are linear (the first block is {next(iter(unused))!r}): their "
+            f"class was replaced after connect, and {' and '.join(dict.fromkeys(unused.values()))} does not call "
+            "connections. Replace the class first, register it with timm_ortho.register_block, then connect",
+            stacklevel=2)
     layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [
         Site(layer, attribute.removeprefix("connection_"), f"{name}.{attribute}" if name else attribute, connection)
@@ -560,7 +562,7 @@ def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
 
 @cache
 def _uses(cls: type, attribute: str) -> bool:
-    """Return whether the code of a class contains an attribute; overridden methods do not count."""
+    """Return whether the code of a class uses an attribute; overridden methods do not count."""
     overridden: Set[str] = set()
     for base in cls.__mro__:
         for name, value in vars(base).items():
@@ -585,7 +587,9 @@ def layer_name(block: str, depth: int) -> str:
 
 
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:
-    """Yield the layer index of each block, from the names of the blocks, or of their layers, in model order.
+    """Yield the layer index of each block.
+
+    ``blocks`` are the names of the blocks or of their layers, in model order.
 
     A block inside another block, such as the position encoding of ``davit``'s blocks, belongs to the outer layer.
 

@@ -1,4 +1,4 @@
-"""Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` restores them."""
+"""Convert models: :func:`connect` replaces residual additions by connections, :func:`disconnect` undoes this."""
 import operator
 from functools import partial
 from inspect import signature
@@ -33,8 +33,8 @@ class _Block(NamedTuple):
 
     Attributes:
         name: Name in ``named_modules()``.
-        spec: Description of its class; None if its own code contains the connections.
-        kinds: Kinds of its sites; without ``spec``, the names of the attributes with its connections.
+        spec: Description of the block's class; None if the block's own code contains the connections.
+        kinds: Kinds of the block's sites; without ``spec``, the names of the attributes that hold the connections.
     """
 
     name: str
@@ -66,9 +66,9 @@ class _Block(NamedTuple):
         return {kind: dict(dim=dims[kind], branch_first=first[kind], **shared) for kind in self.kinds}
 
     def check_groups(self, groups: int, kinds: Sequence[str]) -> None:
-        """Raise ValueError if a number of groups does not divide the width of the stream at sites of these kinds.
+        """Raise ValueError if ``groups`` does not divide the width of the stream at sites of these kinds.
 
-        Connections in a block's own code check the width when they are called.
+        If the block's own code contains the connections, they check the width when they are called.
         """
         widths = self.widths() if groups > 1 and self.spec else {}
         for width in (widths[kind] for kind in kinds if kind in widths):
@@ -78,13 +78,13 @@ class _Block(NamedTuple):
                                  f"({type(self.module).__name__}); divisors are {divisors}. The model is unchanged.")
 
     def heads(self, model: nn.Module) -> int:
-        """Return the number of heads of the attention in the block's layer; transformers may have it in a config."""
+        """Return the number of heads of the attention in the block's layer, from its modules or else their configs."""
         modules = list(model.get_submodule(self.layer).modules())
         configs = [module.config for module in modules if "config" in vars(module)]
         counts = _numbers_of_heads(modules) or _numbers_of_heads(configs)
         if len(counts) != 1:
             number = f"has attention with {' and '.join(map(str, sorted(counts)))} heads" if counts else "has no heads"
-            raise ValueError(f"groups='heads' requires one number of heads per block, and {self.name} "
+            raise ValueError(f"groups='heads' requires one number of heads per block, but {self.name} "
                              f"({type(self.module).__name__}) {number}: pass a number, or restrict layers or kinds. "
                              "The model is unchanged.")
         return counts.pop()
@@ -98,7 +98,7 @@ def _numbers_of_heads(owners: Iterable[Any]) -> set[int]:
 
 
 class UnsupportedModelError(ValueError):
-    """A model that cannot be connected or disconnected.
+    """A model cannot be connected or disconnected.
 
     Attributes:
         unsupported: Names of the unknown classes of residual blocks.
@@ -125,52 +125,52 @@ def connect(
         skip_rank: Optional[int] = None,
         skip_seed: int = 0,
 ) -> ModelT:
-    """Give every residual addition of a model a connection, in place, or replace its present connections.
+    """Give every residual addition of a model a connection, in place. Present connections are replaced.
 
-    May be called at any time, also during training: parameters, buffers, hooks and the keys of the state dict do not
-    change. Only ``hybrid`` has parameters, two per site. Each call initializes them, and an existing optimizer must be
-    given them. ``model.no_weight_decay()``, which timm's optimizers call, contains their names. Connect with ``hybrid``
+    The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
+    do not change. Only ``hybrid`` adds parameters, two per site. Each call initializes them, so add them to an existing
+    optimizer. ``model.no_weight_decay()``, which timm's optimizers call, contains their names. Connect with ``hybrid``
     before DistributedDataParallel, which does not synchronise parameters that are added later. After ``fully_shard``,
-    connections can be replaced only by connections without parameters.
+    connections can only be replaced by connections without parameters.
 
     Args:
-        model: Any module that contains known blocks, with or without adapters: models of timm, including
-            ``features_only``, of torchvision and of transformers, or your own after
-            :func:`timm_ortho.register_block`. Modules whose own code contains a :class:`Connection` are known too.
-        connection: ``linear``, ``feature``, ``global``, ``hybrid`` or another registered name; or the class of a
-            connection, or a function that returns one. A class or function receives these arguments if it accepts
-            them: ``dim``, ``eps``, ``prob``, ``start``, ``keep``, ``groups``, ``device``, ``dtype``.
+        model: Any module that contains supported blocks, with or without adapters. Supported are blocks of timm
+            (including ``features_only``), torchvision and transformers, classes from
+            :func:`timm_ortho.register_block`, and modules whose own code contains a :class:`Connection`.
+        connection: ``linear``, ``feature``, ``global``, ``hybrid`` or another registered name, a connection class, or
+            a function that returns a connection. Of the arguments ``dim``, ``eps``, ``prob``, ``start``, ``keep``,
+            ``groups``, ``device`` and ``dtype``, a class or function receives those in its signature.
         eps: Added to |x|^2.
-        prob: Probability pi of the orthogonal form. In training, each site draws its form at each step. Must be 1 for
-            ``hybrid``.
-        layers: Indices of the blocks that carry the connection, ``1`` or ``[1]``; all other blocks are linear. None for
-            all blocks. A block inside another block belongs to the layer of the outer block.
-        kinds: Kinds of branches that carry the connection, as :func:`timm_ortho.sites` lists them; all other branches
-            are linear. ``"mlp"`` or ``["mlp"]`` leaves the attention of a ViT unchanged. None for all kinds.
+        prob: Probability pi of the orthogonal form. In training, each site draws the orthogonal or the linear form at
+            each step. Must be 1 for ``hybrid``.
+        layers: Index or indices of the blocks with the connection; all other blocks are linear. None for all blocks. A
+            block inside another block belongs to the layer of the outer block.
+        kinds: Kind or kinds of branches with the connection, as :func:`timm_ortho.sites` lists them; all other branches
+            are linear. For example, ``"mlp"`` leaves the attention of a ViT linear. None for all kinds.
         start: Start of ``hybrid``: ``orthogonal`` or ``linear``.
         keep: ``"branch"`` if a forward hook or the code of the model changes the output of a block in place. Autograd
-            then saves the branch output instead of the sum. Without it the backward pass raises "one of the variables
-            needed for gradient computation has been modified by an inplace operation".
-        groups: Number of equal parts of the channel axis with a projection each, for ``feature``, ``hybrid`` and custom
-            connections that accept ``groups``. ``"heads"`` is the number of heads of the block's attention, for every
-            site of the block.
+            then saves the branch output instead of the sum. With ``"output"``, the backward pass of such a model raises
+            "one of the variables needed for gradient computation has been modified by an inplace operation".
+        groups: Number of equal parts of the channel axis. Each part has its own projection. For ``feature``, ``hybrid``
+            and custom connections that accept ``groups``. ``"heads"`` means the number of heads of the block's
+            attention, at every site of the block.
         skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: y = P x + a f_par +
             b f_orth, where f_par is parallel and f_orth orthogonal to P x. ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the L sites of the
-            model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of its
-            projected shortcut.
+            model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
+            the shortcut's projection.
         skip_branches: Number of branches B of an idempotent P; None for the number of channels.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. All widths of the model must allow it.
-        skip_seed: Seed of ``orthogonal_random``, which draws another rotation for each site.
+        skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: An unknown name, a value outside its range, a connection with another signature, or one with the
-            global scope in a causal block. The model is unchanged.
-        UnsupportedModelError: No known block, residual blocks of unknown classes, or sharded blocks that would need
-            another class or new parameters. The model is unchanged.
+        ValueError: A name is unknown, a value is outside its range, the connection does not have the required
+            signature, or it has the global scope and a block is causal. The model is unchanged.
+        UnsupportedModelError: The model has no supported blocks or has unsupported residual blocks, or sharded blocks
+            would need a new class or new parameters. The model is unchanged.
         timm_ortho.RoutingError: The source of a block does not match its description.
 
     Example:
@@ -187,8 +187,8 @@ def connect(
     if isinstance(groups, str):
         if groups != "heads":
             raise ValueError(f"groups must be a whole number of at least 1 or 'heads', got {groups!r}")
-        arguments["groups"] = 2  # any number above 1; each block has its own number of heads
-    probe = create_connection(connection, **arguments)  # raises before anything is changed, even if `layers` is empty
+        arguments["groups"] = 2  # a placeholder for the number of heads, which each block determines below
+    probe = create_connection(connection, **arguments)  # check the arguments even if `layers` is empty
     call = _call_arguments(
         probe.name,
         dict(arguments, groups=groups, layers=None if layers is None else sorted(chosen),
@@ -228,7 +228,7 @@ def connect(
 def disconnect(model: ModelT) -> ModelT:
     """Undo :func:`connect` in place: restore the class of every block and remove the connections.
 
-    Connections in a block's own code are not removed: they become ``linear``.
+    Connections in a block's own code become ``linear`` instead.
 
     Args:
         model: Any module, with or without connections.
@@ -237,8 +237,8 @@ def disconnect(model: ModelT) -> ModelT:
         The same model.
 
     Raises:
-        UnsupportedModelError: Its blocks are sharded or parametrized, which fixes their classes. The model is
-            unchanged.
+        UnsupportedModelError: Blocks with connections are sharded or parametrized, which fixes their classes. The model
+            is unchanged.
 
     Example:
         >>> import timm
@@ -269,17 +269,17 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).p
 
 
 def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :func:`connect` that have an effect, as JSON values. Most defaults are omitted."""
+    """Return, as JSON values, the arguments of :func:`connect` that have an effect. Defaults except eps are omitted."""
     effective = dict(arguments) if connection != "linear" else {}
     if skip_arguments["skip"] != "identity":
         effective.update(skip_arguments)
     changed = {name: value for name, value in effective.items() if name == "eps" or value != _DEFAULTS[name]}
-    scalars = {name: value.item() if hasattr(value, "item") else value for name, value in changed.items()}  # NumPy's
+    scalars = {name: value.item() if hasattr(value, "item") else value for name, value in changed.items()}  # e.g. NumPy
     return {"connection": connection, **scalars}
 
 
 def _spare_from_weight_decay(model: nn.Module) -> None:
-    """Add learned connections to ``model.no_weight_decay()``, which timm's optimizers call: decay to 0 is harmful."""
+    """Add the parameters of connections to ``model.no_weight_decay()``, because decay towards 0 would harm them."""
     if isinstance(vars(model).get("no_weight_decay"), partial):  # set by an earlier call
         del model.no_weight_decay
     names = {f"{site.name}.{name}" for site in sites(model) for name, _ in site.connection.named_parameters()}
@@ -291,10 +291,10 @@ def _spare_from_weight_decay(model: nn.Module) -> None:
 def _blocks(model: nn.Module) -> list[_Block]:
     """Return the blocks that add to a stream in their present configuration.
 
-    A module of another library inside a known block (LoRA, an adapter) is part of the block's branch.
+    A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch.
 
     Raises:
-        UnsupportedModelError: There are no known blocks, or there are residual blocks of unknown classes.
+        UnsupportedModelError: There are no supported blocks, or there are unsupported residual blocks.
     """
     blocks, unsupported = [], {}
     inside: set[nn.Module] = set()
@@ -315,15 +315,16 @@ def _blocks(model: nn.Module) -> list[_Block]:
     if blocks and not unsupported:
         return blocks
     supported = dict.fromkeys(block.spec.name if block.spec else type(block.module).__qualname__ for block in blocks)
-    problem = "no residual block found (only forward is searched; register_block takes method=NAME for another)"
+    problem = ("no residual block found (only forward is searched; for additions in another method, pass its name to "
+               "register_block: method=NAME)")
     if supported or unsupported:
         problem = (f"supported residual blocks found: {', '.join(supported) or 'none'}; residual blocks found that are "
                    f"not supported: {', '.join(unsupported) or 'none'}")
     raise UnsupportedModelError(
         f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): {problem}. timm-ortho list "
         "prints the supported classes, timm_ortho.register_block adds a class, and timm_ortho.not_residual excludes a "
-        "class without a stream. Add wrappers around other layers, such as the head, after connect. The model is "
-        "unchanged.", tuple(unsupported))
+        "class that has no stream. If an unsupported class wraps a layer outside the blocks, such as the head, call "
+        "connect before wrapping. The model is unchanged.", tuple(unsupported))
 
 
 def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
@@ -352,8 +353,8 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
     if block.spec.is_causal(model.get_submodule(name) for name in names):
         made = next(connection for connection in connections if connection.dims is None)
         raise ValueError(
-            f"connection {made.name!r} has one projection for all tokens of a sample, and {block.name} is a causal "
-            f"{type(block.module).__name__}: each token would depend on later ones. Use 'feature' or 'hybrid', or "
+            f"connection {made.name!r} has one projection for all tokens of a sample, but {block.name} is a causal "
+            f"{type(block.module).__name__}: each token would depend on later tokens. Use 'feature' or 'hybrid', or "
             "restrict layers to an encoder. The model is unchanged.")
 
 
@@ -369,8 +370,8 @@ def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Ite
             isinstance(module, DistributedDataParallel) for module in model.modules()))):
         raise UnsupportedModelError(
             f"cannot connect or disconnect {type(model).__name__}: its {type(block).__name__} is sharded or "
-            "parametrized, which fixes its class and its parameters, or in DistributedDataParallel, which fixes its "
-            "parameters: connect first, then wrap or shard the model. The model is unchanged.")
+            "parametrized, which fixes its class and parameters, or is inside DistributedDataParallel, which fixes its "
+            "parameters. Connect first, then wrap or shard the model. The model is unchanged.")
 
 
 def _chosen_layers(layers: Union[int, Iterable[int], None], count: int) -> Collection[int]:
@@ -378,7 +379,7 @@ def _chosen_layers(layers: Union[int, Iterable[int], None], count: int) -> Colle
         return range(count)
     try:
         requested = layers if isinstance(layers, Iterable) else [layers]
-        indices = [operator.index(layer) for layer in requested]  # accepts integers of NumPy
+        indices = [operator.index(layer) for layer in requested]  # accepts NumPy integers
     except TypeError:
         raise ValueError(f"layers must be block indices in [0, {count - 1}], got {layers!r}") from None
     outside = [index for index in indices if not 0 <= index < count]
@@ -412,7 +413,7 @@ def _make_connections(
 
 
 def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterator[Optional[nn.Module]]:
-    """Return an iterator of the skip transform of each site; None for the identity.
+    """Return an iterator over the skip transforms of all sites, with None for the identity.
 
     Raises:
         ValueError: The name is unknown, or an argument does not fit a width of the model.

@@ -1,29 +1,30 @@
-"""The orthogonal residual update: the one formula of this package, forward and backward.
+"""The orthogonal residual update and its gradients.
 
-A residual block returns ``y = x + f``. Split the branch output ``f`` along the stream ``x``, with every sum and
-inner product taken over the axes ``dim``::
+A residual block returns ``y = x + f``. The update splits the branch output ``f`` into components parallel and
+orthogonal to the stream ``x``, with every inner product taken over the axes ``dim``::
 
     n = <x, x> + eps          s = <x, f> / n          f_par = s x          f_orth = f - s x
     y = x + a f_par + b f_orth  =  b f + (1 + k s) x          k = a - b
 
-and with g = dL/dy and t = <x, g> / n::
+The gradients, with g = dL/dy and t = <x, g> / n::
 
     dL/df = b g + k t x               dL/dx = (1 + k s) g + k t f - 2 k s t x
     dL/da = sum s <x, g>              dL/db = sum (<f, g> - s <x, g>)
 
-``a = b = 1`` is the linear residual connection; ``a = 0, b = 1`` is the orthogonal update of "Revisiting Residual
-Connections: Orthogonal Updates for Stable and Efficient Deep Networks" (Oh et al., NeurIPS 2025), Eq. 4, with
-Algorithm 1 (``dim`` the channel axis) and Algorithm 2 (``dim`` every axis but the batch).
+``a = b = 1`` is the linear residual connection. ``a = 0, b = 1`` is the orthogonal update, Eq. 4 of "Revisiting
+Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks" (Oh et al., NeurIPS 2025). With the
+channel axis as ``dim`` it is Algorithm 1, with all axes but the batch it is Algorithm 2.
 
-Numerics: float16 and bfloat16 inputs are multiplied, summed and divided in float32, float64 stays float64, and the
-result is cast once to the dtype that ``x + f`` has. ``eps`` is added in that accumulation dtype; it is in units of
-|x|^2. For x = 0 the result is y = b f. Because of eps, <x, f_orth> is <x, f> eps / n instead of zero.
+Numerics: float16 and bfloat16 inputs are multiplied, summed and divided in float32, and float64 stays float64. The
+result is cast once, to the dtype of ``x + f``. ``eps`` has the units of |x|^2 and is added before that cast. For x = 0
+the result is y = b f. Because of eps, <x, f_orth> is <x, f> eps / n instead of zero.
 
-Where this differs from the authors' code, and why:
-  * they cast ``s`` to the dtype of ``x`` and square ``x`` in it, which overflows in float16 for |x| > 256;
-  * their global scope for convolutions silently becomes the feature scope; here it is Algorithm 2.
+Differences from the authors' code:
+  * Their code squares ``x`` and rounds ``s`` in the dtype of ``x``, and in float16 the square overflows for |x| > 256.
+    Here both are in float32.
+  * For convolutions their global scope is silently replaced by the feature scope. Here it is Algorithm 2.
 
-The operations below are the backend ``torch``; :mod:`timm_ortho.backends` contains the selection and other backends.
+The operations in this module are the backend ``torch``; :mod:`timm_ortho.backends` selects the backend.
 """
 from numbers import Integral
 from types import ModuleType
@@ -50,10 +51,10 @@ def _formula(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Return ``y, <x, f>, n``. Both sums keep ``dims`` as axes of size 1; y has the memory format of ``x + f``.
 
-    ``1 + k s`` is computed as ``(n + k <x, f>) / n``: the launch of an operation is slower with a Python number as an
-    operand, and launches dominate the time of small models. With ``reuse`` the products and the result share one
-    buffer, because allocations cost as much as arithmetic in large models on a CPU. Neither autograd nor a tracer can
-    follow ``reuse``.
+    ``1 + k s`` is computed as ``(n + k <x, f>) / n``, which needs no addition of a Python number. Such operations are
+    slower to launch, and launches dominate the time of small models. With ``reuse`` the products and the result share
+    one buffer, because allocations cost as much as arithmetic in large models on a CPU. Autograd and tracers do not
+    support ``reuse``.
     """
     result = x.dtype
     if x.dtype != torch.float32 or f.dtype != torch.float32:
@@ -62,10 +63,10 @@ def _formula(
     products = x * f
     xf = products.sum(dims, True)
     products = torch.mul(x, x, out=products) if reuse else x * x
-    n = products.sum(dims, True).add(eps)  # in place, DTensor would add eps to each partial sum
+    n = products.sum(dims, True).add(eps)  # an addition in place would add eps to each partial sum of a DTensor
     gain, f = _weighted(f, xf, n, a, b)
     if x.stride() != f.stride():
-        y = x * gain + f  # a sum has the memory format of its first term
+        y = x * gain + f  # the first term determines the memory format
     elif reuse:
         y = torch.addcmul(f, gain, x, out=products)
     else:
@@ -74,7 +75,7 @@ def _formula(
 
 
 def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
-    """Return ``1 + k s`` and ``b f``. TorchScript needs a fixed type for each variable, hence the branches."""
+    """Return ``1 + k s`` and ``b f``. The branches give each variable a fixed type, which TorchScript requires."""
     if isinstance(a, Tensor):
         return (n + a * xf - _times(b, xf)) / n, _times(b, f)
     elif isinstance(b, Tensor):
@@ -91,7 +92,7 @@ def _times(weight: Weight, x: Tensor) -> Tensor:
 
 
 def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast if needed. torch 2.6 cannot export an in-place activation after a cast that changes nothing."""
+    """Cast if needed. After a cast to the same dtype, torch 2.6 cannot export an in-place activation."""
     return y if y.dtype == dtype else y.to(dtype)
 
 
@@ -106,8 +107,9 @@ def plain_update(
 ) -> Tensor:
     """Compute the update in plain operations, which autograd differentiates.
 
-    Tracers, TorchScript and ``torch.func`` use this function. In eager mode :func:`residual_update` returns
-    bit-identical results, because deep networks amplify differences in rounding.
+    Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to those of
+    :func:`residual_update` in eager mode, because deep networks would amplify differences in rounding. Arguments are
+    not checked.
 
     Args:
         x: Stream, of any shape.
@@ -119,7 +121,7 @@ def plain_update(
         mask: True for real positions, see :func:`residual_update`.
 
     Returns:
-        The new stream, of the shape of ``x`` and in the dtype of ``x + f``. Arguments are not checked.
+        The new stream, of the shape of ``x`` and in the dtype of ``x + f``.
 
     Example:
         >>> x, f = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0])
@@ -135,7 +137,7 @@ def plain_update(
 def _update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """Return ``y, s, n``; s is None unless ``keep``. Must not be called where autograd records."""
+    """Return ``y, s, n``; s is None unless ``keep``. Autograd must not record the call."""
     y, xf, n = _formula(x, f, a, b, dims, eps, reuse=_is_large(x) and not is_observed(x, f))
     return y, xf / n if keep else None, n
 
@@ -154,7 +156,7 @@ def _gradients(
     stream_dtype, acc, k = x.dtype, n.dtype, a - b
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
-    if g.stride() != x.stride():  # e.g. the expanded gradient of a mean; gradients have the format of the stream
+    if g.stride() != x.stride():  # for example the expanded gradient of a mean
         g = torch.zeros_like(x) + g
     xg = (x * g).sum(dims, True)
     t, ks = xg / n, s
@@ -163,7 +165,7 @@ def _gradients(
     grad_x = grad_f = fg = None
     if for_f:
         grad_f = in_dtype(_times(b, g).addcmul(t, x, value=k), branch_dtype)
-    if for_x:  # k t (f - 2 s x), where f - 2 s x = y - (1 + s) x
+    if for_x:  # (1 + k s) g + k t (f - 2 s x); if f is recovered, f - 2 s x = y - (1 + s) x
         reuse = _is_large(x) and not torch.is_grad_enabled() and not is_observed(x, g)
         addcmul = torch.Tensor.addcmul_ if reuse else torch.Tensor.addcmul
         grad_x = addcmul(g.addcmul(ks, g, value=k), t, kept, value=k)
@@ -177,11 +179,11 @@ def _gradients(
 class _ResidualUpdate(torch.autograd.Function):
     """The update with closed-form gradients.
 
-    For a = 0 and b = 1 the branch output is not saved for the backward pass, since f = y - (1 - s) x. The layers before
-    and after save x and y anyway. The extra memory is two numbers per projection.
+    For a = 0 and b = 1 the branch output is recovered as f = y - (1 - s) x in the backward pass. The layers before and
+    after save x and y anyway, so the only extra memory is two numbers per projection.
 
-    ``s`` is an output too, so that a double backward pass can differentiate it. ``torch.func`` is not supported here:
-    it would cost 70 us a call.
+    ``s`` is a second output, so that a double backward pass can differentiate it. This class does not support
+    ``torch.func``, which would cost 70 us per call.
     """
 
     @staticmethod
@@ -212,7 +214,7 @@ class _ResidualUpdate(torch.autograd.Function):
                 x, kept, g, s, n, a, b, dims, ctx.recover, ctx.branch_dtype, (for_x, for_f, for_a or for_b))
             grad_a = (s * xg).sum().to(a) if for_a else None
             grad_b = (fg - s * xg).sum().to(b) if for_b else None
-        if grad_s is not None:  # a double backward pass: n ds/dx = f - 2 s x and n ds/df = x
+        if grad_s is not None:  # in a double backward pass, with n ds/dx = f - 2 s x and n ds/df = x
             of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if ctx.recover else 2 * s, x, value=-1) * (grad_s / n)
             of_f = x * (grad_s / n)
             grad_x = of_x if grad_x is None else grad_x + of_x
@@ -225,7 +227,7 @@ def _is_learned(weight: Weight) -> bool:
 
 
 def _are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
-    """Return whether both weights are numbers and equal these. Comparing a tensor would synchronise its device."""
+    """Return whether both weights are numbers with these values. Comparing a tensor would synchronise its device."""
     return not isinstance(a, Tensor) and a == a_value and not isinstance(b, Tensor) and b == b_value
 
 
@@ -288,26 +290,26 @@ def residual_update(
     """Return ``x + a f_par + b f_orth``, the stream plus the weighted parts of the branch output.
 
     The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
-    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation the function is
+    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation this function calls
     :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does not compile
-    keyword-only arguments. No operation is in place while autograd or a tracer records. In eager mode x and f may be
-    jagged nested tensors ``[B, *, C]`` with one projection per token.
+    keyword-only arguments. In eager mode x and f may be jagged nested tensors ``[B, *, C]`` with one projection per
+    token.
 
     Args:
         x: Stream, of any shape.
         f: Branch output, of the same shape.
         parallel: Weight ``a``, a float or a 0-d tensor that may require gradients. 0 drops the parallel part.
         orthogonal: Weight ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is bit-identical to ``x + f``.
-        dim: Axis or axes of one projection. The channel axis makes one projection per token or pixel (Algorithm 1).
-            None is all axes but the first, which makes one per sample (Algorithm 2).
+        dim: Axis or axes of one projection. The channel axis gives one projection per token or pixel (Algorithm 1).
+            None means all axes but the first, which gives one projection per sample (Algorithm 2).
         eps: Added to |x|^2, in the accumulation dtype (float32, or float64 for float64 inputs).
-        mask: Boolean tensor that broadcasts to the shape of x, True for real positions: ``[B, N, 1]`` for the tokens
-            of a padded batch. Padding may contain any value. Sums exclude it, and its results and gradients are zero.
-            None if there is no padding.
+        mask: Boolean tensor that broadcasts to the shape of x, for example ``[B, N, 1]`` for the tokens of a padded
+            batch. True marks real positions. Padding may contain any value: sums exclude it, and its results and
+            gradients are zero. None if there is no padding.
         keep: Tensor that autograd saves beside ``x`` if ``a`` is 0 and ``b`` is 1. ``"output"`` saves the result, which
-            must then not be changed in place. ``"branch"`` saves ``f``. With other weights ``f`` is always saved.
-        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``, see :func:`choose_backend`. None uses the
-            environment variable TIMM_ORTHO_BACKEND, or ``"auto"`` if it is not set.
+            must then not be changed in place. ``"branch"`` saves ``f``. For all other weights, ``f`` is saved.
+        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``; None for the default. See
+            :func:`choose_backend`.
 
     Returns:
         The new stream, of the shape of ``x`` and in the dtype of ``x + f``.
@@ -338,11 +340,11 @@ def checked_update(
 ) -> Tensor:
     """Compute :func:`residual_update` for weights, dims and eps that are already validated.
 
-    Only tensors are checked here. A connection checks its other arguments once, because checks take a noticeable share
-    of a small model's time.
+    Only tensors are checked here. Connections check their arguments at construction, because repeated checks take a
+    noticeable share of a small model's time.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
-        # handle_torch_function would call active modes first, which would record single operations
+        # handle_torch_function would call active modes first, and they would record each operation separately
         proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     if x.is_nested or f.is_nested:
@@ -384,7 +386,7 @@ def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[
         raise ValueError(
             "nested tensors must have the layout torch.jagged, the same offsets, and one projection per token (dim=-1, "
             f"scope 'feature'), got x of layout {x.layout} and shape {tuple(x.shape)}, f of layout {f.layout} and "
-            f"shape {tuple(f.shape)}, dim={dims}; for other axes convert x and f to "
+            f"shape {tuple(f.shape)}, dim={dims}; to project over other axes, convert x and f to "
             "padded tensors (x.to_padded_tensor) and pass a mask")
     y = checked_update(x.values(), f.values(), a, b, [-1], *args)
     return torch.nested.nested_tensor_from_jagged(y, x.offsets(), x.lengths(), jagged_dim=ragged[0])

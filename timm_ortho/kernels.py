@@ -3,19 +3,19 @@
 The docstring of :mod:`timm_ortho.functional` has the equations. Products, sums and divisions are in the accumulation
 dtype (float32, or float64 for float64 inputs). Results are rounded once, when they are stored.
 
-Memory traffic for a stream of S bytes:
+Memory traffic for a stream of S bytes (k S means k tensors of that size):
 
 | | forward | backward |
 | --- | --- | --- |
-| lower bound: read every input once, write every result once | 3 S, as ``x + f`` | 5 S: x, y or f, g; two gradients |
+| lower bound: read every input once, write every result once | 3 S, as ``x + f`` | 5 S: g, x, y or f, 2 gradients |
 | one projection fits one program (``feature``) | 3 S | 5 S |
 | a projection is split into pieces (``global``) | 5 S: x and f are read again after the sums | 7 S |
 
 Tensors are viewed as ``[outer, width, inner]`` with a projection over ``width`` (:mod:`timm_ortho._views`). Contiguous
 NCHW is not transposed: a program reads several of the ``inner`` pixels at once.
 
-Sums have a fixed order and use no atomics, so that results are deterministic. The kernels do not synchronise the device
-and can be captured in a CUDA graph.
+Sums have a fixed order and use no atomics, so results are deterministic. The kernels do not synchronise the device and
+can be captured in a CUDA graph.
 """
 import functools
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -34,8 +34,8 @@ TILE = 4096  # elements of each tensor in one tile
 LONGEST_ROW = 8192  # longer rows are split into pieces, one per program
 LONGEST_COLUMN = 512  # channels of a pixel in NCHW; a program reads longer columns twice
 PIXELS = 16  # least number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
-PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes; three tensors fit the registers
-MOST_PIECES = 1024  # pieces of a row, so that one program can add their sums in one step
+PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes; registers hold three tensors
+MOST_PIECES = 1024  # limit on the pieces of a row; one program adds their sums in one step
 
 
 # --------------------------------------------------------------------------------------- the formula, in Triton
@@ -76,13 +76,13 @@ def _weight(number, pointer, ACC: tl.constexpr):
 
 # ------------------------------------------------------------------------------------------- tiles of a program
 # A tile is [BLOCK_P projections, BLOCK_W elements of each] with strides `step_p` and `step_w`. One stride is 1, and
-# Triton orders the threads along it. The start of a program is a 64-bit offset; offsets from there have 32 bits.
+# Triton orders the threads along that axis. A program's start is a 64-bit offset; offsets from the start have 32 bits.
 @triton.jit
 def tile_index(
         width, count, step_p, step_w, step_outer, pieces, piece_width, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
-    """Return the offset of this program's first element, its first projection, the indices of its projections and
-    which of them exist, its piece, and the width of the piece.
+    """Return this program's position: the offset of its first element, the number of its first projection, the indices
+    of its projections relative to the first, whether each exists, the index of its piece, and the piece's width.
     """
     program = tl.program_id(0)
     if REVERSED:  # begin with the elements that the previous kernel read last, which are still in the cache
@@ -99,7 +99,7 @@ def tile_index(
 
 @triton.jit
 def _offsets(p, valid, w, step_p, step_w, width):
-    """Return the offsets of a tile from the program's first element, and which of them exist."""
+    """Return the offsets of a tile's elements from the program's first element, and whether each element exists."""
     return p[:, None] * step_p + w[None, :] * step_w, valid[:, None] & (w < width)[None, :]
 
 
@@ -113,7 +113,7 @@ def _sums(
         p_ptr, q_ptr, r_ptr, p, valid, step_p, step_w, width,
         SAME: tl.constexpr, BOTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, ACC: tl.constexpr,
 ):
-    """Return ``<p, r>`` and, if BOTH, ``<q, r>`` over ``width`` elements. SAME: p and r are the same tensor."""
+    """Return ``<p, r>`` and, if BOTH, ``<q, r>`` over ``width`` elements. SAME means that p and r are one tensor."""
     pr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     qr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     for begin in range(0, width, BLOCK_W):
@@ -144,7 +144,7 @@ def _partial_sums_kernel(
         SAME: tl.constexpr, BOTH: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
 ):
-    """Store ``<p, r>`` and ``<q, r>`` of one piece: the first of two phases for projections in pieces."""
+    """Store ``<p, r>`` and, if BOTH, ``<q, r>`` of one piece, for projections that are split into pieces."""
     start, projection, p, valid, piece, width = tile_index(
         width, count, step_p, step_w, step_outer, pieces, piece_width, False, BLOCK_P)
     pr, qr = _sums(
@@ -165,8 +165,9 @@ def _update_kernel(
 ):
     """Forward: ``n = <x, x> + eps``, ``s = <x, f> / n``, ``y = b f + (1 + (a - b) s) x``.
 
-    ONCE: a projection is one tile. Otherwise a program reads its projection twice, or, if BLOCK_PIECES is not 0, reads
-    one piece and the sums of all pieces in `xx_ptr` and `xf_ptr`. STORE: store s and n.
+    If ONCE, a tile contains the whole projection. Otherwise, if BLOCK_PIECES is 0, a program reads its projection
+    twice. Otherwise it reads one piece, and the sums of all pieces from `xx_ptr` and `xf_ptr`. If STORE, it stores s
+    and n.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece, width = tile_index(
@@ -187,7 +188,7 @@ def _update_kernel(
         xx, xf = _sums(x_ptr, f_ptr, x_ptr, p, valid, step_p, step_w, width, True, True, BLOCK_P, BLOCK_W, ACC)
     n = xx + tl.full([], eps, ACC)
     s = xf / n
-    if STORE:  # noqa: SIM102 evaluated at compile time, the condition below at run time
+    if STORE:  # noqa: SIM102 evaluated at compile time; the inner condition is evaluated at run time
         if piece == 0:
             tl.store(s_ptr + projection + p, s, mask=valid)
             tl.store(n_ptr + projection + p, n, mask=valid)
@@ -215,8 +216,8 @@ def _gradients_kernel(
 
         dL/dx = (1 + k s) g + k t f - 2 k s t x          dL/df = b g + k t x
 
-    RECOVER: `kept_ptr` contains y, and ``f = y - (1 - s) x``. FOR_WEIGHTS: store <x, g> and <f, g> of each projection,
-    from which dL/da and dL/db are computed. ONCE and BLOCK_PIECES as in :func:`_update_kernel`.
+    If RECOVER, `kept_ptr` contains y, and ``f = y - (1 - s) x``; otherwise it contains f. If FOR_WEIGHTS, store <x, g>
+    and <f, g> of each projection for dL/da and dL/db. ONCE and BLOCK_PIECES are as in :func:`_update_kernel`.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece, width = tile_index(
@@ -275,7 +276,7 @@ def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
     pieces, block_pieces, piece_width = 1, 0, width
     block_w = triton.next_power_of_2(width)
     if rows and width > LONGEST_ROW:
-        # pieces of several tiles, at most MOST_PIECES of them
+        # each piece has at least four tiles, and there are at most MOST_PIECES pieces
         piece_width = max(4 * TILE, triton.cdiv(triton.cdiv(width, MOST_PIECES), TILE) * TILE)
         pieces = triton.cdiv(width, piece_width)
         block_w, block_p, block_pieces = TILE, 1, triton.next_power_of_2(pieces)
@@ -304,8 +305,8 @@ def update(
         keep: Whether to return s and n; otherwise only y is allocated.
 
     Returns:
-        ``(y, s, n)``: y of the shape and memory format of ``x``; s and n with the axes ``dims`` of size 1, in the
-        accumulation dtype, or None.
+        ``(y, s, n)``. y has the shape and memory format of ``x``. s and n have size 1 along ``dims`` and the
+        accumulation dtype; they are None unless ``keep``.
     """
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, f.dtype))
     acc = accumulate_in(y.dtype)
@@ -338,11 +339,11 @@ def gradients(
         a, b, dims: Arguments of :func:`update`.
         recover: Whether to recover f from y, which requires a = 0 and b = 1.
         branch_dtype: Dtype of f and of dL/df.
-        needed: Whether dL/dx, dL/df and the two products are needed.
+        needed: Whether to compute dL/dx, dL/df, and the two inner products.
 
     Returns:
-        ``(dL/dx, dL/df, <x, g>, <f, g>)``, None if not needed. The gradients have the shape and memory format of ``x``,
-        the products the shape and dtype of ``s``.
+        ``(dL/dx, dL/df, <x, g>, <f, g>)``, with None for results that are not needed. The gradients have the shape and
+        memory format of ``x``, the inner products have the shape and dtype of ``s``.
     """
     for_x, for_f, for_weights = needed
     view = view_of(tuple(x.shape), x.stride(), tuple(dims))
@@ -370,7 +371,7 @@ def gradients(
 def _partial_sums(
         p: Tensor, q: Tensor, r: Tensor, programs: int, options: Dict[str, int], acc: torch.dtype, both: bool,
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:
-    """Return ``<p, r>`` and, if ``both``, ``<q, r>`` of every piece; None if projections are not in pieces."""
+    """Return ``<p, r>`` and, if ``both``, ``<q, r>`` of every piece; None if projections are not split into pieces."""
     if not options["BLOCK_PIECES"]:
         return None, None
     pr, qr = (p.new_empty(programs, dtype=acc) if wanted else None for wanted in (True, both))
@@ -383,14 +384,14 @@ def _once(options: Dict[str, int]) -> bool:
 
 
 def _projections(x: Tensor, view: View, dims: Sequence[int], acc: torch.dtype) -> Tensor:
-    """Return an empty tensor with one number per projection: the shape of x with the axes ``dims`` of size 1."""
+    """Return an uninitialized tensor with one number per projection: the shape of x, but with size 1 along ``dims``."""
     reduced = {d % x.dim() for d in dims}
     shape = [1 if axis in reduced else x.shape[axis] for axis in view.order]
     return x.new_empty(shape, dtype=acc).permute(view.inverse)
 
 
 def _weights(a: Weight, b: Weight, x: Tensor) -> List[Any]:
-    """Return a_ptr, b_ptr, a, b for the kernels, which read learned weights on the device without synchronisation."""
+    """Return a_ptr, b_ptr, a, b for the kernels. Pointers to learned weights avoid a synchronisation."""
     tensors = [w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b)]
     return [*tensors, *(0.0 if isinstance(w, Tensor) else float(w) for w in (a, b))]
 

@@ -9,16 +9,15 @@ timm's residual blocks have one thing in common: ``forward`` contains ``x + some
     x = x + self.attn(self.norm1(x), attn_mask)     # the connection finds padding in the mask
     x = self.connection_attention(x, self.attn(self.norm1(x), attn_mask), attn_mask=attn_mask)
 
-    x += shortcut                                   # in place; the connection returns a new tensor
+    x += shortcut                                   # adds in place; the connection returns a new tensor
     x = self.connection_conv(shortcut, x)
 
-A subclass is made once per class, from the syntax tree of the installed release. No code of the host is copied, and
-the host does not change. The new source is registered with ``linecache``, so that tracebacks, debuggers and TorchScript
-show the executed code.
+A subclass is built once per host, from the source of the installed release. The host itself does not change. The
+generated source is registered with ``linecache``, where tracebacks, debuggers and TorchScript look it up.
 
-Additions are numbered in call order. The two sides of an ``if`` share numbers, because a call reaches one of them, and
-a side may have no addition. The configuration of an instance can exclude an addition, as in ``if self.has_skip:``.
-:meth:`Route.reached` returns the additions that an instance can reach.
+Additions are numbered in call order. The two sides of an ``if`` share numbers, because a call reaches only one side. A
+side may have no addition. Some instances never reach an addition, for example after ``if self.has_skip:``.
+:meth:`Route.reached` evaluates such conditions.
 """
 import __future__
 
@@ -38,8 +37,9 @@ class Sum(NamedTuple):
     """An addition in a block's method.
 
     Attributes:
-        stream: Source expression of the stream: ``x``, ``self.shortcut(x)``; a tuple if the sides of an ``if`` differ.
-        connection: Attribute of the connection that replaces the addition; None if the addition stays.
+        stream: Source expression of the stream, such as ``self.shortcut(x)``; a tuple of all expressions if the sides
+            of an ``if`` add to different ones.
+        connection: Name of the block's attribute that holds the connection; None leaves the addition unchanged.
     """
 
     stream: Union[str, Tuple[str, ...]]
@@ -47,29 +47,29 @@ class Sum(NamedTuple):
 
     @property
     def normalized(self) -> Tuple[str, ...]:
-        """The expressions in the format of ``ast.unparse``."""
+        """The expressions of the stream, as ``ast.unparse`` formats them."""
         streams = (self.stream,) if isinstance(self.stream, str) else self.stream
         return tuple(ast.unparse(ast.parse(stream)) for stream in streams)
 
 
 _Path = Tuple[CodeType, ...]  # the conditions on ``self`` under which a call reaches an addition
 
-_DOCUMENTING = {"auto_docstring"}  # decorators that require the body of a class and can be omitted
-_CHANGING = {"training", "grad_checkpointing"}  # attributes that may change before the next call
+_DOCUMENTING = {"auto_docstring"}  # decorators that only work in a class body; the rebuilt method omits them
+_CHANGING = {"training", "grad_checkpointing"}  # attributes that may change between calls
 
 
 def syntax_tree(function: FunctionType) -> ast.Module:
     """Return the syntax tree of a function's source.
 
     Raises:
-        OSError: The source cannot be found, or the function was made by ``exec``.
+        OSError: The source cannot be found, or ``exec`` defined the function.
 
     Example:
         >>> import timm
         >>> ast.unparse(syntax_tree(timm.models.resnet.BasicBlock.forward)).splitlines()[1]
         '    shortcut = x'
     """
-    # Python 3.13 registers the text of ``python -c`` as the file <string>, the file name of all code from exec
+    # All code from exec has the file name <string>. Python 3.13 returns the text of ``python -c`` for that name.
     if function.__code__.co_filename == "<string>":
         raise OSError("could not get source code")
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -79,18 +79,18 @@ class Route:
     """The additions of one method of a block class, and the conditions under which a call reaches them.
 
     Args:
-        block: The host class. The source of the method must be readable.
+        block: The host. The source of its method must be available.
         sums: The expected additions, in source order.
         method: Name of the method.
         mask: Argument of the method that is passed to connections as ``attn_mask``; ignored if the method has none.
         library: Library of the block, for errors: ``"timm 1.0.31"``.
-        sides_differ: Whether the sides of an ``if`` have different additions, with consecutive numbers.
+        sides_differ: Whether the sides of an ``if`` have different additions, which then do not share numbers.
 
     Attributes:
         branch_first: For each addition, whether the stream is its right summand.
 
     Raises:
-        RoutingError: The method contains other additions to these streams, or cannot be rebuilt.
+        RoutingError: The method does not contain exactly the expected additions, or cannot be rebuilt.
 
     Example:
         >>> import timm
@@ -108,18 +108,18 @@ class Route:
         self.method: FunctionType = inspect.unwrap(getattr(block, method))
         self.where = where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
         if isinstance(inspect.getattr_static(block, method), (staticmethod, classmethod)):
-            raise RoutingError(f"{where}: {method} is static or a classmethod and cannot use the block's connections")
+            raise RoutingError(f"{where}: {method} is a static or class method, without access to the connections")
         enclosed = self.method.__code__.co_freevars
         if enclosed:
-            names = ", ".join(enclosed).replace("__class__", "__class__ (by super() without arguments)")
-            raise RoutingError(f"{where}: {method} uses {names} of an enclosing scope")
+            names = ", ".join(enclosed).replace("__class__", "__class__ (from super() without arguments)")
+            raise RoutingError(f"{where}: {method} cannot be rebuilt, it uses names of an enclosing scope: {names}")
         if "_transformer_encoder_layer_fwd" in self.method.__code__.co_names:
-            raise RoutingError(f"{where}: in evaluation mode {method} calls one fused operation that includes the "
+            raise RoutingError(f"{where}: in evaluation mode {method} calls a fused operation that includes the "
                                "additions; write the block without that fast path and register it")
         try:
             tree = syntax_tree(self.method)
         except (OSError, TypeError, SyntaxError) as error:
-            hint = "; define the class in a file, not at Python's prompt" if isinstance(error, OSError) else ""
+            hint = "; define the class in a file" if isinstance(error, OSError) else ""
             raise RoutingError(f"{where}: the source of {method} cannot be read: {error}{hint}") from None
         self.owner = next(cls for cls in block.__mro__ if method in vars(cls))
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
@@ -129,7 +129,7 @@ class Route:
         self.tree = ast.fix_missing_locations(router.visit(tree))
         if router.length != len(sums) or router.problem:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.normalized))
-            others = f"none, other additions are {'; '.join(router.others)}" if router.others else "none"
+            others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
             matched = "; ".join(router.matched) or others
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
@@ -138,7 +138,7 @@ class Route:
         self._paths = router.paths
 
     def reached(self, block: Any) -> List[bool]:
-        """Return for each addition whether a call of this instance can reach it, given its present attributes."""
+        """Return for each addition whether a call of ``block`` can reach it with the block's present attributes."""
         namespace, own = self.method.__globals__, {self.method.__code__.co_varnames[0]: block}
         return [any(all(_may_hold(code, namespace, own) for code in path) for path in paths) for paths in self._paths]
 
@@ -155,11 +155,11 @@ class Route:
         source = ast.unparse(self.tree)
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        local = dict(vars(self.owner))  # defaults resolve as in the body of the class
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # other features are always on
+        local = dict(vars(self.owner))  # default arguments may use names of the class body
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the only optional feature
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
-            exec(code, self.method.__globals__, local)  # names resolve as in the host
+            exec(code, self.method.__globals__, local)
             method = local[self.method.__name__]
             method.__qualname__ = f"{name}.{method.__name__}"
             method.__doc__ = self.method.__doc__
@@ -169,7 +169,7 @@ class Route:
                 "__doc__": f"{self.block.__name__} of {self.block.__module__} with connections.",
                 self.name: method,
             })
-        except Exception as error:  # a lambda, names of an enclosing scope, a base that refuses subclasses
+        except Exception as error:  # for example a lambda, or a base class that refuses subclasses
             raise RoutingError(f"{self.where}: {self.name} cannot be rebuilt in a subclass: {error!r}") from error
         routed.__name__ = self.block.__name__  # FSDP's policies use __name__; pickle uses __qualname__
         return routed
@@ -187,7 +187,7 @@ class _Router(ast.NodeTransformer):
         self.local = _locals(function.__code__) - {self.instance}
         self.position = 0  # number of the next addition on the present path
         self.length = 0  # number of additions on the longest path
-        self.conditions: List[ast.expr] = []  # of the present path
+        self.conditions: List[ast.expr] = []  # conditions of the present path
         self.paths: List[List[_Path]] = [[] for _ in sums]
         self.branch_first = [False for _ in sums]
         self.matched: List[str] = []  # source of the additions to the stream
@@ -238,7 +238,7 @@ class _Router(ast.NodeTransformer):
         if self.branch_first[number]:
             summands = summands[::-1]
             if sources[1] not in expected.normalized:
-                self.problem = f"; {self.matched[-1]!r} is in the position of an addition to {expected.stream!r}"
+                self.problem = f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
         self.paths[number].append(tuple(self._known_conditions()))
         return expected.connection, summands[0], summands[1]
 
@@ -275,7 +275,8 @@ class _Router(ast.NodeTransformer):
             self.conditions.pop()
             ends.append(start if _leaves(side) else self.position)
         if start not in ends and ends[0] != ends[1] and not self.sides_differ:
-            self.problem = f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start}"
+            self.problem = (f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} "
+                            "additions but must have equally many, or one side none")
         self.position = max(ends)
         return visited[0], visited[1]
 
@@ -289,7 +290,7 @@ class _Router(ast.NodeTransformer):
         """Return the conditions of the present path that depend only on the configuration of the block."""
         known = []
         for condition in self.conditions:
-            if not any((isinstance(node, ast.Call) and ast.unparse(node.func) != "hasattr")  # may be random
+            if not any((isinstance(node, ast.Call) and ast.unparse(node.func) != "hasattr")  # a call may be random
                        or getattr(node, "id", None) in self.local or getattr(node, "attr", None) in _CHANGING
                        for node in ast.walk(condition)):
                 expression = ast.fix_missing_locations(ast.Expression(condition))
@@ -306,7 +307,7 @@ def _locals(code: CodeType) -> Set[str]:
 def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any]) -> bool:
     try:
         return bool(eval(condition, namespace, own))
-    except Exception:  # noqa: BLE001 undecidable: an earlier call guards the condition, or a tensor is on meta
+    except Exception:  # noqa: BLE001 undecidable, for example because it needs the value of a meta tensor
         return True
 
 

@@ -26,7 +26,7 @@ def replaced(make=lambda cls: Merging, **arguments):
     return model
 
 
-MESSAGE = r"additions of 4 blocks are linear \(the first is 'blocks.0'\): .* and Merging does not call connections"
+MESSAGE = r"of 4 blocks are linear \(the first block is 'blocks.0'\): .* and Merging does not call connections"
 
 
 def test_sites_warns():

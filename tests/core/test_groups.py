@@ -245,7 +245,7 @@ def test_variants_and_the_command_line_take_groups():
     ("ViT", "feature", dict(groups=5), "groups=5 does not divide the 48 channels of blocks.0 (Block); divisors are "
                                        "1, 2, 3, 4, 6, 8, 12, 16, 24, 48. The model is unchanged."),
     ("ConvNeXt", "feature", dict(groups="heads"),
-     "groups='heads' requires one number of heads per block, and stages.0.blocks.0 (ConvNeXtBlock) has no heads: pass "
+     "groups='heads' requires one number of heads per block, but stages.0.blocks.0 (ConvNeXtBlock) has no heads: pass "
      "a number, or restrict layers or kinds. The model is unchanged."),
     ("ViT", "feature", dict(groups="head"), "groups must be a whole number of at least 1 or 'heads', got 'head'"),
     ("ViT", "feature", dict(groups=0), "groups must be a whole number of at least 1, got 0"),

@@ -173,7 +173,7 @@ def test_connections_that_sharding_rules_out_are_refused(name, connection, block
     model = timm.create_model(name, **VIT)
     model = parallel(model, "FSDP2") if blocks else fully_shard(model)
     before = [type(module) for module in model.modules()]
-    with pytest.raises(timm_ortho.UnsupportedModelError, match=r"sharded.*: connect first, then wrap") as error:
+    with pytest.raises(timm_ortho.UnsupportedModelError, match=r"sharded.*. Connect first, then wrap") as error:
         timm_ortho.connect(model, connection)
     assert "\n" not in str(error.value)
     assert [type(module) for module in model.modules()] == before
@@ -182,7 +182,7 @@ def test_connections_that_sharding_rules_out_are_refused(name, connection, block
 @pytest.mark.usefixtures("group")
 def test_new_parameters_in_a_ddp_model_are_refused():
     model = DistributedDataParallel(timm.create_model("vit_small_ortho", **VIT))
-    with pytest.raises(timm_ortho.UnsupportedModelError, match="in DistributedDataParallel, which"):
+    with pytest.raises(timm_ortho.UnsupportedModelError, match="inside DistributedDataParallel, which"):
         timm_ortho.connect(model, "hybrid")
     assert {site.connection.name for site in timm_ortho.sites(timm_ortho.connect(model, "global"))} == {"global"}
 

@@ -110,7 +110,7 @@ def test_copies_keep_their_transforms():
     ({"skip": "orthogonl_tp"}, "unknown skip 'orthogonl_tp'.*did you mean 'orthogonal_tp'"),
     ({"skip": "idempotent_mr", "skip_branches": 64}, "branches must divide .* got 64 branches of 32 channels"),
     ({"skip": "idempotent_cmr", "skip_rank": 48},
-     "idempotent_cmr of 32 channels cannot have rank 48; its ranks are 0, 16"),
+     "idempotent_cmr of 32 channels cannot have rank 48; possible ranks are 0, 16"),
     ({"skip_rank": 3}, "identity has full rank, 32 for this stream, got rank=3"),
     ({"skip_seed": 0.5}, "seed must be a whole number, got 0.5"),
 ])

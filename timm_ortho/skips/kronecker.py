@@ -1,4 +1,4 @@
-"""Make the factors of the Kronecker products that :mod:`timm_ortho.skips` applies, as lists of rows."""
+"""Make the matrices whose Kronecker products are skip transforms. Each matrix is a list of rows."""
 import math
 import random
 from statistics import NormalDist
@@ -8,7 +8,7 @@ import torch
 
 Matrix = List[List[float]]
 
-_FUSED = (8, 16, 32, 64)  # upper bounds for the rows of a matrix that fuses several factors
+_FUSED = (8, 16, 32, 64)  # limits to try for the rows of a product of adjacent factors
 
 
 def _primes(width: int) -> List[int]:
@@ -34,13 +34,13 @@ def hartley(p: int) -> Matrix:
 def rotation(p: int, draw: random.Random) -> Matrix:
     """Draw a rotation uniformly from SO(p).
 
-    For p > 2 it is the Q of the QR decomposition of a normal matrix, with the signs that make the distribution uniform.
+    For p > 2 it is the Q of the QR decomposition of a matrix of normal draws, with the signs of R's diagonal.
     """
     if p == 2:
         angle = 2 * math.pi * draw.random()
         return [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
     normal = NormalDist()
-    entries = [[normal.inv_cdf(draw.random() or 0.5) for _ in range(p)] for _ in range(p)]  # 0.0 has no quantile
+    entries = [[normal.inv_cdf(draw.random() or 0.5) for _ in range(p)] for _ in range(p)]  # inv_cdf rejects 0.0
     q, r = torch.linalg.qr(torch.tensor(entries, dtype=torch.float64, device="cpu"))
     q = q * r.diagonal().sign()
     if torch.linalg.det(q) < 0:
@@ -51,9 +51,9 @@ def rotation(p: int, draw: random.Random) -> Matrix:
 def factors(width: int, seed: str = "") -> List[Matrix]:
     """Return the factors for a width: one Hartley matrix per prime or, with a seed, one random rotation per prime.
 
-    Adjacent factors are multiplied. The number of matrices is minimal, then their size.
+    Adjacent factors are multiplied to get as few matrices as possible, with the lowest limit in ``_FUSED`` that does.
     """
-    draw = random.Random(seed)  # random() is the same on every machine and in every release of Python
+    draw = random.Random(seed)  # random() draws the same numbers on every machine and in every release of Python
     made = [rotation(p, draw) if seed else hartley(p) for p in _primes(width)]
     return min((_grouped(made, most) for most in _FUSED), key=len)
 

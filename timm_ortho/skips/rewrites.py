@@ -6,14 +6,15 @@ y = P x + F(x) becomes
     z_{i+1} = (T_{i+1} P_i T_i^T) z_i + T_{i+1} F_i(T_i^T z_i)
 
 :func:`absorb` (Theorem 1, Eq. 12 and 13) chooses T_i = T_{i+1} P_i, and T = I after the last block of a width. Every
-skip becomes the identity. If P is the same Q in all L blocks, then z_1 = Q^L x_1 and F_i = Q^(L-i) F(Q^(i-L-1) .).
+skip becomes the identity. If all L blocks have P = Q, then z_1 = Q^L x_1, and block i adds
+Q^(L-i) F_i(Q^(i-L-1) z_i).
 
 :func:`diagonalise` (Eq. 19 to 23) chooses T = U with P = U^T Lambda U. Every skip becomes Lambda, a diagonal matrix of
 zeros and ones, and U^T follows the last block.
 
-Both preserve inner products. Components parallel and orthogonal to P x stay parallel and orthogonal, so that the
-connections do not change. Each width has its own basis. If a block changes the width, the projection of its input also
-applies the new basis.
+Both rewrites preserve inner products. Components parallel and orthogonal to P x stay parallel and orthogonal, so the
+connections do not change. Each width of the stream has its own basis. If a block changes the width, its projected
+shortcut also applies the new basis.
 
 The added maps (:class:`ChangeOfBasis`) are 1x1 convolutions, or linear layers for tokens, before the first norm of a
 branch and after its last layer. Their weights are fixed and part of the state dict.
@@ -44,7 +45,7 @@ class SkipRewriteError(ValueError):
 
 
 class ChangeOfBasis(nn.Module):
-    """``T x`` along an axis, for a fixed square matrix T.
+    """Compute ``T x`` along an axis, for a fixed square matrix T.
 
     Args:
         matrix: T, ``[width, width]``.
@@ -69,7 +70,7 @@ class ChangeOfBasis(nn.Module):
 
 
 class Coordinates(ChangeOfBasis):
-    """``Lambda x`` for a diagonal matrix of zeros and ones, stored as its diagonal."""
+    """Compute ``Lambda x`` for a diagonal matrix of zeros and ones, stored as its diagonal."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (self.matrix[:, None, None] if self.dim == 1 else self.matrix)
@@ -96,7 +97,7 @@ def absorb(model: ModelT) -> ModelT:
             connections. The skip of each site is orthogonal or the identity. The model is not changed.
 
     Returns:
-        A new model with the same outputs. Its intermediate features are in another basis.
+        A new model with the same outputs. Its intermediate features are in the new basis.
 
     Raises:
         SkipRewriteError: The model has no connections, a skip is not orthogonal, or a block may normalise, gate or
@@ -165,7 +166,8 @@ def _rewritten(
         verb: Name of the rewrite, for errors.
         kind: Required kind of its skips, ``"orthogonal"`` or ``"idempotent"``.
         bases: Returns the matrices T before each site of a chain and after the last one.
-        skip: Returns the new skip of a site with the matrix T before it, on the device of a parameter.
+        skip: Returns the new skip of a site, given the site, the matrix T before it, and a parameter of the model for
+            the device and dtype.
     """
     model = copy.deepcopy(model)
     all_sites = _sites_with_skips(model, verb, kind)
@@ -176,7 +178,7 @@ def _rewritten(
         first = chain[0]
         if first.projects:
             _insert(first.block, "downsample", matrices[0], first, like)
-        elif incoming is None:  # after the layers before the first block: W_0 = Q^L W_0^q (Eq. 12)
+        elif incoming is None:  # transform the input of the first block: W_0 = Q^L W_0^q in Eq. 12
             _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", matrices[0], first, like)
         for index, entry in enumerate(chain):
             before = incoming if index == 0 and entry.projects else matrices[index]

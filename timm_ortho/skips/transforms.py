@@ -7,7 +7,7 @@ From "Orthogonal and Idempotent Transformations for Learning Deep Neural Network
 | --- | --- | --- |
 | ``identity`` | I | C |
 | ``idempotent_mr`` | P_MR = 1/B (1 1^T) ⊗ I, a B x B block matrix of identities: the mean of the branches | C/B |
-| ``idempotent_cmr`` | I - P_MR: each branch minus the mean; P = 0, no skip connection, for B = 1 | C - C/B |
+| ``idempotent_cmr`` | I - P_MR: each branch minus the mean of the branches; 0 for B = 1 | C - C/B |
 | ``orthogonal_tp`` | M ⊗ ... ⊗ M with M = [[1, -1], [1, 1]] / sqrt(2) | C |
 | ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n of random rotations, different at each site | C |
 | ``scaled`` | I / L for L sites, so that y = x / L + f | C |
@@ -113,16 +113,16 @@ def _without_autocast(device: str) -> ContextManager:
     return nullcontext()
 
 
-@torch.compiler.assume_constant_result  # constants in compiled code, guarded by these arguments
+@torch.compiler.assume_constant_result  # compiled code contains the result as constants and guards the arguments
 def _tensors(width: int, seed: str, device: torch.device, dtype: torch.dtype) -> List[Tensor]:
     return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
 
 
-_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # outside modules, so that they are not copied, saved or cast
+_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # not in modules, which would copy, save and cast them
 
 
 class _Mapped(torch.autograd.Function):
-    """``P x`` or ``P^T x``. Plain autograd would save matrices per token, and round gradients under autocast."""
+    """Differentiate ``P x`` or ``P^T x``. Plain autograd would save matrices per token and round under autocast."""
 
     @staticmethod
     def forward(ctx, x, skip, transposed):
@@ -167,7 +167,7 @@ class Skip(nn.Module):
 
     @property
     def rank(self) -> int:
-        average = self.width // self.branches  # the width of a mean over the branches
+        average = self.width // self.branches  # channels of one branch
         if self.mean == 0.0:
             return self.width
         return average if self.own == 0.0 else self.width - average
@@ -184,7 +184,7 @@ class Skip(nn.Module):
         """Return ``P x``, of the shape, dtype and memory format of ``x``.
 
         Raises:
-            ValueError: ``x`` has another number of channels.
+            ValueError: The number of channels of ``x`` is not ``width``.
         """
         if torch.jit.is_scripting():
             return plain_skip(x, self.own, self.mean, self.branches, self.matrices, self.dim)
@@ -249,12 +249,12 @@ SKIPS: Dict[str, Tuple[str, Callable[..., Dict[str, Any]]]] = {
 
 def _branches_of(name: str, width: int, rank: int) -> int:
     """Return the number of branches B of an idempotent map of this rank."""
-    average = rank if name == "idempotent_mr" else width - rank  # the width of the mean over the branches, C / B
+    average = rank if name == "idempotent_mr" else width - rank  # channels of one branch, C / B
     if 0 < average <= width and width % average == 0:
         return width // average
     widths = [each for each in range(1, width + 1) if width % each == 0]
     ranks = widths if name == "idempotent_mr" else sorted(width - each for each in widths)
-    raise ValueError(f"{name} of {width} channels cannot have rank {rank}; its ranks are "
+    raise ValueError(f"{name} of {width} channels cannot have rank {rank}; possible ranks are "
                      f"{', '.join(map(str, ranks))}")
 
 
@@ -277,8 +277,8 @@ def create_skip(
         skip: One of :data:`SKIPS`.
         width: Channels of the stream, C.
         dim: Channel axis.
-        branches: Number of branches B of an idempotent map. None for C, the paper's choice for single-branch and
-            depthwise connections.
+        branches: Number of branches B of an idempotent map. None means C branches, the paper's choice for
+            single-branch and depthwise convolutions.
         rank: Rank of an idempotent map, instead of ``branches``.
         count: Number of sites L of the network, for ``scaled``.
         seed: Seed of ``orthogonal_random``.
@@ -288,7 +288,7 @@ def create_skip(
         The transform, a module without parameters.
 
     Raises:
-        ValueError: An unknown name, or a value outside its range.
+        ValueError: A name is unknown, or a value is outside its range.
 
     Example:
         >>> create_skip("idempotent_cmr", 8, branches=2)
