@@ -154,7 +154,7 @@ def test_without_a_history_there_are_no_metrics(tmp_path):
     (folder / "summary.csv").unlink()
     card = model_card(SUBJECT, CheckpointRun(folder))
     assert figures(card) == {}
-    assert "the run's files have no metrics of their epoch" in str(card)
+    assert "the run's files have no metrics for the epoch of these weights" in str(card)
 
 
 def test_published_runs_give_the_same_metrics(grid, tmp_path, monkeypatch):

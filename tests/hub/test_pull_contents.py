@@ -71,13 +71,13 @@ def with_config(files, change):
 CONFIGS = {
     "unknown argument": (
         lambda config: config["model_args"].update(width=3), [BY_PULL, BY_TIMM],
-        r"config.json and of the call do not make a model: .*__init__\(\) got an unexpected keyword argument 'width'"),
+        r"config.json and of the call cannot build a model: .*__init__\(\) got an unexpected keyword argument 'width'"),
     "unknown argument of the connection": (
         lambda config: config["model_args"].update(connection_epsilon=1), [BY_PULL, BY_TIMM],
-        "do not make a model: unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"),
+        "cannot build a model: unknown argument 'connection_epsilon'.*did you mean 'connection_eps'"),
     "unknown connection": (
         lambda config: config["model_args"].update(connection="futile"), [BY_PULL, BY_TIMM],
-        "do not make a model: unknown connection 'futile', known are 'linear', 'feature'"),
+        "cannot build a model: unknown connection 'futile', known are 'linear', 'feature'"),
     "unknown architecture": (
         lambda config: config.update(architecture="vit_smal_ortho"), [BY_PULL],
         r"its config.json names the architecture 'vit_smal_ortho', which is not registered with timm \S+: import the "

@@ -87,7 +87,7 @@ def test_a_pickle_is_not_executed(tmp_path):
 
 def test_weights_without_arguments(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "bare.pth.tar")
-    with pytest.raises(PublishError, match=r"does not name its model, .*: build the model"):
+    with pytest.raises(PublishError, match=r"the model of .* is unknown: .*; build the model"):
         CheckpointRun(tmp_path / "bare.pth.tar")
     torch.save([1], tmp_path / "list.pth.tar")
     with pytest.raises(PublishError, match="has no 'state_dict'"):

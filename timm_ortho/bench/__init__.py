@@ -2,8 +2,9 @@
 
 Candidates that do the same work form a group: the formulas on one tensor, or a model's variants and its baseline with
 linear connections and the same weights. A group is measured in turns, each candidate once per repetition. Ratios to the
-linear candidate are computed within a repetition, and quantiles over repetitions, so that a temporary slowdown of the
-machine affects both candidates. Times from different groups or runs are not comparable. `report` defines the metrics.
+linear candidate are computed within a repetition, so that a temporary slowdown of the machine affects both times.
+Quantiles are computed over the repetitions. Times from different groups or runs are not comparable. `report` defines
+the metrics.
 
 A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
 would reduce the ratio. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may search for
@@ -66,8 +67,8 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
         with as_in_training(options.device), tqdm(groups, leave=False, disable=None) as bar:
             for group in bar:
                 bar.set_description(" ".join(filter(None, group.labels.values())))
-                torch.compiler.reset()  # groups share code and so its recompilation limit
-                gc.collect()  # reference cycles may keep the last group's models
+                torch.compiler.reset()  # torch limits the recompilations of code that groups share
+                gc.collect()  # reference cycles may keep the last group's models in memory
                 rows += [{**row, **machine} for row in _rows(group, options)]
     except KeyboardInterrupt:
         status = 130
@@ -91,7 +92,7 @@ def _rows(group: Group, options: Namespace) -> list[report.Measurement]:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise if the folder cannot be created or written. It is created after the measurement."""
+    """Raise if the folder cannot be created or written. The folder is created after the measurement."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         reason = "is not writable" if existing.is_dir() else "is a file"

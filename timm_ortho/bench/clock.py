@@ -63,7 +63,7 @@ class Clock:
 
     Args:
         device: CPU or CUDA device.
-        flushes: Write a buffer larger than the last-level cache before each call.
+        flushes: Whether to write a buffer larger than the last-level cache before each call.
 
     >>> clock = Clock(torch.device("cpu"), flushes=False)
     >>> clock(Candidate("linear", lambda _: sum(range(100))), calls=2) > 0  # milliseconds
@@ -119,7 +119,7 @@ def as_in_training(device: torch.device) -> Iterator[None]:
 
 
 def _attempt(result: Result, call: Callable[[], Any]) -> Any:
-    """Call, unless an earlier call failed. Out-of-memory and compiler errors become `result.note`."""
+    """Return `call()`; None if it or an earlier call failed. Out-of-memory and compiler errors become `result.note`."""
     if result.note:
         return None
     try:
@@ -144,7 +144,7 @@ def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_ca
         candidates: The group. If a candidate fails, its result contains a note and the rest is still measured.
         repeats: Number of repetitions.
         clock: Times a candidate.
-        most_calls: Maximum number of calls in one repetition. Shorter candidates are called repeatedly for about 10 ms.
+        most_calls: Maximum number of calls in one repetition. Fast candidates are repeated for about 10 ms.
 
     Returns:
         One result for each candidate.
@@ -176,7 +176,7 @@ def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]
 
 
 def _peak_memory(candidate: Candidate, device: torch.device) -> int:
-    """Return the bytes that a candidate holds plus the peak of a call. Memory of the group's rest is excluded."""
+    """Return the bytes that a candidate holds plus the peak of a call. Other candidates are excluded."""
     candidate.prepare()  # frees the gradients of the previous call
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -17,8 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
 MODES, MODEL_STEPS = ("eager", "inductor", "compiled"), ("training", "inference")
 
-# By device. Shapes with three axes are tokens; shapes with four are NCHW, measured in both memory formats. Models have
-# their batch sizes.
+# By device. Shapes with three axes are tokens; shapes with four are NCHW, measured in both memory formats.
+# `models` maps each model to its batch size.
 DEFAULTS = {
     "cpu": dict(
         what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), compile=True,
@@ -49,7 +49,7 @@ class Architecture(NamedTuple):
         batch: Shape of the images, `[B, C, H, W]`.
         layouts: Memory layouts to measure.
         skips: Skip transforms to measure instead of variants, with linear connections.
-        groups: Numbers of channel groups to measure too, or "heads", see :class:`timm_ortho.FeatureConnection`.
+        groups: Values of `groups` for additional candidates, see :class:`timm_ortho.FeatureConnection`.
         pasted: Measure the model again with the formulas of `operator.PASTED` instead of its connections.
     """
 
@@ -69,10 +69,10 @@ class Architecture(NamedTuple):
 
 
 def resolve(requested: Mapping[str, Any]) -> Namespace:
-    """Complete the requested options by the defaults of the device, and check them.
+    """Complete the requested options with the defaults of the device, and check them.
 
     Args:
-        requested: Options by name; None is the default.
+        requested: Options by name; None selects the default.
 
     Returns:
         The keys of `DEFAULTS` and `device`, with `shapes` as tuples and `models` as `Architecture` objects.
@@ -146,12 +146,12 @@ def architecture(
     """Check a model's name and arguments, and return its description.
 
     Args:
-        name: A variant, or its name without suffix for both variants.
+        name: A variant, or its name without suffix to measure both variants.
         batch: Batch size.
         img_size: Image size, None for the model's default.
         arguments: Arguments of `timm.create_model`.
         skips: Skip transforms to measure instead of variants.
-        groups: Numbers of channel groups to measure too.
+        groups: Values of `groups` for additional candidates.
 
     Raises:
         BenchError: The variant does not exist, or it cannot be built with these arguments.

@@ -3,7 +3,7 @@
 | metric | definition |
 | --- | --- |
 | `ms` | milliseconds of one call |
-| `ratio` | `ms` divided by that of `linear` in the same repetition; empty for `backward`, which addition skips |
+| `ratio` | `ms` divided by `linear`'s in the same repetition; empty for `backward`, where addition computes nothing |
 | `appendix_ratio` | `ms` divided by that of the formula in the paper's appendix; 0.25 is four times as fast |
 | `shortest_ratio` | `ms` divided by that of the shortest formula; only in the part `launch` |
 | `gb_per_s` | bytes that a call must move, in units of 1e9, per second |
@@ -126,7 +126,7 @@ def _spread(name: str, values: Optional[Sequence[float]]) -> Measurement:
 
 
 def _over(result: Result, other: Result) -> Optional[list[float]]:
-    """Return the ratios within the repetitions, or None if either candidate failed."""
+    """Return the ratio of each repetition, or None if either candidate failed."""
     if result.note or other.note:
         return None
     return [ms / base for ms, base in zip(result.ms, other.ms, strict=True)]

@@ -47,12 +47,12 @@ class SiteDynamics(NamedTuple):
 def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
     """Return ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, a tensor on the device of ``x``.
 
-    With groups of channels, the cosine of each group follows.
+    With groups of channels, the cosine of each group is appended.
 
     >>> measure(timm_ortho.FeatureConnection(), torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0, 3.0]]))
     tensor([ 9.0000, 16.0000,  9.0000,  0.8000])
     """
-    # the square of a float16 norm overflows at 256
+    # in float16, the square of a norm of 256 overflows
     x = connection.carried(x)
     x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
     real = real_tokens(attn_mask, x, connection.mask_layout)
@@ -164,10 +164,10 @@ class Recorder:
     model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read, with one transfer for
     each recorded step. In distributed training, each process records its share of the batch.
 
-    Hooks do not run inside a compiled model. A pass to be recorded is therefore first repeated in eager mode, without
-    gradients; random state and buffers are restored. Create the recorder before the model's first compiled pass. With
-    ``fullgraph=True``, pass the compiled model: a hook on the inner model would break the graph. Call :meth:`close`
-    before you script the model.
+    Hooks do not run inside a compiled model. Before a pass that is to be recorded, the recorder therefore calls the
+    model once in eager mode, without gradients, and restores random state and buffers. Create the recorder before the
+    model's first compiled pass. With ``fullgraph=True``, pass the compiled model: a hook on the inner model would break
+    the graph. Call :meth:`close` before you script the model.
 
     Args:
         model: A model with connections, optionally wrapped in DistributedDataParallel or ``torch.compile``. For a
@@ -232,7 +232,7 @@ class Recorder:
         return {"step": self.step, "rows": [dict(row) for row in self.rows]}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`, so that a resumed training records the same rows as an uninterrupted one."""
+        """Restore a :meth:`state_dict`, so that resumed and uninterrupted training record the same rows."""
         self.step, self._rows, self._unread = state["step"], [dict(row) for row in state["rows"]], []
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class Recorder:
 
     def _after(self, model: nn.Module, args: Tuple, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._end(succeeded=output is not None)  # also called after a failed pass
+            self._end(succeeded=output is not None)  # after a failed pass there is no output
 
     @torch.compiler.disable  # runs in eager mode, before the compiled graph
     def _begin(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any], traced: bool) -> None:
@@ -348,7 +348,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _wrappers(model: nn.Module) -> List[nn.Module]:
-    """Return the model and everything that it wraps, from the outside in."""
+    """Return the model and the models that it wraps, the outermost first."""
     chain = [model]
     while True:
         inner = chain[-1].module if isinstance(chain[-1], DistributedDataParallel) else compiled_model(chain[-1])

@@ -1,14 +1,14 @@
 """Write the rows of :func:`timm_ortho.record` to a JSON lines file that an environment variable names.
 
-With ``TIMM_ORTHO_RECORD=FILE.jsonl``, every variant that is created records itself during training, every 50 passes or
-every ``TIMM_ORTHO_RECORD_EVERY``. This works in scripts without such an option, like timm's ``train.py``. It is not an
-argument of the model, because arguments are saved with a model and everybody who loads it would record too. timm's own
-models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``, record the same name with
-``--model-kwargs connection=linear``.
+With ``TIMM_ORTHO_RECORD=FILE.jsonl``, every 50th training pass of every new variant is recorded.
+``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts that have no option for recording, like
+timm's ``train.py``. Recording is not an argument of the model, because arguments are saved with a model and everybody
+who loads it would record too. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
+record the same name with ``--model-kwargs connection=linear``.
 
 Each line is one row. In distributed training, the first process writes the rows of its share of the batch. An existing
-file is appended to. Its steps continue after the last one, because the number of passes before a resumed checkpoint is
-unknown here. Rows that were written after the last checkpoint are kept.
+file is appended to. The steps continue after the last step in the file, because the number of passes before a resumed
+checkpoint is unknown here. Rows that were written after the last checkpoint are kept.
 """
 import json
 import os

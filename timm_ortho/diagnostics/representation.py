@@ -1,7 +1,7 @@
 """Compute effective rank, spectral entropy, spread and linear CKA of a model's features.
 
-F contains one row of features for each of n images, C is their covariance matrix (Oh et al. 2025, final version, notes
-to Table 4)::
+F contains one row of features for each of n images, and C is their covariance matrix (Oh et al. 2025, final version,
+notes to Table 4)::
 
     p_i = lambda_i / sum_j lambda_j                  lambda: eigenvalues of C
     spectral entropy H = -sum_i p_i log p_i          in nats
@@ -115,7 +115,7 @@ def effective_rank(features: Union[Tensor, Moments]) -> float:
 def feature_std(features: Union[Tensor, Moments]) -> float:
     """Return the standard deviation over the images, averaged over the features.
 
-    >>> feature_std(torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]]))  # 2 and 0
+    >>> feature_std(torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]]))  # the mean of 2 and 0
     1.0
     """
     moments = _moments(features)

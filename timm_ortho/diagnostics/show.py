@@ -41,7 +41,7 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
 
 
 def as_text(measured: MeasuredSites) -> str:
-    """Return a text table with a bar from -1 to 1 for the cosine, and the range over groups of channels.
+    """Return a text table. Bars show cosines from -1 to 1; with groups of channels, a column shows their range.
 
     >>> site = Site(0, "mlp", "blocks.0.connection_mlp", timm_ortho.create_connection("feature"))
     >>> means = SiteDynamics(0, "mlp", site.name, stream=2.0, parallel=1.0, orthogonal=3.0, cosine=0.5)
@@ -99,7 +99,7 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
     """Return one image, preprocessed by timm's evaluation transform, or four noise images from a fixed seed.
 
     Args:
-        model: Its configuration describes the images unless ``config`` does.
+        model: Its data configuration is used if ``config`` is None.
         image: Path of an image file; None for noise.
         config: A timm data configuration.
 

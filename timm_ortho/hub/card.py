@@ -37,7 +37,7 @@ DATASETS = {
 CITATIONS = {re.search(r"{(.*?),", entry)[1]: entry for entry in
              Path(__file__).with_name("citations.bib").read_text(encoding="utf-8").strip().split("\n\n")}
 
-# Options of timm in the table of the recipe, in this order.
+# timm's options that the recipe table lists, in this order.
 _RECIPE = """epochs batch_size grad_accum_steps opt lr weight_decay sched warmup_epochs clip_grad smoothing mixup cutmix
     aa reprob color_jitter hflip scale ratio drop drop_path model_ema amp img_size input_size pretrained seed""".split()
 
@@ -51,7 +51,7 @@ _PRIVATE = frozenset("host pid".split())  # keys of `made_with` that cards omit
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a card: weights or results, without metrics.
+    """The weights or results that a card describes. The metrics are in :class:`Run`.
 
     Attributes:
         title: The heading.
@@ -61,10 +61,10 @@ class Subject:
         load: Argument of `timm.create_model`: `hf-hub:me/repo`, `vit_test_ortho.digits`.
         repo_id: Repository on the Hub, if the weights are in one.
         revision: Revision in that repository; None for main.
-        license: Identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
+        license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
         base_model: Repository of the weights that training started with.
         about: Markdown below the summary, for example on the origin of the weights.
-        limits: Sentences before the limits that follow from the run.
+        limits: Sentences to print before the limits that are derived from the run.
         dataset: timm's name of the data set, if there is no run.
         tags: Additional tags.
         imports: Lines of code after `import timm_ortho` that register the author's classes.
@@ -273,7 +273,7 @@ def _result_notes(run: Optional[Run]) -> list[str]:
     notes = []
     if run.epoch is not None and run.evaluated is None:
         reason = "they were saved in the middle of an epoch" if run.in_mid_epoch else (
-            "the run's files have no metrics of their epoch")
+            "the run's files have no metrics for the epoch of these weights")
         if run.ema != run.evaluates_ema:
             measured, published = ("plain", "EMA") if run.ema else ("EMA", "plain")
             reason = f"the run evaluated its {measured} weights, and these are its {published} weights"
@@ -330,14 +330,14 @@ def made_with(result: Mapping[str, Any]) -> str:
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if made.get("command"):
         made["command"] = f"`{_without_folders(made['command'])}`"
-    if sessions:  # each has its own host, process and command
+    if sessions:  # print only their number: each has its own host, process and command
         made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
     shown = {**made, "commit": commit, "device": result.get("device")}
     return ", ".join(f"{key} {value}" for key, value in shown.items() if value)
 
 
 def _without_folders(command: str) -> str:
-    """Return a command with only the last part of each absolute path, also after `=`."""
+    """Return a command with only the last part of each absolute path, including paths after `=`."""
     program, *words = shlex.split(command)
     split = [word.rpartition("=") for word in words]
     words = ["".join([*before, Path(value).name if Path(value).is_absolute() else value]) for *before, value in split]

@@ -15,9 +15,10 @@ from ..weights.checks import SAFE, safetensors_name, weights_in_folder
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
     """Load a pretrained model from the Hub or a folder.
 
-    The result is that of ``timm.create_model("hf-hub:...", pretrained=True)``. timm alone reports a failure of the Hub
-    after 23 seconds to minutes, always as "check your connection". This function sends one request, reports the cause
-    within seconds, and lets timm build the model from local files. It uses cached files if the Hub cannot be reached.
+    The result is the same as that of ``timm.create_model("hf-hub:...", pretrained=True)``. If the Hub fails, timm alone
+    needs from 23 seconds to several minutes to raise an error, which always says "check your connection". This function
+    sends one request, reports the cause within seconds, and lets timm build the model from local files. It uses cached
+    files if the Hub cannot be reached.
 
     >>> import tempfile, timm, timm_ortho
     >>> with tempfile.TemporaryDirectory() as folder:

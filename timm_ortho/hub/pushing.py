@@ -1,7 +1,7 @@
 """Publish models on the Hugging Face Hub.
 
-All files are uploaded in one commit: an interrupted upload leaves the repository unchanged, and the same call again
-uploads only the missing files.
+All files are uploaded in one commit. An interrupted upload leaves the repository unchanged, and a repeated call uploads
+only the missing files.
 """
 from collections.abc import Sequence
 from functools import partial
@@ -38,13 +38,13 @@ def push(
     'https://huggingface.co/me/my-model/commit/...'
 
     Args:
-        model: A classifier of `timm.create_model`, with or without a later `connect`; or a checkpoint, or the folder of
-            one run of `timm-ortho compare`, `timm-ortho study` or timm's `train.py`. Only the card of a run contains
-            metrics, which are read from its files.
+        model: A classifier that `timm.create_model` made, also after `connect`; or the path of a checkpoint or of the
+            folder of one run of `timm-ortho compare`, `timm-ortho study` or timm's `train.py`. Only the card of a run
+            contains metrics. They are read from the run's files.
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
         labels: Names of the classes. None: the names in the run or its data set.
-        license: Identifier of the Hub (`apache-2.0`). None: the card names no license.
+        license: License identifier of the Hub (`apache-2.0`). None: the card names no license.
         private: Whether a new repository is private. None: the owner's default.
         revision: Branch, created if it does not exist. None: main.
         create_pr: Open a pull request instead of committing.
@@ -70,7 +70,7 @@ def push(
                            "name; nothing was uploaded")
     with TemporaryDirectory() as folder:
         publication.write(Path(folder), labels=labels, license=license, revision=revision, token=secret)
-        interrupted = f"the upload was interrupted ({{cause}}); {repo_id} is unchanged, and another push completes it"
+        interrupted = f"the upload was interrupted ({{cause}}); {repo_id} is unchanged; push again to complete it"
         with as_publish_error(if_interrupted=interrupted):
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None and not create_pr and not revision.startswith("refs/"):

@@ -3,11 +3,11 @@
 | file | content |
 | --- | --- |
 | `model.safetensors` | the weights; no pickle is written |
-| `config.json` | the architecture and its arguments, connections included, how images are prepared, class names |
+| `config.json` | the architecture, its arguments and those of the connections, image preprocessing, class names |
 | `README.md` | the model card, see `card` |
 | `training.png` | the training curve of a run; needs matplotlib |
 
-The folder is loaded again before it is published and must give the same logits, bit for bit.
+Before the folder is published, it is loaded again and must give bit-identical logits.
 """
 import json
 import shutil
@@ -104,7 +104,8 @@ class Publication:
         model: A copy of the model on the CPU, in evaluation mode.
         repo_id: `owner/name` of the repository.
         run: The run that trained the model, if it is published from a run.
-        initial: `hf_hub_id` and `license` of the pretrained weights that training started with; empty without.
+        initial: `hf_hub_id` and `license` of the pretrained weights that training started with; empty
+            for random weights.
     """
 
     model: nn.Module
@@ -126,7 +127,7 @@ class Publication:
             is_pretrained = run.options.get("pretrained") and not any(map(run.options.get, _OTHER_WEIGHTS))
             return cls(trained, repo_id, run, trained.pretrained_cfg if is_pretrained else {})
         if ema:
-            raise PublishError("a model has no EMA weights beside its own: pass the module of the EMA, or a checkpoint")
+            raise PublishError("a model has no EMA weights besides its own: pass the EMA's module, or a checkpoint")
         return cls(_detached(model), repo_id, None, getattr(unwrap_model(model), "began_with", {}))
 
     def write(
@@ -162,10 +163,10 @@ class Publication:
         return card
 
     def _save(self, folder: Path, labels: Optional[Sequence[str]], license: Optional[str]) -> dict[str, Any]:
-        """Save weights and config.json as timm does, correct the arguments there, and return the configuration."""
+        """Save weights and config.json as timm does, correct its arguments, and return the configuration."""
         connection = _connection_arguments(self.model)
         arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
-        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # outdated after another connect
+        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # outdated if it was connected again
         names = _labels(self.model, self.run, labels)
         self.model.pretrained_cfg = _pretrained_cfg(
             self.model, self.run, _architecture(self.model, connection), license)
@@ -177,7 +178,7 @@ class Publication:
             raise PublishError(f"config.json cannot store the arguments of the model: {error_text(error)}") from None
         file = folder / "config.json"
         config = json.loads(file.read_text(encoding="utf-8"))
-        # timm reads num_classes from the root; transformers' TimmWrapper fails if it is among the arguments too.
+        # timm reads num_classes from the top level; transformers' TimmWrapper fails if model_args contains it too.
         kept = {name: value for name, value in config.get("model_args", {}).items()
                 if name != "num_classes" and not is_variant_argument(name)}
         config["model_args"] = {**kept, **connection}
@@ -222,12 +223,12 @@ def _detached(model: nn.Module) -> nn.Module:
 
 
 def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) -> nn.Module:
-    """Build a run's model as timm's train.py does, with the run's weights.
+    """Build a run's model as timm's train.py does, and load the run's weights.
 
     Args:
         run: A run of train.py or of the lab.
         name: Another model for these weights, such as a variant with another connection.
-        overrides: Arguments of the model that replace the run's.
+        overrides: Arguments of the model that replace those of the run.
 
     Raises:
         PublishError: The weights do not fit the model, or a module of the run cannot be imported.
@@ -257,13 +258,13 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
             connect(model, **{**pop_connect_arguments(kwargs, connection), "connection": connection})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise PublishError(f"{run.path} does not fit the model of its arguments, '{name}': "
+        raise PublishError(f"the weights in {run.path} do not fit the model '{name}' that its arguments describe: "
                            f"{error_text(error)}") from None
     return model.eval()
 
 
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a variant that give a model its connections; empty for a model of timm itself."""
+    """Return the arguments of a variant that give a model its connections; empty for a timm model without any."""
     try:
         arguments = connection_arguments(model)
     except ValueError as error:
@@ -274,7 +275,7 @@ def _connection_arguments(model: nn.Module) -> dict[str, Any]:
 
 
 def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
-    """Return the registered name that takes the arguments of the model's connections."""
+    """Return the name of a registered model that accepts the arguments of the connections."""
     name = model.pretrained_cfg.get("architecture")
     if not name or not is_model(name):
         raise PublishError(f"the architecture '{name}' is not registered with timm, so the published model could not "
@@ -282,7 +283,7 @@ def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
     if is_variant(name) or not connection:
         return name
     if not is_model(f"{name}_ortho"):
-        raise PublishError(f"'{name}' has no variant that takes the arguments of its connections: timm-ortho list "
+        raise PublishError(f"'{name}' has no variant, so config.json cannot store its connections: timm-ortho list "
                            "prints the variants")
     return f"{name}_ortho"
 
@@ -303,7 +304,7 @@ def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
 
 # Fields of a pretrained_cfg that describe the weights of the base model.
 _OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "label_offset")
-_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # recommended for those weights
+_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # test settings that are recommended for those weights
 
 
 def _pretrained_cfg(
@@ -323,7 +324,7 @@ _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop
 
 
 def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how images are prepared: by the options of a run, and otherwise by the model's configuration."""
+    """Return the image preprocessing of a run's options; missing values are from the model's configuration."""
     config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
     channels, *size = config["input_size"]
     if model.pretrained_cfg.get("fixed_input_size"):
@@ -345,7 +346,7 @@ def _labels(model: nn.Module, run: Optional[Run], requested: Optional[Sequence[s
 
 
 def _labels_of_data(options: Mapping[str, Any]) -> Optional[list[str]]:
-    """Return the class names of the run's data set if it still exists at the path of the run."""
+    """Return the class names of the run's data set if it still exists at the path in the options."""
     root = options.get("data_dir") or options.get("data")
     name = options.get("dataset") or ""
     if not root or not Path(root).is_dir() or name.partition("/")[0] in ("hfds", "hfids", "tfds", "wds"):
@@ -355,7 +356,7 @@ def _labels_of_data(options: Mapping[str, Any]) -> Optional[list[str]]:
             name, root=root, split=options.get("val_split") or "validation", is_training=False,
             class_map=options.get("class_map") or ""))
     except (RuntimeError, OSError, AssertionError, ValueError, ImportError):
-        return None  # moved or incomplete; class names are optional
+        return None  # the data set was moved or is incomplete; class names are optional
 
 
 # -------------------------------------------------------------------------------------------- the folder
@@ -380,8 +381,8 @@ def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
         raise PublishError(f"config.json does not reproduce this model: {error_text(error)}. It stores the arguments "
                            "of the model, but not later changes by hand") from None
     if not same:
-        raise PublishError("the model of config.json has other logits than this one: a later change by hand is not "
-                           "stored in its arguments")
+        raise PublishError("the model that config.json describes has different logits: config.json does not store "
+                           "later changes by hand")
 
 
 def _move(scratch: Path, folder: Path) -> None:

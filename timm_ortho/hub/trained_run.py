@@ -3,10 +3,10 @@
 | run of | options | metrics |
 | --- | --- | --- |
 | timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, also of other seeds |
+| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv` and `result.json`, also those of other seeds |
 
-With `--model-ema` both evaluate the EMA weights, so their metrics do not apply to the plain weights. Checkpoints are
-read with torch's restricted unpickler, which executes no code.
+With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights.
+Checkpoints are read with torch's restricted unpickler, which executes no code.
 """
 import json
 import re
@@ -24,8 +24,8 @@ from .._text import error_text
 from ..runs.folders import load_checkpoint, read_history
 from .errors import NoRunError, PublishError
 
-_STUDY, _RUN = "study.yaml", "run.yaml"  # in the folder of a study, and in that of each run
-_BY_HAND = "build the model, load the weights and pass it to timm_ortho.hub.push"
+_STUDY, _RUN = "study.yaml", "run.yaml"  # files in the folder of a study and in the folder of a run
+_BY_HAND = "build the model, load the weights and pass the model to timm_ortho.hub.push"
 _RUN_NAME = re.compile(r"(?P<variant>.+)-seed(?P<seed>\d+)")
 
 
@@ -40,8 +40,8 @@ class Run:
         peers: Top-1 in percent after the last epoch by seed, for the finished runs that differ only in the seed.
         comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
         epoch: Epoch after which the weights were saved; None without weights.
-        in_mid_epoch: Whether they were saved before its end (`--recovery-interval` of `train.py`).
-        ema: Whether they are the EMA weights.
+        in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
+        ema: Whether the weights are the EMA weights.
     """
 
     options: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def chosen_on_validation(self) -> bool:
-        """Whether the weights are from an earlier epoch, which validation metrics selected."""
+        """Whether the weights are from an epoch before the last, which validation metrics probably selected."""
         if not self.history or self.epoch is None or self.in_mid_epoch:
             return False
         return self.epoch != self.history[-1]["epoch"]
@@ -125,7 +125,7 @@ def checkpoint_file(path: Path) -> Path:
     """Return the checkpoint at a path, or the last one in the folder of a run.
 
     Raises:
-        PublishError: There is none.
+        PublishError: There is no checkpoint.
     """
     if path.is_file():
         return path
@@ -146,7 +146,7 @@ def checkpoint_file(path: Path) -> Path:
 def _read_checkpoint(path: Path) -> dict:
     try:
         checkpoint = load_checkpoint(path)
-    except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise anything for a damaged file
+    except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise any exception for a damaged file
         raise NoRunError(
             f"{path} cannot be read as a checkpoint ({error_text(error, named=True)})") from None
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -156,7 +156,7 @@ def _read_checkpoint(path: Path) -> dict:
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the options of args.yaml; the checkpoint adds options that train.py completed (num_classes)."""
+    """Return the options in args.yaml, and from the checkpoint those that train.py set itself (num_classes)."""
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():
@@ -166,7 +166,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise PublishError(f"{folder / 'args.yaml'} cannot be read ({error_text(error)})") from None
     if not options.get("model"):
-        raise NoRunError(f"{path} does not name its model, neither in an args.yaml beside it nor in arguments inside: "
+        raise NoRunError(f"the model of {path} is unknown: it contains no arguments, and no args.yaml names a model; "
                          f"{_BY_HAND}")
     return options
 
@@ -226,7 +226,7 @@ def load_json(path: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        PublishError: It cannot be read.
+        PublishError: The file cannot be read.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Download files of the Hub into huggingface_hub's cache.
 
-The order is: the cache, the offline flag, one request for the metadata of the file, and the download.
+A download checks the cache and the offline flag, then requests the metadata of the file once, then loads the file.
 """
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ def cached(hf_hub_id: str, filename: str, cache_dir: CacheDir = None) -> Optiona
     """Return the path of a file in the cache, or None. Does not use the network."""
     repo_id, revision = split_revision(hf_hub_id)
     path = try_to_load_from_cache(repo_id, filename, cache_dir=cache_dir, revision=revision)
-    return Path(path) if isinstance(path, str) else None  # an object means "the repository has no such file"
+    return Path(path) if isinstance(path, str) else None  # a sentinel object means that the repository has no such file
 
 
 def fetch(hf_hub_id: str, filename: str, cache_dir: CacheDir = None, *, newest: bool = False) -> Path:

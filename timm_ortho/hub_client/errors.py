@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from .._text import error_text
 
 REQUEST_TIMEOUT = 5.0  # seconds for one request
-TOTAL_TIMEOUT = 7.0  # seconds for the DNS lookup and the client's own requests too
+TOTAL_TIMEOUT = 7.0  # seconds in all, with the DNS lookup and the client's own requests
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def client_errors_as(
 _REFUSALS = {
     401: ("does not accept {who}", "{log_in} and unset HF_TOKEN, or set it to a token with {access} access"),
     403: ("refuses this token {access} access to {repo}", "use a token that has it{instead}"),
-    404: ("has no {repo} for {who}, or not that revision", "check both names"),
+    404: ("has no {repo} that {who} can read, or not that revision", "check both names"),
     409: ("reports another write to {repo}", "repeat the command"),
     429: ("limits the rate of requests", "try again {when}, or {log_in} for a higher limit"),
     500: ("failed", "try again later, see https://status.huggingface.co"),
@@ -145,7 +145,7 @@ def _connection_failure(chain: List[BaseException], if_interrupted: str) -> str:
 
 
 def _causes(error: BaseException) -> List[BaseException]:
-    """Return an error and its chain of causes, the first cause last."""
+    """Return an error and its chain of causes, the root cause last."""
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
         chain.append(inner)
@@ -153,7 +153,7 @@ def _causes(error: BaseException) -> List[BaseException]:
 
 
 def without_tokens(text: str, token: Optional[str]) -> str:
-    """Replace tokens in a text: those in use, strings of a token's form, and credentials in addresses.
+    """Replace the tokens in use, strings that look like tokens, and credentials in addresses by ``***``.
 
     >>> without_tokens("https://me:secret@host/", None)
     'https://***@host/'

@@ -1,4 +1,4 @@
-"""Build and register variants: connect timm's model before its weights are loaded, and check that they fit."""
+"""Build and register variants: connect timm's model, then check and load its weights."""
 import sys
 from copy import copy
 from functools import partial
@@ -33,7 +33,7 @@ def create(
         default: Connection, unless ``kwargs`` contains another.
         entry: Entry point, called with a replacement of ``build_model_with_cfg`` and the arguments of an entry point.
         pretrained: Whether to load weights.
-        pretrained_cfg: Configuration to use instead of the variant's own, or the tag of one.
+        pretrained_cfg: Configuration to use instead of the variant's own, or the tag of a configuration.
         kwargs: All other arguments of ``timm.create_model``.
 
     Raises:
@@ -56,8 +56,8 @@ def create(
             nonlocal is_connected
             is_connected = True
 
-            # Connect before weights are loaded, so that learned connections load too, and before features_only drops
-            # blocks, so that block indices count all blocks.
+            # Connect before weights are loaded, so that the parameters of connections are loaded too. Connect before
+            # features_only drops blocks, so that block indices count all blocks.
             def construct(*args, **kwargs) -> nn.Module:
                 model = model_cls(*args, **kwargs)
                 return connect(adapt_model_from_file(model, variant) if pruned else model, **arguments)
@@ -71,7 +71,7 @@ def create(
     restore_source(model, cfg)
     if pretrained and cfg.hf_hub_id and not cfg.file:
         model.began_with = {"hf_hub_id": cfg.hf_hub_id, "license": cfg.license}  # for model cards
-    # timm stores these from 1.0.31 on, and only in create_model.
+    # timm stores these arguments only from 1.0.31 on, and only in create_model.
     model.creation_arguments = {key: value for key, value in kwargs.items() if key not in _NOT_STORED}
     return record_if_requested(model)
 
@@ -84,7 +84,7 @@ _WITHOUT_WEIGHTS = {name: getattr(PretrainedCfg(), name) for name in (
 
 def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     """Return a copy of a configuration for another architecture, without the fields that describe weights."""
-    own = copy(cfg)  # dataclasses.replace takes several times as long, and there are thousands
+    own = copy(cfg)  # dataclasses.replace takes several times as long, and there are thousands of configurations
     vars(own).update(_WITHOUT_WEIGHTS, architecture=architecture)
     return own
 
@@ -94,10 +94,10 @@ IMPORT_TAG = "import_timm_ortho"
 
 
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
-    """Return the requested configuration, or the variant's own by tag. timm would look up that of the base."""
+    """Return the requested configuration, or the variant's own with this tag. timm would use the base model's."""
     if requested and not isinstance(requested, str):
         return requested
-    if requested == IMPORT_TAG:  # transformers passes the tag as the name of weights
+    if requested == IMPORT_TAG:  # transformers passes the architecture's tag here
         requested = None
     cfg = get_pretrained_cfg(f"{name}.{requested}" if requested else name, allow_unregistered=False)
     if cfg is None:
@@ -113,7 +113,7 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the creation arguments of a variant without arguments of connections; empty for timm's models."""
+    """Return the creation arguments of a variant, except those of connections; empty for timm's models."""
     return dict(getattr(model, "creation_arguments", {}))
 
 

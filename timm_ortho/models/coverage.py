@@ -2,8 +2,8 @@
 
 ``python -m scripts.checks.coverage`` builds every architecture, which takes too long for an import, and writes
 ``coverage.json``. An architecture has variants if the file contains its module and does not exclude the architecture.
-A newer timm may add architectures to a known module: they have variants too, which raise an error when they are built
-if they cannot be connected. Modules that the file does not contain have no variants.
+If a newer timm adds architectures to a known module, they have variants too. Building such a variant raises an error if
+the architecture cannot be connected. Modules that the file does not contain have no variants.
 """
 import json
 from functools import cache

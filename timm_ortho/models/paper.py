@@ -1,12 +1,12 @@
 """The architectures of "Revisiting Residual Connections" (Oh et al., NeurIPS 2025).
 
 They follow the paper's text and the authors' code, and are built from timm's VisionTransformer and ResNetV2:
-``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. Each has
-the suffixes ``_ortho``, ``_orthog`` and ``_linear``, since timm has no baseline for them. ``vit_test`` (32, 4, 2) is a
-ViT of the same class that is small enough to ship with trained weights.
+``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. Each
+name has the suffixes ``_ortho``, ``_orthog`` and ``_linear``, because timm has no baseline for these architectures.
+``vit_test`` (32, 4, 2) is a ViT of the same class that is small enough to ship with trained weights.
 
-Difference from the authors' code: a ResNetV2 block that changes shape projects its input after the first norm and
-activation, as the pre-activation blocks of timm and He et al. do. The authors project the raw input.
+Difference from the authors' code: where a ResNetV2 block changes the stream's shape, the projection follows the first
+norm and activation, as in the pre-activation blocks of timm and He et al. The authors project the block's input itself.
 """
 from collections import OrderedDict
 from dataclasses import replace
@@ -55,7 +55,7 @@ def keep_size(model: ResNetV2, **stem: nn.Module) -> None:
     """Replace the stem, which divides the size of images by 4 in timm, and remove the norm after the last stage.
 
     Args:
-        model: A model that was built with 4 times its ``output_stride``, since timm includes its own stem.
+        model: A model that was built with 4 times its ``output_stride``, because timm's stem divides by 4.
         stem: Layers of the new stem by name.
     """
     model.stem = nn.Sequential(OrderedDict(stem))

@@ -1,8 +1,8 @@
 """The networks of "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017).
 
-For images of 32 x 32: a 3x3 convolution, three stages of K residual blocks, average pooling and a linear layer, which
-are 6 K + 2 layers. The second and third stages begin with stride 2. A block has one branch, four branches or one per
-channel; each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
+A network for images of 32 x 32 has a 3x3 convolution, three stages of K residual blocks, average pooling and a linear
+layer: 6 K + 2 layers in all. The second and third stages begin with stride 2. A block has one branch, four branches or
+one per channel; each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
 
 | name | branches | widths of the stages |
 | --- | --- | --- |
@@ -10,16 +10,16 @@ channel; each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
 | ``skipnet_{20,56,110}_branch4`` | 4 | 32, 64, 128 in total |
 | ``skipnet_{20,56,110}_depthwise`` | one per channel | 64, 128, 256 |
 
-Each has the suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the transform of the stream.
+Each name has the suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the skip transform.
 As in the paper, the default B of an idempotent transform is 4 in the networks with four branches and the number of
 channels in all other networks; ``skip_branches`` and ``skip_rank`` override it.
 
 The paper does not specify these details:
-  * Where the width doubles, a 1x1 convolution of stride 2 projects the stream, separately for each branch, so that
-    without a transform the branches never mix. P then acts on the projected stream, as in all of timm's ResNetV2.
+  * Where the width doubles, a 1x1 convolution of stride 2 projects the stream, separately for each branch.
+    Without a transform, the branches therefore never mix. P acts on the projected stream, as in timm's ResNetV2.
   * The projection takes the output of the block's first norm, as in timm's pre-activation blocks.
   * Convolutions have no bias, and no norm follows the last stage.
-  * Each branch is initialized like a separate convolution: He et al.'s normal weights, by the fan-out of the branch.
+  * Each branch is initialized like a separate convolution: normal weights (He et al.) for the fan-out of the branch.
 """
 import math
 from dataclasses import replace
@@ -82,7 +82,7 @@ class SkipNetwork(ResNetV2):
         self.init_weights(zero_init_last=zero_init_last)
 
     def forward_intermediates(self, x: torch.Tensor, indices: Indices = None, *args, **kwargs):
-        """Call timm's method for the stem and three stages; timm expects four stages."""
+        """Call timm's method for the stem and three stages; timm's version expects four stages."""
         return super().forward_intermediates(x, self._levels(indices), *args, **kwargs)
 
     def prune_intermediate_layers(self, indices: Indices = 1, *args, **kwargs):

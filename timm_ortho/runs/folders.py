@@ -12,8 +12,9 @@ from .._text import without_nan
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Load a checkpoint on the CPU with torch's restricted unpickler, extended by the class of timm's `args`."""
-    missing = {Namespace}.difference(torch.serialization.get_safe_globals())  # keep what the caller allows
+    """Load a checkpoint on the CPU with torch's restricted unpickler, which here also accepts timm's `args`."""
+    # Add the class only if it is missing: safe_globals forbids the added classes at the end.
+    missing = {Namespace}.difference(torch.serialization.get_safe_globals())
     with torch.serialization.safe_globals([*missing]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -21,8 +22,8 @@ def load_checkpoint(path: Path) -> Any:
 def read_history(folder: Path) -> list[dict]:
     """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
 
-    `train.py` appends to an existing file when it resumes or starts again, with a second header. If an epoch occurs
-    twice, the later row replaces the earlier one and all epochs after it.
+    If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
+    an epoch replaces all previous rows from this epoch on.
 
     Args:
         folder: Folder of the run.
@@ -44,7 +45,7 @@ def read_history(folder: Path) -> list[dict]:
 
 
 def json_lines(text: str) -> list[dict]:
-    """Return the rows of JSON lines. A last line without a newline is incomplete and is skipped.
+    """Return the rows of a text of JSON lines. A last line without a newline is incomplete and is skipped.
 
     >>> json_lines('{"epoch": 0}\\n{"epo')
     [{'epoch': 0}]

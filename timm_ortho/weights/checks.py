@@ -25,8 +25,8 @@ Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
 def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
     """Return the changes to a configuration that make timm read its weights from a local safetensors file.
 
-    Weights of the Hub are downloaded first. A ``file`` or ``state_dict`` is left to timm. Before 1.0.29 timm unpickles
-    all files that it finds by ``hf_hub_filename``; a local file avoids this.
+    Weights of the Hub are downloaded first. timm itself loads a ``file`` or ``state_dict``. Before 1.0.29, timm
+    unpickles all files that it finds by ``hf_hub_filename``; a local file avoids this.
 
     Args:
         cfg: Configuration of the weights.
@@ -68,7 +68,7 @@ def naming_the_source(cfg: Any) -> Iterator[None]:
             raise
         source = _source_name(cfg["source"], cfg.get("hf_hub_id"), cfg.get("file"))
         raise WeightsError(
-            f"{source}: the arguments of its config.json and of the call do not make a model: {error}") from error
+            f"{source}: the arguments of its config.json and of the call cannot build a model: {error}") from error
 
 
 def _source_name(source: Optional[str], hf_hub_id: Optional[str], file: Optional[str]) -> str:
@@ -107,7 +107,8 @@ def _check_header(file: Path, source: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- content
-# Layers after the blocks. timm omits them for other classes or with features_only, and renames norms for other pooling.
+# Layers after the blocks. For another number of classes or with features_only timm omits some of them; for another
+# pooling it renames the norm.
 _HEADS = ("attn_pool.", "head.", "head_dist.")
 _NORMS = ("norm.", "fc_norm.")
 
@@ -115,8 +116,8 @@ _NORMS = ("norm.", "fc_norm.")
 def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str, Any]) -> Filter:
     """Return a checkpoint filter that compares the weights with the model before they are loaded.
 
-    Learned connections that the checkpoint does not have keep their initial values, so that ``connection="hybrid"``
-    can start from any weights.
+    Parameters of connections that the checkpoint does not contain keep their initial values. This allows
+    ``connection="hybrid"`` to start from any weights.
 
     Args:
         filter_fn: Filter of timm or of the architecture, called first.
@@ -131,7 +132,7 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
 
     def filtered(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
         if filter_fn is not None:
-            takes_model = len(signature(filter_fn).parameters) > 1  # timm calls both kinds
+            takes_model = len(signature(filter_fn).parameters) > 1  # timm supports filters with and without the model
             try:
                 state_dict = filter_fn(state_dict, model) if takes_model else filter_fn(state_dict)
             except (KeyError, RuntimeError, ValueError) as error:
@@ -190,13 +191,13 @@ def _other_shapes(
 
 def _warn_of_new_classifier(
         source: str, state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, classes: int) -> None:
-    """Warn if timm drops a classifier that fits. timm compares the model only with the configuration."""
+    """Warn if timm drops a classifier that fits. timm compares only the model's classes with the configuration's."""
     names = [name for name in own if name.startswith(_classifiers(cfg))]
     if names and all(name in state_dict and state_dict[name].shape == own[name].shape for name in names):
         warnings.warn(
             f"{source}: the classifier ({', '.join(names)}) of the checkpoint fits, but timm replaces it, because "
             f"num_classes is {cfg.num_classes} in the configuration and {classes} in the model. To keep it, add "
-            f"num_classes={classes} to pretrained_cfg_overlay; --pretrained-path of train.py sets -1.", stacklevel=2)
+            f"num_classes={classes} to pretrained_cfg_overlay (train.py's --pretrained-path sets -1).", stacklevel=2)
 
 
 def _classifiers(cfg: PretrainedCfg) -> Tuple[str, ...]:

@@ -51,7 +51,7 @@ def pretrained_cfgs(name: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
 
 # ---------------------------------------------------------------------------------- transformers' layout
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Convert a checkpoint of the paper's ViT, in timm's layout or in the authors' (that of transformers).
+    """Convert a checkpoint of the paper's ViT to timm's layout, from timm's or from transformers' (the authors').
 
     Position and patch embeddings are resampled to the model's size, as in timm.
 
@@ -79,7 +79,7 @@ _AROUND = {
 
 
 def _transformers_names(depth: int) -> Dict[str, Tuple[str, ...]]:
-    """Return for each tensor of timm's layout its sources in transformers': one, or query, key and value."""
+    """Return the transformers names for each tensor in timm's layout: one name, or query, key and value."""
     names = {"cls_token": ("vit.embeddings.cls_token",), "pos_embed": ("vit.embeddings.position_embeddings",)}
     for kind in ("weight", "bias"):
         names.update({f"{own}.{kind}": (f"{theirs}.{kind}",) for own, theirs in _AROUND.items()})
