@@ -1,4 +1,4 @@
-"""lab/recipes: keys, values and headers against the paper, and the optimizers, schedules and crops that follow."""
+"""lab/recipes: keys, values and headers agree with the paper, and so do optimizers, schedules and crops."""
 import csv
 import math
 import random
@@ -34,7 +34,7 @@ NAMES = [
     *(f"resnetv2_{depth}_{data}" for depth in (18, 34, 50, 101) for data in ("cifar10", "cifar100", "tiny_imagenet")),
     "resnetv2_50_cifar100_initialisation",
 ]
-SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # of another paper, see test_skip_studies.py
+SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # of Wang et al., see test_skip_studies.py
 
 
 def text(name):
@@ -67,15 +67,15 @@ def test_the_recipes_are_all_there():
 
 @pytest.mark.parametrize("name", sorted(recipe.shipped()))
 def test_a_recipe_has_options_of_timm_that_the_lab_uses(name, capsys):
-    assert recipe.resolve(recipe.load(name)).model  # raises for unknown keys
-    assert not capsys.readouterr().err  # names the options that the lab ignores
+    assert recipe.resolve(recipe.load(name)).model  # an unknown key is an error
+    assert not capsys.readouterr().err  # an option that the lab ignores causes a warning
     assert values(name)["device_modules"] == ["timm_ortho"]
 
 
 def expected_vit(name):
     given = table(name)
     erasing, jitter = given["random_erasing"], given["color_jitter"]
-    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # what timm's rectangle is near to
+    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # similar to timm's fixed values
     return {
         "model_kwargs": {"img_size": given["resolution"], "patch_size": given["patch"]},
         "opt": given["optimizer"].lower(), "opt_betas": given["betas"], "sched": given["schedule"],
@@ -113,7 +113,7 @@ def test_values_are_the_papers_or_explained(name):
     }
     assert {key: found.get(key) for key in expected} == expected
     assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
-    # the rest is not in the paper: a comment beside it or above says why it is so, or the option above it does
+    # A comment beside or above each key that is not in the paper gives a reason. Some keys share a comment.
     rest = set(found) - set(expected) - {"device_modules"}
     follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
                "clip_mode": "clip_grad", "train_crop_mode": "scale"}
@@ -213,7 +213,7 @@ def test_the_model_of_a_recipe_is_orthogonal(name):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_compare_trains_by_one(tmp_path, monkeypatch):
+def test_compare_trains_with_a_recipe_of_the_paper(tmp_path, monkeypatch):
     """The lab trains with RandAugment, colour jitter as a list, MixUp, CutMix, erasing and a warm-up per update."""
     in_this_process(monkeypatch)
     generator = np.random.default_rng(0)
@@ -241,7 +241,7 @@ def options(name):
 
 @pytest.mark.parametrize("name", ["vit_s_cifar10", "resnetv2_50_cifar100_initialisation"])
 def test_optimizer(name):
-    """The optimizers have no Nesterov momentum, and decay all weights."""
+    """The optimizers have no Nesterov momentum. Weight decay applies to all weights."""
     given = options(name)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = create_optimizer_v2(model, **optimizer_kwargs(given), **given.opt_kwargs)
@@ -256,7 +256,7 @@ def test_optimizer(name):
 
 
 def learning_rates(name, updates_per_epoch):
-    """Return the learning rate of each update, with the schedule stepped as in train.py and the lab."""
+    """Return the learning rate of each update. The scheduler is stepped as in train.py and the lab."""
     given = options(name)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=given.lr)
     scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(given), updates_per_epoch=updates_per_epoch)
@@ -287,7 +287,7 @@ def test_cosine_with_linear_warm_up(name):
     assert rates[:10 * steps] == pytest.approx([peak * update / (10 * steps) for update in range(10 * steps)])
     cosine = [peak * (1 + math.cos(math.pi * update / (300 * steps))) / 2 for update in range(300 * steps)]
     assert rates[10 * steps:] == pytest.approx(cosine[10 * steps:])
-    assert 1 - rates[10 * steps] / peak == pytest.approx(0.003, abs=0.0005)  # the 0.3 % of the comment
+    assert 1 - rates[10 * steps] / peak == pytest.approx(0.003, abs=0.0005)  # a comment in the recipes has 0.3 %
 
 
 def transforms(name):
@@ -301,12 +301,12 @@ def transforms(name):
 
 @pytest.mark.parametrize("name", ["vit_s_cifar10", "vit_b_imagenet1k"])
 def test_vits_are_augmented(name):
-    """RandAugment has nine operations of magnitude N/30 on timm's scale of 10. Colour jitter, with hue, is added."""
+    """RandAugment's magnitude is converted from a scale of 30 to timm's scale of 10. Colour jitter is added."""
     steps, given = transforms(name), table(name)
     augment, jitter = steps["RandAugment"], steps["ColorJitter"]
     assert (augment.num_layers, augment.choice_weights) == (given["randaugment"]["operations"], None)
     assert {op.magnitude for op in augment.ops} == {round(given["randaugment"]["magnitude"] / 3)}
-    assert {op.prob for op in augment.ops} == {0.93}  # 13 of 14
+    assert {op.prob for op in augment.ops} == {0.93}  # 13 of the 14 operations are not the identity
     assert len(augment.ops) == 15
     assert {"PosterizeIncreasing", "SolarizeIncreasing", "ColorIncreasing"} <= {op.name for op in augment.ops}
     assert jitter.brightness == jitter.contrast == jitter.saturation == pytest.approx((0.6, 1.4))
@@ -325,14 +325,14 @@ def test_resnets_are_only_cropped_and_flipped(name):
     assert list(steps) == ["RandomResizedCropAndInterpolation", "RandomHorizontalFlip", "MaybeToTensor", "Normalize"]
 
 
-def test_crop_shows_as_much_as_the_papers():
+def test_crops_have_the_mean_area_of_the_papers_crops():
     crop = transforms("vit_s_cifar10")["RandomResizedCropAndInterpolation"]
     random.seed(0)
     sides = [crop.get_params(Image.new("RGB", (32, 32)), crop.scale, crop.ratio)[2:] for _ in range(4000)]
     assert all(height == width for height, width in sides)
     assert {height for height, _ in sides} == {28, 29, 30, 31, 32}
     assert sum(height * width for height, width in sides) / 32 ** 2 / len(sides) == pytest.approx(0.88, abs=0.005)
-    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # of one side
+    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of one side
     assert padded ** 2 == pytest.approx(0.87, abs=0.005)
 
 

@@ -41,7 +41,7 @@ def test_page_is_well_formed_and_self_contained(written):
     images = list(root.iter("img"))
     assert bool(images) == (name not in ROWS)
     boxes = [child for box in root.iter("div") if box.get("class", "").startswith("scroll") for child in box]
-    assert all(table in boxes for table in root.iter("table"))  # which scroll by themselves where the screen is narrow
+    assert all(table in boxes for table in root.iter("table"))  # the boxes scroll on narrow screens
     for image in images:
         assert image.get("src").startswith("data:image/svg+xml;base64,")
         assert len(image.get("alt")) > 20
@@ -76,13 +76,13 @@ def test_command_changes_and_unfinished_runs_are_named(written):
         assert ("epochs: 3 here, 300 in the paper" in told) == (name not in ("families", "compare"))
         assert ("Not finished: a-seed9." in told) == (name not in ROWS)
         assert ("Method and terms" in told) == (name not in ROWS)
-        assert "validation" not in told.partition("The paper:")[0]  # a test set is called one
+        assert "validation" not in told.partition("The paper:")[0]  # these images are the test set
     assert ("not finished: a-seed9" in text) == (name not in ROWS)
     assert text.endswith(f"report: {folder / 'report.html'}")
 
 
 def test_the_papers_numbers_are_complete(written):
-    """The table has each number at its position. Cells without runs have a note."""
+    """The table has each of the paper's numbers at its position. Cells without runs have a note."""
     name, folder, _ = written
     if name == "compare":
         return
@@ -111,7 +111,7 @@ def test_a_rewritten_report_has_the_same_bytes(name, tmp_path):
 
 
 def test_runs_of_train_py(tmp_path):
-    """These runs have no probes, records, seconds and memory, but they have their machines."""
+    """These runs have data about their machines, but no probes, records, seconds and memory."""
     runs = [train_py_run(connection, seed, top1=90.0 + seed)
             for seed in range(2) for connection in ("linear", "feature")]
     runs += [run_of("linear", 2), run_of("feature", 2)]
@@ -129,7 +129,7 @@ def test_runs_of_train_py(tmp_path):
 
 
 def test_the_reporting_machine_is_not_named(tmp_path):
-    """A run without provenance does not get the versions of the reporting machine."""
+    """For runs without provenance, the report does not show versions of the machine that writes it."""
     import torch
     write(*accuracy(BOTH), [], tmp_path)
     assert "| versions |" not in texts(tmp_path)[1]
@@ -149,7 +149,7 @@ def test_special_characters(tmp_path):
     assert r"\<b\> \& \|c\| \*d\* \[e\](f) \`g\`" in raw
 
 
-def test_many_in_one_report(tmp_path):
+def test_several_studies_in_one_report(tmp_path):
     parts = [(study_of(name, dataset=data), runs_of(name), unfinished) for name, data, unfinished in (
         ("switch_kept", "digits", ["x-seed0"]), ("switch_kept", "torch/cifar10", []))]
     text = report.write_many(parts, tmp_path / "one")
@@ -189,7 +189,7 @@ def test_the_images_are_described(tmp_path):
     del several["first_image"]
     write({**study, "data": several}, runs, [], tmp_path)
     assert "Images of several sizes (from each model's default), 3 channels" in texts(tmp_path)[0]
-    write(study, runs, [], tmp_path)  # of a study that was planned before there was such a key
+    write(study, runs, [], tmp_path)  # earlier versions wrote no key `data`
     assert "Images of" not in texts(tmp_path)[0]
 
 
@@ -215,8 +215,8 @@ def test_compare(tmp_path):
     assert "paper" not in "".join(texts(tmp_path)).lower()
 
 
-def test_a_comparison_counts_what_it_shows(tmp_path):
-    """`timm-ortho compare` shows top-1 only, so that top-5 is not a second comparison."""
+def test_only_shown_metrics_count_as_comparisons(tmp_path):
+    """`timm-ortho compare` shows only top-1. Top-5 is therefore not a second comparison."""
     made = comparison(["linear", "feature"], None)
     study, runs = accuracy(BOTH, name="compare", paper="", table="", changed=[], report=made.report)
     write(study, runs, [], tmp_path)

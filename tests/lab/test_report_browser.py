@@ -1,6 +1,6 @@
 """reporting/page.html.jinja in a browser, at phone and desktop widths: nothing is cut off, and nothing is logged.
 
-They need Chromium (Debian: `apt-get install chromium`).
+The tests need Chromium (Debian: `apt-get install chromium`).
 """
 import html
 import json
@@ -17,7 +17,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 WIDTHS = (400, 1200)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium in PATH")
 
-# A window has at least 500 pixels, so frames set the width. Contents of a scrolling box may be wider.
+# A browser's window is at least 500 pixels wide, so frames set the width. Contents of a scrolling box may be wider.
 WRAPPER = """<!DOCTYPE html>
 <body>
 {frames}
@@ -45,7 +45,7 @@ addEventListener("load", () => {{
 
 
 def opened(text, folder):
-    """Return the sizes that a browser measures at each width, and the messages of its console."""
+    """Return the sizes of elements at each width, and the messages of the browser's console."""
     frames = "\n".join(f'<iframe width="{width}" height="800" style="border: 0" srcdoc="{html.escape(text)}"></iframe>'
                        for width in WIDTHS)
     wrapper = folder / "wrapper.html"
@@ -73,12 +73,12 @@ def test_nothing_is_cut_off(name, tmp_path):
         assert frame["cut"] == []
         assert all(frame["images"])
         assert bool(frame["images"]) == (name != "parameters")
-        assert all(share > 0.7 for share in frame["shares"])  # of the width
-        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # letters of 8 points stay legible
-        assert all(height < 90 for height in frame["headers"])  # three lines
+        assert all(share > 0.7 for share in frame["shares"])  # shares of the page's width
+        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # text of 8 points is legible
+        assert all(height < 90 for height in frame["headers"])  # pixels of three lines
 
 
-def test_what_is_wrong_is_seen(tmp_path):
+def test_the_checks_detect_errors(tmp_path):
     wide = '<p style="width: 900px">wide</p><div class="scroll" style="overflow: hidden">still</div>'
     frames, console = opened(f"<title>wrong</title>{wide}<script>nothing()</script>", tmp_path)
     assert any("nothing is not defined" in line for line in console)

@@ -1,4 +1,4 @@
-"""reporting/plots.py: contents of the plots, and that no text is cut off or overlaps."""
+"""reporting/plots.py: contents of the plots. No text is cut off or overlaps."""
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_nothing_is_cut_off(name, narrow):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMITTED)
-def test_nothing_is_cut_off_of_what_is_committed(name):
+def test_nothing_is_cut_off_in_plots_of_published_studies(name):
     study, runs, _ = published.read(RESULTS / name)
     for figure_name, figure in drawn(study, runs).items():
         assert_fits(figure_name, figure)
@@ -96,8 +96,8 @@ def test_lines_are_means_and_shades_ranges_with_gaps():
     assert (shade[:, 1].min(), shade[:, 1].max()) == (1.0, 5.0)
 
 
-def test_the_second_half_of_training_has_the_axes():
-    runs = [run_of(connection, 0, epochs=11) for connection in ("linear", "feature")]  # 10 points more each epoch
+def test_the_axes_fit_the_second_half_of_training():
+    runs = [run_of(connection, 0, epochs=11) for connection in ("linear", "feature")]  # top-1 grows by 10 per epoch
     axes = drawn(study_of("dynamics"), runs)["training"].axes[1]
     assert axes.lines[0].get_ydata()[0] == -10.0
     assert axes.get_ylim() == (40.0 - 2.5, 90.0 + 2.5)
@@ -106,7 +106,7 @@ def test_the_second_half_of_training_has_the_axes():
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3, 9])
-def test_of_a_short_training_everything_is_inside_the_axes(epochs):
+def test_the_axes_fit_all_epochs_of_a_short_training(epochs):
     runs = [run_of(connection, 0, epochs=epochs) for connection in ("linear", "feature")]
     training = next(drawing for drawing in drawings(study_of("compare"), runs) if drawing.name == "training")
     for axes in training.draw().axes:
@@ -138,7 +138,7 @@ def test_differences_without_variance_have_a_point_without_a_bar():
     bars = [segment for segment in paired.lines[2][0].get_segments() if len(segment)]
     assert [list(bar[:, 1]) for bar in bars] == [[0.88, 0.88]]
     assert list(paired.lines[0].get_xdata()) == [1.0, 1.5]
-    assert len(pooled.lines[2][0].get_segments()) == 2  # the residuals of cell 1 give the variance of both
+    assert len(pooled.lines[2][0].get_segments()) == 2  # the pooled variance comes from the residuals of cell 1
     assert "A point without a bar has no interval." in drawing.caption
 
 
@@ -155,7 +155,7 @@ def test_a_perfect_correlation_has_no_p():
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_runs_of_train_py_have_what_can_be_drawn(name):
+def test_plots_for_runs_of_train_py(name):
     axes = GRIDS[name][1]
     cell = {axis: values[0] for axis, values in axes.items()}
     runs = [train_py_run(connection, seed, cell) for connection in ("linear", "feature") for seed in range(2)]
@@ -204,9 +204,9 @@ def test_forest_has_the_intervals_and_the_papers_effects():
         "ViT-S, Orthogonal-F, CIFAR-10", "ResNetV2-18, Orthogonal-F, CIFAR-10"]
     paired, pooled = axes.containers
     assert list(paired.lines[0].get_xdata()) == pytest.approx([1.5, 0.25])
-    half = scipy.stats.t.ppf(0.975, 1) * 0.5  # of 1.0 and 2.0
+    half = scipy.stats.t.ppf(0.975, 1) * 0.5  # the differences are 1.0 and 2.0
     assert [end[0] for end in paired.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
-    half = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.5 + 0.125) / 2 / 2)  # variances of the pairs, over two
+    half = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.5 + 0.125) / 2 / 2)  # mean variance of the differences, two pairs
     assert [end[0] for end in pooled.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
     assert axes.collections[-1].get_offsets().tolist() == [[pytest.approx(0.79), 0.0], [pytest.approx(0.2), 1.0]]
     assert "differences" not in drawn(study_of("accuracy"), runs[:1])
@@ -224,7 +224,7 @@ def test_points_are_runs_with_mean_and_deviation():
 def test_stream_is_that_of_the_probes():
     found = drawn(study_of("compare"), runs_of("compare"))
     norm, cosine = found["profile"].axes
-    assert list(norm.lines[0].get_ydata()) == [math.sqrt(7.0)] * 4  # the last epoch's, of three
+    assert list(norm.lines[0].get_ydata()) == [math.sqrt(7.0)] * 4  # after the last of three epochs
     assert [label.get_text() for label in norm.get_xticklabels()] == ["0 attention", "0 mlp", "1 attention", "1 mlp"]
     assert all(math.isnan(value) for value in cosine.lines[1].get_ydata())
     linear = found["stream_by_epoch"].axes[0]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("undrawn_module")
 
 
 def test_paper_numbers_of_each_table():
-    """Check how many of the paper's numbers each layout has, and some values."""
+    """Check the number of the paper's values in each layout, and some of the values."""
     stated = {name: layout.Layout.of(study_of(name)).stated for name in GRIDS}
     assert {name: len(found) for name, found in stated.items() if found} == {
         "accuracy": 56, "switch_reinitialised": 24, "switch_kept": 24, "layer_pattern": 16, "learning_rate": 32,
@@ -64,7 +64,7 @@ def test_own_study_has_a_row_for_each_cell(tmp_path):
         "0.5000 ± 0.0000", "+0.0000")
 
 
-def test_a_study_that_has_a_shipped_ones_name_and_other_axes(tmp_path):
+def test_a_study_with_the_name_of_a_shipped_study_and_other_axes(tmp_path):
     runs = [run_of(connection, 0, {"depth": 2}) for connection in ("linear", "feature")]
     write(study_of("switch_kept", axes={"depth": [2]}, paper="", table=""), runs, [], tmp_path)
     assert tables_of(tmp_path)[0][0][:2] == ["depth", "connection"]
@@ -136,7 +136,7 @@ def test_cka_has_no_baseline(tmp_path):
 
 
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):
-    """Of 500 steps, 100 are kept. The transition and the maximum are at other steps."""
+    """results.json contains 100 of 500 steps. The transition and the maximum are at steps that it does not contain."""
     runs = [run_of(connection, seed, dynamics=recorded(connection, seed, 500))
             for connection in ("linear", "feature") for seed in range(3)]
     for run in runs:
@@ -172,8 +172,8 @@ def test_last_branch_and_learned_weights_are_those_of_the_records(tmp_path):
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_baseline_is_missing(name, tmp_path):
-    """The report of an interrupted study without baseline has everything except differences."""
+def test_report_without_runs_of_the_baseline(name, tmp_path):
+    """If no run of the baseline is finished, the report lacks only the differences."""
     runs = [run for run in runs_of(name, seeds=(0,), epochs=1) if run["connection"] != "linear"]
     write(study_of(name), runs, ["the others"], tmp_path)
     of_linear = study_of(name)["baseline"].get("connection") == "linear"

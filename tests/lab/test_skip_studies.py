@@ -1,4 +1,4 @@
-"""Recipes and studies of Wang et al. (2017): cells against the paper, and two studies from run to report."""
+"""Recipes and studies of Wang et al. (2017): agreement with the paper, and two studies from run to report."""
 import json
 
 import pytest
@@ -20,7 +20,8 @@ TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
 def test_recipe_is_the_papers(data):
     path = recipe.shipped()[f"skipnet_{data}"]
     values, given = yaml.safe_load(path.read_text()), {**NUMBERS["skip_recipe"], **NUMBERS["skip_recipe"][data]}
-    assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])  # Nesterov's
+    # timm's "sgd" has Nesterov momentum.
+    assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])
     assert (values["weight_decay"], values["batch_size"]) == (given["weight_decay"], given["batch"])
     assert (values["epochs"], values["decay_rate"]) == (given["epochs"], given["decay_factor"])
     assert values["decay_milestones"] == [share * given["epochs"] for share in given["decay_at"]]
@@ -34,7 +35,7 @@ def test_recipe_is_the_papers(data):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_study_has_the_cells_of_the_table(name):
-    """Check depths and skips of the grid, and depth, branches and transforms of the networks."""
+    """Check the depths and skips of the grid, and the depth, branches and transforms of the networks."""
     found, table = design.load(name, "paper"), NUMBERS[name]
     depths = [depth for depth in table if depth.isdecimal()]
     assert [str(depth) for depth in found.axes["depth"]] == depths
@@ -54,7 +55,7 @@ def test_study_has_the_cells_of_the_table(name):
 
 
 @pytest.mark.parametrize("scale", design.SCALES)
-def test_ranks_are_what_the_axis_says(scale):
+def test_ranks_equal_the_values_of_the_axis(scale):
     data, trainer = ("cifar10", "train.py") if scale == "paper" else ("digits", "lab")
     for variant in design.load("skip_rank", scale).variants({"dataset": data, "device": "cpu"}, trainer):
         with on_meta():
@@ -65,7 +66,7 @@ def test_ranks_are_what_the_axis_says(scale):
 
 
 def test_the_papers_numbers_are_beside_the_runs():
-    """Each cell of a table has runs on its data set. Some values are typed from the paper."""
+    """A run on the table's data set is at the position of the paper's number."""
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
              "dataset": "torch/cifar100"}
     run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}

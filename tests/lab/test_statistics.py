@@ -1,4 +1,4 @@
-"""reporting/statistics.py against SciPy, written-out formulas, and examples from the literature."""
+"""reporting/statistics.py: comparison with SciPy, explicit formulas, and examples from the literature."""
 import itertools
 import math
 import statistics
@@ -29,11 +29,11 @@ def test_one_pair_has_no_interval():
     assert str(paired_difference([2.0], [1.0])) == "+1.00 (one pair, no interval)"
 
 
-def test_zero_has_no_sign_of_its_own():
-    """A sum of zero can be 1e-16 or -1e-16, depending on the machine."""
+def test_the_sign_of_zero_does_not_depend_on_rounding():
+    """On some machines, a sum of zero is 1e-16, on others -1e-16."""
     assert str(Difference(-1e-16, 0.001, 3)) == "+0.00 [-0.00, +0.00]"
     assert str(Difference(-0.025 - 1e-14, 0.1, 3)) == str(Difference(-0.025 + 1e-14, 0.1, 3))
-    assert str(Difference(0.003, 0.0034, 3)) == "+0.00 [-0.00, +0.01]"  # which contains zero
+    assert str(Difference(0.003, 0.0034, 3)) == "+0.00 [-0.00, +0.01]"  # the interval contains zero
 
 
 @pytest.mark.parametrize("shift", [-1.0, 0.0, 0.1])
@@ -58,7 +58,7 @@ def test_float32_accuracies_of_the_same_images_are_equal():
     values, baseline = top1([[11, 11, 8], [5, 7, 11]]), top1([[10, 11, 8], [5, 7, 10]])
     assert len({value - base for value, base in zip(values, baseline, strict=True)}) == 2
     assert paired_difference(values, baseline).half_width is None
-    assert paired_difference([97.221, 98.33], [97.22, 98.33]).half_width > 0  # one image of 100,000
+    assert paired_difference([97.221, 98.33], [97.22, 98.33]).half_width > 0  # they differ by one image of 100,000
 
 
 def test_equal_networks_are_seldom_called_different():
@@ -91,7 +91,7 @@ def test_holm_counts_comparisons_without_p():
     assert holm([None, None]) == [None, None]
 
 
-def test_holm_keeps_order_and_never_helps():
+def test_holm_keeps_the_order_and_never_lowers_p():
     p = list(np.random.default_rng(0).uniform(size=30) ** 3)
     adjusted = holm(p)
     assert [i for i, _ in sorted(enumerate(p), key=lambda pair: pair[1])] == [
@@ -144,12 +144,12 @@ def test_pooled_without_residuals_has_no_interval():
     block = dict(zip("LF", by_seed([90.1, 91.3], [89.1, 90.3]), strict=True))  # F - L = -1 for each seed
     found, = pooled_differences([block], [(0, "F", "L")])
     assert (found.mean, found.half_width, found.p, found.pairs) == (pytest.approx(-1.0), None, None, 2)
-    other = dict(zip("LF", by_seed(LINEAR, FEATURE), strict=True))  # whose residuals give the variance of both
+    other = dict(zip("LF", by_seed(LINEAR, FEATURE), strict=True))  # its residuals give both cells a variance
     found = pooled_differences([block, other], [(0, "F", "L"), (1, "F", "L")])
     assert all(difference.half_width > 0 for difference in found)
 
 
-def test_pooled_covers_what_it_says():
+def test_pooled_intervals_have_their_nominal_coverage():
     """In 400 studies of 4 cells, about 95 % of the intervals contain the true difference 0.5."""
     random, held = np.random.default_rng(1), 0
     for _ in range(400):
@@ -179,7 +179,8 @@ def test_an_interval_in_words(difference, said, effects, seen):
 
 @pytest.mark.parametrize(("mean", "half"), [*itertools.product([-0.5, 0.5], [0.4, 0.6])])
 def test_words_agree_with_p(mean, half):
-    values = [mean - half / 4.30265, mean, mean + half / 4.30265]  # t(0.975, 2), times s / sqrt(3)
+    # The half-width is t(0.975, 2) s / sqrt(3), and t(0.975, 2) is 4.30265.
+    values = [mean - half / 4.30265, mean, mean + half / 4.30265]
     scaled = [mean + (value - mean) * math.sqrt(3) for value in values]
     found = paired_difference(scaled, [0.0] * 3)
     assert found.half_width == pytest.approx(half, rel=1e-4)

@@ -28,10 +28,14 @@ def test_shipped_study_is_complete(name):
 
 
 def scales(name):
-    """Return the scales of a study. Only studies of hypotheses, or with held-out images, may lack `paper`."""
+    """Return the scales of a study.
+
+    Studies of hypotheses may lack the scale `paper`. Studies with held-out images have no such scale, because train.py
+    cannot hold images out.
+    """
     found = [scale for scale in design.SCALES if design.has_scale(name, scale)]
     assert found == [*design.SCALES[:len(found)]]
-    without_paper = name.startswith("confirm_"), design.load(name, "small").hold_out > 0  # not with timm's train.py
+    without_paper = name.startswith("confirm_"), design.load(name, "small").hold_out > 0
     assert len(found) == 2 if without_paper[1] else len(found) == 3 or (without_paper[0] and len(found) == 2)
     return found
 
@@ -54,7 +58,7 @@ def test_shipped_study_expands_to_runs_that_can_be_built(name, scale):
             continue
         built.add((variant.options.model, kwargs))
         with on_meta():
-            model = build(variant.options).to("meta")  # buffers too, which timm 1.0.16 keeps on the CPU
+            model = build(variant.options).to("meta")  # timm 1.0.16 creates some buffers on the CPU
         assert len(timm_ortho.sites(model)) > 0
         with torch.device("meta"), torch.no_grad():
             size = variant.options.img_size or variant.options.input_size[-1]
@@ -72,8 +76,8 @@ def takes_img_size(name):
     return checks._takes_img_size(timm.create_model(name))
 
 
-def test_list_counts_the_runs_as_the_headers_do(capsys):
-    """Headers have text such as `smoke: 4 runs`."""
+def test_numbers_of_runs_in_the_list_and_in_headers_agree(capsys):
+    """Headers contain text such as `smoke: 4 runs`."""
     assert cli.main(["study", "list"]) == 0
     rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == NAMES

@@ -1,4 +1,4 @@
-"""Runs of timm's train.py, here a mock: planned, launched, continued, switched and collected."""
+"""Runs of timm's train.py, which is mocked: planning, launching, continuing, switching and collecting."""
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from timm_ortho.lab.running import launch, run, timm_script as train_py
 pytestmark = pytest.mark.usefixtures("undrawn")
 STAND_IN = Path(__file__).parents[1] / "helpers" / "stand_in_train.py"
 STOPS = 'parser.add_argument("--stop-epoch", type=int, default=None)'
-DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # never read
+DATA = dict(dataset="", data_dir="/nowhere", num_classes=10)  # the mock does not read data
 
 
 def tiny(folder, output, *, train_py=STAND_IN, gpus=0, seeds=1, only=(), changes=None, **options):
@@ -35,7 +35,7 @@ def switched(folder, output, optimizer, **options):
 
 @pytest.fixture
 def stopping(tmp_path):
-    """A script with the option --stop-epoch."""
+    """Return a script that has the option --stop-epoch."""
     path = tmp_path / "train.py"
     path.write_text(STAND_IN.read_text().replace("# MORE", STOPS))
     return path
@@ -44,7 +44,7 @@ def stopping(tmp_path):
 # ---------------------------------------------------------------------------------------- trained and collected
 @pytest.fixture(scope="module")
 def two_by_two(tmp_path_factory):
-    """Two connections and two seeds; one run is killed in its second epoch."""
+    """Train two connections with two seeds. One run is killed in its second epoch."""
     folder = tmp_path_factory.mktemp("train_py")
     experiment = planned(tiny(folder, folder / "out", seeds=2))
     killed = experiment.folder / "feature-seed0" / "killed"
@@ -79,7 +79,7 @@ def test_two_connections_and_two_seeds(two_by_two):
 
 @pytest.mark.slow
 def test_a_killed_script_is_continued(two_by_two):
-    """It resumes from its last checkpoint, and summary.csv has a second header."""
+    """The script resumes from its last checkpoint. summary.csv gets a second header."""
     folder = two_by_two / "feature-seed0"
     assert state(folder)["optimizer"] == {"epochs": 2}
     assert (folder / "summary.csv").read_text().count("epoch,") == 2
@@ -97,12 +97,12 @@ def one_finished(tmp_path_factory):
 
 @pytest.fixture
 def unfinished(one_finished, tmp_path):
-    """A study with one finished run, linear with seed 0."""
+    """Return the folder of a study with one finished run, linear with seed 0."""
     return shutil.copytree(one_finished, tmp_path / "out")
 
 
 def manual_run(study_folder, folder, **changes):
-    """Write the folder of a run of train.py with a planned run's options and changes."""
+    """Write the folder of a run of train.py. Its options are those of a planned run, with changes."""
     folder.mkdir()
     args = {**read_yaml(study_folder / "feature-seed0" / "args.yaml"), "seed": 7, **changes}
     (folder / "args.yaml").write_text(yaml.safe_dump(args))
@@ -123,14 +123,14 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
 
 
 def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
-    """Without --seed every run of train.py has timm's default seed."""
+    """Without --seed, every run of train.py has timm's default seed."""
     manual = [manual_run(unfinished, tmp_path / name) for name in ("one", "two")]
     with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: remove one"):
         collect.collect([unfinished, *manual])
 
 
 def test_epochs_without_validation(unfinished, tmp_path):
-    """train.py's `val_interval`, in a study's run and in a manual run."""
+    """With train.py's `val_interval`, some epochs have no metrics, in runs of a study and in manual runs."""
     folder = unfinished / "linear-seed0"
     hand = manual_run(unfinished, tmp_path / "hand")
     for path in (folder / "summary.csv", hand / "summary.csv"):
@@ -143,7 +143,7 @@ def test_epochs_without_validation(unfinished, tmp_path):
     assert [(item["epochs"], len(item["history"])) for item in runs] == [(2, 1), (2, 1)]
 
 
-def test_a_manual_run_of_no_cell_is_refused(tmp_path, capsys):
+def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([
             dict(epochs=3), dict(lr=0.5), dict(model="vit_base_ortho"), dict(model_kwargs={"connection": "feature"}),
@@ -157,7 +157,7 @@ def test_a_manual_run_of_no_cell_is_refused(tmp_path, capsys):
     (hand / "args.yaml").write_text("lr: 0.5\n")
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert f"{hand / 'args.yaml'} names no model, so train.py did not write it" in capsys.readouterr().err
-    (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # no validation split
+    (hand / "summary.csv").write_text("epoch,train_loss,lr\n0,1.0,0.001\n")  # trained without validation
     assert cli.main(["study", "report", str(folder), str(hand)]) == 2
     assert "has epochs without eval_top1 in summary.csv" in capsys.readouterr().err
     (hand / "summary.csv").unlink()
@@ -175,7 +175,7 @@ def epochs_seen(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("with_option", [False, True])
 def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
-    """The second stage resumes the first, which ends by --stop-epoch or is stopped at its last epoch."""
+    """The second stage resumes the first. The first ends by --stop-epoch, or the lab stops it after its last epoch."""
     if not with_option:
         monkeypatch.setenv("STAND_IN_SECONDS", "4")
     folder = only_run(switched(
@@ -191,7 +191,7 @@ def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
 
 @pytest.mark.slow
 def test_switch_reinitialised(tmp_path):
-    """The second stage starts with the weights only."""
+    """The second stage starts with only the weights of the first."""
     folder = only_run(switched(tmp_path, tmp_path / "out", "reinitialised", epochs=1))
     result = run.run(folder)
     assert epochs_seen(folder) == (1, 1, 1)
@@ -201,7 +201,7 @@ def test_switch_reinitialised(tmp_path):
 
 
 def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
-    """Its checkpoint is later than the switch."""
+    """The checkpoint of the first stage is from an epoch after the switch."""
     folder = only_run(switched(tmp_path, tmp_path / "out", "kept", epochs=4))
     (folder / "last.pth.tar").touch()
     monkeypatch.setattr(train_py, "_epochs", lambda _: 3)
@@ -257,7 +257,7 @@ def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, ste
         RunPlan.read(tmp_path / "out" / "linear-seed0").stages[0]) == 64
 
 
-def test_another_division_of_the_batch_is_the_same_run(tmp_path):
+def test_the_division_of_the_batch_does_not_change_the_run(tmp_path):
     """A run on two GPUs can continue on four."""
     for gpus in (2, 4):
         folder = only_run(tiny(
@@ -269,7 +269,7 @@ def test_another_division_of_the_batch_is_the_same_run(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- errors
 def test_errors(tmp_path):
-    """They are raised before anything is written."""
+    """Errors are raised before anything is written."""
     def refused(message, changes=None, **options):
         with pytest.raises(LabError, match=message):
             planned(tiny(tmp_path, tmp_path / "out", changes=changes, **options))

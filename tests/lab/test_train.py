@@ -1,4 +1,4 @@
-"""The lab's training loop: its data, its files, and continued runs. Tiny models train in this process."""
+"""The lab's training loop: data, files, and continued runs. Tiny models train in this process."""
 import errno
 import json
 import os
@@ -43,7 +43,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None)
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """48 images of two classes, bright and dark, in class folders."""
+    """Write 48 images of two classes, bright and dark, in class folders."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 16), ("val", 8)):
@@ -86,7 +86,7 @@ def test_files(study):
         assert result["images_per_second"] > 0
         assert (result["trainer"], result["connection"], result["seed"]) == ("lab", name.split("-")[0], 0)
         assert 1.0 <= result["representation"]["effective_rank"] <= 16.0
-        # two epochs of four steps, recorded every second step, at two sites in each of two blocks
+        # In two epochs of four steps, every second step is recorded at two sites in each of two blocks.
         records = read_lines(folder / "records.jsonl")
         assert [row["step"] for row in records] == [step for step in (0, 2, 4, 6) for _ in range(4)]
         probes = read_lines(folder / "probe.jsonl")
@@ -144,7 +144,7 @@ def batches(connection, seed, **changes):
 
 
 def test_runs_of_one_seed_are_paired():
-    """Weights and augmented batches depend on seed and epoch only, even if a connection draws random numbers."""
+    """Weights and augmented batches depend only on seed and epoch, even if a connection draws random numbers."""
     options = dict(mixup=0.4, cutmix=1.0, reprob=0.5, drop_path=0.2)
     start, seen = batches("linear", 0, **options)
     other_start, other_seen = batches("feature", 0, model_kwargs={"connection_prob": 0.5}, **options)
@@ -178,7 +178,7 @@ def test_continued_run_ends_with_the_same_weights(tmp_path, monkeypatch, options
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that was not stopped."""
+    """Return the folder of a run that was not interrupted."""
     folder = one_run(tmp_path_factory.mktemp("whole") / "out")
     run.run(folder)
     return folder
@@ -186,7 +186,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def switches(tmp_path_factory):
-    """For both kinds of switch: the study's file and a run that was not stopped."""
+    """Return, for both kinds of switch, the study's file and the folder of a run that was not interrupted."""
     runs = {}
     for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
                                ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
@@ -219,12 +219,12 @@ def test_schedules_of_kept_and_reinitialised_switches(switches):
     assert kept == pytest.approx(again[:4], rel=0.2)
     for optimizer, updates in (("reinitialised", 4 * BATCHES), ("kept", 4 * BATCHES // 2)):
         groups = state(switches[optimizer][1] / "switched")["optimizer"]["state"].values()
-        assert {group["step"].item() for group in groups} == {updates}  # updates of the second optimizer
+        assert {group["step"].item() for group in groups} == {updates}  # updates since the optimizer's start
 
 
 @pytest.mark.parametrize("optimizer", ["kept", "reinitialised"])
 def test_a_published_switch_has_the_metrics_of_its_last_weights(optimizer, switches):
-    """A new optimizer restarts the count of epochs, so that both stages have a row with this number."""
+    """A new optimizer restarts the count of epochs. Both stages then have a row with the last epoch's number."""
     folder = switches[optimizer][1]
     published = CheckpointRun(folder, ema=True)
     assert published.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
@@ -232,7 +232,7 @@ def test_a_published_switch_has_the_metrics_of_its_last_weights(optimizer, switc
 
 
 def test_a_switch_replaces_only_the_connections(switches):
-    """The second stage starts with the first stage's last weights and other connections."""
+    """The second stage starts with the first stage's last weights and different connections."""
     for optimizer in ("reinitialised", "kept"):
         folder = switches[optimizer][1]
         assert [state(folder / stage)["args"].model_kwargs["connection"] for stage in (".", "switched")] == [
@@ -323,7 +323,7 @@ def test_variables_of_a_cluster_do_not_affect_the_lab(tmp_path, monkeypatch, who
 
 
 def test_peak_memory_without_the_module_resource(monkeypatch):
-    """Windows lacks this module."""
+    """Windows lacks the module resource."""
     assert train._peak_memory(torch.device("cpu")) > 2**27
     monkeypatch.setitem(sys.modules, "resource", None)
     assert train._peak_memory(torch.device("cpu")) is None
@@ -349,7 +349,7 @@ def fill_disk(context, file, error):
 
 
 def test_an_open_partial_file_is_emptied(tmp_path):
-    """torch's writer keeps the file open while its exception exists."""
+    """torch's writer keeps the file open as long as its exception exists."""
     def write():
         with whole_file(tmp_path / "a") as partial:
             held.write(b"x" * 100_000)
@@ -462,7 +462,7 @@ def test_held_out_images_are_excluded_from_training(images):
 
 
 def test_hold_out_of_a_study(tmp_path, monkeypatch):
-    """Runs evaluate images of the training split."""
+    """Runs are evaluated on images of the training split."""
     path = written(tmp_path, grid={}, connections=["feature"], hold_out=40)
     experiment = planned(request(path, tmp_path / "out", val_num_samples=None))
     assert experiment.study["validation"] == "hold-out"

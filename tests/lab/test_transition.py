@@ -1,4 +1,4 @@
-"""reporting/transition.py: traces that diverge at a known step, traces that do not, and noisy traces."""
+"""reporting/transition.py: traces that diverge at a known step, traces that do not diverge, and noisy traces."""
 import math
 
 import numpy as np
@@ -24,7 +24,7 @@ def test_a_known_point(point, noise, seeds, sign):
     linear, orthogonal = (rise(point, slope * sign, seeds, noise, i) for i, slope in enumerate((-1.0, 1.0)))
     found = transition_point(linear, orthogonal)
     height = np.ptp(np.stack([linear.mean(0), orthogonal.mean(0)]))
-    visible = point + 0.1 * height / 2  # where the two lines, which part by 2 a step, are a tenth of the height apart
+    visible = point + 0.1 * height / 2  # the distance grows by 2 per step and reaches a tenth of the height here
     assert found == pytest.approx(visible, abs=1.01 if noise == 0 else 5)
 
 
@@ -35,40 +35,40 @@ def test_noise_has_no_transition(seeds, seed):
         assert transition_point(rise(0, 0, seeds, noise, seed), rise(0, 0, seeds, noise, seed + 1000)) is None
 
 
-def test_flat_traces_have_none():
+def test_flat_traces_have_no_transition():
     assert transition_point(np.ones((3, STEPS)), np.ones((3, STEPS))) is None
 
 
-def test_a_small_offset_that_every_seed_has_is_none():
+def test_a_small_offset_of_every_seed_is_not_a_transition():
     linear = rise(0, 0)
-    assert transition_point(linear, linear + 5) is None  # a twentieth of the height, without any spread
+    assert transition_point(linear, linear + 5) is None  # a twentieth of the height, equal for all seeds
     assert transition_point(linear, linear + 20) == 0
 
 
-def test_a_large_offset_that_the_seeds_disagree_on_is_none():
+def test_an_offset_whose_sign_depends_on_the_seed_is_not_a_transition():
     linear = rise(0, 0)
     assert transition_point(linear, linear + np.array([[60.0], [-50.0], [80.0]])) is None
-    assert transition_point(linear[:1], linear[:1] + 60) == 0  # of one pair nothing else is known
+    assert transition_point(linear[:1], linear[:1] + 60) == 0  # a single pair has no variance
 
 
 def test_runs_are_paired_by_seed():
-    base = rise(50, 0) + np.array([[0.0], [200.0], [400.0]])  # the seeds differ more than the connections
+    base = rise(50, 0) + np.array([[0.0], [200.0], [400.0]])  # seeds differ more than connections
     assert transition_point(base, base + 4 * np.clip(np.arange(STEPS) - 50, 0, None)) == pytest.approx(69, abs=5)
 
 
-def test_crossing_once_more_does_not_hide_it():
+def test_a_later_crossing_does_not_hide_the_transition():
     linear = rise(0, 0)
-    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # diverges, crosses, and diverges again
+    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # the traces diverge, cross, and diverge again
     assert transition_point(linear, linear + difference) == 0
 
 
-def test_a_passing_difference_is_none():
+def test_a_temporary_difference_is_not_a_transition():
     linear = rise(0, 0)
     bump = np.where((np.arange(STEPS) > 40) & (np.arange(STEPS) < 80), 50.0, 0.0)
     assert transition_point(linear, linear + bump) is None
 
 
-def test_the_last_steps_are_too_few():
+def test_a_difference_in_the_last_steps_alone_is_not_a_transition():
     linear = rise(0, 0)
     assert transition_point(linear, linear + np.where(np.arange(STEPS) >= 185, 50.0, 0.0)) is None
     assert transition_point(linear, linear + np.where(np.arange(STEPS) >= 170, 50.0, 0.0)) == 170
@@ -87,12 +87,12 @@ def rows(traces_by_site, every=50):
             for (layer, kind), trace in traces_by_site.items() for index, value in enumerate(trace)]
 
 
-def test_every_site_has_its_own():
+def test_every_site_has_its_own_transition():
     linear = [rows({(0, "mlp"): trace, (1, "attention"): other})
               for trace, other in zip(rise(20, -1.0), rise(0, 0), strict=True)]
     orthogonal = [rows({(0, "mlp"): trace, (1, "attention"): other})
                   for trace, other in zip(rise(20, 1.0), rise(0, 0), strict=True)]
-    orthogonal[0] = orthogonal[0][:-1]  # not all have recorded the last step
+    orthogonal[0] = orthogonal[0][:-1]  # one run has not recorded the last step
     first, second = transition_points(linear, orthogonal)
     assert first == {"layer": 0, "kind": "mlp", "measure": "stream", "step": first["step"]}
     assert first["step"] == pytest.approx(50 * (20 + 0.05 * np.ptp([rise(20, -1), rise(20, 1)])), abs=100)
@@ -100,7 +100,7 @@ def test_every_site_has_its_own():
     assert [point["step"] for point in transition_points(linear, orthogonal, "cosine")] == [None, None]
 
 
-def test_null_is_not_a_number():
+def test_null_counts_as_nan():
     linear, orthogonal = [5.0] * 35, [None] * 4 + [14.0] * 31
     point, = transition_points([rows({(0, "mlp"): linear})], [rows({(0, "mlp"): orthogonal})])
     assert point["step"] == 200
@@ -114,6 +114,6 @@ def test_null_is_not_a_number():
     (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(0, "mlp"): [1]})], "norm"),
      "the rows have no column 'norm', only step, layer, kind, stream, cosine"),
 ])
-def test_what_cannot_be_compared(call, message):
+def test_errors(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         call()

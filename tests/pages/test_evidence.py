@@ -235,7 +235,7 @@ def sign(cell, factor):
 
 
 def test_the_half_fraction_has_its_defining_relation():
-    """The relation is I = ABCDE. The product of the five signs is +1 in each of the 16 cells. Cells match their names."""
+    """The relation is I = ABCDE: the product of the five signs is +1 in each of the 16 cells."""
     assert len(CELLS) == 16
     for cell in CELLS:
         product = 1
