@@ -24,7 +24,7 @@ from timm_ortho.runs import provenance
      "branches must divide the width of the stream, got 5 branches of 384 channels"),
     (["--models", "vit_small", "--groups", "5"], "vit_small cannot be built with {}: "),
     (["--model-kwargs", "depth"], "'depth' is not of the form key=value"),
-    (["--amp", "--dtypes", "float16"], "--amp is --dtypes bfloat16: give one of them"),
+    (["--amp", "--dtypes", "float16"], "--amp means --dtypes bfloat16: use one of them"),
 ])
 def test_bad_arguments(capsys, tmp_path, arguments, message):
     output = tmp_path / "out"

@@ -364,8 +364,8 @@ def test_list_of_weights(offline, small):
 def test_list_of_weights_without_a_match(capsys):
     assert cli.main(["list", "--weights", "resnetv2_18*"]) == 2
     error = capsys.readouterr().err
-    assert error == ("timm-ortho: error: no variant that matches 'resnetv2_18*' has weights: timm-ortho list --weights "
-                     "shows which do\n")
+    assert error == ("timm-ortho: error: no variant that matches 'resnetv2_18*' has weights: see "
+                     "timm-ortho list --weights\n")
 
 
 @pytest.mark.skipif(
