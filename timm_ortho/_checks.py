@@ -1,4 +1,4 @@
-"""Check arguments: raise a ValueError with the value and the allowed values."""
+"""Check arguments, and raise a ValueError with the value and the allowed values."""
 import math
 from numbers import Real
 from typing import Any, Collection, List, Optional
@@ -11,7 +11,7 @@ from ._text import did_you_mean
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is finite and at least the smallest normal float32, 2**-126."""
-    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # comparisons: a compiler can follow any eps
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # torch.compile can trace comparisons
         raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
 
 
@@ -37,7 +37,7 @@ def check_weight(name: str, weight: Any) -> None:
 
 
 def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
-    """Return the axes of a projection, all axes except the first for None.
+    """Check the tensors and return the axes of a projection: ``dims``, or for None all axes except the first.
 
     Raises:
         ValueError: The tensors differ in shape or device or are not floating-point, or the axes are invalid.
@@ -52,7 +52,7 @@ def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
         problem = f"stream and branch output must be floating-point, got {x.dtype} and {f.dtype}"
     elif not axes or not all(-ndim <= d < ndim for d in axes) or len({d % ndim for d in axes}) < len(axes):
         dim = dims if dims is None else dims[0] if len(dims) == 1 else tuple(dims)
-        problem = f"dim must name one or more different axes in [{-ndim}, {ndim - 1}], got {dim}"
+        problem = f"dim must be one or more different axes in [{-ndim}, {ndim - 1}], got {dim}"
     else:
         return axes
     raise ValueError(f"{problem}; x of shape {tuple(x.shape)} and f of shape {tuple(f.shape)}")
@@ -74,7 +74,7 @@ def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> 
         kind: What the name denotes, for the message.
         name: The name.
         known: Known names.
-        hint: End of the message.
+        hint: Text to append to the message.
 
     Raises:
         ValueError: The name is unknown. The message lists the known names and suggests the most similar one.

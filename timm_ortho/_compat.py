@@ -1,4 +1,4 @@
-"""Private names of torch, timm and submitit, each used here and nowhere else; all are tested on old releases too."""
+"""Wrap private names of torch, timm and submitit. No other module uses them; tests also cover old releases."""
 from typing import Any, ItemsView, Optional
 
 import timm
@@ -18,38 +18,38 @@ __all__ = [
     "search_split", "submission_script", "TorchDispatchMode",
 ]
 
-# Returns the arguments that rebuild a model, also after reset_classifier() and set_input_size(). Needs timm 1.0.31.
+# Return the arguments that rebuild a model, also after reset_classifier() and set_input_size(). Requires timm 1.0.31.
 current_arguments = getattr(timm.models, "get_model_args", lambda model: {})
 
-# Whether a transform of torch.func is active. torch has no public function for it.
+# Return whether a transform of torch.func is active. torch has no public function for this.
 functorch_is_active = torch._C._are_functorch_transforms_active
 
-# Whether a tensor is a batch of gradients of ``torch.autograd.grad(is_grads_batched=True)``, which predates torch.func.
+# Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
-# Public from torch 2.7 on. Before 2.7, and in code that 2.7 compiles, export and compilation look the same.
+# Public since torch 2.7. torch 2.6, and compiled code in 2.7, cannot distinguish export from compilation.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def forward_mode_is_active() -> bool:
-    """Whether this is within ``torch.autograd.forward_ad.dual_level()``."""
+    """Return whether a ``torch.autograd.forward_ad.dual_level()`` is active."""
     return forward_ad._current_level >= 0
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` or forward-mode differentiation is active."""
+    """Return whether ``torch.func`` or forward-mode differentiation is active."""
     return functorch_is_active() or forward_mode_is_active()
 
 
 def dispatch_mode_is_active() -> bool:
-    """Whether a mode receives every operation: ``make_fx``, fake tensors, selective checkpointing, FLOP counters."""
+    """Return whether a dispatch mode is active: ``make_fx``, fake tensors, selective checkpointing, FLOP counters."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_observed(*tensors: Tensor) -> bool:
-    """Whether operations on these tensors may be recorded and replayed, so that none may be in place.
+    """Return whether operations on these tensors may be recorded. They must then not work in place.
 
-    Autograd is not covered, see ``torch.is_grad_enabled()``.
+    Autograd does not count; see ``torch.is_grad_enabled()``.
     """
     return (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
             or dispatch_mode_is_active() or has_torch_function_variadic(*tensors)
@@ -57,27 +57,27 @@ def is_observed(*tensors: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain Tensor or Parameter. Subclasses can override every operation."""
+    """Return whether a tensor is a plain Tensor or Parameter. Subclasses can override every operation."""
     return type(tensor) in (Tensor, nn.Parameter)
 
 
 def is_recorded() -> bool:
-    """Whether ``torch.export`` or ``torch.jit.trace`` is recording."""
+    """Return whether ``torch.export`` or ``torch.jit.trace`` is recording."""
     return torch.jit.is_tracing() or _is_exporting()
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Whether an error comes from a compiler. Matched by module, since the classes move between releases."""
+    """Return whether an error comes from a compiler, judged by its module: its class depends on the release."""
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton."))
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Whether an error is ``torch.compile``'s limit of recompilations. Its class has two names across releases."""
+    """Return whether an error is ``torch.compile``'s recompilation limit. Its class name depends on the release."""
     return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP manages a module's parameters. The public FSDPModule marks only the root of each call."""
+    """Return whether FSDP manages a module's parameters. The public FSDPModule only marks the root of each call."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
@@ -87,12 +87,12 @@ def compiled_model(module: nn.Module) -> Optional[nn.Module]:
 
 
 def named_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
-    """Return a module's children by name, like the method of this name but without removing duplicates."""
+    """Return a module's children by name, like ``module.named_children()``, but with duplicates."""
     return module._modules.items()
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
+    """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
 
 

@@ -7,12 +7,12 @@ from torch import nn
 
 
 def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional[int] = None) -> Dict[str, Any]:
-    """Return the result of timm's ``resolve_data_config``, which alone assumes three channels without an input size.
+    """Return timm's ``resolve_data_config`` with the right number of channels; timm may assume three.
 
     Args:
-        model: Its ``pretrained_cfg`` provides the defaults.
-        options: timm's options: ``img_size``, ``mean``, ...
-        channels: Channels of the images, the model's by default.
+        model: The model. Its ``pretrained_cfg`` contains the defaults.
+        options: timm's options, such as ``img_size`` and ``mean``.
+        channels: Channels of the images; None for the model's input channels.
     """
     channels = channels or _channels(model)
     config = resolve_data_config({**options, "in_chans": channels}, model=model)
@@ -37,7 +37,7 @@ def opened(file: Any, mode: str) -> Image.Image:
 
 
 def _channels(model: nn.Module) -> int:
-    """Return the input channels of the first convolution, or of the configuration if it names no convolution."""
+    """Return the input channels of the first convolution, or of the configuration if there is no first convolution."""
     names = model.pretrained_cfg.get("first_conv") or ()
     parameters = dict(model.named_parameters())
     weights = [parameters.get(f"{name}.weight") for name in ([names] if isinstance(names, str) else names)]

@@ -1,4 +1,4 @@
-"""Format text: columns, suggestions, errors in one line, and values that JSON can hold."""
+"""Format text: aligned columns, suggestions, errors in one line, and values for JSON."""
 import difflib
 import math
 from typing import Any, Collection, List, Optional, Sequence
@@ -34,12 +34,12 @@ def error_text(error: BaseException, named: bool = False) -> str:
 
 
 def finite(value: Optional[float]) -> bool:
-    """Return False for NaN, infinities and None, which :func:`without_nan` writes for them."""
+    """Return whether a value is finite; None, with which :func:`without_nan` replaces NaN and infinities, is not."""
     return value is not None and math.isfinite(value)
 
 
 def without_nan(value: Any) -> Any:
-    """Return a copy of nested dicts and lists with None in place of NaN and infinities, which JSON cannot hold."""
+    """Return a copy of nested dicts and lists with None in place of NaN and infinities, which JSON does not allow."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

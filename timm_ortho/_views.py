@@ -1,8 +1,8 @@
 """View a tensor of any shape and memory format as ``[outer, width, inner]``, with a projection over ``width``.
 
-The axes of one projection are adjacent in memory for every connection of this package. Tokens, NHWC and channels-last
-have ``inner = 1`` and one row per projection; contiguous NCHW has ``inner`` pixels; the scope ``global`` has one long
-row per sample. Any other tensor (expanded, sliced, with separated axes) is copied first.
+In common layouts the axes of one projection are adjacent in memory. Tokens, NHWC and channels-last have ``inner = 1``
+and one row per projection. Contiguous NCHW has ``inner`` pixels. The global scope has one long row per sample. Tensors
+in any other layout (expanded, sliced, or with separate axes of a projection) are copied first.
 """
 import functools
 import itertools
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class View(NamedTuple):
-    """A tensor as [outer, width, inner]: its axes from the outermost in memory to the innermost, and the sizes."""
+    """A view ``[outer, width, inner]``: the order of the tensor's axes, outermost in memory first, and three sizes."""
 
     order: Tuple[int, ...]
     outer: int
@@ -27,7 +27,7 @@ class View(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
-    """Return the three-axis view of a tensor of this shape and these strides with a projection over ``dims``.
+    """Return the view of a tensor of this shape and these strides for a projection over ``dims``.
 
     The axes keep their order in memory if that makes the axes ``dims`` adjacent. Otherwise, or if the tensor is not
     dense, :func:`arranged` copies it into the order of the view.
@@ -36,7 +36,7 @@ def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, .
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
     sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
     changes = sum(left[0] != right[0] for left, right in itertools.pairwise(sizes))
-    if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes of a projection are apart
+    if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes of a projection are not adjacent
         order = [axis for axis in range(len(shape)) if axis not in reduced] + sorted(reduced)
         sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
     outer, width, inner = 1, 1, 1
@@ -51,7 +51,7 @@ def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, .
 
 
 def arranged(tensor: Tensor, view: View) -> Tensor:
-    """Permute a tensor to the order of the view; copy it only if it is not contiguous then."""
+    """Permute a tensor to the order of the view; copy it if it is then not contiguous."""
     return tensor.permute(view.order).contiguous()
 
 
@@ -65,11 +65,11 @@ def folded(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a backend function so that it receives three-axis views, which limits the layouts that are compiled.
 
     Args:
-        function: ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`, compiled. Tensors without
-            elements go to the function that it wraps.
+        function: Compiled ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`. Empty tensors go to
+            its uncompiled ``__wrapped__``.
 
     Returns:
-        The same function for tensors of any shape. Its results have the memory format of the stream.
+        A function for tensors of any shape, whose results have the memory format of the stream.
     """
     @functools.wraps(function)
     def call(x: Tensor, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Return the arguments that a model was connected with, and store them in the configs of transformers."""
+"""Return the arguments with which a model was connected, and store them in the configs of transformers' models."""
 import copy
 import sys
 import warnings
@@ -12,8 +12,8 @@ from .connections import CONNECTIONS, LinearConnection, Site, sites
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:
     """Return the arguments of the call of :func:`timm_ortho.connect` that made a model's connections.
 
-    All values are valid JSON and can be saved beside a state dict:
-    ``connect(model, **connection_arguments(trained))``. Later changes of connections by hand are not included.
+    All values are valid JSON, so they can be saved beside a state dict. To rebuild the connections, call
+    ``connect(model, **arguments)``. Later changes of connections by hand are not included.
 
     >>> import timm
     >>> connection_arguments(timm.create_model("vit_test_ortho", connection_layers=[1, 2]))
@@ -26,7 +26,7 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         Arguments of ``connect`` by name, without defaults except ``eps``; empty for a model that was not connected.
 
     Raises:
-        ValueError: Parts of the model were connected with different arguments, or the connection has no name.
+        ValueError: Parts of the model were connected with different arguments, or the connection is not registered.
     """
     connected = sites(model)
     calls = [getattr(site.connection, "connect_arguments", {}) for site in connected]
@@ -36,13 +36,13 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
     if any(call != calls[0] for call in calls) or not _reproduces(arguments, connected):
         raise ValueError("the sites have different connections: connect the whole model with one call")
     if arguments and arguments["connection"] not in CONNECTIONS:
-        raise ValueError(f"the model's connection, {arguments['connection']}, has no name that config.json could store:"
-                         " register it with timm_ortho.register_connection, and connect the model by that name")
+        raise ValueError(f"the model's connection {arguments['connection']} is not registered, so config.json cannot "
+                         "store it: register it with timm_ortho.register_connection, and connect the model by its name")
     return dict(arguments)
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether a call of ``connect`` makes the same sites linear; all other sites have its connection."""
+    """Return whether a call of ``connect`` with these arguments makes the same sites linear."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
         isinstance(site.connection, LinearConnection) != (
@@ -53,7 +53,7 @@ def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
 
 
 def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]:
-    """Return the arguments for a part of the model that was connected, whose layers have other indices."""
+    """Return the arguments with the layer indices of a model that was part of the connected model."""
     layers = sorted({site.layer for site in connected if not isinstance(site.connection, LinearConnection)})
     if layers:
         return {**arguments, "layers": layers}
@@ -61,14 +61,14 @@ def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]
 
 
 def keep_in_config(model: nn.Module) -> None:
-    """Store the connection arguments of transformers' models in ``config.timm_ortho``, or remove them from there.
+    """Store the connection arguments of transformers' models in ``config.timm_ortho``, or remove outdated arguments.
 
-    ``save_pretrained`` writes the config. ``from_pretrained`` has no hook that could connect the model, so its caller
-    must: ``timm_ortho.connect(model, **model.config.timm_ortho)``. The config is copied first, because another model
-    may share the object.
+    ``save_pretrained`` writes the config. ``from_pretrained`` cannot connect the model, so its caller must run
+    ``timm_ortho.connect(model, **model.config.timm_ortho)``. The config is copied first, because another model may
+    share the object.
     """
     transformers = sys.modules.get("transformers.modeling_utils")
-    copies: Dict[int, Any] = {}  # by id of a config; submodules of composite models hold parts of its config
+    copies: Dict[int, Any] = {}  # id of a config -> its copy, also for the configs of submodules inside that config
     for module in model.modules() if transformers else ():
         config = vars(module).get("config")
         if isinstance(module, transformers.PreTrainedModel) and id(config) not in copies:

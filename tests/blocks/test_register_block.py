@@ -256,7 +256,7 @@ def test_a_wrong_registration(block, arguments, error, message):
 
 def test_a_dim_outside_the_tensor_is_an_error_in_the_forward_pass():
     timm_ortho.register_block(MyBlock, stream="x", kinds=("attention", "mlp"), dim=3)
-    with pytest.raises(ValueError, match=r"dim must name one or more different axes in \[-3, 2\], got 3"):
+    with pytest.raises(ValueError, match=r"dim must be one or more different axes in \[-3, 2\], got 3"):
         connect(MyBlock(), "feature")(tokens())
 
 

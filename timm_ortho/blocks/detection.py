@@ -14,10 +14,10 @@ def looks_residual(cls: type) -> bool:
 
     A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or a tensor
     method. Every tensor argument is an input: ``BertOutput`` gets branch and stream as two arguments. Arguments and
-    summands that are named as masks, biases, positions or losses do not count. Sums of lists or tuples do not count.
+    summands whose names refer to masks, biases, positions or losses do not count. Sums of lists or tuples do not count.
 
-    The rule prefers false positives, so that no model is converted in part. :func:`timm_ortho.not_residual` excludes a
-    class. The rule misses sums in other methods, calls of ``sum``, and classes without source.
+    The rule prefers false positives, so that no model is converted only in part. :func:`timm_ortho.not_residual`
+    excludes a class. The rule misses sums outside ``forward``, calls of ``sum``, and classes without source.
 
     Example:
         >>> looks_residual(timm.models.vision_transformer.Block), looks_residual(timm.layers.Mlp)
@@ -47,15 +47,15 @@ def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
     return function if isinstance(function, ast.FunctionDef) else None
 
 
-_NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # names of arguments
-_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)|(^|_)loss(es)?(_|$)"  # summands: positions, token types, losses
-_NUMBER = r"(Optional\[)?(int|float|bool|str)\b"  # annotations
+_NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # arguments that are neither stream nor branch
+_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)|(^|_)loss(es)?(_|$)"  # summands that are no branch output
+_NUMBER = r"(Optional\[)?(int|float|bool|str)\b"  # annotations of arguments that are not tensors
 _ADDING = ("add", "add_", "add_relu")
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
 
 
 def _sources(function: ast.FunctionDef) -> Set[str]:
-    """Return the arguments that may be a stream or a branch output: the first argument, and every other tensor."""
+    """Return the arguments that may be a stream or a branch output: the first argument and all further tensors."""
     args = function.args
     arguments = [*[*args.posonlyargs, *args.args][1:], *[args.vararg] * bool(args.vararg), *args.kwonlyargs]
     tensors = [argument.arg for argument in arguments[1:] if not re.search(_NO_STREAM, argument.arg)
@@ -64,7 +64,7 @@ def _sources(function: ast.FunctionDef) -> Set[str]:
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
-    """Return the variables that are computed from these arguments, except shapes and sizes."""
+    """Return the sources and the variables that are computed from them, except from their shapes and sizes."""
     names: Set[str] = set()
     grown = set(sources)
     while grown - names:
@@ -84,7 +84,7 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
         summands = [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
         by_name = [keyword.value for keyword in node.keywords]
-        summands = [node.func.value, *node.args[:2], *by_name]  # ``torch`` of torch.add is no variable
+        summands = [node.func.value, *node.args[:2], *by_name]  # func.value of torch.add is ``torch``, no variable
     else:
         return False
     return sum(_mentions(summand, derived) for summand in summands) >= 2 and not any(map(_is_no_branch, summands))
@@ -93,7 +93,7 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
 def _is_no_branch(summand: ast.AST) -> bool:
     """Return whether a summand cannot be a branch output, judged by its form or name.
 
-    Examples are concatenated outputs, ``(y,)`` or ``outputs[1:]``, and position embeddings, ``self.pos_embed(x)``.
+    Examples are tuples of outputs, ``(y,)`` or ``outputs[1:]``, and position embeddings, ``self.pos_embed(x)``.
     """
     while isinstance(summand, (ast.Call, ast.Subscript, ast.Attribute)):
         if isinstance(summand, ast.Subscript) and isinstance(summand.slice, ast.Slice):

@@ -34,13 +34,13 @@ def register_block(
         kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
             ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Additions on the two
             sides of an ``if`` count once.
-        dim: Channel axis of the stream, for all additions or one for each: -1 for tokens, 1 for B C H W.
+        dim: Channel axis of the stream, -1 for tokens, 1 for B C H W: one for all additions, or one for each.
         keep: ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: The method with the additions.
         mask: Name of that method's argument with the attention mask. The global scope uses it to exclude padding (see
             :func:`timm_ortho.connections.real_tokens`). It must have the meaning of ``scaled_dot_product_attention``:
             True allows attention. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""`` for those.
-        causal: True if a token may depend on earlier tokens only, as in a language model; ``connect`` then refuses
+        causal: True if a token must not depend on later tokens, as in a language model; ``connect`` then refuses
             connections with the global scope. A string names an attribute that is true in such blocks. It is read from
             the block, or from the nearest module around it that has it.
 
@@ -48,10 +48,10 @@ def register_block(
         The class.
 
     Raises:
-        TypeError: ``block`` is not a module class, or ``causal`` neither a bool nor a string.
-        ValueError: An invalid value, or the class is already registered with other values.
-        timm_ortho.RoutingError: The source of the method cannot be read, or has other additions. The message lists
-            them.
+        TypeError: ``block`` is not a module class, or ``causal`` is neither a bool nor a string.
+        ValueError: A value is invalid, or the class is already registered with different values.
+        timm_ortho.RoutingError: The source of the method cannot be read, or does not contain the expected additions.
+            The message lists the additions that it contains.
 
     Example:
         >>> import torch, timm_ortho

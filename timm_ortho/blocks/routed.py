@@ -20,7 +20,7 @@ from .spec import BlockSpec
 
 
 def written_class(module: nn.Module) -> type:
-    """Return the class of a module without the subclass that ``fully_shard`` or a parametrization put in its place.
+    """Return the class of a module, without subclasses that ``fully_shard`` or parametrizations make.
 
     Example:
         >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
@@ -132,7 +132,7 @@ def library_of(cls: type) -> str:
 
 
 def __getattr__(name: str) -> type:
-    if name.startswith("__") and name.endswith("__"):  # asked by Python's import system; not a block of __main__
+    if name.startswith("__") and name.endswith("__"):  # from Python's import system, not a class of __main__
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base, _, ending = name.rpartition("__")
     for class_name, kinds in ((name, None), (base, tuple(ending.split("_and_")))):

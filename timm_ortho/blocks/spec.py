@@ -26,12 +26,12 @@ class BlockSpec(NamedTuple):
         tokens_apart: Whether the global scope projects each token separately in this block.
         width: Function of a block that returns the number of channels of its stream: one number for all additions, or
             one for each. The default is the output width of the last linear layer or convolution.
-        causal: Whether a token may depend on earlier tokens only, which rules out the global scope. A string names an
-            attribute with the answer. It is read from the block, or from the nearest module around it that has it.
-        depth: Number of levels from a block up to its layer. BERT has one class for the end of each branch, so that
-            a ``BertOutput`` is one level below its ``BertLayer``. Sites of one layer have the same index.
-        sides_differ: By default, additions on the two sides of an ``if`` count once. True counts the additions of both
-            sides, for a block whose two sides have different kinds of additions.
+        causal: Whether a token must not depend on later tokens, which rules out the global scope. A string names an
+            attribute with this value. It is read from the block, or from the nearest module around it that has it.
+        depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
+            ``BertLayer``. Sites of one layer have the same index.
+        sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both, for a
+            block whose two sides have different kinds of additions.
 
     Example:
         >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))
@@ -68,7 +68,7 @@ class BlockSpec(NamedTuple):
         return self._by_kind(self.width(block))
 
     def is_causal(self, around: Iterable[nn.Module]) -> bool:
-        """Return whether a block is causal; ``around`` yields the block and the modules around it, inner first."""
+        """Return whether a block is causal; ``around`` yields the block, then the modules around it from the inside."""
         if isinstance(self.causal, bool):
             return self.causal
         for module in around:

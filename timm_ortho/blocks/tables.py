@@ -8,7 +8,7 @@ from .spec import BlockSpec
 _TABLES = (timm, torchvision, transformers)
 SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
 NOT_RESIDUAL: Dict[str, str] = {name: reason for table in _TABLES for name, reason in table.NOT_RESIDUAL.items()}
-REGISTERED: Dict[str, type] = {}  # classes of users; the libraries' classes are imported by name
+REGISTERED: Dict[str, type] = {}  # classes from register_block; the libraries' classes are imported by name
 
 
 def class_name(cls: type) -> str:
@@ -20,15 +20,15 @@ def class_name(cls: type) -> str:
 def spec_of_class(cls: type) -> Optional[BlockSpec]:
     """Return the spec of a block class, None for any other class.
 
-    A subclass has no spec, because its ``forward`` may differ. Neither has a class of a registered name that was
-    defined again, for example by a notebook cell that ran twice.
+    A subclass has no spec, because its ``forward`` may differ. If a registered class is defined again, for example in a
+    notebook cell, the new class has no spec until it is registered.
     """
     name = class_name(cls)
     return SPECS.get(name) if REGISTERED.get(name, cls) is cls else None
 
 
 def specs(library: str) -> Tuple[BlockSpec, ...]:
-    """Return the specs of a library, named by its package.
+    """Return the specs of a library, given the name of its package.
 
     Example:
         >>> specs("torchvision")[0].name

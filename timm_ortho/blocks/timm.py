@@ -1,25 +1,28 @@
 """List timm's residual blocks: the stream variable of each class, and its additions.
 
-An addition is a site if one summand is the stream and the second is what the block computed from it, the branch output.
-The stream is the input of the block, or the block's own shortcut applied to that input. The branch output includes its
-norm, LayerScale and drop path. An activation or a norm after the sum makes no difference. Therefore:
+An addition is a site if one summand is the stream and the other summand is the branch output, which the block computes
+from the stream. The stream is the input of the block, or the block's own shortcut applied to that input. The branch
+output includes its norm, LayerScale and drop path. An activation or a norm may follow the sum. Special cases:
 
-  * A LayerScale of 1e-6, or a last norm with zero weights, makes the branch output small or zero at the start. The
-    projection is linear in the branch output, and ``eps`` is added only to the square of the stream, so this needs no
-    special case.
+  * A LayerScale of 1e-6, or a last norm with zero weights, makes the branch output small or zero at initialization.
+    This is no problem, because the projection is linear in the branch output and ``eps`` is added to the square of the
+    stream.
   * Class and register tokens are tokens. The global scope sums over all axes but the first and excludes only padding.
   * Some models cut the stream into pieces along the batch axis (the patches of ``mobilevit``, the pixels of ``tnt``).
-    The global scope then has one projection per piece. Swin, MaxViT and SAM cut inside the branch, so that the scope is
-    the whole stream.
-  * ``xcit`` has a module that changes only the class token and returns copies of all patch tokens. In a sum over all
-    tokens, these copies would remove the class token's own stream. Here the global scope projects each token
-    separately.
-  * A stream of one channel has no orthogonal component, so its additions are not sites.
+    The global scope then has one projection per piece. Swin, MaxViT and SAM cut inside the branch, so their global
+    scope is the whole stream.
+  * The class attention of ``xcit`` changes only the class token, and its branch output contains copies of the patch
+    tokens. In a projection over all tokens, these copies would dominate the sums and remove the class token's own
+    stream. There the global scope projects each token separately.
 
-These additions are not sites: parallel branches that a re-parameterisation folds into one convolution, which would
-remove the connection; sums inside a branch, except in a transformer (the attention of ``edgenext``, the blocks of
-``mobilevit``); sums of resolutions; position embeddings; concatenations. ``NOT_RESIDUAL`` lists classes that have only
-such additions.
+These additions are not sites:
+
+  * parallel branches that a re-parameterisation folds into one convolution, which would remove the connection
+  * sums inside a branch, except in transformers (the attention of ``edgenext``, the blocks of ``mobilevit``)
+  * additions to a stream of one channel, which has no orthogonal component
+  * sums of resolutions, position embeddings, and concatenations
+
+``NOT_RESIDUAL`` lists classes that have only such additions.
 """
 from typing import Dict, List, Tuple
 
@@ -36,7 +39,7 @@ def _of_mlp(block: nn.Module) -> int:
 def _shortcut_width(block: nn.Module) -> int:
     """Return the stream width of a block whose branch concatenates the outputs of two convolutions.
 
-    It is the width of the projected shortcut, or of the input.
+    It is the width of the shortcut's projection, or of the input if there is no projection.
     """
     if any(True for _ in block.shortcut.parameters()):
         return last_width(block.shortcut)
@@ -78,7 +81,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("vision_transformer.ParallelScalingBlock", "x", ("parallel",), _TOKENS),
     *_blocks("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
     *_blocks("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
-    *_blocks("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the class token alone
+    *_blocks("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the stream is the class token
     # in its first sum, the branch output of a patch token is a copy of that token, after the norm
     *_blocks("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
     *_blocks("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
@@ -123,7 +126,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
         "metaformer.MetaFormerBlock", ("self.res_scale1(x)", "self.res_scale2(x)"), ("mixer", "mlp"), _of_mlp),
     *_blocks("focalnet.FocalNetBlock", ("shortcut", "x"), ("mixer", "mlp"), _NCHW),
     *_blocks("edgenext.ConvBlock", "shortcut", ("conv",), _NCHW),
-    *_blocks(  # a position encoding that depends on the image size only, then tokens, then the feature map
+    *_blocks(  # the first addition is a position encoding, the second is on tokens, the third on the feature map
         "edgenext.SplitTransposeBlock", ("x", "x", "shortcut"), (None, "attention", "mlp"), (_TOKENS, _TOKENS, _NCHW)),
     # cross-attention has its own addition, on the second side of an if
     *_blocks("mobilevit.LinearTransformerBlock", (("x", "res"), "x"), _TRANSFORMER, _NCHW),
@@ -142,11 +145,11 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks(
         "nextvit.NextTransformerBlock", ("x", "out", "x"), ("attention", "conv", "mlp"), _NCHW,
         width=lambda block: (block.mhsa_out_chs, block.mhca_out_chs, block.out_chs)),
-    *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded
-    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # its mixer is folded
+    *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded into one convolution
+    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # its mixer is folded into one convolution
     *_blocks("repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
     *_blocks("shvit.Residual iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
-    *_blocks(  # its depthwise convolutions are folded
+    *_blocks(  # its depthwise convolutions and their shortcuts are folded
         "efficientvim.EfficientViMBlock", ("x", "x_prev", "x", "x"), (None, "mixer", None, "mlp"), _NCHW),
     *_blocks("csatv2.Block", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.pwconv2)),
     *_blocks("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
@@ -178,7 +181,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("fasternet.MLPBlock", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.mlp)),
     *_blocks("hgnet.HighPerfGpuBlock", "identity", ("conv",), _NCHW),
     *_blocks("vovnet.OsaBlock", "output[0]", ("conv",), _NCHW),
-    *_blocks(  # the sum covers the first channels, as many as the input has
+    *_blocks(  # the input is added to the first channels of a wider branch output
         "rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW, width=lambda block: block.in_channels),
     *_blocks(  # the residual path; the dense path is concatenated
         "dpn.DualPathBlock", "x_s1", ("conv",), _NCHW, width=lambda block: block.num_1x1_c),
@@ -194,7 +197,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 
-# Classes that look residual and have no site, with the reason.
+# Classes that look residual but have no site, by reason.
 NOT_RESIDUAL: Dict[str, str] = {
     f"timm.{name}": reason
     for reason, names in {

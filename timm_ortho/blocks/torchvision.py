@@ -1,7 +1,7 @@
 """List the residual blocks of torchvision's classification networks for images and videos.
 
-:mod:`timm_ortho.blocks.timm` defines a site. In MaxViT's partitioned attention the stream is the whole sample: [B,
-windows, tokens, C].
+:mod:`timm_ortho.blocks.timm` defines which additions are sites. In MaxViT's partitioned attention the stream has the
+shape [B, windows, tokens, C], so the global scope is the whole sample.
 """
 from typing import Dict, Tuple
 

@@ -1,7 +1,8 @@
 """List the residual blocks of transformers' image classifiers and language models.
 
-:mod:`timm_ortho.blocks.timm` defines a site. This module does not import transformers: the table has the names of the
-classes. In releases before 5 some classes differ; :func:`timm_ortho.connect` then raises an error.
+:mod:`timm_ortho.blocks.timm` defines which additions are sites. The table contains only the names of the classes, so
+this module does not import transformers. Some classes differ in releases before 5; :func:`timm_ortho.connect` then
+raises an error.
 """
 from typing import Dict, List, Tuple
 
@@ -18,7 +19,7 @@ def _name(short: str) -> str:
 
 
 def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
-    return [  # the models expand a mask to four axes, or keep [B, N] for flash attention
+    return [  # the models expand a mask [B, N] to four axes, except for flash attention
         BlockSpec(_name(short), *columns, mask="attention_mask", mask_layout="keys", **more) for short in names.split()]
 
 
@@ -47,7 +48,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("pvt_v2.PvtV2BlockLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("focalnet.FocalNetLayer", ("shortcut", "hidden_state"), ("mixer", "mlp"), _TOKENS),
     *_blocks("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
-    # a block has two classes; the second is inside the first, so that both belong to one layer
+    # a block has two classes; a module of the second is inside a module of the first, so both belong to one layer
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
     # the patches are along the batch axis, as in timm's mobilevit
@@ -62,7 +63,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("swiftformer.SwiftFormerLocalRepresentation", "input", ("conv",), _NCHW),
     *_blocks("swiftformer.SwiftFormerEncoderBlock", "x", _TRANSFORMER, _NCHW),
     # --------------------------------------------------------------------------------- convolutions, B C H W
-    # transformers' activations (ACT2FN) are not in place, so that autograd can keep the sums
+    # transformers' activations (ACT2FN) are not in place, so autograd can keep the sums
     *_blocks(
         """resnet.ResNetBasicLayer resnet.ResNetBottleNeckLayer regnet.RegNetXLayer regnet.RegNetYLayer
         convnext.ConvNextLayer convnextv2.ConvNextV2Layer dinov3_convnext.DINOv3ConvNextLayer
@@ -86,7 +87,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("opt.OPTDecoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=True),
     *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
              width=lambda block: len(block.ln_1.weight)),
-    *_blocks(  # attention and MLP in one sum or in two
+    *_blocks(  # one side of an if adds attention and MLP in one sum, the other side in two
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
         ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
     *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal="self_attn.is_causal"),
