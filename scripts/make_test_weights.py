@@ -4,15 +4,15 @@
     python -m scripts.make_test_weights output/vit_test_digits
     python -m scripts.publish --name vit_test_digits output/vit_test_digits
 
-The second command writes two files for each connection into `timm_ortho/weights`, from the run with seed 0 after its
-last epoch:
+The second command writes two files for each connection into `timm_ortho/weights`, from the last epoch of the
+run with seed 0:
 
     vit_test_ortho.digits.safetensors           the weights in float32; the header describes the run and its accuracy
     vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each digit, ready for the model
-                                                output: the logits; features, pre_logits: as timm's tests store them
-                                                target: the digits
+                                                output: the logits; features, pre_logits: as in timm's tests
+                                                target: the labels
 
-The third command publishes the numbers of all runs, from which the cards are made.
+The third command publishes the numbers of all runs. The cards are generated from them.
 """
 import json
 import sys
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         raise SystemExit(f"{folder} has no finished run with seed {SEED} of {', '.join(missing)}")
     for suffix, connection in SUFFIXES.items():
         name = f"vit_test{suffix}"
-        last = folder / f"{connection}-seed{SEED}" / "last.pth.tar"  # the run's top-1 is of its last epoch
+        last = folder / f"{connection}-seed{SEED}" / "last.pth.tar"  # top-1 is measured after the last epoch
         model = timm.create_model(name, checkpoint_path=str(last)).eval()
         about = {"model": name, "connection": connection, "data": "digits", "seed": SEED,
                  "commit": commit_before(folder / "study.yaml"),
@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
         checked_by = file.with_suffix(".tensors.safetensors")
         save_file(check_tensors(model), checked_by)
         for path in (file, checked_by):
-            path.chmod(0o644)  # safetensors writes files that only their owner can read
+            path.chmod(0o644)  # safetensors makes files readable by their owner only
         print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 1000:.0f} kB  top-1 {runs[connection]['top1']:.2f} %")
 
 

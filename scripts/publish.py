@@ -4,8 +4,8 @@
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
 A study becomes model_cards/results/studies/NAME-DATASET-SCALE, and a comparison model_cards/results/comparisons/NAME.
-An earlier version is replaced. `timm_ortho/lab/published.py` describes the files. To keep the repository small, of each
-run only the last probe is kept, and in studies of many runs only the records of the last epoch.
+Earlier numbers are replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small,
+only the last probe of each run is kept, and in studies of many runs only the records of the last epoch.
 """
 import argparse
 import json
@@ -18,15 +18,15 @@ from typing import Any, Mapping, Optional, Sequence
 from timm_ortho.lab.reporting.published import write
 
 ROOT = Path(__file__).resolve().parents[1]
-MANY = 24  # runs
-OF_PROCESSES = {"command", "pid", "job"}  # of a run's provenance: the study has the command
+MANY = 24  # studies of more runs keep only the records of the last epoch
+OF_PROCESSES = {"command", "pid", "job"}  # left out of a run's provenance; the study has the command
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.publish", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
-    parser.add_argument("--name", help="of a comparison: digits")
+    parser.add_argument("--name", help="name of a comparison, for example digits")
     parsed = parser.parse_args(arguments)
     for folder in parsed.folders:
         print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
@@ -42,7 +42,7 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
-    commit = named.pop() if len(named) == 1 else None  # from another machine, whose history may be older than this one
+    commit = named.pop() if len(named) == 1 else None  # the runs may come from another machine with an older history
     versions = study.get("versions", {})
     commit = commit or versions.get("commit") or commit_before(folder / "study.yaml")
     study["versions"] = {**versions, "commit": commit[:12]}
@@ -62,7 +62,7 @@ def anonymous(text: str, folder: Path) -> str:
 
 
 def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
-    """Return a run with its last probe; of many runs with the records of the last epoch alone."""
+    """Return a run with only its last probe and, if there are many runs, only the records of the last epoch."""
     records = run.get("dynamics") or []
     if many:
         begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)

@@ -4,7 +4,7 @@
 #   scripts/train.sh RECIPE MODEL DATA [options of train.py ...]
 #
 #   RECIPE  a shipped recipe (timm-ortho recipe --list) or a YAML file
-#   MODEL   the recipe's model, or the same with another connection (vit_small_linear)
+#   MODEL   the recipe's model, or the same model with another connection (vit_small_linear)
 #   DATA    the folder of the data set
 #
 # Training uses all GPUs of this machine, or one process on the CPU. The recipe's batch_size is the batch of all processes
@@ -12,9 +12,9 @@
 # With --experiment NAME, the same command continues from its last checkpoint.
 #
 #   TIMM_DIR         the folder of timm that has train.py (default: the current folder)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    several machines: the same command on each
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    for several machines, with the same command on each
 #   NPROC_PER_NODE   processes per machine (default: one per GPU)
-#   PYTHON           default: python
+#   PYTHON           the interpreter (default: python)
 #
 # On Slurm: scripts/train.sbatch, with the same arguments.
 exec "${PYTHON:-python}" "$(dirname "$0")/by_hand.py" "$@"

@@ -4,9 +4,9 @@
     python -m scripts.checks.coverage --check [MODULE ...]    write nothing; exit status 1 if the file differs
 
 Every architecture of timm's registry is built on the meta device and connected. It is covered if all of its residual
-blocks are in the table of families and at least one has a site; otherwise it is left out, with the reason. With names
-of timm's modules, only those modules are built and the rest of the file stays. All of them take a while: 1,300 models,
-the largest with thousands of modules. `python -m scripts.pages` then writes the table of docs/coverage.md.
+blocks are in the table of blocks and at least one has a site; otherwise it is left out, with the reason. With the names
+of timm modules, only those are built, and the rest of the file is kept. Building all 1,300 models takes a while.
+`python -m scripts.pages` then writes the table of docs/coverage.md.
 """
 import argparse
 import json
@@ -26,7 +26,7 @@ NO_SUMS = "no residual additions"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="of timm.models (default: all)")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="module of timm.models (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the file differs")
     args = parser.parse_args()
     known = coverage.load()
@@ -43,7 +43,7 @@ def main() -> int:
     wrong = [module for module in wanted if surveyed[module] != known["modules"].get(module)] if args.check else []
     for module in wrong:
         had = known["modules"].get(module)
-        print(f"{module}: {coverage.FILE.name} has {had}, the survey {surveyed[module]}", file=sys.stderr)
+        print(f"{module}: {coverage.FILE.name} has {had}, the built models give {surveyed[module]}", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -51,7 +51,7 @@ def survey(module: str) -> dict:
     """Return the sites of a module's covered architectures, and a reason for each architecture that is left out."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
-        with on_meta(), warnings.catch_warnings(action="ignore"):  # of deprecated models
+        with on_meta(), warnings.catch_warnings(action="ignore"):  # deprecated models warn
             model = timm.create_model(name)
         try:
             covered[name] = len(sites(connect(model, "linear")))

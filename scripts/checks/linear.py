@@ -3,8 +3,8 @@
     python -m scripts.checks.linear [--above MILLIONS] [--up-to MILLIONS] [PATTERN]
 
 The test suite does this for small models. This script compares the outputs and all gradients of one training step at
-full width and depth on a small image. Models above `--up-to` million parameters (default 350) are only built on the
-meta device, and their sites are counted. A model of 1,300 million parameters needs 20 GB.
+full width and depth on a small image. Models of more than `--up-to` million parameters (default 350) are only built on
+the meta device, and their sites are counted. A model of 1,300 million parameters needs 20 GB of memory.
 """
 import argparse
 import fnmatch
@@ -24,8 +24,8 @@ from timm_ortho.models.coverage import bases
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pattern", nargs="?", default="*")
-    parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS", help="only larger models")
-    parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS", help="larger models are only built")
+    parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS", help="only models with more parameters")
+    parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS", help="only build larger models")
     args = parser.parse_args()
     counts = Counter()
     for millions, base, count in sorted(measured(base) for base in fnmatch.filter(bases(), args.pattern)):
@@ -48,7 +48,7 @@ def measured(base: str) -> tuple[float, str, int]:
 
 
 def compared(base: str) -> str:
-    """Return "equal", or "not equal" with the error, which does not stop the comparison of further models."""
+    """Return "equal", or "not equal" with the error. An error does not stop the comparison of further models."""
     try:
         compare_with_host(base)
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:

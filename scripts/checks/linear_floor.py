@@ -2,9 +2,9 @@
 
     python -m scripts.checks.linear_floor RUN ...    folders of runs; writes model_cards/results/floors/ridge.json
 
-Ridge regression on the pixels between 0 and 1 (scikit-learn's RidgeClassifier): `top1` with alpha 1, `best` with the
-alpha of `ALPHAS` that is best on the validation images. A network with a lower accuracy has learned less than a linear
-map, so differences between such networks mean little.
+The classifier is scikit-learn's RidgeClassifier on pixels between 0 and 1. `top1` is its accuracy with alpha 1, and
+`best` its accuracy with the alpha of `ALPHAS` that is best on the validation images. A network with a lower accuracy
+has learned less than a linear map, so differences between such networks mean little.
 """
 import json
 import sys

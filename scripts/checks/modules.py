@@ -7,10 +7,10 @@
 
 | check | condition |
 | --- | --- |
-| train `_ortho`, train `_orthog` | 30 steps on digits: the loss falls, every parameter gets a gradient |
-| export | ``torch.export``: the same outputs |
-| compile | ``torch.compile(fullgraph=True, backend="aot_eager")``: the same outputs |
-| onnx | exported to ONNX, the same outputs in onnxruntime; needs onnx, onnxscript and onnxruntime |
+| train `_ortho`, train `_orthog` | in 30 steps on digits, the loss falls and every parameter gets a gradient |
+| export | the program of ``torch.export`` has the same outputs |
+| compile | ``torch.compile(fullgraph=True, backend="aot_eager")`` has the same outputs |
+| onnx | the ONNX file has the same outputs in onnxruntime; needs onnx, onnxscript and onnxruntime |
 
 `inductor` is `compile` with PyTorch's own code generator. It takes half a minute per model and only runs on request.
 Checks without a scope in their name alternate between the scopes. If timm's own model fails a check too, the table says
@@ -46,9 +46,9 @@ BASE_FAILS = "the base fails too"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--modules", nargs="+", metavar="MODULE", help="of timm.models (default: all covered modules)")
+    parser.add_argument("--modules", nargs="+", metavar="MODULE", help="modules of timm.models (default: all covered)")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[c for c in CHECKS if c != "inductor"])
-    parser.add_argument("--state", type=Path, metavar="FILE", help="file of the outcomes (default: in a cache folder)")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="file for the outcomes (default: in a cache folder)")
     parser.add_argument("--fresh", action="store_true", help="ignore the outcomes of earlier runs")
     parser.add_argument("--table", action="store_true", help="run nothing, print the outcomes of earlier runs")
     args = parser.parse_args()
@@ -70,7 +70,7 @@ def main() -> int:
 def outcome(check: str, module: str, names: dict, index: int) -> str:
     """Return `ok` or the failure."""
     if module not in names:
-        return "failed: tests/helpers/small_models.py has no model of it"
+        return "failed: tests/helpers/small_models.py has no model of this module"
     name = names[module]
     if check in TRAIN:
         return attempt(partial(trains, name, TRAIN[check]))

@@ -1,6 +1,6 @@
 """Apply the preregistered rules that choose learning rates and a recipe, and check the gate (docs/hypotheses.md).
 
-    python -m scripts.checks.rates FOLDER ...    output folders of `timm-ortho study run cifar_rates`, taken together
+    python -m scripts.checks.rates FOLDER ...    one or more output folders of `timm-ortho study run cifar_rates`
 
 Exit status 1 if runs are missing, a chosen rate is the lowest or the highest, or the gate is not passed.
 """
@@ -19,12 +19,15 @@ from . import linear_floor
 Run = Mapping[str, Any]
 Means = Mapping[str, Mapping[float, float]]  # connection -> rate -> mean
 
-NEARLY, SAME_RECIPE = 0.3, 0.5  # points: rates that count as equally good; recipes that do
-ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # the gate of S0: points of accuracy, training loss
+NEARLY, SAME_RECIPE = 0.3, 0.5  # points of accuracy within which two rates, or two recipes, count as equal
+ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # the gate of S0: least margins of accuracy (points) and training loss
 
 
 def smoothing_floor(smoothing: float, classes: int) -> float:
-    """Return the entropy of smoothed labels, the least cross entropy: 1 - s + s / K for the true class, else s / K."""
+    """Return the lowest possible cross entropy: the entropy of smoothed labels.
+
+    The label of the true class is 1 - s + s / K, and that of each other class is s / K.
+    """
     rest, true = smoothing / classes, 1 - smoothing + smoothing / classes
     return -true * math.log(true) - (classes - 1) * rest * math.log(rest) if smoothing else 0.0
 
@@ -37,7 +40,7 @@ def means_of(runs: Iterable[Run], read: Callable[[Run], float] = lambda run: run
 
 
 def choose(means: Mapping[float, float], nearly: float) -> float:
-    """Return the lowest rate whose mean is at most `nearly` points below the best."""
+    """Return the lowest rate whose mean is at most `nearly` points below the best mean."""
     return min(rate for rate, mean in means.items() if mean >= max(means.values()) - nearly)
 
 
@@ -80,13 +83,13 @@ class Chosen:
 
     @property
     def edges(self) -> list[str]:
-        """The connections whose chosen rate is the lowest or the highest tried."""
+        """The connections whose chosen rate is the lowest or the highest of the tried rates."""
         return [connection for connection, rate in self.rates.items()
                 if rate in (min(self.means[connection]), max(self.means[connection]))]
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """Return the recipe with the higher mean of linear at its chosen rate, or `paper` if the means are close."""
+    """Return the recipe in which linear is most accurate at its chosen rate, or `paper` if it is nearly as accurate."""
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best
@@ -117,7 +120,8 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
     return [*made, "",
             f"Recipe of S1, S2 and S4: {shown}. Shared rates: {shared}. Ridge regression: {ridge:.2f} %; "
-            f"label-smoothing floor: {floor:.3f}. At the edge of the tried rates: {'; '.join(edges) or 'none'}."]
+            f"label-smoothing floor: {floor:.3f}. Chosen rates at the edge of the tried rates: "
+            f"{'; '.join(edges) or 'none'}."]
 
 
 def main(folders: Sequence[Path]) -> int:

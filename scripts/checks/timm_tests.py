@@ -5,7 +5,7 @@
 
     --marked              only the tests that timm's CI runs: much quicker
     --above 100           only architectures of more than 100 million parameters
-    --spread              forty quick variants of as many kinds
+    --spread              forty quick variants, each of a different kind
     --only NAME ...       only these variants: vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
     --skip TRANSFORM      variants with this transform of the stream: --only test_vit_ortho --skip orthogonal_tp
 
@@ -14,8 +14,8 @@ Only `tests/` is unpacked, so the installed timm is tested. In the process that 
 plugin (`-p timm_tests`): it registers the variants before timm's tests list their models, selects the tests of the
 requested models, and records each outcome.
 
-If a process dies from lack of memory or time, another one runs the remaining tests, beginning with the test that it
-died in. If the new process dies in this test too, the test has failed.
+If a process dies from lack of memory or time, a new process runs the remaining tests, beginning with the test in which
+the first process died. If the new process dies in this test too, the test has failed.
 
 If a variant fails a test, its architecture runs the test too. If the architecture fails as well, or timm excludes the
 architecture from the test, the result is reported as excused.
@@ -36,7 +36,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 import pytest
 
-# Quick variants of many kinds of blocks, stems, norms and heads; both scopes in turn.
+# Quick variants with many kinds of blocks, stems, norms and heads. The scopes alternate.
 SPREAD = (
     "test_vit_ortho", "test_vit3_orthog",  # Block; with LayerScale, registers and average pooling
     "vit_base_patch16_rpn_224_ortho",  # ResPostBlock
@@ -46,7 +46,7 @@ SPREAD = (
     "deit_tiny_distilled_patch16_224_ortho",  # two heads
     "resnetv2_18_ortho", "resnetv2_50d_gn_orthog",  # PreActBasic, PreActBottleneck
     "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
-    "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own
+    "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own models
     # tokens, B N C
     "test_vit_relpos_orthog", "eva02_tiny_patch14_224_ortho", "convit_tiny_orthog", "coat_lite_tiny_ortho",
     "pvt_v2_b0_orthog", "levit_128s_ortho", "mixer_s32_224_orthog",
@@ -60,7 +60,7 @@ SPREAD = (
     "rexnetr_100_orthog", "starnet_s050_ortho", "fasternet_t0_orthog",
 )
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
-ANY = "any test"  # the test's name for a variant without any test
+ANY = "any test"  # reported as the test of a variant that has no tests
 WANTED, ENDED, OUTCOMES, SKIP = (  # environment variables for the plugin
     "TIMM_TESTS_WANTED", "TIMM_TESTS_ENDED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
 
@@ -94,7 +94,7 @@ def pytest_configure(config) -> None:
             own = "resnetv2" if name.startswith(("resnetv2", "skipnet")) else "vision_transformer"
             home = _registry._model_to_module.get(base_name(name), own)
             _registry._module_to_models[home].add(name)
-    # timm's file would create 60,000 tests; listing only the wanted models limits them
+    # listing only the wanted models avoids 60,000 tests
     wanted, list_models = json.loads(os.environ[WANTED]), timm.list_models
     timm.list_models = lambda *args, **kwargs: [
         name for name in list_models(*args, **kwargs) if name.split(".")[0] in wanted]
@@ -158,9 +158,9 @@ def _write(record: dict) -> None:
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--spread", action="store_true", help="forty quick variants of as many kinds")
-    choice.add_argument("--only", nargs="+", metavar="NAME", help="these variants")
-    parser.add_argument("--skip", metavar="NAME", help="with --only: the variants with this transform of the stream")
+    choice.add_argument("--spread", action="store_true", help="forty quick variants, each of a different kind")
+    choice.add_argument("--only", nargs="+", metavar="NAME", help="only these variants")
+    parser.add_argument("--skip", metavar="NAME", help="with --only: use this transform of the stream")
     parser.add_argument("--marked", action="store_true",
                         help="only the tests with a marker, as timm's CI does")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
@@ -168,13 +168,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS",
                         help="in a full run, only architectures with more parameters")
     parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier full runs")
-    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one process (default: 3600)")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="limit of one process (default: 3600)")
     parser.add_argument("--workers", type=int, default=1, metavar="N",
                         help="processes of a full run at once (default: 1); the largest architectures need 10 GB")
     args = parser.parse_args(argv)
 
     if args.skip and not args.only:
-        parser.error("--skip is for --only")
+        parser.error("--skip requires --only")
     os.environ[SKIP] = args.skip or ""
     bases = variants_and_bases()
     if args.only:
@@ -242,7 +242,7 @@ def timm_test_file(cache: Path) -> Path:
 
 
 def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespace) -> List[dict]:
-    """Run all architectures, a few per process; a state file lists the finished ones, which are skipped."""
+    """Run all architectures, a few per process. Architectures that the state file lists as finished are skipped."""
     state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
     state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
     from timm_ortho.models.names import base_name
@@ -338,8 +338,8 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bo
 
 def call_pytest(
         tests: Path, wanted: Dict[str, List[str]], timeout: float, marked: bool, verbose: bool) -> List[dict]:
-    """Run pytest until every test has an outcome. `wanted` maps a model to names of tests, an empty list to all."""
-    ended: Dict[str, dict] = {}  # of each test, by pytest's id
+    """Run pytest until every test has an outcome. `wanted` maps a model to names of tests; an empty list means all."""
+    ended: Dict[str, dict] = {}  # outcomes by pytest's test id
     while True:
         records, how, log = _one_process(tests, wanted, list(ended), timeout, marked, verbose)
         collected = {one: dict(model=model, test=test) for r in records for one, model, test in r.get("collected", ())}

@@ -4,8 +4,8 @@
     python -m scripts.pages --check [NAME ...]    write nothing; exit status 1 and a line for each page that differs
 
 `python scripts/pages` is the same command. Each NAME is a module beside this file. Its `texts(root)` returns the
-wanted text of files below `root`; `drawings(root)` returns plots as functions of a path. Plots are drawn when files are
-written. A check only looks whether they exist, because another version of matplotlib draws other bytes.
+wanted text of files below `root`; `drawings(root)` returns functions that draw a plot to a path. `--check` tests only
+whether the plots exist, because their bytes depend on the version of matplotlib.
 """
 import argparse
 import sys
@@ -16,14 +16,14 @@ sys.path.insert(0, str(ROOT))  # for `python scripts/pages`
 
 from scripts.pages import cards, coverage, evidence, recipes, speed, studies  # noqa: E402
 
-GENERATORS = {  # in the order of writing: later pages show plots of earlier ones
+GENERATORS = {  # in the order of writing: later pages show plots of earlier pages
     "recipes": recipes, "coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.pages", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(GENERATORS)} (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(GENERATORS)} (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page differs")
     parsed = parser.parse_args(arguments)
     unknown = set(parsed.names) - GENERATORS.keys()

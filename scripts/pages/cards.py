@@ -1,9 +1,9 @@
 """The card of each set of weights that this project has: model_cards/NAME.md, and NAME.png with its training curve.
 
-| card | numbers from |
+| card | source of the numbers |
 | --- | --- |
 | weights that ship, `vit_test_*` | `model_cards/results/comparisons` |
-| the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper.json`) |
+| the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
 `timm_ortho.hub.card` fills the template. `studies` writes the remaining pages of model_cards.
 """
@@ -25,7 +25,7 @@ from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
 from . import studies
 
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
-SEED = 0  # of the weights that ship: scripts/make_test_weights.py
+SEED = 0  # of the run whose weights scripts/make_test_weights.py puts into the package
 
 
 class Card(NamedTuple):
@@ -41,7 +41,7 @@ class PublishedRun(Run):
 
     Args:
         folder: The comparison in `model_cards/results/comparisons`.
-        connection, seed: Which of its runs.
+        connection, seed: The connection and the seed of the run.
     """
 
     def __init__(self, folder: Path, connection: str, seed: int) -> None:
@@ -80,7 +80,7 @@ def _cards() -> Iterator[Card]:
             elif get_pretrained_cfg(name).file:
                 yield of_shipped(name)
             else:
-                raise SystemExit(f"nothing is known of the weights {name}: add them to AUTHORS in {__file__}")
+                raise SystemExit(f"no card describes the weights {name}: add them to AUTHORS in {__file__}")
 
 
 def of_shipped(name: str) -> Card:
@@ -96,8 +96,8 @@ def of_shipped(name: str) -> Card:
     return Card(name, model_card(subject(name, about=about, license="apache-2.0"), run, curve=f"{name}.png"), run)
 
 
-# From the cards of the authors' repositories: top-1 and top-5 on ImageNet-1k in %, and the point of training.
-# Weights of other people need a function like `of_authors`.
+# From the cards of the authors' repositories: top-1 and top-5 on ImageNet-1k in %, and the step of the checkpoint.
+# Weights that other people trained need a function like `of_authors`.
 AUTHORS = {
     "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
     "vit_base_linear.authors_in1k": (71.23, 90.29, "after an unknown step"),
@@ -126,8 +126,8 @@ def of_authors(name: str) -> Card:
         f"**Licence:** {cfg.license}, share-alike. Works based on these weights, such as a fine-tuned copy, are "
         "published under the same licence and name the authors.")
     known = [
-        "Not loaded here: the renaming is tested on random weights in the same layout, against a plain implementation, "
-        "to 1e-4 in the logits.",
+        "These weights were not loaded here. The renaming is tested on random weights in the same layout: the logits "
+        "equal those of a plain implementation to 1e-4.",
         "The resolution, crop, mean and std are those of this package's recipe `vit_b_imagenet1k`.",
     ]
     return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=known)))

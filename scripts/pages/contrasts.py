@@ -1,8 +1,8 @@
 """Comparisons of published runs, and the metrics that they compare.
 
-Most are contrasts: a weighted sum over the settings of a study for each seed, and Student's interval of its mean. A
+A contrast is a weighted sum over the settings of a study for each seed, with Student's interval of its mean. A
 difference, a slope over the learning rate, a main effect and an interaction are contrasts with different weights.
-`Unpaired` (Welch) and `Effect` (a factor of a half fraction) have another error term.
+`Unpaired` (Welch) and `Effect` (a factor of a half fraction) are no contrasts: their error terms differ.
 """
 import math
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class Comparison:
         difference: The mean with its interval.
         unit: Unit of `difference`.
         paper: The same difference in the paper, by data set.
-        room: The difference if the accuracies of the positive settings were 100 %.
+        room: The difference if the settings of positive weight had an accuracy of 100 %.
     """
 
     label: str
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def of_paper(self) -> str:
-        """The range of the paper's effects, such as `+0.79 to +2.75`; empty without one."""
+        """The range of the paper's effects, such as `+0.79 to +2.75`; empty if the paper has none."""
         return span(list(self.paper.values())) if self.paper else ""
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
@@ -119,13 +119,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast(Comparison):
-    """A weighted sum of settings, for each seed that all of these settings have.
+    """A weighted sum over settings, for each seed that has runs of all these settings.
 
     Attributes:
         parts: See `Comparison`. Settings without a weight are ignored; several parts are averaged.
         read: Returns the metric of a run.
-        bases: The baseline connection of a slope, whose weights have both signs for each connection. Empty if all
-            settings of negative weight are the baseline.
+        bases: The baseline connection of a slope, because a slope gives each connection weights of both signs. Empty
+            if the settings of negative weight are the baseline.
     """
 
     label: str
@@ -137,7 +137,7 @@ class Contrast(Comparison):
 
     @cached_property
     def rows(self) -> list[dict[int, dict[tuple, float]]]:
-        """For each part, the metric by seed and setting, limited to the seeds of all parts."""
+        """The metric by seed and setting for each part, limited to the seeds that all parts have."""
         parts = [table(*part, self.read) for part in self.parts]
         return [{seed: row for seed, row in rows.items() if all(seed in other for other in parts)} for rows in parts]
 
@@ -184,7 +184,7 @@ class Contrast(Comparison):
 
     @property
     def room(self) -> float:
-        """The sum if all settings of positive weight had 100 % accuracy; infinite without a baseline."""
+        """The weighted sum if all settings but the baseline had 100 % accuracy; infinite without a baseline."""
         bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
         if self.read is not top1 or not (
@@ -217,9 +217,9 @@ class Unpaired(Comparison):
 
 @dataclass(frozen=True)
 class Effect(Comparison):
-    """A factor's effect on F - linear in the cells of `cifar_factors`: its mean at the second level minus the first.
+    """A factor's effect on F − linear in `cifar_factors`: the mean at its second level minus the mean at its first.
 
-    The error variance is that of the differences after removing the mean of each cell and each seed.
+    The error variance is that of the differences F − linear without the means of their cell and their seed.
     """
 
     label: str
@@ -263,12 +263,12 @@ class Effect(Comparison):
 
 
 FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e24"), "rate": ("r1", "r4"),
-           "recipe": ("clipped", "paper")}  # levels of cifar_factors as its cells name them
+           "recipe": ("clipped", "paper")}  # the levels in the names of the cells of cifar_factors
 
 
 def table(study: str, settings: Optional[Iterable[tuple]] = None,
           read: Callable[[Run], float] = top1) -> dict[int, dict[tuple, float]]:
-    """Return a metric by seed and setting, for the seeds that have all settings (default: all of the study)."""
+    """Return a metric by seed and setting, for the seeds that have all settings (default: the study's)."""
     wanted = list(dict.fromkeys(map(setting_of, runs_of(study)))) if settings is None else list(settings)
     rows: dict[int, dict[tuple, float]] = {}
     for run in runs_of(study):
@@ -305,7 +305,7 @@ def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights
 
 
 def placed(mixer: str, where: str) -> Weights:
-    """Return the weights of `feature` in some branches of each block minus `linear` in all, for one mixer."""
+    """Return the weights of `feature` in some branches minus `linear` in all branches, for one mixer."""
     return {(mixer, where, "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
 
 

@@ -72,7 +72,7 @@ def _json(name: str) -> Mapping[str, Any]:
 
 # ---------------------------------------------------------------------------------- rates, recipes, provenance
 def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[tuning_rules.Chosen]:
-    """Return the rates that P0 chose: the lowest within 0.1 points of the best."""
+    """Return the rates that P0 chose: for each connection, the lowest rate within 0.1 points of its best accuracy."""
     if not is_published(study):
         return None
     return tuning_rules.Chosen.of(runs_of(study), _json("floors/ridge.json")[study]["top1"], _floor(study), 0.1)
@@ -120,18 +120,18 @@ def _augmentation(options: Any) -> str:
     return ", ".join(["crop, flip", *strong])
 
 
-DATA = {"C1": "CIFAR-10", "C2": "Tiny ImageNet", "H1": "Fashion-MNIST"}  # of the accuracy of ViTs
+DATA = {"C1": "CIFAR-10", "C2": "Tiny ImageNet", "H1": "Fashion-MNIST"}  # hypotheses on the accuracy of ViTs
 
 
 def slower(contrast: Contrast) -> float:
-    """Return by how many percent a run takes longer with F, as the median over the pairs."""
+    """Return the additional time of a run with F in percent, as the median over the pairs."""
     seconds = {(run["seed"], run["connection"]): run["seconds"] for run in contrast.runs}
     seeds = {seed for seed, _ in seconds}
     return 100 * (median(seconds[seed, "feature"] / seconds[seed, "linear"] for seed in seeds) - 1)
 
 
 def detectable(pairs: int, power: float = 0.8) -> float:
-    """Return the effect that a two-sided paired test at 5 % detects with this power, in standard deviations."""
+    """Return the effect, in standard deviations, that a two-sided paired test at 5 % detects with a given power."""
     limit = stats.t.ppf(0.975, pairs - 1)
     return float(optimize.brentq(lambda d: stats.nct.sf(limit, pairs - 1, d * math.sqrt(pairs)) - power, 0.1, 3.9))
 
@@ -141,32 +141,34 @@ def answers() -> dict[str, str]:
     """Return the summary that opens the evidence page and README."""
     family = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
     vits, h1, h2 = [family[name] for name in DATA], family["H1"], family["H2"]
-    of_data = ", ".join(
-        f"{row['hypothesis'].contrast} on {data} ({row['hypothesis'].name}, {row['decision']})"
-        if row["hypothesis"].is_run else f"not yet measured on {data} ({row['hypothesis'].name})"
-        for row, data in zip(vits, DATA.values(), strict=True))
+    of_data = " and ".join(
+        f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
+        for row in vits if row["hypothesis"].is_run)
+    missing = "".join(f" {DATA[row['hypothesis'].name]} is not yet measured ({row['hypothesis'].name})."
+                      for row in vits if not row["hypothesis"].is_run)
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     sweeps = [Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
-        "ViTs": f"{verdict(vits)}. F − linear is {of_data}. A run of H1 took {slower(h1['hypothesis'].contrast):.0f} % "
-                "longer with F on two CPU cores.",
-        "ResNets": f"expect little. F − linear is {RESNET} on Fashion-MNIST; the paper has {RESNET.of_paper}.",
+        "ViTs": f"{verdict(vits, f' F − linear is {of_data}.{missing}')} A run of H1 took "
+                f"{slower(h1['hypothesis'].contrast):.0f} % longer with F.",
+        "ResNets": f"expect little. F − linear is {RESNET} on Fashion-MNIST; in the paper it is {RESNET.of_paper}.",
         "Learning rates":
-            f"F loses less where the rate is far too high. F − linear grows by {digits[0]} points per tenfold rate on "
-            f"digits (H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST. Without the highest rate, it grows "
-            f"by {digits[1]} and {fashion[1]}. {lead(sweeps)} At rates up to linear's best, F − linear is "
-            f"{sweeps[0].up_to_best()} on digits and {sweeps[1].up_to_best()} on Fashion-MNIST.",
+            f"F loses less accuracy if the rate is far too high. F − linear grows by {digits[0]} points per tenfold "
+            f"rate on digits (H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST. Without the highest rate, "
+            f"it grows by {digits[1]} and {fashion[1]}. Up to linear's best rate, F − linear is "
+            f"{sweeps[0].up_to_best()} on digits and {sweeps[1].up_to_best()} on Fashion-MNIST. {lead(sweeps)}",
     }
 
 
 def lead(sweeps: Sequence[Sweep]) -> str:
-    """Return the sentences on the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
-    ahead, behind = ([" and ".join(f"{rate / of.best:.2g}" for rate in of.significant(sign)) or "none" for of in sweeps]
-                     for sign in (1, -1))
-    where = "{} (digits) and {} (Fashion-MNIST) times".format
-    worse = f"{where(*behind)} it" if {*behind} > {"none"} else "no rate"
-    return ("After Holm's adjustment within each study, F is more accurate only at "
-            f"{where(*ahead)} linear's best rate, and less accurate at {worse}.")
+    """Return the sentence on the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
+    def at(sign: int) -> str:
+        times = [" and ".join(f"{rate / of.best:.2g}" for rate in of.significant(sign)) for of in sweeps]
+        return "at no rate" if not any(times) else "only " + " and ".join(
+            f"at {of} times linear's best rate on {data}" if of else f"at no rate on {data}"
+            for of, data in zip(times, ("digits", "Fashion-MNIST"), strict=True))
+
+    return f"After Holm's adjustment within each study, F is more accurate {at(1)}, and less accurate {at(-1)}."
 
 
 def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:
@@ -174,18 +176,23 @@ def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, D
     return tuple(Contrast("", [(f"{study}-{data}-small", rates_slope(of))]).difference for of in (rates, rates[:-1]))
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the answer for ViTs in one sentence, from the decisions on accuracy and the training losses."""
+def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
+    """Return the answer for ViTs, from the decisions on accuracy and the final training losses.
+
+    Args:
+        rows: The decided hypotheses on the accuracy of ViTs.
+        numbers: Sentences that follow the first sentence.
+    """
     run = [row for row in rows if row["hypothesis"].is_run]
-    words = {"confirmed": "more accurate", "contradicted": "less accurate"}
+    words = {"confirmed": "is more accurate", "contradicted": "is less accurate"}
     data: dict[str, list[str]] = {}
     for row in run:
-        data.setdefault(words.get(row["decision"], "no measurable accuracy gain"), []).append(
+        data.setdefault(words.get(row["decision"], "has no measurable accuracy gain"), []).append(
             DATA[row["hypothesis"].name])
-    accuracy = ", ".join(f"{word} on {' and '.join(names)}" for word, names in data.items())
-    faster = [DATA[row["hypothesis"].name] for row in run if course(row["hypothesis"])[0].difference.ends[1] < 0]
-    fitting = f"faster fitting on {' and '.join(faster) or 'no data set'}"
-    return f"{accuracy}, {fitting}, untested with strong augmentation at width {section_width()}"
+    accuracy = " and ".join(f"{word} on {' and '.join(names)}" for word, names in data.items())
+    lower = [DATA[row["hypothesis"].name] for row in run if course(row["hypothesis"])[0].difference.ends[1] < 0]
+    return (f"F {accuracy}.{numbers} F's final training loss is lower on {' and '.join(lower) or 'no data set'}. "
+            f"F is not tested with strong augmentation at the paper's width ({section_width()}).")
 
 
 def section_width() -> int:

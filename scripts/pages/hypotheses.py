@@ -35,17 +35,17 @@ KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
 UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}  # in studies with a rate per connection
 
 
-# --------------------------------------------------------------------------------------------- the paper's
+# ---------------------------------------------------------------------------------------- the paper's effects
 def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: str) -> dict[str, float]:
     """Return an effect in a table of the paper, for each data set with numbers."""
     effects, entries = {}, section(table)
     for step in path:
         entries = entries[step]
     for key, values in entries.items():
-        if isinstance(values, dict) and not key.endswith("_first_version"):  # of the same data set
+        if isinstance(values, dict) and not key.endswith("_first_version"):  # skips the table of an earlier version
             try:
                 effects[name("dataset", key)] = effect(values)
-            except KeyError:  # a connection that the paper has not run there
+            except KeyError:  # the paper did not run one of the connections on this data set
                 continue
     return effects
 
@@ -98,7 +98,7 @@ class Hypothesis:
     says: str
     contrast: Comparison
     claims: str = "above"  # the difference is "above" zero, "equal" to zero, or "different" from zero
-    equivalent: Optional[float] = None  # the bound within which the two are called equivalent
+    equivalent: Optional[float] = None  # the bound in points within which the two settings are called equivalent
     of_interest: float = 0.0  # the smallest difference of interest, from hypotheses.md
 
     @property
@@ -161,7 +161,7 @@ PART_ONE = (
 )
 RESNET = Contrast("ResNetV2-18: F − linear, Fashion-MNIST, the runs of P1b",
                   [(f"confirm_resnet-{FASHION}-small", difference())], paper=GAINS["resnetv2_18"])
-BESIDE = (  # outside the families: not adjusted, so never called confirmed
+BESIDE = (  # outside the families: their p is not adjusted, and they are never called confirmed
     Hypothesis("P1b", "the ViT gains more from F than the ResNet",
                Unpaired("P1b: the ViT gains more from F than the ResNet", PART_ONE[0].contrast, RESNET), "different"),
     _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
@@ -184,7 +184,7 @@ def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]]
             for one, decision, value in zip(hypotheses, decisions, p, strict=True)]
 
 
-# ------------------------------------------------------------------------------------------- the explored
+# ---------------------------------------------------------------------------------- exploratory comparisons
 def _both(study: str, label: str, weights: Weights, **more: Any) -> list[Comparison]:
     """Return the comparison on each data set that the study has been run on."""
     return _run([Contrast(f"{label}, {NAMES[data]}", [(f"{study}-{data}-small", weights)], **more)
@@ -196,7 +196,7 @@ def _run(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def course(hypothesis: Hypothesis) -> list[Comparison]:
-    """Return an accuracy study's differences of both losses, and of accuracy after a quarter of the epochs."""
+    """Return F − linear in both final losses, and in accuracy after a quarter of the epochs, for an accuracy study."""
     if not hypothesis.is_run:
         return []
     parts, name = hypothesis.contrast.parts, hypothesis.name
@@ -206,7 +206,7 @@ def course(hypothesis: Hypothesis) -> list[Comparison]:
 
 
 def early(contrast: Contrast) -> tuple[int, Contrast]:
-    """Return the epoch after a quarter of all epochs, and the difference there."""
+    """Return the epoch that ends the first quarter of training, and the difference after it."""
     by_epoch = by_epochs(contrast)
     epoch = max(1, round(len(by_epoch) / 4))
     return epoch, by_epoch[epoch]
@@ -261,7 +261,7 @@ def explored() -> dict[str, list[Comparison]]:
         "Figure 4": _both("probability", "pi = 1 minus pi = 0", {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
         "Figure 5": _both("epsilon", "eps = 1e-3 minus 1e-8", {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
         "Table 4 (final version)": _both(
-            "representation", "effective rank, F over linear", difference(),  # of other widths: as a ratio
+            "representation", "effective rank, F over linear", difference(),  # a ratio, because widths differ
             read=lambda run: 100 * math.log(run["representation"]["effective_rank"]), unit="log-%",
             paper={"": 100 * math.log(rank["feature"]["effective_rank"][0] / rank["linear"]["effective_rank"][0])}),
         "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms − identity", BRANCH4,
@@ -297,7 +297,7 @@ class Sweep:
 
     Attributes:
         by_rate: The difference at each rate.
-        p: The p of each difference, which the study's report adjusts by Holm's method over all of its differences.
+        p: The p of each difference, adjusted by Holm's method over all differences in the study's report.
         best: Linear's best rate.
     """
 
@@ -324,7 +324,7 @@ class Sweep:
                 if min(sign * end for end in contrast.difference.ends) > 0]
 
     def up_to_best(self) -> str:
-        """Return the range of the differences at rates up to linear's best, and the rates with a significant one."""
+        """Return the range of the differences at rates up to linear's best, and any significant rates, in words."""
         low = {rate: contrast.difference.mean for rate, contrast in self.by_rate.items() if rate <= self.best}
         significant = [rate for rate in (*self.significant(1), *self.significant(-1)) if rate in low]
         return span(list(low.values())) + "".join(f", significant at {rate:g}" for rate in significant)

@@ -12,7 +12,7 @@ from . import studies
 from .contrasts import Run, is_published, runs_of
 
 ROOT = Path(__file__).parents[2]
-RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # a line that was added with each part
+RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # a heading that the rules of each part added
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
@@ -36,9 +36,9 @@ def record() -> None:
 def read_history(
         pages: Sequence[str] = ("docs/hypotheses.md", "model_cards/hypotheses.md"),
 ) -> Optional[dict[str, Any]]:
-    """Return, by part, the commit that added the rules, and the position of each run's commit relative to it.
+    """Return, for each part, the commit that added the rules, and whether each run's commit is before or after it.
 
-    None without git or without history.
+    Returns None without git or without history.
     """
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
@@ -69,7 +69,10 @@ def _git(*arguments: str) -> Optional[str]:
 
 
 def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return, by study, number, seeds and commits of the runs without a commit after the rules, and the last end."""
+    """Return the runs whose commit does not come after the rules, by study.
+
+    The values are their number, seeds and commits, and the time at which the last of them ended.
+    """
     others = {}
     for study in studies_of(part):
         after = {commit for commit, position in history[part]["commits"].items() if position == "after"}

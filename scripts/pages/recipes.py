@@ -17,10 +17,10 @@ PUBLISHED = {
     ("vit_b", "imagenet1k"): {"scale": "0.8 to 1", "lr": "1e-4", "weight_decay": "1e-3"},
     **{(f"resnetv2_{depth}", "tiny_imagenet"): {"scale": "0.7 to 1"} for depth in (18, 34, 50, 101)},
 }
-NODES, GPUS_PER_NODE = 2, 4  # of the example in the headers
+NODES, GPUS_PER_NODE = 2, 4  # in the example commands of the headers
 SUFFIX = {"linear": "_linear", "feature": "_ortho", "global": "_orthog"}
 
-# What the paper calls the data set's own mean and standard deviation without giving them, over all training pixels.
+# Mean and standard deviation of all training pixels. The paper normalizes with them, but does not state the numbers.
 STATISTICS = {
     "cifar10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
     "cifar100": ([0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761]),
@@ -28,8 +28,8 @@ STATISTICS = {
     "imagenet1k": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
 }
 
-# Images of a training step on one GPU in the authors' runs, where all of the batch may not fit: they had 2 H100 for
-# ViT-B on the small images, and on ImageNet-1k 8 L40S, for ViT-B with gradients accumulated over 2 batches.
+# Images per GPU in one forward pass of the authors' runs, for recipes whose batch may not fit on one GPU. The authors
+# had 2 H100 for ViT-B on small images, and 8 L40S on ImageNet-1k, where ViT-B accumulated the gradients of 2 batches.
 FITS = {
     ("vit_b", "cifar10"): 512, ("vit_b", "cifar100"): 512, ("vit_b", "tiny_imagenet"): 512,
     ("vit_s", "imagenet1k"): 512, ("vit_b", "imagenet1k"): 256,
@@ -37,7 +37,7 @@ FITS = {
 
 
 class Option(NamedTuple):
-    """A line of YAML, and the reason of a value that the paper does not state."""
+    """A line of YAML, with the reason for a value that the paper does not state."""
 
     key: str
     value: Any
@@ -63,7 +63,7 @@ def options(experiment: Experiment) -> list[list[Option]]:
 def _model(experiment: Experiment) -> list[Option]:
     recipe, dataset = experiment.recipe, numbers()["datasets"][experiment.dataset]
     options = [
-        Option("device_modules", ["timm_ortho"], "imported by train.py, registers the models"),
+        Option("device_modules", ["timm_ortho"], "train.py imports it, which registers the models"),
         Option("model", _model_name(experiment)),
     ]
     if "patch" in recipe:
@@ -80,7 +80,7 @@ def _data(experiment: Experiment) -> list[Option]:
     return [
         Option("dataset", f"torch/{experiment.dataset}" if cifar else "", "" if cifar else "class folders"),
         Option("img_size", experiment.recipe["resolution"]),
-        Option("mean", mean, "of the data set, as in the paper, which has no values"),
+        Option("mean", mean, "of the data set, as in the paper, which does not state the numbers"),
         Option("std", std),
         Option("crop_pct", 1.0, "validation on the whole image, as in the authors' code"),
         Option("seed", 0, f"{runs} runs, as in the paper: 0 to {runs - 1}"),
@@ -136,7 +136,7 @@ def _cosine(recipe: dict) -> list[Option]:
         Option("epochs", epochs),
         Option("sched", "cosine"),
         Option("sched_on_updates", True, "at every update, as in the authors' code"),
-        Option("warmup_epochs", warmup, f"the first of the {epochs}; the cosine of all {epochs} epochs follows, "
+        Option("warmup_epochs", warmup, f"part of the {epochs} epochs, which the cosine spans; after the warmup, it is "
                                         f"{below:.1f} % below its maximum"),
         Option("warmup_lr", 0.0, "linear from zero; the paper has no initial rate"),
         Option("min_lr", 0.0),
@@ -151,8 +151,8 @@ def _multistep(recipe: dict) -> list[Option]:
         Option("sched", "multistep"),
         Option("decay_milestones", recipe["decay_epochs"]),
         Option("decay_rate", recipe["decay_factor"]),
-        Option("sched_on_updates", True, f"per epoch, timm would decay one epoch early, after {first - 1} "
-                                         f"and {second - 1}; this way it is one update"),
+        Option("sched_on_updates", True, f"by epoch, timm would decay one epoch early, after {first - 1} "
+                                         f"and {second - 1}; by update, it decays one update early"),
         Option("warmup_epochs", recipe["warmup_epochs"]),
     ]
 
@@ -194,7 +194,7 @@ def _augmentation(recipe: dict) -> list[Option]:
                "torchvision. timm also has Invert and SolarizeAdd. tincreasing3a: with 3a in the policy, timm keeps "
                "the colour jitter beside RandAugment; an unknown set after t means timm's usual operations."),
         Option("color_jitter", list(jitter.values()),
-               f"{', '.join(jitter)}; --color-jitter takes one number, without hue"),
+               f"{', '.join(jitter)}; the command-line option --color-jitter takes only one number"),
         Option("mixup", recipe["mixup"]["alpha"]),
         Option("cutmix", recipe["cutmix"]["alpha"]),
         Option("mixup_prob", recipe["mixup"]["prob"]),
@@ -315,7 +315,7 @@ def _commands(experiment: Experiment) -> list[str]:
         f"{NODES} nodes of {GPUS_PER_NODE} GPUs, {each} images each{synced}. NODE_RANK is 0 on the first node, whose "
         "address is MASTER_ADDR, and 1 on the second:",
         *_command("torchrun", *nodes, "train.py", *recipe, *(_parts(experiment, each) or [f"-b {each}"]), *sync),
-        "Both, with a check of train.py's version and the batch divided:",
+        "One machine or several, where the script checks train.py and divides the batch:",
         *_command("scripts/train.sh", experiment.name, _model_name(experiment), "DATA" + parts, *sync),
         "Smoke run, three small batches on the CPU, no validation (train.py of timm 1.0.29 or later):",
         *_command("python train.py", *recipe, *smoke),

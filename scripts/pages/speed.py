@@ -1,7 +1,7 @@
 """Write README's table of costs and the tables of docs/speed.md from the rows of `timm-ortho bench`.
 
-The rows come from `model_cards/results/bench_*.csv`. Each file is a `bench.csv` under another name; a file may have
-several runs of one commit. The tables contain every measured case. Default cases of `timm-ortho bench` without a row
+The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may have several runs of
+one commit. The tables contain every measured case. Default cases of `timm-ortho bench` without a row
 are "not measured".
 """
 import csv
@@ -104,7 +104,7 @@ def opening(rows: Sequence[BenchRow]) -> str:
 
 
 def ratios(rows: Iterable[BenchRow], what: str, models: Sequence[str], mode: str) -> list[float]:
-    """Return the ratios of a training step to linear connections, in every layout and precision."""
+    """Return the times of a training step relative to linear connections, in every layout and precision."""
     return [float(row["ratio_p50"]) for row in rows if row["what"] == what and row["model"] in models
             and row["candidate"] == "ortho" and (row["step"], row["mode"]) == ("training", mode) and row["ratio_p50"]]
 
@@ -207,7 +207,7 @@ def operator_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
 
 
 def formula(rows: Sequence[BenchRow], name: str) -> str:
-    """Return the ratio of forward and backward to linear, and the share of a copy's bandwidth of each pass."""
+    """Return the time of both passes relative to linear, and for each pass its share of a copy's bandwidth."""
     ratio = number(pick(rows, step="both", candidate=name), "ratio_p50", "{:.2f}")
     if ratio == NOT_MEASURED:
         return ratio
@@ -217,7 +217,7 @@ def formula(rows: Sequence[BenchRow], name: str) -> str:
 
 
 def speedup(rows: Sequence[BenchRow]) -> str:
-    """Return the speedup of the kernels over the appendix's formula, or that of the eager update without kernels."""
+    """Return the speedup of the kernels over the appendix's formula, or without kernels that of the eager update."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:

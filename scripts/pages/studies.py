@@ -16,8 +16,8 @@ from timm_ortho.lab.reporting.report import Part, document
 from .marked import replaced
 
 RESULTS = Path(__file__).parents[2] / "model_cards" / "results"
-LEFT_OUT = ("Plots", "Every run", "Method and terms")  # headings of the report
-CHANCE = "By chance alone about one interval in twenty excludes zero."
+LEFT_OUT = ("Plots", "Every run", "Method and terms")  # sections of the report that the page omits
+CHANCE = "By chance alone, about one interval in twenty excludes zero."
 
 
 def folders(kind: str = "studies") -> list[Path]:
@@ -31,7 +31,7 @@ def study_of(folder: Path) -> dict[str, Any]:
 
 
 def trains(folder: Path) -> bool:
-    """Return whether the folder is of a study, and not of a table of costs."""
+    """Return whether the folder has the runs of a study, and not a table of costs."""
     return study_of(folder)["name"] not in COST_STUDIES
 
 
@@ -43,7 +43,7 @@ def part(folder: Path) -> Part:
 
 @cache
 def summary(folder: Path) -> list[dict[str, Any]]:
-    """Return the means of a study and their differences to the baseline, [] for a table of costs."""
+    """Return the means of a study and their differences to the baseline; an empty list for a table of costs."""
     return part(folder).json["summary"] if trains(folder) else []
 
 
@@ -72,7 +72,7 @@ def text(page: Path, folder: Path) -> str:
 
 
 def blocks(page: Path, folder: Path) -> list[Block]:
-    """Return the report of a study without `LEFT_OUT`, and where its numbers are."""
+    """Return the report of a study without the sections in `LEFT_OUT`, and a section that locates its numbers."""
     where = f"results/{folder.parent.name}/{folder.name}"
     kept: list[Block] = []
     heading = ""
@@ -82,7 +82,7 @@ def blocks(page: Path, folder: Path) -> list[Block]:
         if isinstance(block, Heading):
             heading = block.text
         if isinstance(block, Picture):
-            block = replace(block, path=f"plots/{page.stem}.svg")  # the only one: of the differences
+            block = replace(block, path=f"plots/{page.stem}.svg")  # the plot of the differences, the only one
         if heading not in LEFT_OUT:
             kept.append(block)
     text = (f"docs/evidence.md defines the terms. The numbers of every run are in {where}. The whole report, with a "
@@ -92,7 +92,7 @@ def blocks(page: Path, folder: Path) -> list[Block]:
 
 # ----------------------------------------------------------------------------------------------- the list
 def listing() -> str:
-    """Return a sentence on all differences and a table of the studies, in the order in which the package has them."""
+    """Return a sentence on all differences, and a table of the studies in alphabetical order."""
     order = sorted([*shipped(), *COST_STUDIES])
     listed = sorted(folders(), key=lambda folder: (order.index(study_of(folder)["name"]), folder.name))
     compared, apart, adjusted = map(sum, zip(*map(counts, listed), strict=True))
@@ -104,7 +104,7 @@ def listing() -> str:
 
 
 def counts(folder: Path) -> tuple[int, int, int]:
-    """Count the differences with an interval, with one that excludes zero, and with an adjusted p of at most 0.05."""
+    """Count the differences with an interval, those whose interval excludes zero, and those with adjusted p <= 0.05."""
     differences = [entry["difference"] for entry in summary(folder) if entry["difference"]]
     differences = [difference for difference in differences if difference["half_width"] is not None]
     return (len(differences), sum(difference["reading"] in ("higher", "lower") for difference in differences),

@@ -314,9 +314,10 @@ def test_a_mean_without_some_seeds(runs):
 
 # ------------------------------------------------------------------------------------------------- the answers
 @pytest.mark.parametrize(("decisions", "expected"), [
-    (["not confirmed", "equivalent within 0.2"], "no measurable accuracy gain on CIFAR-10 and Fashion-MNIST"),
-    (["confirmed", "not confirmed"], "more accurate on CIFAR-10, no measurable accuracy gain on Fashion-MNIST"),
-    (["confirmed", "contradicted"], "more accurate on CIFAR-10, less accurate on Fashion-MNIST"),
+    (["not confirmed", "equivalent within 0.2"], "has no measurable accuracy gain on CIFAR-10 and Fashion-MNIST"),
+    (["confirmed", "not confirmed"],
+     "is more accurate on CIFAR-10 and has no measurable accuracy gain on Fashion-MNIST"),
+    (["confirmed", "contradicted"], "is more accurate on CIFAR-10 and is less accurate on Fashion-MNIST"),
 ])
 def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisions, expected):
     history = [{"train_loss": 1.0, "eval_loss": 1.0, "eval_top1": 50.0}] * 4
@@ -326,7 +327,8 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
             {**row, "train_loss": 0.9 - 0.01 * run["seed"]} for row in history]
     rows = [{"hypothesis": hypotheses.Hypothesis(name, "", contrast(contrasts.difference())), "decision": decision}
             for name, decision in zip(("C1", "H1"), decisions, strict=True)]
-    assert evidence.verdict(rows).startswith(f"{expected}, faster fitting on CIFAR-10 and Fashion-MNIST, untested")
+    assert evidence.verdict(rows).startswith(
+        f"F {expected}. F's final training loss is lower on CIFAR-10 and Fashion-MNIST. ")
 
 
 def sweep(runs, monkeypatch, leads):
@@ -356,8 +358,9 @@ def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
     other = sweep(runs, monkeypatch, {5e-4: [-3.0, -3.1, -2.9, -3.05, -3.2], 1e-3: WIDE, 4e-3: weak})
     assert (other.significant(1), other.significant(-1)) == ([], [5e-4])
     assert other.up_to_best().endswith(", significant at 0.0005")
-    assert "more accurate only at 4 (digits) and none (Fashion-MNIST)" in evidence.lead([result, other])
-    assert "less accurate at none (digits) and 0.5 (Fashion-MNIST)" in evidence.lead([result, other])
+    sentence = evidence.lead([result, other])
+    assert "more accurate only at 4 times linear's best rate on digits and at no rate on Fashion-MNIST, " in sentence
+    assert "less accurate only at no rate on digits and at 0.5 times linear's best rate on Fashion-MNIST." in sentence
     assert evidence.lead([result, result]).endswith("and less accurate at no rate.")
 
 
@@ -411,8 +414,8 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
     history = provenance.recorded()
     before = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "before"}}})
     after = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "after"}}})
-    assert "runs name commits that do not come after the rules of part two" in before
-    assert "runs name commits that do not come after the rules of part two" not in after
+    assert "runs record commits that do not come after the rules of part two" in before
+    assert "runs record commits that do not come after the rules of part two" not in after
     rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith("| C")}
     assert "**confirmed** | no (+0.79)" in rows["C1"]
     assert "**confirmed**" in rows["C2"]
