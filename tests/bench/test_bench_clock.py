@@ -152,6 +152,6 @@ def test_saved_bytes():
     a, b = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
     assert saved_bytes(lambda: a * b) == 2 * 128
     assert saved_bytes(lambda: a * b, [b]) == 128
-    assert saved_bytes(lambda: a * a.t().t()) == 128  # one storage
+    assert saved_bytes(lambda: a * a.t().t()) == 128  # both factors share a storage
     assert saved_bytes(lambda: a + b) == 0
-    assert saved_bytes(lambda: (a * b) * (a + b)) == 4 * 128  # the product and the sum as well
+    assert saved_bytes(lambda: (a * b) * (a + b)) == 4 * 128  # a, b, the product and the sum

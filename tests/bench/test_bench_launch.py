@@ -47,7 +47,7 @@ def test_how_launches_are_measured(monkeypatch, what, expected):
 def test_tiny_tensors(step):
     candidates = launch._tiny_candidates(torch.device("cpu"), step)
     linear, appendix, shortest, ortho = (one.run(one.prepare()) for one in candidates)
-    assert isinstance(ortho, tuple) == (step == "training")  # gradients
+    assert isinstance(ortho, tuple) == (step == "training")  # a training step returns gradients
     with use_backend("inductor"):
         assert [one.backend() for one in candidates] == ["torch", "torch", "torch", "inductor"]
     torch.testing.assert_close(ortho, appendix)

@@ -115,7 +115,7 @@ def test_tables(operator_run):
     triton = next(line for line in lines if line.split()[:1] == ["triton"])
     assert triton.count("not measured") == 6
     assert "cannot run" in triton
-    assert sum(line.startswith("2x5x16") for line in lines) == 1  # repeated labels are blank
+    assert sum(line.startswith("2x5x16") for line in lines) == 1  # a repeated label is left blank
     assert sum(line.split()[:1] == ["plain"] for line in lines) == 3
     assert f"written: {folder / 'bench.csv'}, {folder / 'bench.svg'}" in out
 

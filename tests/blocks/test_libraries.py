@@ -1,4 +1,4 @@
-"""The residual blocks of torchvision and of transformers' image models: connected, disconnected, pickled, compiled."""
+"""Residual blocks of torchvision and of transformers' image models: connect, disconnect, pickle and compile."""
 import copy
 import pickle
 import subprocess
@@ -103,7 +103,7 @@ def test_compiles_if_the_original_model_does(name):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     logits = []
     for form in (compiled, model):
-        torch.manual_seed(0)  # vit_mae drops random patches
+        torch.manual_seed(0)  # vit_mae removes random patches
         logits.append(output(form(images)))
     torch.testing.assert_close(*logits)
 

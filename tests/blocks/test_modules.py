@@ -1,4 +1,4 @@
-"""Models of several modules of timm train and can be exported; `scripts/checks/modules.py` checks all modules."""
+"""Models of several timm modules train and can be exported. `scripts/checks/modules.py` checks all modules."""
 import pytest
 import torch
 from helpers.module_checks import compiles, exports, model_of, runs_as_onnx, trains

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("restored")
 
 
 class Clipped(Connection):
-    """The length of the parallel component is at most tau |x| + kappa |f_orth|."""
+    """A connection that clips the parallel component to the length tau |x| + kappa |f_orth|."""
 
     def __init__(self, dim=-1, eps=1e-6, tau=0.1, kappa=0.5):
         super().__init__(dim, eps)
@@ -81,7 +81,7 @@ def test_arguments_that_a_partial_has_bound(registered):
 def test_a_connection_by_name(tmp_path):
     """A variant accepts the name, config.json and the card contain it, and the exported folder restores it."""
     timm_ortho.register_connection("clipped", Clipped)
-    timm_ortho.register_connection("clipped", Clipped)  # a notebook cell that runs twice
+    timm_ortho.register_connection("clipped", Clipped)  # the cell of a notebook may run twice
     model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()
     assert {(type(site.connection), site.connection.eps) for site in sites(model)} == {(Clipped, 1e-4)}
     card = hub.export(model, str(tmp_path / "out"), "me/clipped")  # a str is accepted as well as a Path

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("restored")
 
 
 class Embedding(nn.Module):
-    """A class without a stream whose addition looks residual."""
+    """A class that has no stream, but whose addition looks residual."""
 
     def forward(self, x):
         return x + x.mean(1, keepdim=True)

@@ -149,7 +149,7 @@ def test_a_block_with_one_of_its_two_sums():
     *(pytest.param(name, marks=pytest.mark.whole) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
 ])
 def test_folding_a_model_changes_nothing(name):
-    """Re-parameterisation folds some additions into a convolution. They are not sites, or outputs would change."""
+    """Re-parameterisation folds some additions into a convolution. If they were sites, it would change the outputs."""
     model, size = build(name)
     model = connect(model, "feature").eval()
     step(model, size)  # changes the initial batch statistics, 0 and 1
@@ -165,7 +165,7 @@ def test_the_list_of_classes_without_a_stream_is_needed():
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
     names = {cls.__name__ for cls in here if not looks_residual(cls)}
-    assert names <= {"Cell", "CellStem0"}  # pnasnet; listed because the page of coverage shows the list's reasons
+    assert names <= {"Cell", "CellStem0"}  # pnasnet's classes are listed so that the page of coverage has a reason
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
@@ -285,9 +285,7 @@ def test_a_gate_of_the_branch_is_not_a_residual_block():
 
 # ---------------------------------------------------------------------------------------------- scope of tokens
 def test_the_global_scope_projects_each_token_of_xcits_class_attention():
-    """The branch output of a patch token is a copy of its stream. A projection over all tokens would remove the class
-    token's stream.
-    """
+    """The branch output of patch tokens copies their stream, which would dominate a projection over all tokens."""
     model, size = build("xcit_nano_12_p8_224")
     connect(model, "global").eval()
     checked = []
@@ -334,7 +332,8 @@ def test_every_covered_architecture_is_registered():
     bases = coverage.bases()
     assert len(bases) > 1000
     registered = {base for base in bases if {base + "_ortho", base + "_orthog"} <= names}
-    assert set(bases) - registered == {base for base in bases if timm.get_pretrained_cfg(base) is None}  # timm 1.0.16
+    # timm 1.0.16 has architectures without a configuration.
+    assert set(bases) - registered == {base for base in bases if timm.get_pretrained_cfg(base) is None}
     assert not {name for row in coverage.timm_modules() for name in row.left_out if name + "_ortho" in names}
 
 

@@ -16,7 +16,7 @@ def no_default_backend(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the launches of the kernels, forward and backward."""
+    """Count the calls of the forward and the backward kernel."""
     counts = Counter()
 
     def counted(name, call):

@@ -106,7 +106,7 @@ def test_the_config_follows_connect_and_disconnect(transformers, tmp_path):
     assert model.config.timm_ortho["connection"] == "global"
     assert connect(model, "feature").config.timm_ortho["connection"] == "feature"
     assert model.vit.config is model.config
-    other.save_pretrained(tmp_path)  # shares the config object, but is not connected
+    other.save_pretrained(tmp_path)  # this model shares the config object, but is not connected
     assert "timm_ortho" not in stored(tmp_path)
     disconnect(model).save_pretrained(tmp_path)
     assert "timm_ortho" not in stored(tmp_path)
@@ -114,7 +114,7 @@ def test_the_config_follows_connect_and_disconnect(transformers, tmp_path):
 
 @torch.no_grad()
 def test_learned_connections_load_into_a_class_that_connects_itself(transformers, tmp_path):
-    """The class is as in docs/hub.md."""
+    """docs/hub.md shows this class."""
     class Connected(transformers.ViTForImageClassification):
         def __init__(self, config):
             super().__init__(config)

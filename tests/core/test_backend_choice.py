@@ -72,12 +72,12 @@ def test_the_environment_is_read_when_the_package_is_imported(variable, answer, 
         monkeypatch.setenv("TIMM_ORTHO_BACKEND", variable)
     spec = importlib.util.find_spec("timm_ortho.backends")
     again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)  # as in a new process
-    monkeypatch.setenv("TIMM_ORTHO_BACKEND", "nonsense")  # too late
+    spec.loader.exec_module(again)  # import the file a second time, as in a new process
+    monkeypatch.setenv("TIMM_ORTHO_BACKEND", "nonsense")  # no effect after the import
     try:
         assert again.choose_backend(torch.ones(1), torch.ones(1)) == answer
     except ValueError as error:
-        assert str(error) == answer  # noqa: PT017 one of the cases
+        assert str(error) == answer  # noqa: PT017 only one of the cases raises
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", "meta"])

@@ -270,7 +270,7 @@ def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, dim, dtype):
         auto(x, f, g, dim=dim)
         assert sorted(case[0] for case in backends._agrees) == ["backward", "forward"]
         assert set(backends._agrees.values()) == {True}
-        monkeypatch.setattr(backends, "_difference", None)  # not called again
+        monkeypatch.setattr(backends, "_difference", None)  # a second check would fail
         auto(*tensors((7, *shape[1:]), dtype), dim=dim)
 
 
@@ -288,7 +288,7 @@ def test_wrong_kernels_are_replaced_with_a_warning(auto, monkeypatch, name, dire
                                                 r".*is inaccurate.*torch backend is used from now on"):
             results = auto(x, f, g)
         torch.testing.assert_close(results, expected)
-        torch.testing.assert_close(auto(x, f, g), expected)  # no second warning
+        torch.testing.assert_close(auto(x, f, g), expected)  # a second warning would be an error
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls == [(3, 5, 20)]
@@ -317,7 +317,7 @@ def test_kernels_that_cannot_be_launched_are_replaced(auto, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # in Triton's interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # raised in Triton's interpreter
 def test_non_finite_results_are_not_compared(auto):
     x, f, g = tensors()
     auto(x, f, g * float("inf"))

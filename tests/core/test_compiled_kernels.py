@@ -93,7 +93,8 @@ def recording(graphs):
 
 
 # --------------------------------------------------------------------------------------- compiled ahead of time
-ALIGNED = {"tokens", "tokens in float32", "longest row", "channels", "global"}  # of SIZES in compiled_kernels.py
+# Keys of SIZES in compiled_kernels.py whose kernels can access 16 bytes at once.
+ALIGNED = {"tokens", "tokens in float32", "longest row", "channels", "global"}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_hybrid_can_start_linear():
     assert (hybrid.rho.item(), hybrid.theta.item()) == pytest.approx((math.sqrt(2), math.pi / 4))
 
 
-def test_hybrid_is_rho_and_theta():
+def test_hybrid_weights_follow_from_rho_and_theta():
     hybrid = create_connection("hybrid").double()
     with torch.no_grad():
         hybrid.rho.fill_(0.7)

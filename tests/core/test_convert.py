@@ -46,7 +46,7 @@ if hasattr(vit, "DiffParallelScalingBlock"):  # timm 1.0.23 and later
 
 
 def test_every_block_of_the_papers_families_has_a_model_here():
-    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # other families: ../blocks/test_timm.py
+    modules = ("timm.models.vision_transformer", "timm.models.resnetv2")  # blocks/test_timm.py tests other families
     names = [spec.name.rpartition(".") for spec in specs("timm")]
     missing = {block for module, _, block in names if module in modules} - set(BLOCKS)
     assert missing <= ({"DiffParallelScalingBlock"} if not hasattr(vit, "DiffParallelScalingBlock") else set())
@@ -248,7 +248,7 @@ def test_parametrized_blocks():
 
 
 def test_timm_is_unchanged():
-    """Importing and converting change no class and no model of timm, in a separate process."""
+    """In a new process, importing the package and converting models changes no class and no other model of timm."""
     code = """
 import timm, torch
 from timm.models import resnetv2, vision_transformer
@@ -357,7 +357,7 @@ class SubclassOfBase(vit.Block):
 
 
 class Output(nn.Module):
-    """The end of a BERT block, whose forward takes branch and stream."""
+    """A block like BERT's output module. Its forward takes the output of a branch and the stream."""
 
     def forward(self, hidden_states, input_tensor):
         hidden_states = self.dropout(hidden_states)
@@ -389,7 +389,7 @@ def parametrized(model):
 
 def unchanged(model, *args, **kwargs):
     before, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    with pytest.raises(ValueError) as error:  # noqa: PT011 compared by the caller
+    with pytest.raises(ValueError) as error:  # noqa: PT011 the caller checks the message
         connect(model, *args, **kwargs)
     assert [type(m) for m in model.modules()] == classes
     assert list(before) == list(model.state_dict())
@@ -441,7 +441,7 @@ def test_models_that_cannot_be_converted(model, words):
 
 
 class Adapter(nn.Module):
-    """Looks residual: it adds a low-rank function of the input to the output of a layer."""
+    """An adapter, which looks residual because it adds a low-rank function of the input to a layer's output."""
 
     def __init__(self, layer):
         super().__init__()
@@ -451,7 +451,7 @@ class Adapter(nn.Module):
         return self.layer(x) + self.small(x)
 
 
-def test_adapters_in_a_branch_are_part_of_it():
+def test_adapters_belong_to_their_branch():
     model = tiny_vit()
     for block in model.blocks:
         block.attn.qkv, block.mlp.fc1 = Adapter(block.attn.qkv), Adapter(block.mlp.fc1)
@@ -461,7 +461,7 @@ def test_adapters_in_a_branch_are_part_of_it():
     assert "not supported: test_convert.Adapter" in str(unchanged(model, "feature"))
 
 
-def test_another_block_in_a_new_timm_release(monkeypatch):
+def test_a_block_that_a_new_timm_release_has_changed(monkeypatch):
     class Block(vit.Block):
         def forward(self, x):
             return x + self.mlp(x)

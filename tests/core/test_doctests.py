@@ -20,7 +20,7 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, tmp_path, monkeypatch, capfd):
-    """Examples may use torch, timm and timm_ortho without importing them, and write files to the working directory."""
+    """Examples may use torch, timm and timm_ortho without an import, and may write files to the working directory."""
     module = importlib.import_module(name)
     names = {"torch": torch, "timm": timm, "timm_ortho": timm_ortho}
     tests = doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=names)

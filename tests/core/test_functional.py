@@ -279,7 +279,7 @@ def test_recording_modes_see_no_in_place_operation(weights, keep, shape, dtype):
     a, b = (torch.tensor(w, requires_grad=True) for w in (0.3, 0.7)) if weights == "learned" else weights
     arguments = dict(parallel=a, orthogonal=b, dim=1, keep=keep)
     with Mutations() as recorded:
-        residual_update(x, f, **arguments)  # inference
+        residual_update(x, f, **arguments)  # without gradients
         x, f = x.requires_grad_(), f.requires_grad_()
         y = residual_update(x, f, **arguments)
         gradient, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -287,7 +287,7 @@ def test_recording_modes_see_no_in_place_operation(weights, keep, shape, dtype):
     assert recorded.count > 20
     assert set(recorded.names) <= {"aten::detach_"}  # called by autograd
     observed = y.detach(), gradient.detach()
-    y = residual_update(x, f, **arguments)  # no mode: the same numbers
+    y = residual_update(x, f, **arguments)  # the result without a mode is equal
     assert torch.equal(y, observed[0])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], observed[1])
 
@@ -437,13 +437,13 @@ X = torch.ones(2, 3, 4)
 
 @pytest.mark.parametrize(("args", "kwargs", "words"), [
     ((X, torch.ones(2, 3, 5)), {}, ["same shape", "(2, 3, 4)", "(2, 3, 5)"]),
-    ((X, torch.ones(3, 4)), {}, ["same shape", "(2, 3, 4)", "(3, 4)"]),  # no broadcasting
+    ((X, torch.ones(3, 4)), {}, ["same shape", "(2, 3, 4)", "(3, 4)"]),  # shapes that could be broadcast
     ((X, X.long()), {}, ["floating-point", "torch.int64", "(2, 3, 4)"]),
     ((X, X.to("meta")), {}, ["same device", "x on cpu", "f on meta", "(2, 3, 4)"]),
     ((X, X), {"dim": 3}, ["dim", "[-3, 2]", "got 3", "(2, 3, 4)"]),
     ((X, X), {"dim": (1, -2)}, ["different axes", "(1, -2)"]),
     ((X, X), {"dim": ()}, ["one or more", "()"]),
-    ((X[0, 0], X[0, 0]), {"dim": None}, ["one or more", "None", "(4,)"]),  # only a batch axis
+    ((X[0, 0], X[0, 0]), {"dim": None}, ["one or more", "None", "(4,)"]),  # the only axis is the batch
     ((X, X), {"eps": 0.0}, ["eps", "positive", "0.0"]),
     ((X, X), {"eps": float("nan")}, ["eps", "finite", "nan"]),
     ((X, X), {"eps": float("inf")}, ["eps", "finite", "inf"]),

@@ -195,7 +195,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_its_twin_with_a_loop(name):
+def test_a_model_equals_a_model_that_loops_over_groups(name):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64 if name == "Swin" else 32, 64 if name == "Swin" else 32, dtype=torch.float64)
     model = MODELS[name]().double().eval()

@@ -1,6 +1,6 @@
-"""The backends `torch` and `triton` against the float64 oracle, and their memory.
+"""The backends `torch` and `triton`: comparison with the float64 oracle, and memory.
 
-Without a CUDA device the kernels run in Triton's interpreter, see conftest.py.
+Without a CUDA device, tests/conftest.py makes the kernels run in Triton's interpreter.
 """
 import itertools
 import math
@@ -67,7 +67,7 @@ def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=
             part = formula(truth, {**exact, **dict(zip("ab", alone, strict=True))}) - of(**exact)[0]
             magnitude = (part * g).abs().sum().item()
         units = {DOUBLE: 16.0, SINGLE: 2.0}.get(got.dtype, 0.5)  # half-precision results are rounded once
-        if got.dtype == BRAIN and INTERPRETED and backend == "triton":  # the interpreter truncates instead of rounding
+        if got.dtype == BRAIN and INTERPRETED and backend == "triton":  # the interpreter truncates and does not round
             units = 1.0
         assert (got.dtype, got.shape) == (reference[name].dtype, expected.shape), name
         allowed = 2 * error(reference[name], expected) + units * last_place(magnitude, got.dtype)
@@ -187,7 +187,7 @@ def test_any_strides(backend, strides, dim):
 @pytest.mark.parametrize("shape", [(2, 6, 5, 4), (1, 6, 5, 4), (2, 1, 5, 4), (2, 6, 1, 1)], ids=str)
 def test_saved_sums_have_the_shape_of_the_stream(backend, shape):
     x, f, _ = tensors(shape)
-    for x, dim in itertools.product((x, nhwc(x)), (1, -1, (1, 2, 3))):  # noqa: B020 laid out anew
+    for x, dim in itertools.product((x, nhwc(x)), (1, -1, (1, 2, 3))):  # noqa: B020 in both memory formats
         dims = [dim] if isinstance(dim, int) else list(dim)
         y, s, n = (kernels if backend == "triton" else functional.TORCH).update(x, f, 0.0, 1.0, dims, EPS)
         torch.testing.assert_close(n, (x * x).sum(dims, keepdim=True) + EPS)

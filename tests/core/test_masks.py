@@ -148,7 +148,7 @@ def test_the_layout_resolves_ambiguous_masks():
     assert real_tokens(causal, SQUARE_X, "scores").all()
     assert torch.equal(real_tokens(causal, SQUARE_X, "keys"), causal.unsqueeze(-1))
     assert real_tokens(heads.view(4, 1, 8), LONG, "scores").flatten().tolist() == [True] * 6 + [False] * 2
-    for mask in (causal, causal[None], causal[None, None], OF_SAMPLES[:1]):  # unambiguous
+    for mask in (causal, causal[None], causal[None, None], OF_SAMPLES[:1]):  # these forms are unambiguous
         readings = [real_tokens(mask, LONG[:, :8], layout) for layout in MASK_LAYOUTS]
         assert all(torch.equal(reading, readings[0]) for reading in readings)
     with pytest.raises(ValueError, match="unknown mask layout 'key'"):
@@ -164,7 +164,7 @@ def test_masks_of_flex_attention():
 
 
 def test_a_token_that_one_head_attends_to_is_real():
-    halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # one mask per head
+    halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # each head has a mask
     assert real_tokens(halves, torch.zeros(4, 8, 6)).flatten().tolist() == [True] * 4 + [False] * 2 + [True] * 2
 
 
@@ -174,7 +174,7 @@ def test_tokens_need_not_attend_to_themselves():
 
 @pytest.mark.parametrize(("mask", "x"), [
     (None, torch.zeros(4, 8, 6)),
-    (torch.zeros(4, 1, 8, 5).bool(), torch.zeros(4, 8, 6)),  # keys from another stream
+    (torch.zeros(4, 1, 8, 5).bool(), torch.zeros(4, 8, 6)),  # the keys are tokens of another stream
     (torch.zeros(4, 5).bool(), torch.zeros(4, 8, 6)),
     (torch.zeros(8, 5), torch.zeros(4, 8, 6)),
 ])
@@ -184,7 +184,7 @@ def test_masks_of_other_tokens_are_ignored(mask, x):
 
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_connections(name):
-    """The global scope excludes padding; feature-wise connections treat each token separately."""
+    """The global scope excludes padding. Feature-wise connections treat each token separately."""
     x, f = batch(padding=2.0)
     connection = create_connection(name).double()
     y = connection(x, f, SQUARE)

@@ -36,8 +36,8 @@ def test_import_is_cheap():
     assert set(names) <= {"timm_ortho", "huggingface_hub", "linecache", "difflib", "ast"} | set(sys.stdlib_module_names)
 
 
-def test_files_import_only_from_below():
-    """Imports within functions count too."""
+def test_files_import_only_from_later_layers():
+    """Imports within functions are also checked."""
     entries, checked = set(), 0
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts

@@ -141,7 +141,7 @@ def test_forward_with_a_closure():
 
 
 class Private(nn.Module):
-    """Methods that depend on their class body: a default, a private name, an alias."""
+    """A block whose methods depend on the class body by a default, a private name and an alias."""
 
     HALF = 0.5
 
@@ -179,7 +179,7 @@ def test_random_conditions_are_not_evaluated():
 
 
 class Conditions(nn.Module):
-    """Conditions whose value is unknown before a call."""
+    """Methods with conditions whose value is unknown before the call."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ def test_unknown_conditions_may_be_reached(method):
 
 
 def test_missing_attributes_are_known():
-    """Decoders check for cross-attention in this way."""
+    """Decoders check with hasattr whether they have cross-attention."""
     route, block = Route(Conditions, sums(("x", "one")), method="asked_for_an_attribute"), Conditions()
     assert route.reached(block) == [False]
     block.scale = 1.0
@@ -228,7 +228,7 @@ def test_missing_attributes_are_known():
 
 
 class KindsOfTwoSides(nn.Module):
-    """The sides of an `if` have additions of different kinds."""
+    """A block with additions of different kinds on the two sides of an `if`."""
 
     def __init__(self, parallel):
         super().__init__()
@@ -307,12 +307,12 @@ class Expressions(nn.Module):
     def forward(self, x):
         y = [x * 3.0]
         if self.shortcut is not None:
-            y[0] = y[0] + self.shortcut (x)  # a space that ast.unparse would remove
+            y[0] = y[0] + self.shortcut (x)  # ast.unparse would remove the space
         return torch.cat([x[:, 0:1] + y[0][:, :1], y[0][:, 1:]], dim=1)
 
 
 class Sides(nn.Module):
-    """Branches as in timm's blocks. The sum shows which branches ran."""
+    """A block with the conditions of timm's blocks. The sum shows which branches have run."""
 
     def __init__(self, gamma=None, mixer=True, fused=False):
         super().__init__()
@@ -431,7 +431,7 @@ class Helper(nn.Module):
         return self._residual(x * 2.0, x)
 
 
-def test_another_method():
+def test_additions_in_another_method():
     route = Route(Helper, sums(("skip", "one")), method="_residual")
     block = Helper()
     block.__class__ = route.subclass(name="Routed", module="tests.somewhere")
@@ -456,7 +456,7 @@ class Early(nn.Module):
 def test_code_after_a_return_counts_as_the_else_side():
     route = Route(Early, sums(("x", "one"), ("x", "two")))
     assert route.reached(Early()) == [False, False]
-    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # reached in training
+    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # both are reached in training mode
 
 
 def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):

@@ -44,7 +44,7 @@ def cases(draw, elements=4000):
 
 
 def laid_out(generator, shape, order, step, dtype):
-    """Return a random tensor with its axes in this order in memory, sliced with ``step`` along the innermost one."""
+    """Return a random tensor with its axes in this order in memory, sliced with ``step`` along the innermost axis."""
     inverse = [order.index(axis) for axis in range(len(shape))]
     sizes = [shape[axis] for axis in order]
     sizes[-1] *= step
@@ -168,7 +168,7 @@ def test_kernels(case):
     check(eager("triton"), case)
 
 
-@pytest.mark.slow  # compiles each case; shrinking would compile more
+@pytest.mark.slow  # each case is compiled
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # raised in Inductor
 @examples(10, [Phase.generate])
 @given(cases())
@@ -177,7 +177,7 @@ def test_inductor(case):
 
 
 def test_a_transposed_stream_projected_over_its_first_axis():
-    """Regression test: an earlier version split the axis of the sum."""
+    """An earlier version split the axis of the sum."""
     x, f = (torch.randn(1024, 2048, generator=torch.Generator().manual_seed(seed)).t() for seed in (0, 1))
     assert x.stride(0) == 1
     for needed in (False, True):

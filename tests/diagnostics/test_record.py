@@ -292,7 +292,7 @@ def test_a_recorded_step_is_cheap_enough():
 
 
 def test_values_are_read_once_per_recorded_pass(monkeypatch):
-    """Reading values synchronizes with a GPU."""
+    """Each read of a value waits for the GPU."""
     model, reads = vit("hybrid"), []
     for name in ("tolist", "item", "__float__", "__bool__"):
         original = getattr(torch.Tensor, name)

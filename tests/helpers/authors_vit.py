@@ -1,4 +1,4 @@
-"""The authors' ViT in plain PyTorch, written from their checkpoints' layout without timm or timm_ortho."""
+"""The authors' ViT in plain PyTorch. It has the layout of their checkpoints and does not use timm or timm_ortho."""
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ class Layer(nn.Module):
 
 
 class AuthorsViT(nn.Module):
-    """The authors' model; `add` is the residual connection, by default orthogonal over the channels."""
+    """The authors' model. `add` is the residual connection, by default orthogonal over the channels."""
 
     def __init__(self, size=224, patch=16, width=768, depth=12, heads=12, classes=1000, add=None):
         super().__init__()

@@ -57,7 +57,7 @@ class HubClient:
         self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
         self._environment = {
             **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},
-            # hf_xet does not use Python's sockets; an unreachable proxy keeps it on loopback
+            # hf_xet does not use Python's sockets. An unreachable proxy restricts it to loopback addresses.
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
             "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
             "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",
@@ -97,7 +97,7 @@ class HubClient:
 
 # ------------------------------------------------------------------------------------ in the client's process
 def _only_loopback(event: str, arguments: tuple) -> None:
-    """Audit hook that refuses every connection of Python's sockets except those to this machine."""
+    """Refuse connections of Python's sockets to other machines. This function is an audit hook."""
     if event == "socket.getaddrinfo":
         host = arguments[0]
     elif event == "socket.connect" and isinstance(arguments[1], tuple):

@@ -54,7 +54,7 @@ TORCHVISION = {
 
 
 def transformers(name, size=32, head="ForImageClassification", config=None, **arguments):
-    """``name`` is a prefix: ``ViT`` for ``ViTConfig`` and ``ViTForImageClassification``."""
+    """Return a function that creates a model. ``name`` is the prefix of its classes: ``ViT`` for ``ViTConfig``."""
     def make():
         import transformers
 

@@ -1,4 +1,4 @@
-"""Studies and runs with made-up numbers, for the tests of reports."""
+"""Studies and runs with made-up numbers for the tests of reports."""
 import itertools
 import random
 
@@ -19,7 +19,7 @@ GRIDS = {  # study: table of the paper, axes, baseline
     **{name: (name, {"depth": [20], "skip": ["identity", "orthogonal_tp"]}, {"skip": "identity"})
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
-    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # no table of a paper
+    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # the study reproduces no paper's table
     "compare": ("", {}, {"connection": "linear"}),  # `timm-ortho compare` makes this study; it has no YAML file
 }
 RECORDED = ("head_norm", "hybrid", "dynamics")

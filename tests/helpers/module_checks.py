@@ -1,7 +1,7 @@
 """Check that a small model of a timm module trains, compiles and can be exported.
 
 Each check takes the name of a model in `small_models.py` and a connection, or None for timm's own additions, and raises
-AssertionError on failure. `blocks/test_modules.py` runs a sample, `scripts/checks/modules.py` runs all.
+AssertionError on failure. `blocks/test_modules.py` checks a sample of modules, `scripts/checks/modules.py` all modules.
 """
 from functools import cache
 
@@ -75,7 +75,7 @@ def runs_as_onnx(name, connection):
     """Check the ONNX export in onnxruntime."""
     import onnxruntime
 
-    with set_exportable(True):  # as in timm's onnx_export.py: no fused attention
+    with set_exportable(True):  # disables fused attention, as in timm's onnx_export.py
         model, size = model_of(name, connection)
 
     def converted(x):

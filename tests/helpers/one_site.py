@@ -5,7 +5,7 @@ import timm_ortho
 
 
 class OneSite(nn.Module):
-    """A block with one connection and a fixed branch output; the stream is the input."""
+    """A block with one connection. The stream is the input, and the branch output is fixed."""
 
     def __init__(self, branch, connection="feature", dim=-1):
         super().__init__()

@@ -15,9 +15,9 @@ def truth(x, f, a, b, dims, eps, mask=None):
     Args:
         x, f: Stream and branch output.
         a, b: Weights of f_par and f_orth, floats or 0-d tensors.
-        dims: Axes of one projection; None for all axes but the first.
+        dims: Axes of one projection; None for all axes except the first.
         eps: Added to <x, x>.
-        mask: True for real positions.
+        mask: True for positions that are not padding.
     """
     if mask is not None:
         x, f = torch.where(mask, x, 0.0), torch.where(mask, f, 0.0)
@@ -30,7 +30,7 @@ def truth(x, f, a, b, dims, eps, mask=None):
 
 
 class _Update(torch.autograd.Function):
-    """y of the rows of two matrices. For L with g = dL/dy, the Jacobian of f_par (Eq. 8) gives, for c = <x, g> / n::
+    """Compute y for the rows of two matrices. With g = dL/dy and c = <x, g> / n, the Jacobian of f_par (Eq. 8) gives::
 
         (df_par/df)^T g = c x                 (df_par/dx)^T g = s g + c f - 2 s c x
     """
@@ -59,7 +59,7 @@ class _Update(torch.autograd.Function):
 def rounded(x, f, a, b, dims, eps, mask=None):
     """Return y, computed in float32 or float64 and cast once at the end. Autograd differentiates the operations.
 
-    An implementation should be about as close to :func:`truth` as this function is.
+    The error of an implementation should be about as large as the error of this function.
     """
     result = torch.promote_types(x.dtype, f.dtype)
     x, f = (t.to(torch.promote_types(result, torch.float32)) for t in (x, f))

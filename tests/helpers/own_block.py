@@ -1,4 +1,4 @@
-"""A residual block that a user has written, with two additions."""
+"""A user's residual block with two additions."""
 import torch
 from torch import nn
 

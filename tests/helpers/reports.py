@@ -1,4 +1,4 @@
-"""Write reports in tests, and read them."""
+"""Write and read reports."""
 import json
 import re
 from xml.etree import ElementTree
@@ -31,7 +31,7 @@ def parsed(folder):
 
 
 def tables_of(folder):
-    """Return the page's tables as lists of rows of texts. Cells that span columns are repeated."""
+    """Return the page's tables as lists of rows of texts. A cell that spans columns is repeated for each column."""
     return [[[text for cell in row for text in ["".join(cell.itertext())] * int(cell.get("colspan", 1))]
              for row in table.iter("tr")] for table in parsed(folder).iter("table")]
 

@@ -1,4 +1,4 @@
-"""A small model for each row of the table of timm's blocks and for each covered module of timm."""
+"""A small model for each row of the table of timm's blocks, and for each module of timm that the package covers."""
 import dataclasses
 import importlib
 from functools import cache

@@ -1,4 +1,4 @@
-"""Tiny text models of transformers with random weights, for each row of the table of blocks, and their comparisons."""
+"""Tiny text models of transformers with random weights, for each row of the table of blocks, and comparisons."""
 import inspect
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -131,9 +131,9 @@ class Measured(NamedTuple):
     classes: str  # block classes
     sites: int
     kinds: str
-    linear: bool  # bit-identical logits of the connected and the untouched model
+    linear: bool  # whether the logits of the original model and with linear connections are bit-identical
     linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
-    cache: Optional[bool]  # with feature, the cache and a single pass give the same logits within rounding
+    cache: Optional[bool]  # whether, with feature, the cache and a single pass give the same logits within rounding
 
     def row(self) -> str:
         words = {True: "yes", False: "no", None: "no cache"}

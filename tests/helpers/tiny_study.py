@@ -1,4 +1,4 @@
-"""A study whose runs take seconds and train in the process of the test."""
+"""A study whose runs take seconds, and functions that train them in the process of the test."""
 import json
 from pathlib import Path
 

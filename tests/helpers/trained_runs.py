@@ -1,4 +1,4 @@
-"""Run folders that are written in seconds: those of the lab, and those of timm's train.py."""
+"""Run folders of the lab and of timm's train.py that are written in seconds."""
 from argparse import Namespace
 from pathlib import Path
 

@@ -148,7 +148,7 @@ def test_a_variant_after_disconnect_is_linear(tmp_path, name):
 
 @pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this timm stores no arguments")
 def test_timms_save_for_hf_stores_the_arguments_of_create_model(tmp_path):
-    """A later `connect` is not stored, see docs/hub.md."""
+    """save_for_hf does not store the arguments of a later `connect`. docs/hub.md states this."""
     model = tiny(connection="hybrid", connection_start="linear")
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     assert repr(timm_ortho.sites(loaded(tmp_path))) == repr(timm_ortho.sites(model))
@@ -312,7 +312,7 @@ def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypa
 
 
 class Lazy(timm_ortho.Connection):
-    """A gate per token, whose width the first input determines."""
+    """A connection with a gate per token. The first input determines the gate's width."""
 
     def __init__(self, dim=-1, eps=1e-6, device=None, dtype=None):
         super().__init__(dim, eps)

@@ -130,7 +130,7 @@ def test_private(server, client):
 def test_an_interrupted_upload_changes_nothing(server, client, what, path, method):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
-    # The PUT is refused and not cut, because the client repeats cut uploads for half a minute.
+    # The PUT is refused instead of cut, because the client repeats cut uploads for half a minute.
     server.fail(what, path, method, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
     refusals = r"PublishError: the (Hub refuses this token write access|upload was interrupted \(Rem)"

@@ -206,7 +206,7 @@ def test_description_of_a_studys_data(tmp_path):
 
 
 def test_description_of_train_pys_data(tmp_path):
-    """train.py ignores train_num_samples. If the plan is made on a machine without the data, it has no description."""
+    """train.py ignores train_num_samples. A plan that is made on a machine without the data has no description."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(for_train_py(tmp_path, root, train_num_samples=4))
     assert (experiment.study["data"]["train"], experiment.study["data"]["validation_split"]) == (12, "test")

@@ -41,7 +41,7 @@ def test_equal_runs_are_shared(tmp_path):
         "connection_eps=1e-08-linear-seed0", "connection_eps=1e-08-linear-seed1"}
 
 
-def test_default_arguments_make_no_difference():
+def test_arguments_equal_to_defaults_are_left_out():
     cells = {variant.cell["probability"]: variant for variant in
              design.load("probability", "small").variants({"device": "cpu"})}
     assert cells[0.0].options.model_kwargs["connection"] == "linear"
@@ -265,7 +265,7 @@ def test_the_keys_of_a_file_are_the_attributes_of_a_design():
     assert design._KEYS.keys() == design.Design.__dataclass_fields__.keys() - {"name", "scale"}
 
 
-def test_null_is_the_default(tmp_path):
+def test_null_means_the_default(tmp_path):
     path = written(tmp_path, baseline=None, hold_out=None, representation=None)
     found = design.load(path, "smoke")
     assert (found.baseline, found.hold_out, found.representation) == ({"connection": "linear"}, 0, False)

@@ -9,7 +9,7 @@ from timm_ortho.lab.running import pooling
 SMALL = dict(depths=[1, 1, 2, 1], dims=[16, 32, 48, 64], num_classes=4)
 
 
-def test_the_mixer_is_timms_without_the_subtraction():
+def test_the_plain_mixer_equals_timms_without_the_subtraction():
     x = torch.randn(2, 8, 6, 6)
     torch.testing.assert_close(pooling.PlainPooling()(x) - x, pooling.Pooling()(x))
     plain, timms = (

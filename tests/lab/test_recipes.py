@@ -179,7 +179,7 @@ def test_headers_are_the_papers(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_train_the_papers_batch(name):
-    """On one GPU and on two nodes of four, the batch is images per step x accumulated steps x processes."""
+    """The batch is images per step x accumulated steps x processes, on one GPU and on two nodes with four GPUs each."""
     header = text(name).split("\ndevice_modules")[0].replace(" \\\n#      ", "")
     batch = values(name)["batch_size"]
     one, several = (re.search(start + r".*train\.py -c .*", header).group() for start in ("  python", "  torchrun"))

@@ -210,7 +210,7 @@ def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
 
 
 def test_commands_of_the_stages(tmp_path, stopping):
-    """The files of a run determine its next command."""
+    """The checkpoints in a run's folder determine its next command."""
     def words(stage):
         python, script, *rest = train_py.command(one, one.stages[stage], folder)
         assert (python, script) == (sys.executable, str(stopping))

@@ -103,11 +103,11 @@ def test_autocast_trains(arguments, half):
 
 
 def kept_for_backward(model, x):
-    """Return the bytes that autograd keeps, without parameters."""
+    """Return the number of bytes that autograd keeps, without parameters."""
     kept = {}
 
     def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # keeps the address in use
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # prevents reuse of the address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

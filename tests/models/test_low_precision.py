@@ -13,7 +13,7 @@ CONNECTIONS = ["linear", "feature", "global", "hybrid"]
 
 
 def create(name, connection=None):
-    """Return timm's model, connected or not. LayerScale is 0.5, because with 1e-6 branches hardly matter."""
+    """Return a model of timm, connected if ``connection`` is set. LayerScale is 0.5, so that branches matter."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def types(model):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("connection", CONNECTIONS)
 def test_int8(name, connection):
-    """Quantize linear layers dynamically. PyTorch's replacement is torchao, which is not a dependency."""
+    """Quantize linear layers with torch.ao, because its successor torchao is not a dependency."""
     def quantised(model):
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 

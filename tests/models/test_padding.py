@@ -325,7 +325,7 @@ def test_gemma(connection):
 
 
 @pytest.mark.parametrize("connection", ["linear", "global"])
-def test_recorded_rows_are_of_real_tokens(connection):
+def test_recorded_rows_exclude_padding(connection):
     """Recorded values of a padded batch are averages over its real tokens."""
     model = naflex(connection=connection, global_pool="avg", reg_tokens=1).train()
     tokens = [1 + size[0] * size[1] // 16 for size in SIZES]

@@ -127,7 +127,7 @@ def train(scripts, images, output, model, *options, processes=1, epochs=1, resum
 
 
 def validate(scripts, images, model, checkpoint, output):
-    """Run validate.py by `python -m timm_ortho run` and return its top-1 accuracy."""
+    """Run validate.py with `python -m timm_ortho run` and return the top-1 accuracy."""
     call(["-m", "timm_ortho", "run", scripts / "validate.py", *common(model, images), "--checkpoint", checkpoint,
           "--results-file", output, "--results-format", "json"], scripts)
     results = json.loads(output.read_text())
@@ -256,7 +256,7 @@ SHRUNK = {
 @pytest.mark.parametrize("name", SHRUNK)
 @pytest.mark.parametrize("sibling", ["", "_linear"])
 def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
-    """Data set, model size and number of epochs differ from the recipes."""
+    """The data set, the model's size and the number of epochs differ from those in the recipes."""
     model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
     if sibling:
         model = model.rsplit("_", 1)[0] + sibling

@@ -16,7 +16,7 @@ from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 
-# The paper's families. Of other families, blocks/test_timm.py tests a model per block class.
+# The paper's families. blocks/test_timm.py tests the other families with one model per block class.
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]

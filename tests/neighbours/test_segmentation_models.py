@@ -19,7 +19,7 @@ def unet(encoder, **arguments):
 ])
 def test_variants_as_encoders(base, suffix, kind, size):
     model, linear, plain = unet(base + suffix), unet(base + suffix, connection="linear"), unet(base)
-    for name, parameter in model.named_parameters():  # timm starts a branch's last norm or LayerScale near zero
+    for name, parameter in model.named_parameters():  # timm initializes a branch's last norm or LayerScale near zero
         is_scale = parameter.dim() == 1 and not name.endswith("bias")
         torch.nn.init.normal_(parameter, mean=float(is_scale), std=0.1)
     for other in (linear, plain):

@@ -111,7 +111,7 @@ def test_anchors_equal_githubs(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ commands
 def commands(path):
-    """Return the commands in blocks, indented lines and backticks, one per line and without comments."""
+    """Return the commands in code blocks, indented lines and backticks, without comments."""
     text = text_of(path)
     prose = without_blocks(text)
     blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))

@@ -100,7 +100,7 @@ def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
     assert text.endswith("On a GPU: not measured.")
 
 
-def test_no_measurement_is_taken_twice(tmp_path):
+def test_duplicate_rows_are_an_error(tmp_path):
     for name in ("bench_a.csv", "bench_b.csv"):
         fake_csv(tmp_path, name, [model_row("training", "eager", 1.3)])
     with pytest.raises(SystemExit, match="2 rows of vit_small are the same measurement"):

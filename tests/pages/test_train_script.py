@@ -21,7 +21,7 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Return a function that returns the arguments of Python. By default, there are four GPUs and no checkpoint."""
+    """Return a function that builds a command without the interpreter. The machine has four GPUs and no checkpoint."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("batch_size: 1024\n", encoding="utf-8")

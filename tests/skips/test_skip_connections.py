@@ -132,7 +132,7 @@ def test_arguments_of_variants(name):
 
 
 def test_recorded_streams_are_transformed():
-    model = connect(tiny("plain basic"), "feature", skip="idempotent_cmr", skip_rank=0)  # P = 0, so the stream is zero
+    model = connect(tiny("plain basic"), "feature", skip="idempotent_cmr", skip_rank=0)  # P = 0: the stream is zero
     with record(model, every=1) as recorder:
         model(images())
     assert {row["stream"] for row in recorder.rows} == {0.0}
@@ -142,7 +142,7 @@ def test_recorded_streams_are_transformed():
     assert min(row["stream"] for row in recorder.rows) > 0
 
 
-def test_compiled_models_follow_another_connect():
+def test_compiled_models_use_the_skips_of_another_connect():
     """Each `connect` with another seed replaces the skips."""
     torch._dynamo.reset()
     model, x, results = tiny("plain basic").double().eval(), images().double(), []
@@ -164,7 +164,7 @@ def test_autocast_trains():
 
 
 def test_transforms_of_a_pruned_architecture():
-    """Streams are narrower than the arguments of the model's class imply."""
+    """The streams of a pruned model are narrower than the arguments of its class."""
     model = timm.create_model("efficientnet_b1_pruned_ortho", skip="orthogonal_tp").eval()
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
     assert model.state_dict().keys() == timm.create_model("efficientnet_b1_pruned").state_dict().keys()

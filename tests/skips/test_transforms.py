@@ -159,7 +159,7 @@ def test_random_does_not_depend_on_torch():
 # ------------------------------------------------------------------------------------- parity with dense matrices
 @pytest.mark.parametrize("width", [1, 2, 12, 35, 256])
 @pytest.mark.parametrize("name", MAPS)
-def test_dense(name, width):
+def test_equals_multiplication_by_the_dense_matrix(name, width):
     skip, arguments = MAPS[name]
     p = dense(skip, width, **arguments)
     for layout in LAYOUTS.values():
@@ -199,7 +199,7 @@ def test_gradients_are_no_views():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MAPS)
 def test_rounds_once(name, dtype):
-    """Only the result is rounded, neither the matrix nor intermediate results."""
+    """Only the result is rounded. The matrix and intermediate results are not."""
     skip, arguments = MAPS[name]
     x = (300 * torch.randn(5, 192)).to(dtype)
     module = create_skip(skip, 192, **arguments)
@@ -236,7 +236,7 @@ def test_gradcheck(name, layout):
     assert torch.autograd.gradgradcheck(lambda t: module(t).square(), (x,))
 
 
-def test_func_transforms():
+def test_transforms_of_torch_func():
     module, x = create_skip("orthogonal_tp", 12), torch.randn(4, 12, dtype=torch.float64)
     jacobian = torch.func.vmap(torch.func.jacrev(module))(x)
     torch.testing.assert_close(jacobian, module.matrix().expand(4, 12, 12))
@@ -283,7 +283,7 @@ def test_compiled_matrices_are_constants():
 
 @told_from_export
 def test_equal_transforms_share_compiled_code():
-    """Blocks that are compiled one by one share code. Random rotations differ, so each has its own graph."""
+    """Separately compiled blocks with equal transforms share code. Random rotations differ, so each has a graph."""
     torch._dynamo.reset()
     counter, x = CompileCounter(), torch.randn(2, 24)
     for name, expected in (("orthogonal_tp", 1), ("idempotent_cmr", 2), ("orthogonal_random", 4)):
@@ -347,7 +347,7 @@ def test_copies_and_pickles():
     assert b"torch._utils" not in pickle.dumps(module)
 
 
-def test_inference_mode_does_not_spoil_training():
+def test_inference_mode_does_not_affect_training():
     module, x = create_skip("orthogonal_tp", 24), torch.randn(3, 24, requires_grad=True)
     torch._dynamo.reset()
     for form in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):

@@ -7,9 +7,9 @@
         hub.fail(503, path="model.safetensors", times=2)        # the next two requests for that file
         hub.files("me/model"), hub.requests
 
-It has repositories with branches, tags and pull requests; private and gated repositories; read and write tokens;
-preupload, three upload modes, commits, and downloads with ranges. It can simulate failures. All data is in memory,
-except the files that hf_xet's simulator writes to ``folder``. `hub_client.py` runs the client.
+The mock has repositories with branches, tags and pull requests, private and gated repositories, and read and write
+tokens. It supports preupload, three upload modes, commits, and downloads of ranges. It can simulate failures. All data
+is in memory, except the files that hf_xet's simulator writes to ``folder``. `hub_client.py` runs the client.
 
 The upload modes, argument ``uploads``:
   * ``regular``: each file is part of its commit. The real Hub accepts this for small text files only.
@@ -18,9 +18,9 @@ The upload modes, argument ``uploads``:
   * ``xet``: hf_xet writes large files to ``folder``, since the server's xet URL is ``local://``. Only hf_xet can read
     them, because their chunks are compressed.
 
-As on the real Hub, blobs have another host name (``localhost``) than the API (``127.0.0.1``). A token that is sent to
-the blobs' host has leaked. Status codes and headers follow the client's source. They were not compared with the real
-Hub.
+As on the real Hub, the host names of the blobs (``localhost``) and of the API (``127.0.0.1``) differ. A token that is
+sent to the blobs' host has leaked. Status codes and headers follow the client's source. They were not compared with
+the real Hub.
 """
 import hashlib
 import threading
@@ -77,7 +77,7 @@ class HubServer:
 
     @property
     def storage(self) -> str:
-        """URL of the blobs: the same server under another host name, which must never receive a token."""
+        """Return the URL of the blobs. It has a host name of this server that must not receive a token."""
         return f"http://localhost:{self.port}"
 
     # ------------------------------------------------------------------------------------ used by tests
@@ -113,7 +113,7 @@ class HubServer:
 
         Args:
             what: A status (401: bad token, 403: missing rights, 429: retry after a minute), ``"cut"`` (the connection
-                ends within the content of the answer or of an upload) or ``"silence"`` (no answer).
+                ends during a download or an upload) or ``"silence"`` (no answer).
             path: Regular expression that is searched in the path; "" matches every path. The content of large files
                 comes from ``/blobs/``, not from ``/resolve/``.
             method: HTTP method; None for all.

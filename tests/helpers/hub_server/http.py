@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Answer(Exception):
-    """An error answer, raised anywhere while a request is handled."""
+    """An exception that ends the handling of a request with an error answer."""
 
     def __init__(self, status: int, message: str, code: Optional[str] = None, **headers: str) -> None:
         super().__init__(message)
@@ -174,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
         return user
 
     def repository(self, repo: str, content: bool = False) -> Repository:
-        """Return a repository that the user may see and, with ``content``, read."""
+        """Return a repository that the user may see. With ``content``, the user must also have the right to read it."""
         user, found = self.user(), self.hub.repositories.get(repo)
         if found is None or (found.private and (user is None or user[0] != found.owner)):
             raise Answer(404 if user else 401, "Repository not found", "RepoNotFound")
