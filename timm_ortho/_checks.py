@@ -71,7 +71,7 @@ def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> 
     """Return ``name`` if it is one of ``known``.
 
     Args:
-        kind: What the name denotes, for the message.
+        kind: Noun for the message, for example ``backend``.
         name: The name.
         known: Known names.
         hint: Text to append to the message.

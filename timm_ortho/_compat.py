@@ -5,7 +5,7 @@ import timm
 import torch
 from timm.data.dataset_factory import _search_split as search_split  # the folder that timm reads for a split
 from timm.models._features import feature_take_indices  # resolves the argument `indices` of forward_intermediates
-from timm.models._prune import adapt_model_from_file  # narrower layers, before they get connections
+from timm.models._prune import adapt_model_from_file  # narrows the layers of pruned models
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic

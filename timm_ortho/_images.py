@@ -7,7 +7,7 @@ from torch import nn
 
 
 def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional[int] = None) -> Dict[str, Any]:
-    """Return timm's ``resolve_data_config`` with the right number of channels; timm may assume three.
+    """Return timm's ``resolve_data_config`` for any number of channels; without an input size timm assumes three.
 
     Args:
         model: The model. Its ``pretrained_cfg`` contains the defaults.

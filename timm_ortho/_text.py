@@ -34,7 +34,7 @@ def error_text(error: BaseException, named: bool = False) -> str:
 
 
 def finite(value: Optional[float]) -> bool:
-    """Return whether a value is finite; None, with which :func:`without_nan` replaces NaN and infinities, is not."""
+    """Return whether a value is a finite number; None is not, :func:`without_nan` writes it for NaN and infinities."""
     return value is not None and math.isfinite(value)
 
 

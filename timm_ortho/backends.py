@@ -1,4 +1,4 @@
-"""Choose a backend for the update, compile one, and verify the Triton kernels at run time.
+"""Choose a backend for the update, compile its operations, and verify the Triton kernels at run time.
 
 | backend | implementation | chosen by ``auto`` |
 | --- | --- | --- |
@@ -52,7 +52,7 @@ def default() -> str:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Set the default backend inside a context. It overrides the environment variable TIMM_ORTHO_BACKEND.
+    """Set the default backend inside a context. This overrides the environment variable TIMM_ORTHO_BACKEND.
 
     Args:
         name: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``.
@@ -79,8 +79,9 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     Args:
         x: Stream.
         f: Branch output.
-        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``. None means the default: the value of the
-            environment variable TIMM_ORTHO_BACKEND when this package was imported, or ``"auto"``.
+        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``. None means the default, which
+            :func:`use_backend` sets. Outside its context, the default is the value of the environment variable
+            TIMM_ORTHO_BACKEND when this package was imported, or ``"auto"``.
 
     Returns:
         ``"torch"``, ``"inductor"`` or ``"triton"``. Under ``torch.compile`` and inside a dispatch mode the result is
@@ -142,8 +143,8 @@ def _cpp_compiler_is_installed() -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a backend function with dynamic sizes, for calls from eager mode without gradients.
 
-    A case (dtypes, sizes of 1 and constant arguments) that reaches torch's recompilation limit warns and then runs in
-    eager mode.
+    After a case (dtypes, sizes of 1 and constant arguments) reaches torch's recompilation limit, its calls run in eager
+    mode. A RuntimeWarning reports this.
     """
     in_eager_mode = set()  # cases that reached the limit
 
@@ -214,7 +215,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
             results = kernel(x, other, *args)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 Triton's compiler may raise any type; the warning quotes it
+        except Exception as error:  # noqa: BLE001 Triton's compiler may raise any type of error
             problem = f"could not be launched ({error_text(error, named=True)})"
         else:
             problem = _difference(results, reference, (x, other, *args), 0 in [d % x.dim() for d in dims])

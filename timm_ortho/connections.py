@@ -50,8 +50,8 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | mask | reading |
     | --- | --- |
     | ``[B or 1, heads or 1, N or 1, N]`` | as ``scaled_dot_product_attention`` broadcasts it |
-    | ``[N, N]``, ``[heads, N, N]`` | the same, without the leading axes |
-    | ``[B, N]`` | the keys of each sample |
+    | ``[N, N]``, ``[heads, N, N]`` | the same, with the leading axes omitted |
+    | ``[B, N]`` | one value for each key of each sample |
     | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values of -1000 or less forbid attention, 0 and 1 allow it |
@@ -281,7 +281,7 @@ class FeatureConnection(Connection):
 class GlobalConnection(FeatureConnection):
     """Orthogonal-G: y = x + f_orth, one projection over all axes but the batch.
 
-    Padding is excluded, and its output is zero.
+    Padding is excluded from the projection, and the output at padding is zero.
 
     Args:
         dim, eps, prob, keep: See :class:`FeatureConnection`.
@@ -424,11 +424,11 @@ def create_connection(
     Args:
         connection: Name, class, or a function that returns an instance.
         dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. For a connection without this argument it must be 1, except for
-            ``linear``, which has no projection.
+        groups: See :class:`FeatureConnection`. Must be 1 for connections without this argument, except for ``linear``,
+            which has no projection.
         branch_first: See :class:`Connection`.
         tokens_apart: Whether the global scope projects each token separately, see :class:`timm_ortho.blocks.BlockSpec`.
-        in_place: Whether the block changes the sum in place, which requires ``keep="branch"``.
+        in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
         mask_layout: Layout of the block's attention masks, see :func:`real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
         device, dtype: Device and dtype of the parameters.
@@ -510,7 +510,7 @@ class Site(NamedTuple):
     """One residual addition of a model with connections.
 
     Attributes:
-        layer: Index of its block, counted through the model from 0.
+        layer: Index of the block's layer in the model, from 0.
         kind: Kind of the branch, such as ``attention``, ``mlp`` or ``conv``, see :class:`timm_ortho.blocks.BlockSpec`.
             If the block's own code contains the connection, the name of its attribute.
         name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
@@ -526,7 +526,7 @@ class Site(NamedTuple):
 def sites(model: nn.Module) -> List[Site]:
     """Return the sites of a model, block by block; an empty list for a model without connections.
 
-    A warning lists blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does. The new
+    A warning reports blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does. The new
     class does not call the connections, so the additions of these blocks are linear.
 
     Example:
@@ -587,9 +587,7 @@ def layer_name(block: str, depth: int) -> str:
 
 
 def layers_of(blocks: Iterable[str]) -> Iterator[int]:
-    """Yield the layer index of each block.
-
-    ``blocks`` are the names of the blocks or of their layers, in model order.
+    """Yield the layer index of each block, given the names of the blocks or of their layers in model order.
 
     A block inside another block, such as the position encoding of ``davit``'s blocks, belongs to the outer layer.
 

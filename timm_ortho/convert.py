@@ -29,7 +29,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class _Block(NamedTuple):
-    """A residual block: a module of a known class, or a module whose own code contains connections.
+    """A residual block: a module of a supported class, or a module whose own code contains connections.
 
     Attributes:
         name: Name in ``named_modules()``.
@@ -101,7 +101,7 @@ class UnsupportedModelError(ValueError):
     """A model cannot be connected or disconnected.
 
     Attributes:
-        unsupported: Names of the unknown classes of residual blocks.
+        unsupported: Names of the unsupported classes of residual blocks.
     """
 
     def __init__(self, message: str, unsupported: Sequence[str] = ()) -> None:
@@ -128,18 +128,18 @@ def connect(
     """Give every residual addition of a model a connection, in place. Present connections are replaced.
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
-    do not change. Only ``hybrid`` adds parameters, two per site. Each call initializes them, so add them to an existing
+    do not change. Only ``hybrid`` adds parameters, two per site. Each call makes new ones, so add them to an existing
     optimizer. ``model.no_weight_decay()``, which timm's optimizers call, contains their names. Connect with ``hybrid``
     before DistributedDataParallel, which does not synchronise parameters that are added later. After ``fully_shard``,
     connections can only be replaced by connections without parameters.
 
     Args:
-        model: Any module that contains supported blocks, with or without adapters. Supported are blocks of timm
-            (including ``features_only``), torchvision and transformers, classes from
-            :func:`timm_ortho.register_block`, and modules whose own code contains a :class:`Connection`.
+        model: Any module that contains supported blocks, with or without adapters. A supported block comes from timm
+            (including ``features_only``), torchvision or transformers, or its class was passed to
+            :func:`timm_ortho.register_block`, or its own code contains a :class:`Connection`.
         connection: ``linear``, ``feature``, ``global``, ``hybrid`` or another registered name, a connection class, or
-            a function that returns a connection. Of the arguments ``dim``, ``eps``, ``prob``, ``start``, ``keep``,
-            ``groups``, ``device`` and ``dtype``, a class or function receives those in its signature.
+            a function that returns a connection. A class or function is called with ``dim``, ``eps``, ``prob``,
+            ``start``, ``keep``, ``groups``, ``device`` and ``dtype``, as far as its signature contains them.
         eps: Added to |x|^2.
         prob: Probability pi of the orthogonal form. In training, each site draws the orthogonal or the linear form at
             each step. Must be 1 for ``hybrid``.
@@ -155,9 +155,9 @@ def connect(
             and custom connections that accept ``groups``. ``"heads"`` means the number of heads of the block's
             attention, at every site of the block.
         skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: y = P x + a f_par +
-            b f_orth, where f_par is parallel and f_orth orthogonal to P x. ``identity``, ``idempotent_mr``,
-            ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` or ``scaled`` (P = I / L for the L sites of the
-            model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
+            b f_orth, where f_par is parallel and f_orth orthogonal to P x. One of ``identity``, ``idempotent_mr``,
+            ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
+            the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
         skip_branches: Number of branches B of an idempotent P; None for the number of channels.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. All widths of the model must allow it.
@@ -349,7 +349,7 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
     """Raise ValueError for a connection with the global scope in a causal block."""
     if block.spec is None or all(connection.dims is not None for connection in connections):
         return
-    names = {layer_name(block.name, depth): None for depth in range(block.name.count(".") + 2)}  # the last is the model
+    names = {layer_name(block.name, depth): None for depth in range(block.name.count(".") + 2)}  # "" is the model
     if block.spec.is_causal(model.get_submodule(name) for name in names):
         made = next(connection for connection in connections if connection.dims is None)
         raise ValueError(

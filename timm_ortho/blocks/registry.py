@@ -32,17 +32,17 @@ def register_block(
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
             A sequence of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
-            ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Additions on the two
-            sides of an ``if`` count once.
+            ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
+            two sides of an ``if`` count as one.
         dim: Channel axis of the stream, -1 for tokens, 1 for B C H W: one for all additions, or one for each.
         keep: ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: The method with the additions.
         mask: Name of that method's argument with the attention mask. The global scope uses it to exclude padding (see
             :func:`timm_ortho.connections.real_tokens`). It must have the meaning of ``scaled_dot_product_attention``:
-            True allows attention. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""`` for those.
+            True allows attention. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""`` for them.
         causal: True if a token must not depend on later tokens, as in a language model; ``connect`` then refuses
-            connections with the global scope. A string names an attribute that is true in such blocks. It is read from
-            the block, or from the nearest module around it that has it.
+            connections with the global scope. A string names an attribute that is true in such blocks. The attribute is
+            read from the block, or from the nearest module around the block that has it.
 
     Returns:
         The class.
@@ -164,7 +164,7 @@ def _flat(streams: Union[str, tuple]) -> List[str]:
 
 
 def _shown(value: Any) -> str:
-    """Describe a value in an error; a module by its class, because its repr has a line for each child."""
+    """Return the text of a value for an error. A module is shown by its class, because its repr has many lines."""
     return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
 
 

@@ -61,7 +61,7 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
     Args:
         host: The block class.
         spec: Its spec.
-        kinds: The kinds of sites to route, as :func:`reached` returns them; None for all.
+        kinds: Kinds of sites that get connections, as :func:`reached` returns them; None for all kinds.
 
     Raises:
         timm_ortho.routing.RoutingError: The additions of the class do not match the spec.
@@ -98,7 +98,7 @@ def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
 
 
 def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
-    """Return, by kind of site, whether the source has the branch to the left of the stream.
+    """Return, by kind of site, whether the branch output is the left summand in the source.
 
     Example:
         >>> host = timm.models.vision_transformer.Block
@@ -110,7 +110,7 @@ def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
 
 @cache
 def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Route:
-    """Return the additions of a block class; only the selected kinds are routed."""
+    """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
     streams = spec.stream if isinstance(spec.stream, tuple) else (spec.stream,) * len(spec.kinds)
     sums = [
         Sum(stream, f"connection_{kind}" if kind in kinds and kind else None)

@@ -9,7 +9,7 @@ class BlockSpec(NamedTuple):
     """One class of residual blocks.
 
     Attributes:
-        name: Full name of the class, ``timm.models.vision_transformer.Block``.
+        name: Full name of the class, for example ``timm.models.vision_transformer.Block``.
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
             A tuple of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
@@ -27,7 +27,7 @@ class BlockSpec(NamedTuple):
         width: Function of a block that returns the number of channels of its stream: one number for all additions, or
             one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out the global scope. A string names an
-            attribute with this value. It is read from the block, or from the nearest module around it that has it.
+            attribute with this value, of the block or of the nearest module around the block that has it.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. Sites of one layer have the same index.
         sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both, for a

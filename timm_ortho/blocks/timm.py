@@ -5,9 +5,9 @@ from the stream. The stream is the input of the block, or the block's own shortc
 output includes its norm, LayerScale and drop path. An activation or a norm may follow the sum. Special cases:
 
   * A LayerScale of 1e-6, or a last norm with zero weights, makes the branch output small or zero at initialization.
-    This is no problem, because the projection is linear in the branch output and ``eps`` is added to the square of the
-    stream.
-  * Class and register tokens are tokens. The global scope sums over all axes but the first and excludes only padding.
+    The connections work as usual, because the projection is linear in the branch output and ``eps`` is added only to
+    the square of the stream.
+  * Class and register tokens count as tokens. The global scope sums over all axes but the first, without padding.
   * Some models cut the stream into pieces along the batch axis (the patches of ``mobilevit``, the pixels of ``tnt``).
     The global scope then has one projection per piece. Swin, MaxViT and SAM cut inside the branch, so their global
     scope is the whole stream.

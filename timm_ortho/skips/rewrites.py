@@ -7,7 +7,7 @@ y = P x + F(x) becomes
 
 :func:`absorb` (Theorem 1, Eq. 12 and 13) chooses T_i = T_{i+1} P_i, and T = I after the last block of a width. Every
 skip becomes the identity. If all L blocks have P = Q, then z_1 = Q^L x_1, and block i adds
-Q^(L-i) F_i(Q^(i-L-1) z_i).
+Q^(L-i) F_i(Q^(i-L-1) z_i) to the stream.
 
 :func:`diagonalise` (Eq. 19 to 23) chooses T = U with P = U^T Lambda U. Every skip becomes Lambda, a diagonal matrix of
 zeros and ones, and U^T follows the last block.
@@ -31,7 +31,7 @@ from .transforms import Skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# (block class, kind of site) -> first and last layer of the branch. In these blocks only the skip changes the stream.
+# (block class, kind of site) -> first and last layer of the branch. No norm or activation acts on the stream.
 _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("timm.models.vision_transformer.Block", "attention"): ("norm1", "drop_path1"),
     ("timm.models.vision_transformer.Block", "mlp"): ("norm2", "drop_path2"),
@@ -130,7 +130,8 @@ def diagonalise(model: ModelT) -> ModelT:
         A new model with the same outputs, whose skips are diagonal matrices of zeros and ones.
 
     Raises:
-        SkipRewriteError: As for :func:`absorb`, or sites of a width have different skips.
+        SkipRewriteError: The model has no connections or an unsupported block, a skip is not idempotent, or sites of a
+            width have different skips.
 
     Example:
         >>> import timm

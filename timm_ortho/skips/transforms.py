@@ -1,7 +1,7 @@
 """Skip transforms: fixed linear maps P of the stream, y = P x + f.
 
-From "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017), Eq. 1 and 24 to
-26, for a stream x of C channels in B branches. P acts along the channel axis of each token or pixel:
+They come from "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017), Eq. 1
+and 24 to 26. The stream x has C channels in B branches. P acts along the channel axis of each token or pixel:
 
 | name | P | rank |
 | --- | --- | --- |
@@ -9,7 +9,7 @@ From "Orthogonal and Idempotent Transformations for Learning Deep Neural Network
 | ``idempotent_mr`` | P_MR = 1/B (1 1^T) ⊗ I, a B x B block matrix of identities: the mean of the branches | C/B |
 | ``idempotent_cmr`` | I - P_MR: each branch minus the mean of the branches; 0 for B = 1 | C - C/B |
 | ``orthogonal_tp`` | M ⊗ ... ⊗ M with M = [[1, -1], [1, 1]] / sqrt(2) | C |
-| ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n of random rotations, different at each site | C |
+| ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n with random rotations R_i, different at each site | C |
 | ``scaled`` | I / L for L sites, so that y = x / L + f | C |
 
 The Kronecker products have one factor per prime factor of C, the largest first. For a prime p, M is Hartley's matrix
@@ -17,9 +17,9 @@ with its rows in reverse order: p x p with entries cas(2 pi (p - 1 - j) k / p) /
 orthogonal, has no zero entry, and equals Eq. 26 for p = 2. A random rotation is uniform over SO(p).
 
 P is not stored as a C x C matrix. The idempotent maps compute one mean over the branches. A Kronecker product needs one
-pass over the stream per factor. Adjacent factors are multiplied to matrices of at most 64 rows, because each pass is
-limited by memory bandwidth: 256 channels need two products with 16 x 16 matrices instead of eight passes. The backward
-pass applies P^T and saves no tensor.
+pass over the stream per factor. Memory bandwidth limits each pass, so adjacent factors are multiplied into matrices of
+at most 64 rows. For example, 256 channels need two passes with 16 x 16 matrices instead of eight with 2 x 2 matrices.
+The backward pass applies P^T and saves no tensor.
 
 Half-precision inputs are transformed in float32 (float64 stays float64), and the result is cast once. The maps have no
 parameters or buffers and add nothing to the state dict. They depend only on their arguments, including a seed.
