@@ -26,7 +26,7 @@ class Candidate(NamedTuple):
         run: Receives the result of `prepare`.
         prepare: Called before each `run`.
         backend: Returns the name of the backend that runs.
-        moved: Bytes that a call must move; 0 if none, or if they are not counted.
+        moved: Bytes that a call must move; 0 if there are none or they are not counted.
         keep: Forward pass with gradients, for measuring the bytes saved for the backward pass.
         parameters: Tensors to exclude from the saved bytes.
         held: Bytes of inputs, parameters and buffers.

@@ -52,7 +52,7 @@ class Result:
 
     Attributes:
         name: Name of the candidate; `linear` is the baseline, and `copy` measures the bandwidth.
-        moved: Bytes that a call must move; 0 if none, or if they are not counted.
+        moved: Bytes that a call must move; 0 if there are none or they are not counted.
         once: Columns that are measured once: `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`.
         ms: Milliseconds of one call, one number for each repetition.
         note: The error that ended the measurement, in one line.

@@ -6,9 +6,9 @@ timm's ``train.py``. Recording is not an argument of the model, because argument
 who loads it would record too. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
 record the same name with ``--model-kwargs connection=linear``.
 
-Each line is one row. In distributed training, the first process writes the rows of its share of the batch. An existing
-file is appended to. The steps continue after the last step in the file, because the number of passes before a resumed
-checkpoint is unknown here. Rows that were written after the last checkpoint are kept.
+Each line is one row. In distributed training, the first process writes the rows of its share of the batch. Rows are
+appended to an existing file. The steps continue after the last step in the file, because the number of passes before a
+resumed checkpoint is unknown here. Rows that were written after the last checkpoint are kept.
 """
 import json
 import os

@@ -58,7 +58,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
 
 
 def _check_config(file: Path, source: str) -> None:
-    """Raise WeightsError unless a config.json names a registered architecture and no pickle."""
+    """Raise WeightsError if a config.json names an unknown architecture, or weights other than safetensors."""
     try:
         config: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         architecture = config["architecture"]

@@ -1,9 +1,9 @@
-"""Write a model or a training run as a folder that is a repository of the Hugging Face Hub.
+"""Write a model or a training run into a folder, as the files of a Hugging Face Hub repository.
 
 | file | content |
 | --- | --- |
 | `model.safetensors` | the weights; no pickle is written |
-| `config.json` | the architecture, its arguments and those of the connections, image preprocessing, class names |
+| `config.json` | the architecture, model and connection arguments, image preprocessing, class names |
 | `README.md` | the model card, see `card` |
 | `training.png` | the training curve of a run; needs matplotlib |
 
@@ -75,7 +75,7 @@ def export(
     Args:
         model, repo_id, ema, labels, license, revision: See :func:`timm_ortho.hub.push`.
         folder: An earlier export in this folder is replaced.
-        token: A token that the files must not contain, in addition to the token in use.
+        token: A token that the files must not contain, in addition to huggingface_hub's token.
 
     Returns:
         The card.
@@ -144,7 +144,7 @@ class Publication:
         Args:
             folder: An existing folder.
             labels, license, revision: See :func:`timm_ortho.hub.push`.
-            token: A token that the files must not contain, in addition to the token in use.
+            token: A token that the files must not contain, in addition to huggingface_hub's token.
 
         Raises:
             PublishError: The model cannot be published.
@@ -228,7 +228,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     Args:
         run: A run of train.py or of the lab.
         name: Another model for these weights, such as a variant with another connection.
-        overrides: Arguments of the model that replace those of the run.
+        overrides: Arguments of the model that replace the run's arguments.
 
     Raises:
         PublishError: The weights do not fit the model, or a module of the run cannot be imported.

@@ -3,7 +3,7 @@
 | run of | options | metrics |
 | --- | --- | --- |
 | timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv` and `result.json`, also those of other seeds |
+| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv` and `result.json`, also of runs with other seeds |
 
 With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights.
 Checkpoints are read with torch's restricted unpickler, which executes no code.
@@ -37,7 +37,7 @@ class Run:
         history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. If the
             run changed its connection, only the epochs of the checkpoint's stage.
         result: `result.json` of a run of the lab; empty for `train.py`.
-        peers: Top-1 in percent after the last epoch by seed, for the finished runs that differ only in the seed.
+        peers: Top-1 after the last epoch in percent, by seed, of the finished runs that differ only in the seed.
         comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
         epoch: Epoch after which the weights were saved; None without weights.
         in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def chosen_on_validation(self) -> bool:
-        """Whether the weights are from an epoch before the last, which validation metrics probably selected."""
+        """Whether the weights are from an epoch before the last. Validation metrics probably selected that epoch."""
         if not self.history or self.epoch is None or self.in_mid_epoch:
             return False
         return self.epoch != self.history[-1]["epoch"]
@@ -156,7 +156,7 @@ def _read_checkpoint(path: Path) -> dict:
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the options in args.yaml, and from the checkpoint those that train.py set itself (num_classes)."""
+    """Return the options in args.yaml, completed by the checkpoint's (train.py sets num_classes itself)."""
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():

@@ -153,7 +153,7 @@ def _causes(error: BaseException) -> List[BaseException]:
 
 
 def without_tokens(text: str, token: Optional[str]) -> str:
-    """Replace the tokens in use, strings that look like tokens, and credentials in addresses by ``***``.
+    """Replace the tokens in use, strings that look like tokens, and credentials in addresses with ``***``.
 
     >>> without_tokens("https://me:secret@host/", None)
     'https://***@host/'

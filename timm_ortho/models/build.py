@@ -113,7 +113,7 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the creation arguments of a variant, except those of connections; empty for timm's models."""
+    """Return the creation arguments of a variant without connection arguments; empty for timm's models."""
     return dict(getattr(model, "creation_arguments", {}))
 
 

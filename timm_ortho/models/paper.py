@@ -2,7 +2,7 @@
 
 They follow the paper's text and the authors' code, and are built from timm's VisionTransformer and ResNetV2:
 ``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. Each
-name has the suffixes ``_ortho``, ``_orthog`` and ``_linear``, because timm has no baseline for these architectures.
+name exists with the suffixes ``_ortho``, ``_orthog`` and ``_linear`` (the baseline, which timm does not have).
 ``vit_test`` (32, 4, 2) is a ViT of the same class that is small enough to ship with trained weights.
 
 Difference from the authors' code: where a ResNetV2 block changes the stream's shape, the projection follows the first

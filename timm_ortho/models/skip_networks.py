@@ -10,7 +10,7 @@ one per channel; each branch is BN, convolution, BN, ReLU, convolution (Section 
 | ``skipnet_{20,56,110}_branch4`` | 4 | 32, 64, 128 in total |
 | ``skipnet_{20,56,110}_depthwise`` | one per channel | 64, 128, 256 |
 
-Each name has the suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the skip transform.
+Each name exists with suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the skip transform.
 As in the paper, the default B of an idempotent transform is 4 in the networks with four branches and the number of
 channels in all other networks; ``skip_branches`` and ``skip_rank`` override it.
 

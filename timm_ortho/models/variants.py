@@ -1,7 +1,7 @@
 """Orthogonal variants of timm's own architectures: ``<name>_ortho`` (feature scope) and ``<name>_orthog`` (global).
 
 The entry point of a variant builds timm's model with the variant's own ``PretrainedCfg`` and connects it. All variants
-share one function. Their names come from timm's registry and from ``coverage.json``, which lists the architectures of
+share one function. The names come from timm's registry and from ``coverage.json``, which lists the architectures of
 timm that can be connected, see :mod:`timm_ortho.models.coverage`.
 """
 import ast
@@ -46,7 +46,7 @@ def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Di
 
 @cache
 def _fixed(function: FunctionType) -> FrozenSet[str]:
-    """Return the arguments that an entry point sets in addition to its caller's: ``dict(embed_dim=512, **kwargs)``."""
+    """Return the arguments that an entry point adds to its caller's, as in ``dict(embed_dim=512, **kwargs)``."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
     forwarding = [call for call in calls if any(
         keyword.arg is None and isinstance(keyword.value, ast.Name) for keyword in call.keywords)]

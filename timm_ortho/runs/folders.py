@@ -23,7 +23,7 @@ def read_history(folder: Path) -> list[dict]:
     """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
 
     If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
-    an epoch replaces all previous rows from this epoch on.
+    an epoch replaces all previous rows of this and later epochs.
 
     Args:
         folder: Folder of the run.
@@ -45,7 +45,7 @@ def read_history(folder: Path) -> list[dict]:
 
 
 def json_lines(text: str) -> list[dict]:
-    """Return the rows of a text of JSON lines. A last line without a newline is incomplete and is skipped.
+    """Return the rows of a text in JSON Lines format. A last line without a newline is incomplete and is skipped.
 
     >>> json_lines('{"epoch": 0}\\n{"epo')
     [{'epoch': 0}]

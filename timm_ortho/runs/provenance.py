@@ -27,7 +27,7 @@ def made_with() -> dict[str, str]:
 
 
 def made_on() -> dict[str, str]:
-    """Return `made_with` and the machine: host, CPU, GPUs and their driver."""
+    """Return the values of `made_with`, and the machine: host, CPU, GPUs and their driver."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {**made_with(), "host": platform.node(), "cpu": _cpu_name(), "gpu": ", ".join(gpus), "driver": _first_line(
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""}

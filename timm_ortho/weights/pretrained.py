@@ -30,7 +30,7 @@ _AUTHORS = dict(
 
 
 def weights_file(name: str) -> Path:
-    """Return the path of the weights of ``name``, a model with its tag, in this package. The file need not exist."""
+    """Return the path in this package of the weights ``name`` (model and tag). The file need not exist."""
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
@@ -125,7 +125,7 @@ class Weights(NamedTuple):
 
 
 def weights(name: str) -> Optional[Weights]:
-    """Return the weights of a registered model, with or without tag; None if it has none. Does not use the network.
+    """Return the weights of a registered model, with or without tag, or None. Does not use the network.
 
     >>> weights("vit_test_ortho").name
     'vit_test_ortho.digits'
