@@ -350,7 +350,7 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr()
     folder = Path("output/push/me--digits")
     assert printed.out.strip() == (folder / "README.md").read_text(encoding="utf-8").strip()
-    assert printed.err.endswith(f"nothing was sent; the files are in {folder}\n")
+    assert printed.err.endswith(f"nothing was uploaded; the files are in {folder}\n")
     Path("labels").write_text("\ufeff" + "\n".join("abcdefghij") + "\n\n", encoding="utf-8")  # with a byte order mark
     assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--output", "out", "--labels",
                      "labels", "--license", "mit", "--revision", "v2"]) == 0
