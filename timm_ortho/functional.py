@@ -97,7 +97,7 @@ def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def without_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """Return ``x`` with zeros where ``mask`` is False. Padding, NaN included, then affects no sum and no gradient."""
+    """Return ``x`` with zeros where ``mask`` is False. Padding then affects no sum and no gradient, even NaN."""
     return x.masked_fill(mask.logical_not(), 0.0)
 
 
@@ -107,9 +107,9 @@ def plain_update(
 ) -> Tensor:
     """Compute the update in plain operations, which autograd differentiates.
 
-    Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to those of
-    :func:`residual_update` in eager mode, because deep networks would amplify differences in rounding. Arguments are
-    not checked.
+    Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to the results of
+    :func:`residual_update` in eager mode, because a deep network would amplify any difference in rounding. Arguments
+    are not checked.
 
     Args:
         x: Stream, of any shape.
@@ -183,7 +183,7 @@ class _ResidualUpdate(torch.autograd.Function):
     after save x and y anyway, so the only extra memory is two numbers per projection.
 
     ``s`` is a second output, so that a double backward pass can differentiate it. This class does not support
-    ``torch.func``, which would cost 70 us per call.
+    ``torch.func``, because the support would cost 70 us per call.
     """
 
     @staticmethod

@@ -37,8 +37,8 @@ class Sum(NamedTuple):
     """An addition in a block's method.
 
     Attributes:
-        stream: Source expression of the stream, such as ``self.shortcut(x)``; a tuple of all expressions if the sides
-            of an ``if`` add to different ones.
+        stream: Source expression of the stream, such as ``self.shortcut(x)``; a tuple of expressions if the sides of
+            an ``if`` have different streams.
         connection: Name of the block's attribute that holds the connection; None leaves the addition unchanged.
     """
 

@@ -13,7 +13,7 @@ and 24 to 26. The stream x has C channels in B branches. P acts along the channe
 | ``scaled`` | I / L for L sites, so that y = x / L + f | C |
 
 The Kronecker products have one factor per prime factor of C, the largest first. For a prime p, M is Hartley's matrix
-with its rows in reverse order: p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), where cas = cos + sin. It is
+with its rows in reverse order: p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), where cas = cos + sin. M is
 orthogonal, has no zero entry, and equals Eq. 26 for p = 2. A random rotation is uniform over SO(p).
 
 P is not stored as a C x C matrix. The idempotent maps compute one mean over the branches. A Kronecker product needs one
@@ -122,7 +122,7 @@ _cached_tensors = lru_cache(maxsize=1024)(_tensors)  # not in modules, which wou
 
 
 class _Mapped(torch.autograd.Function):
-    """Differentiate ``P x`` or ``P^T x``. Plain autograd would save matrices per token and round under autocast."""
+    """Compute ``P x`` or ``P^T x``. Plain autograd would save matrices per token and round gradients in autocast."""
 
     @staticmethod
     def forward(ctx, x, skip, transposed):
