@@ -1,8 +1,8 @@
-"""Set the number of threads and Triton's interpreter before any test is imported, and define shared fixtures."""
+"""Set the number of threads and select Triton's interpreter before tests are imported. Define shared fixtures."""
 import os
 
-# One thread, also in the processes that tests start. A second thread is slower, because the tensors are small, and it
-# changes the rounding of sums that tests compare across processes.
+# Tests and the processes that they start use one thread. With a second thread, operations on the small tensors are
+# slower, and the rounding of sums that tests compare across processes changes.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
@@ -13,8 +13,8 @@ from helpers.hub_server import HubServer
 torch.set_num_threads(1)  # a plugin may already have imported torch
 
 if not torch.cuda.is_available():
-    # Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported, as timm does, so
-    # it is set before any test imports timm.
+    # Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported. Importing timm
+    # imports Triton, so the variable is set before any test imports timm.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -25,7 +25,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
-    """A mock Hub and the real client, in a separate process that has run the test module's IMPORTS."""
+    """Start a mock Hub, and the real client in a separate process that runs the test module's IMPORTS."""
     folder = tmp_path_factory.mktemp("hub")
     imports = request.module.IMPORTS
     with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:
@@ -34,7 +34,7 @@ def served(request, tmp_path_factory):
 
 @pytest.fixture
 def server(served):
-    """The mock Hub without repositories; the client's cache is empty."""
+    """Remove all repositories from the mock Hub, empty the client's cache, and return the Hub."""
     server, client = served
     server.empty()
     client.forget()

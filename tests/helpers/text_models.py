@@ -72,7 +72,7 @@ HEADS = {"decoder": "CausalLM", "encoder": "MaskedLM", "both": "Seq2SeqLM"}
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """Return the config of a text model; skip the test if the installed release of transformers lacks the class."""
+    """Return the config of a text model. Skip the test if the installed release of transformers lacks the class."""
     transformers = pytest.importorskip("transformers", minversion="5")
     text = TEXT[name]
     config = f"{text.prefix}TextConfig" if text.prefix == "Gemma3" else f"{text.prefix}Config"
@@ -111,7 +111,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) -> torch.Tensor:
-    """Return the logits of a decoder that reads a prompt at once and then token by token from its key-value cache."""
+    """Return the logits of a decoder with a key-value cache. It reads a prompt at once, then token by token."""
     both = model.config.is_encoder_decoder
     arguments = {"encoder_outputs": model.get_encoder()(input_ids=tokens())} if both else {}
     parts, cache = [], None
@@ -131,7 +131,7 @@ class Measured(NamedTuple):
     classes: str  # block classes
     sites: int
     kinds: str
-    linear: bool  # whether the logits of the original model and with linear connections are bit-identical
+    linear: bool  # whether the model with linear connections has the original logits, bit for bit
     linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
     cache: Optional[bool]  # whether, with feature, the cache and a single pass give the same logits within rounding
 

@@ -125,7 +125,7 @@ def stopped(folder, monkeypatch, step, error=Stop):
 
 
 def switching(optimizer, **options):
-    """Return keys that make a study of one run. It switches connections, and its checkpoints contain every state."""
+    """Return the keys of a study with one run, which switches connections and whose checkpoints have every state."""
     values = yaml.safe_load(STUDY)
     values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
     return dict(

@@ -37,7 +37,7 @@ def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
     (folder / "args.yaml").write_text(yaml.safe_dump(vars(args)))
     torch.manual_seed(0)
     net = timm.create_model(model, num_classes=7, **args.model_kwargs)
-    args.num_classes = 7  # train.py sets it after writing args.yaml
+    args.num_classes = 7  # train.py sets num_classes after it writes args.yaml
     shadow = ModelEmaV3(net) if ema else None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     saver = CheckpointSaver(net, optimizer, args=args, model_ema=shadow, checkpoint_dir=str(folder), max_history=epochs)

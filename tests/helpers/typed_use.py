@@ -1,4 +1,4 @@
-"""Use the public interface as a user would. mypy checks this file; it is never run."""
+"""Use the public interface as a user would. mypy checks this file, which is never run."""
 from typing import Callable, List
 
 import timm

@@ -132,7 +132,7 @@ def test_shipped_study_from_run_to_report(tmp_path, monkeypatch):
 
 # -------------------------------------------------------------------------------------------------- status
 def test_status(tmp_path, monkeypatch, capsys):
-    """Status is read from the files of the runs. Each of five runs has a different state."""
+    """The status of a run comes from its files. The five runs have different states."""
     values = yaml.safe_load(STUDY)
     path = written(tmp_path, grid={"lr": [1e-3, 1e-2, 1e-1, 1.0, 2.0]}, connections=["linear"], representation=False,
                    scales=values["scales"])
