@@ -80,7 +80,7 @@ def _cards() -> Iterator[Card]:
             elif get_pretrained_cfg(name).file:
                 yield of_shipped(name)
             else:
-                raise SystemExit(f"no card describes the weights {name}: add them to AUTHORS in {__file__}")
+                raise SystemExit(f"no card of the weights {name}: write a function like of_authors in {__file__}")
 
 
 def of_shipped(name: str) -> Card:

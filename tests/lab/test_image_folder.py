@@ -302,8 +302,9 @@ def test_one_class_is_refused(tmp_path, scale):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
 
     refused_by(image_folder(tmp_path / "a", "train", "val", classes=("all",)),
-               "split 'train' of .*: all images are of one class 'all': the images must be in train/CLASS/")
-    refused_by(image_folder(tmp_path / "b", "train", "val", classes=("",)), "all images are of one class: the images")
+               "split 'train' of .*: all images are of one class 'all', at least two are needed: the images must")
+    refused_by(image_folder(tmp_path / "b", "train", "val", classes=("",)),
+               "all images are of one class, at least two are needed: the images")
     refused_by(image_folder(image_folder(tmp_path / "c", "train"), "val", classes=("cat",)),
                "split 'validation' of .*: all images are of one class 'cat'")
     refused_by(image_folder(tmp_path / "d", "train", "val", below="images"),

@@ -92,7 +92,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(connections=["linear", "featur"]),
      r"unknown connection 'featur', known are 'linear', .* did you mean 'feature'"),
     (dict(connections=[]), r"there is nothing to compare: choose at least one connection"),
-    (dict(batch_size=128), r"batch_size 128 is larger than the training set of 64 images"),
+    (dict(batch_size=128), r"batch_size 128 is larger than the training set of 64 images: choose .* batch_size=N"),
     (dict(batch_size=7, mixup=0.2), r"mixup and cutmix need an even batch_size, not 7"),
     (dict(epochs=0), r"epochs must be at least 1, got 0"),
     (dict(num_classes=1), r"num_classes is 1, but data set 'digits' has 10 classes"),

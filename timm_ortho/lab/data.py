@@ -307,7 +307,8 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
     Workers are started again for each epoch. Persistent workers keep random states that no checkpoint has.
     """
     if options.batch_size > len(source.train):
-        raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} images")
+        raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
+                       "images: choose a smaller one with --option batch_size=N")
     for split in (source.train, source.validation):
         # Workers end with each epoch, and so would their caches. Pillow keeps 4 bytes for an RGB pixel.
         if (isinstance(split, _View) and split.cache is None and not options.workers
