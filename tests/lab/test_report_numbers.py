@@ -139,7 +139,7 @@ def test_the_answer_names_what_was_detected(tmp_path, gains, told):
     assert lead.startswith(told)
     assert "With 4 seeds, differences in top-1 below about 0.0" in lead
     assert " to 0.0" in lead
-    assert "by comparison)" in lead
+    assert "depending on the comparison)" in lead
 
 
 def test_an_interval_without_zero_before_adjustment_alone(tmp_path):

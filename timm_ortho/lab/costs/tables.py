@@ -61,10 +61,10 @@ def _overhead(rows: Sequence[Row]) -> Content:
         ["model"], here,
         {((name,), (title,)): f"{value:,.{digits}f}" for name, values in stated.items()
          for title, value, digits in zip(_SPEEDS, values, (1, 1, 2), strict=True)},
-        "Training images per second, medians over the repetitions. The overhead is the paper's formula for these "
-        "medians, 100 (1 - feature / linear). Each repetition times both models: the overhead by repetition is the "
-        "median of the same formula over the repetitions. In brackets are 20 % and 80 % quantiles.",
-        [Extra("What was measured", "Both models in turns: forward, cross entropy and backward.",
+        "Speeds are training images per second, as medians over the repetitions. The overhead is the paper's formula "
+        "for these medians, 100 (1 - feature / linear). Each repetition times both models: the overhead by repetition "
+        "is the median of the same formula over the repetitions. The brackets have the 20 % and 80 % quantiles.",
+        [Extra("What was measured", "Both models are timed in turns: forward, cross entropy and backward.",
                Table(["model", "images", "layout", "precision", "mode", "repetitions", "note"], [
                    [name, row["shape"], row["layout"], row["dtype"], row["mode"], str(row["repeats"]),
                     row["note"] or "–"] for name, row in by_name.items()]))])
@@ -91,14 +91,14 @@ def _parameters(rows: Sequence[Row]) -> Content:
     blocks, whole = ([row for row in rows if ("module" in row) is of_block] for of_block in (True, False))
     extras = [Extra(
         "FLOPs that an orthogonal connection adds to a block",
-        "FLOPs of the update minus those of the addition, counted during a forward pass. The paper: 6sd + 2s.",
+        "FLOPs of the update minus those of the addition are counted in a forward pass. The paper has 6sd + 2s.",
         Table(["model", "branch", "connection", "s", "d", "counted", "6sd + 2s"], [
             [_model(row["model"]), *_flop_position(row)[0], *(f"{row[key]:,}" for key in ("tokens", "width", "extra")),
              f"{6 * row['tokens'] * row['width'] + 2 * row['tokens']:,}"]
             for row in blocks if row["connection"] != "linear"], names=3)), Extra(
         "Whole models",
-        "FLOPs of all blocks for one image: matrix products and convolutions of the branches, and the connections. The "
-        "last column is the added FLOPs in percent of the linear model's.",
+        "The table has the FLOPs of all blocks for one image: those of the branches' matrix products and convolutions, "
+        "and those of the connections. The last column has the added FLOPs in percent of the linear model's FLOPs.",
         Table(["model", "connection", "sites", "parameters", "added", "FLOPs of branches", "of connections",
                "FLOPs added", "in %"], [
             [_model(row["model"]), paper.name("connection", row["connection"]), *(f"{row[key]:,}" for key in _WHOLE),
@@ -107,7 +107,7 @@ def _parameters(rows: Sequence[Row]) -> Content:
         ["module", "connection"], {_flop_position(row): f"{row['branch'] + row['update']:,}" for row in blocks},
         {_flop_position(row): _formula(row) for row in blocks
          if row["module"] in _BRANCHES and row["connection"] in _UPDATES},
-        "Counted during a forward pass of one image, for s tokens of width d, beside the paper's formula.",
+        "FLOPs are counted during a forward pass of one image, for s tokens of width d. The paper gives formulas.",
         [extra for extra in extras if extra.table.rows])
 
 
@@ -131,4 +131,5 @@ def _gamma(rows: Sequence[Row]) -> Content:
     models = paper.numbers()["gamma"]["models"]
     return Content(
         ["model"], texts({models.get(row["model"], {"name": row["model"]})["name"]: row for row in rows}),
-        texts({stated["name"]: stated for stated in models.values()}), "Counted from the registered models.")
+        texts({stated["name"]: stated for stated in models.values()}),
+        "The numbers are counted from the registered models.")

@@ -498,8 +498,8 @@ def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> 
     sentences += ["Red diamonds are the paper's differences."] if effects else []
     return [Drawing(
         name, " ".join([*sentences, "The vertical line is zero."]),
-        f"Differences to the baseline as points with bars{', and the paper’s,' if effects else ','} a row for each of "
-        f"{rows}.", partial(draw_forest, compared))]
+        f"Differences to the baseline as points with bars{', and the paper’s,' if effects else ','} with one row "
+        f"for each of {rows}.", partial(draw_forest, compared))]
 
 
 def draw_forest(compared: Sequence[ForestRow], height: float = 0.36, narrow: bool = False) -> Figure:

@@ -206,8 +206,9 @@ def _results(part: Part) -> Iterator[Block]:
     layout, entries = part.layout, part.entries
     own = layout.generic and not part.study["paper"]
     yield Grid(tables.overview(part.runs, entries, layout) if own else tables.main_table(entries, layout), "the table")
-    medians = ", medians of speed and memory" if own else ""
-    yield Text(note(part.study, f"Means ± standard deviation over the seeds{medians}, on the {layout.images} images.",
+    medians = ", and medians of speed and memory" if own else ""
+    yield Text(note(part.study, f"The table has means ± standard deviations over the seeds{medians}. The metrics are "
+                                f"measured on the {layout.images} images.",
                     layout.protocol.format(images=layout.images)))
     yield Heading("Differences, paired by seed")
     if any(entry.is_compared for entry in entries):
@@ -324,7 +325,7 @@ def _sensitivity(tested: Sequence[tables.Entry]) -> str:
     seeds = sorted({difference.pairs for difference in differences})
     halves = sorted(difference.half_width for difference in differences if difference.half_width is not None)
     least, middle, most = (_two_digits(value) for value in (halves[0], median(halves), halves[-1]))
-    spread = f" ({least} to {most} by comparison)" if least != most else ""
+    spread = f" ({least} to {most}, depending on the comparison)" if least != most else ""
     title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
     unit = " points" if percent else ""
     return (f"with {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "

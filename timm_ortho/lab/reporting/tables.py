@@ -343,9 +343,9 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
     measures = list(next(iter(steps.values()), {}))
     return Extra(
         "Transition points",
-        "The training step from which on the means of the linear and the feature traces are mostly apart: by more than "
-        "a tenth of the range of both and, if the paired differences vary between seeds, with a confidence interval "
-        "that excludes zero. “none”: there is no such step.",
+        "The transition point is the first training step from which the mean traces of linear and feature are mostly "
+        "apart. They are apart if they differ by more than a tenth of the range of both and, if the paired differences "
+        "vary between seeds, the confidence interval excludes zero. “none” means that there is no such step.",
         Table(["branch", "block", *measures], [[kind, str(layer), *by_measure.values()]
                                                for (kind, layer), by_measure in sorted(steps.items())], 2))
 
@@ -359,8 +359,8 @@ def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
                      f"{last / first:.3g}" if first else "unknown"])
     return Extra(
         "The last branch's output",
-        "|f|² of the last branch over the channels of a pixel, means over the seeds: at the first record, the highest, "
-        "at the last record, and the ratio of last to first.",
+        "The table has |f|² of the last branch over the channels of a pixel, as means over the seeds: at the first "
+        "record, the highest, at the last record, and the ratio of last to first.",
         Table([*layout.names, "first", "highest", "last", "last / first"], rows, len(layout.rows)))
 
 
@@ -375,7 +375,8 @@ def _learned_weights(runs: Sequence[Run], layout: Layout, recorded: Mapping[str,
         return f"{fmean(values):.3f} [{min(values):.3f}, {max(values):.3f}]" if values else "not finite"
 
     return Extra(
-        "Learned weights", "ρ and θ at the last record: mean over blocks and seeds, minimum and maximum in brackets.",
+        "Learned weights",
+        "ρ and θ at the last record are means over blocks and seeds, with minimum and maximum in brackets.",
         Table(["start", "branch", "ρ", "θ"], [
             [f"{start} start", kind, *(spread(members, key) for key in ("rho", "theta"))]
             for (start, kind), members in by_kind.items()], 2))
