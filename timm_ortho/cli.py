@@ -1,4 +1,4 @@
-"""Parse the command line, call, and print. Errors in the user's input are one line and exit status 2."""
+"""Parse the command line, call the package and print. An error in the user's input is one line, with exit status 2."""
 import argparse
 import importlib.util
 import os
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `timm-ortho` or `python -m timm_ortho`, and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # without argparse: all words after SCRIPT are the script's, including --help
+        # not with argparse: all words after SCRIPT belong to the script, including --help
         if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             return run_script(arguments[1], arguments[2:])
         parsed = _parser().parse_args(arguments)
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_push(commands)
     _add_list(commands)
     _add_show(commands)
-    env = commands.add_parser("env", help="versions, device and backend, for a bug report")
+    env = commands.add_parser("env", help="print versions, device and backend for a bug report")
     env.set_defaults(call=_env)
     run = commands.add_parser(
         "run", help="run a script with the variants registered", usage="timm-ortho run SCRIPT [ARGS ...]",
@@ -69,16 +69,16 @@ def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare", help="train one architecture with different connections on the same data, and report",
         description="Trains the same architecture with different connections on the same data, pairing runs by seed. "
-                    "Ctrl-C and SIGTERM write a report of the finished runs; the same command continues.")
+                    "Ctrl-C and SIGTERM write a report of the finished runs. The same command continues training.")
     add = parser.add_argument
     add("--model", metavar="NAME", help="architecture, without suffix: vit_small, resnetv2_50, ...")
     add("--dataset", metavar="NAME", help="digits, or timm's name: torch/cifar10, torch/fashion_mnist, ... "
-                                          "(default: digits, with --data-dir an image folder, '')")
+                                          "or '' for an image folder (default: digits, '' with --data-dir)")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
-    add("--recipe", metavar="FILE", help="timm training YAML, or the name of a recipe of this package")
+    add("--recipe", metavar="FILE", help="YAML file for timm's train.py, or the name of a shipped recipe")
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
         help="default: linear feature global")
-    add("--seeds", nargs="+", default=["3"], metavar="N", help="number of seeds (default: 3), or the seeds: 0 4 7")
+    add("--seeds", nargs="+", default=["3"], metavar="N", help="number of seeds (default: 3), or several seeds: 0 4 7")
     add("--epochs", type=int, metavar="N")
     add("--batch-size", "-b", type=int, metavar="N")
     add("--img-size", type=int, metavar="N")
@@ -121,29 +121,29 @@ def _add_study(commands: Any) -> None:
     parser = commands.add_parser(
         "study", help="run one of the papers' experiments and report it beside the paper's table")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    actions.add_parser("list", help="the studies").set_defaults(act=lambda lab, parsed: print(lab.listing()))
+    actions.add_parser("list", help="list the studies").set_defaults(act=lambda lab, parsed: print(lab.listing()))
     plan = actions.add_parser(
-        "plan", help="write and print the runs of a study",
+        "plan", help="write the folders of a study's runs, and print the commands",
         description="Writes a folder with the options of each run, prints the commands, and trains nothing.")
     plan.set_defaults(act=_study_plan)
     run = actions.add_parser(
         "run", help="train the runs of a study, and report",
         description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C and SIGTERM write a report "
-                    "of the finished runs; the same command continues.")
+                    "of the finished runs. The same command continues training.")
     run.set_defaults(act=_study_run)
     for action in (plan, run):
         _add_study_arguments(action)
-    status = actions.add_parser("status", help="the state of each run of a study, by its files")
-    status.add_argument("folder", type=Path, metavar="FOLDER", help="the study's --output")
+    status = actions.add_parser("status", help="print the state of each run of a study")
+    status.add_argument("folder", type=Path, metavar="FOLDER", help="output folder of the study")
     status.set_defaults(act=lambda lab, parsed: print(lab.status(parsed.folder)))
     report = actions.add_parser(
-        "report", help="report the runs in folders, without training",
+        "report", help="report finished runs, without training",
         description="Writes one report of the outputs of one or several studies, finished or not, and of runs that "
-                    "you trained with timm's train.py. A results.json writes its report again.")
+                    "you trained with timm's train.py. For a results.json, writes its report again.")
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER",
                         help="outputs of studies, folders of runs, or one results.json")
     report.add_argument("--output", type=Path, metavar="DIR", help="default: the first folder")
-    report.add_argument("--open", dest="opened", action="store_true", help="open it in the browser")
+    report.add_argument("--open", dest="opened", action="store_true", help="open the report in the browser")
     report.set_defaults(
         act=lambda lab, parsed: print(lab.report_on(parsed.folders, parsed.output, parsed.opened)))
     parser.set_defaults(call=_study)
@@ -154,10 +154,10 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="NAME", help="a name from timm-ortho study list, or a YAML file")
     add("--dataset", metavar="NAME",
         help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, or timm's name: torch/fashion_mnist, ... "
-             "(default: the study's, otherwise digits, with --data-dir an image folder, '')")
+             "or '' for an image folder (default: the study's data set, otherwise digits, '' with --data-dir)")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
-    add("--seeds", nargs="+", metavar="N", help="number of seeds (default: the scale's), or the seeds: 0 4 7")
+    add("--seeds", nargs="+", metavar="N", help="number of seeds (default: the scale's), or several seeds: 0 4 7")
     add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
         help="run only these cells: model=vit_b, connection=linear,feature")
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
@@ -167,12 +167,13 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
-        help="train with timm's train.py instead of the lab's own loop; scale paper needs it (default there: train.py "
-             "in TIMM_DIR)")
-    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each run of train.py, on each node (default: none)")
-    add("--nodes", type=int, default=1, metavar="N", help="nodes of each run of train.py")
-    add("--launcher", default="local", choices=["local", "slurm"], help="where runs are started (default: local)")
-    add("--minutes", type=int, default=1440, metavar="N", help="time limit of a Slurm job, which is then requeued")
+        help="train with timm's train.py instead of the lab's own loop; required at scale paper (default there: "
+             "train.py in TIMM_DIR)")
+    add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
+    add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
+    add("--minutes", type=int, default=1440, metavar="N",
+        help="time limit of a Slurm job, which is requeued when it reaches the limit (default: 1440)")
     add("--slurm", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="option of sbatch: partition=gpu, account=me")
 
@@ -233,7 +234,7 @@ def _require(command: str, packages: Mapping[str, str]) -> None:
 
 
 def _requested(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options among these that the user set."""
+    """Return those of the named options that the user set."""
     return {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
 
 
@@ -249,7 +250,7 @@ def _cells(text: str) -> tuple[str, str]:
 
 
 def _seeds(values: Sequence[str]) -> list[int] | int:
-    """Parse seeds: a single number is the number of seeds, several are the seeds, and `7,` is seed 7 alone."""
+    """Parse seeds: `3` means three seeds, `0 4 7` means these seeds, and `7,` means seed 7 alone."""
     words = _words(values)
     if not words or not all(word.isdecimal() for word in words):
         raise UsageError(f"--seeds takes whole numbers of at least 0, not '{' '.join(values)}'")
@@ -260,12 +261,12 @@ def _seeds(values: Sequence[str]) -> list[int] | int:
 def _add_cost(commands: Any) -> None:
     parser = commands.add_parser(
         "cost", help="measure one of the paper's tables of costs; nothing is trained",
-        description="Measures throughput (overhead, Table 1b), parameters and FLOPs (parameters, Table 1a), or the "
-                    "ratio of width to depth (gamma, Table 11), and reports it beside the paper's table.")
+        description="Measures one table, and reports it beside the paper's. overhead: throughput (Table 1b); "
+                    "parameters: parameters and FLOPs (Table 1a); gamma: width divided by depth (Table 11).")
     add = parser.add_argument
     add("name", choices=["overhead", "parameters", "gamma"])
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
-    add("--device", metavar="NAME", help="for overhead (default: cuda if available, otherwise cpu)")
+    add("--device", metavar="NAME", help="device of overhead (default: cuda if available, otherwise cpu)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
     add("--output", type=Path, metavar="DIR", help="default: output/cost/NAME-SCALE")
     parser.set_defaults(call=_cost)
@@ -281,26 +282,27 @@ def _cost(parsed: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ bench
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
-        "bench", help="time and memory of the orthogonal update on this machine",
-        description="Measures the update alone and in whole models, in turns with linear connections, and writes "
-                    "bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
+        "bench", help="measure time and memory of the orthogonal update on this machine",
+        description="Measures the orthogonal update alone and in whole models, alternating with linear connections. "
+                    "Writes bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
     add = parser.add_argument
-    add("--what", nargs="+", metavar="PART", help="operator, models, launch (default: all)")
-    add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures for both variants "
-                                                    "(default: vit_small_ortho and resnetv2_50_ortho, four on a GPU)")
+    add("--what", nargs="+", metavar="PART", help="parts to measure: operator, models, launch (default: all)")
+    add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures (vit_small) for "
+                                                    "both variants (default: two models, four on a GPU)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")
-    add("--skips", nargs="+", metavar="NAME", help="instead of orthogonal variants, compare models with these skip "
-                                                   "transforms (orthogonal_tp, ...) and with the identity")
-    add("--groups", nargs="+", metavar="N", help="also models with the channels in N groups, or in one per head: heads")
+    add("--skips", nargs="+", metavar="NAME", help="measure models with these skip transforms (orthogonal_tp, ...) and "
+                                                   "with the identity, instead of orthogonal variants")
+    add("--groups", nargs="+", metavar="N",
+        help="also measure models with N channel groups; heads: one group per attention head")
     add("--img-size", type=int, metavar="N", help="default: each architecture's own")
-    add("--batch-size", "-b", type=int, metavar="N", help="default: 8, 16 for vit_small_ortho, on a GPU 256")
-    add("--shapes", nargs="+", metavar="SHAPE", help="of the operator's tensors: tokens as 16x197x384, NCHW as "
-                                                     "8x256x56x56, measured in both memory formats")
-    add("--dtypes", nargs="+", metavar="DTYPE", help="float32, bfloat16, float16; in models the last two are autocast "
-                                                     "(default: float32, on a GPU bfloat16 too)")
+    add("--batch-size", "-b", type=int, metavar="N", help="default: 256 on a GPU, otherwise 8 (vit_small_ortho: 16)")
+    add("--shapes", nargs="+", metavar="SHAPE", help="of the operator's tensors: 16x197x384 is tokens, 8x256x56x56 is "
+                                                     "NCHW, which is measured in both memory formats")
+    add("--dtypes", nargs="+", metavar="DTYPE", help="float32, bfloat16, float16; models use the last two in autocast "
+                                                     "(default: float32, on a GPU also bfloat16)")
     add("--amp", action="store_true", help="the same as --dtypes bfloat16")
-    add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile too (default: yes)")
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="also measure with torch.compile (default: yes)")
     add("--repeats", type=int, metavar="N", help="repetitions of each group (default: 11, on a GPU 20)")
     add("--quick", action="store_true", help="small shapes, short models, few repetitions: under two minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
@@ -330,11 +332,11 @@ def _bench(parsed: argparse.Namespace) -> int:
 # ----------------------------------------------------------------------------------------------- recipe
 def _add_recipe(commands: Any) -> None:
     parser = commands.add_parser(
-        "recipe", help="the paper's recipes, for timm's train.py -c and for compare --recipe",
+        "recipe", help="print the paper's recipes, for timm's train.py -c and for compare --recipe",
         description="Prints a recipe, or lists all recipes.")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("name", nargs="?", metavar="NAME")
-    group.add_argument("--list", action="store_true", help="name, model, data set, table of the paper, its top-1 in %%")
+    group.add_argument("--list", action="store_true", help="list all recipes, with the paper's table and top-1 in %%")
     parser.add_argument("--path", action="store_true", help="print the path of the file, not its contents")
     parser.set_defaults(call=_recipe)
 
@@ -382,7 +384,7 @@ def _add_push(commands: Any) -> None:
     parser = commands.add_parser(
         "push", help="publish a trained model on the Hugging Face Hub",
         description="Publishes the weights of one run as safetensors, with a config.json and a model card. The files "
-                    "are loaded and compared before the upload. The token is from hf auth login, or HF_TOKEN.")
+                    "are loaded and compared before the upload. Log in with hf auth login, or set HF_TOKEN.")
     add = parser.add_argument
     add("model", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or the folder of one run, from timm's train.py, "
                                                    "timm-ortho compare or timm-ortho study")
@@ -390,12 +392,12 @@ def _add_push(commands: Any) -> None:
     add("--ema", action="store_true", help="publish the EMA weights")
     add("--labels", type=_lines, metavar="FILE",
         help="class names, one per line (default: those of the run)")
-    add("--license", metavar="NAME", help="as on the Hub: apache-2.0, mit, ... (default: none)")
+    add("--license", metavar="NAME", help="the Hub's name of the license: apache-2.0, mit, ... (default: none)")
     add("--private", action="store_true", default=None, help="make a new repository private")
-    add("--revision", metavar="BRANCH", help="created if it does not exist (default: main)")
+    add("--revision", metavar="BRANCH", help="branch, created if it does not exist (default: main)")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
     add("--message", dest="commit_message", default="Add model", metavar="TEXT", help="the commit's title")
-    add("--dry-run", action="store_true", help="write the folder and print the card, without upload")
+    add("--dry-run", action="store_true", help="write the folder and print the card, without uploading")
     add("--output", metavar="DIR", help="folder of a dry run (default: output/push/OWNER--NAME)")
     parser.set_defaults(call=_push)
 
@@ -428,11 +430,11 @@ def _lines(file: str) -> list[str]:
 
 # ------------------------------------------------------------------------------------------- list, env
 def _add_list(commands: Any) -> None:
-    parser = commands.add_parser("list", help="the registered variants")
-    parser.add_argument("pattern", nargs="?", help="as in timm.list_models: 'vit_small*'. Without a pattern: the "
-                                                    "coverage of each of timm's modules, and the blocks of torchvision "
-                                                    "and transformers")
-    parser.add_argument("--weights", action="store_true", help="list variants with weights, their source and size")
+    parser = commands.add_parser("list", help="list the registered variants")
+    parser.add_argument("pattern", nargs="?", help="names, as in timm.list_models: 'vit_small*' (default: the "
+                                                    "coverage of each of timm's modules, and the supported blocks of "
+                                                    "torchvision and transformers)")
+    parser.add_argument("--weights", action="store_true", help="list variants with weights, their size and source")
     parser.set_defaults(call=_list)
 
 
@@ -515,15 +517,16 @@ def _parameters(model: Any) -> int:
 
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
-        "show", help="a model's residual additions, and their norms on one batch",
-        description="Prints a line for each residual addition of a model: block, kind and connection, and on one batch "
-                    "the squared norms of the stream and of both components of the branch output, and their cosine.")
+        "show", help="print a model's residual additions, and their norms on one batch",
+        description="Prints a line for each residual addition of a model, with block, kind and connection. The numbers "
+                    "are measured on one batch: squared norms of the stream and of both components of the branch "
+                    "output, and the cosine of stream and branch output.")
     add = parser.add_argument
     add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho), a checkpoint or the folder of a "
                                        "run as for push, or a repository on the Hub (hf-hub:me/my-model)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the model")
     add("--pretrained", action="store_true", help="load the weights of a variant")
-    add("--checkpoint", default="", metavar="FILE", help="load the weights of a run or file into a variant")
+    add("--checkpoint", default="", metavar="FILE", help="load the weights of this checkpoint into a variant")
     add("--ema", action="store_true", help="load the EMA weights of a run")
     add("--image", type=Path, metavar="FILE", help="your own image (default: four images of noise)")
     add("--svg", type=Path, metavar="FILE", help="also draw a plot")
@@ -548,7 +551,7 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the model of `show`, and options that describe its images."""
+    """Return the model that `show` prints, and options that describe its images."""
     import timm
 
     from .hub import pull

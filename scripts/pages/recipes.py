@@ -108,7 +108,7 @@ def _adamw(recipe: dict) -> list[Option]:
 def _sgd(experiment: Experiment) -> list[Option]:
     recipe = experiment.recipe
     assert recipe["optimizer"] == "SGD"
-    why = "at this norm (Table 8)"
+    why = "Table 8"
     if experiment.section == "accuracy":
         why = ("The paper contradicts itself: Section 4.1 clips at this norm, Table 6 does not clip. The authors' "
                "published recipes and the study of initialisations (Table 8) clip.")
@@ -172,9 +172,9 @@ def _crop(recipe: dict) -> list[Option]:
     return [
         Option("train_crop_mode", "rrc",
                f"The paper pads by 4 pixels and crops {side} x {side}, which timm cannot do: rrc crops and rescales, "
-               f"rkrc and rkrr rescale half of the images, then crop or pad. The most similar is rrc with a square "
-               f"of {least} to {side} pixels. Both show at least {least} x {least} pixels, on average 0.88 of the "
-               "image (paper: 0.87). Shifts without rescaling are lost."),
+               f"rkrc and rkrr rescale half of the images, then crop or pad. The most similar mode is rrc with a "
+               f"square of {least} to {side} pixels. Both show at least {least} x {least} pixels, on average 0.88 of "
+               "the image (paper: 0.87). Shifts without rescaling are lost."),
         Option("scale", [round(least ** 2 / side ** 2, 3), 1.0]),
         Option("ratio", [1.0, 1.0]),
         interpolation,
@@ -188,11 +188,12 @@ def _augmentation(recipe: dict) -> list[Option]:
     erasing, jitter = recipe["random_erasing"], recipe["color_jitter"]
     return [
         Option("aa", f"rand-n{operations}-m{on_timms_scale}-p0.93-inc1-tincreasing3a",
-               f"RandAug (N, M) = ({operations}, {magnitude}): {operations} operations at magnitude {magnitude}, of 30 "
-               "in torchvision, which the authors' code uses. timm's magnitudes are whole numbers up to 10. p0.93: one "
-               "of torchvision's 14 operations does nothing. inc1: operations grow with the magnitude, as in "
-               "torchvision. timm also has Invert and SolarizeAdd. tincreasing3a: with 3a in the policy, timm keeps "
-               "the colour jitter beside RandAugment; an unknown set after t means timm's usual operations."),
+               f"RandAug (N, M) = ({operations}, {magnitude}): {operations} operations at magnitude {magnitude}. "
+               "Magnitudes go up to 30 in torchvision, which the authors' code uses, and are whole numbers up to 10 in "
+               "timm. p0.93: one of torchvision's 14 operations does nothing. inc1: operations grow with the "
+               "magnitude, as in torchvision. timm also has Invert and SolarizeAdd. tincreasing3a: with 3a in the "
+               "policy, timm keeps the colour jitter beside RandAugment; the unknown set after t selects timm's usual "
+               "operations."),
         Option("color_jitter", list(jitter.values()),
                f"{', '.join(jitter)}; the command-line option --color-jitter takes only one number"),
         Option("mixup", recipe["mixup"]["alpha"]),
@@ -263,12 +264,12 @@ def _remarks(experiment: Experiment) -> list[str]:
     cell = (experiment.architecture, experiment.dataset)
     if experiment.dataset == "imagenet1k":
         first = numbers()["accuracy"][experiment.architecture]["imagenet1k_first_version"]
-        return [f"These are from the final version; the first version has {_inline(first)}."]
+        return [f"These numbers are from the final version; the first version has {_inline(first)}."]
     if experiment.section == "initialisation":
-        return ["Appendix C.1 has 60,000 steps, Table 8 has 200 epochs, which are 78,000 steps. This recipe has the "
-                "epochs."]
+        return ["Appendix C.1 trains for 60,000 steps, Table 8 for 200 epochs, which are 78,000 steps. This recipe "
+                "trains for 200 epochs."]
     if cell == ("vit_b", "cifar10"):
-        return ["The spread of 6.06 is the paper's."]
+        return ["The standard deviation of 6.06 is as printed in the paper."]
     if cell == ("resnetv2_34", "tiny_imagenet"):
         return ["With --model-kwargs head_norm=True (Table 9):", f"  {_inline(numbers()['final_layer_norm']['with'])}"]
     return []
@@ -301,7 +302,7 @@ def _commands(experiment: Experiment) -> list[str]:
     batch, side = experiment.recipe["batch"], experiment.recipe["resolution"]
     each = batch // (NODES * GPUS_PER_NODE)
     vit = experiment.architecture.startswith("vit")
-    sync, synced = ([], "") if vit else (["--sync-bn"], ", BatchNorm over all of them")
+    sync, synced = ([], "") if vit else (["--sync-bn"], ", BatchNorm over all GPUs")
     download = ["--dataset-download"] if experiment.dataset.startswith("cifar") else []
     recipe = [f'-c "$(timm-ortho recipe --path {experiment.name})"', "--data-dir DATA"]
     nodes = [f"--nnodes {NODES}", f"--nproc-per-node {GPUS_PER_NODE}", "--node-rank $NODE_RANK",
@@ -312,10 +313,10 @@ def _commands(experiment: Experiment) -> list[str]:
     return [
         "One GPU, in a folder with timm's train.py:",
         *_command("python train.py", *recipe, *download, *_parts(experiment, batch)),
-        f"{NODES} nodes of {GPUS_PER_NODE} GPUs, {each} images each{synced}. NODE_RANK is 0 on the first node, whose "
-        "address is MASTER_ADDR, and 1 on the second:",
+        f"{NODES} nodes of {GPUS_PER_NODE} GPUs, {each} images per GPU{synced}. NODE_RANK is 0 on the first node, "
+        "whose address is MASTER_ADDR, and 1 on the second:",
         *_command("torchrun", *nodes, "train.py", *recipe, *(_parts(experiment, each) or [f"-b {each}"]), *sync),
-        "One machine or several, where the script checks train.py and divides the batch:",
+        "The same by a script, which checks train.py's version and divides the batch:",
         *_command("scripts/train.sh", experiment.name, _model_name(experiment), "DATA" + parts, *sync),
         "Smoke run, three small batches on the CPU, no validation (train.py of timm 1.0.29 or later):",
         *_command("python train.py", *recipe, *smoke),

@@ -155,7 +155,7 @@ def test_the_same_torchvision_split_twice_is_refused(tmp_path, monkeypatch, opti
     monkeypatch.setattr(MNIST, "__len__", lambda self: 8)
     monkeypatch.setattr(MNIST, "__getitem__", lambda self, index: (Image.fromarray(self.data[0]), self.targets[index]))
     options_of(tmp_path, dataset="torch/mnist")
-    refused("training and validation images would both be of", tmp_path, dataset="torch/mnist", **options)
+    refused("training and validation images would both come from", tmp_path, dataset="torch/mnist", **options)
 
 
 # ------------------------------------------------------------------------------------- description in reports
@@ -283,7 +283,7 @@ def test_the_commands_in_the_error_sort_tiny_imagenet(tmp_path, dataset):
     root = tiny_imagenet(tmp_path / "tiny imagenet")
     with pytest.raises(LabError, match=r"split '(train|validation)' of .*Tiny ImageNet's own layout") as error:
         options_of(root, dataset=dataset)
-    commands = str(error.value).partition("two commands sort: ")[2].replace(") and (", ")\n(").splitlines()
+    commands = str(error.value).partition("Two commands convert it: ")[2].replace(") and (", ")\n(").splitlines()
     for command in commands:
         subprocess.run(["bash", "-ec", command], check=True)
         assert re.sub(r"'[^']*/(train|val)'", r"DIR/\1", command) in PAGE.read_text()

@@ -129,7 +129,7 @@ def test_cells_without_a_recipe_of_the_paper_are_left_out(tmp_path, capsys):
                  "--only", "model=vit_s"]
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said if "images an update" in line] == [
+    assert [line.split(":")[0] for line in said if "images per update" in line] == [
         f"model=vit_s-{connection}-seed0" for connection in ("linear", "feature")]
     assert "left out: resnetv2_18_cifar: the paper has no recipe for imagenet1k" in said
     assert len(plan.read(tmp_path / "out")["left_out"]) == sum(line.startswith("left out") for line in said) == 4
@@ -211,11 +211,11 @@ def test_other_settings_are_refused(tmp_path):
     path = written(tmp_path)
     planned(request(path, tmp_path / "study"))
     before = contents(tmp_path)
-    with pytest.raises(LabError, match=r"out belongs to other settings \(.*lr is None there and 0.5 here.*: choose"):
+    with pytest.raises(LabError, match=r"out has other settings \(.*lr is None there and 0.5 here.*: choose"):
         planned(compared(out, lr=0.5))
     with pytest.raises(LabError, match=r"other settings \(given.epochs is None there and 3 here\): choose another"):
         planned(request(path, tmp_path / "study", epochs=3))
-    with pytest.raises(LabError, match=r"belongs to other settings \(design.name is 'compare' there and 'tiny' here"):
+    with pytest.raises(LabError, match=r"has other settings \(design.name is 'compare' there and 'tiny' here"):
         planned(request(path, out))
     assert contents(tmp_path) == before
 
@@ -225,7 +225,7 @@ def test_a_run_of_other_options_is_refused(tmp_path):
     for name, lr in (("one", 0.5), ("other", 0.1)):
         planned(compared(tmp_path / name, ["linear"], lr=lr))
     (tmp_path / "one" / "linear-seed0").rename(tmp_path / "other" / "linear-seed1")
-    with pytest.raises(LabError, match=r"seed1 is a run of other options \(lr is 0.5 there and 0.1 here; seed is 0 th"):
+    with pytest.raises(LabError, match=r"seed1 is a run with other options \(lr is 0.5 there and 0.1 here; seed is"):
         planned(compared(tmp_path / "other", ["linear"], seeds=2, lr=0.1))
 
 
@@ -233,7 +233,7 @@ def test_foreign_folders_are_refused(tmp_path):
     foreign = tmp_path / "thesis"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("precious")
-    with pytest.raises(LabError, match=r"contains 'thesis.tex' but no study.yaml, so it is no study's: choose another"):
+    with pytest.raises(LabError, match=r"contains 'thesis.tex' but no study.yaml, so no study wrote it: choose"):
         planned(compared(foreign))
     with pytest.raises(LabError, match=r"thesis\.tex is not a folder: choose another --output"):
         planned(compared(foreign / "thesis.tex"))

@@ -33,7 +33,7 @@ from timm_ortho.lab.planning import design
     (dict(baseline="linear"), "baseline is 'linear', but must be a mapping"),
     (dict(connections="feature"), "connections is 'feature', but must be a list"),
     (dict(grid={"x": {"a": {"connection": ["feature"]}}}), "connection is ['feature'], but must be text"),
-    (dict(grid={"seed": [1, 2]}), "a seed cannot be an axis: use seeds, or --seeds"),
+    (dict(grid={"seed": [1, 2]}), "a seed cannot be an axis: use the key seeds, or --seeds"),
 ])
 def test_bad_study(tmp_path, changed, message):
     values = {**yaml.safe_load(STUDY), **changed}

@@ -134,7 +134,7 @@ def test_contradictions_of_the_paper_are_in_the_header(name):
     published = "the authors' published code has"
     if name.endswith("initialisation"):
         assert NUMBERS["recipes"]["initialisation"]["clip_grad"] == {"table_8": 1.0}
-        assert "60,000 steps, Table 8 has 200 epochs, which are 78,000" in comments
+        assert "60,000 steps, Table 8 for 200 epochs, which are 78,000" in comments
         assert 50_000 // 128 * 200 == 78_000
     elif name.startswith("resnet"):
         assert NUMBERS["recipes"]["resnetv2"]["clip_grad"] == {"section_4_1": 1.0, "table_6": None}

@@ -151,7 +151,7 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
         hand = manual_run(folder, tmp_path / str(number), **changes)
         assert cli.main(["study", "report", str(folder), str(hand)]) == 2
         assert f"error: {hand} (" in (errors := capsys.readouterr().err)
-        assert "fits no cell of these studies" in errors
+        assert "matches no cell of these studies" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: use the --output of timm-ortho study or compare" in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")
@@ -246,7 +246,7 @@ def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, ste
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     processes = max(1, gpus) * nodes
-    assert f"linear-seed0: 64 images an update = {processes} processes x {steps} accumulated x {each}\n" in printed
+    assert f"linear-seed0: 64 images per update = {processes} processes x {steps} accumulated x {each}\n" in printed
     launcher = {(0, 1): "", (4, 1): "-m torch.distributed.run --standalone --nproc-per-node 4 ",
                 (4, 2): "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr localhost --master-port 29500 "
                         "--nproc-per-node 4 "}[gpus, nodes]
@@ -314,7 +314,7 @@ def test_a_run_cannot_change_its_trainer(tmp_path):
     experiment = planned(request(path, tmp_path / "out", train_py=STAND_IN, **options))
     there = experiment.runs["linear-seed0"]
     experiment.runs = {"linear-seed0": folders.replace(there, trainer="lab")}
-    with pytest.raises(LabError, match=r"is a run of other options \(trainer is 'train.py' there and 'lab' here"):
+    with pytest.raises(LabError, match=r"is a run with other options \(trainer is 'train.py' there and 'lab' here"):
         experiment.write()
     experiment.runs = {"linear-seed0": folders.replace(there, trainer="/elsewhere/train.py")}
     experiment.write()

@@ -12,7 +12,7 @@
 | `data`, `image_folder` | data sets, loaders, and the layout of image folders |
 | `paper` | the papers' numbers |
 
-The folder of a run is all that planning, running and reporting share. `import timm_ortho` does not import the lab.
+Planning, running and reporting share only the folders of the runs. `import timm_ortho` does not import the lab.
 """
 import difflib
 import json
@@ -28,11 +28,11 @@ from .._text import error_text, without_nan
 
 
 class LabError(ValueError):
-    """The user's input cannot be run. The message is one line with the fault and the remedy."""
+    """The user's input cannot be used. The message is one line with the problem and what to do."""
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line: the reason of the operating system, a LabError's message, or class and message.
+    """Return an error as one line: the operating system's reason, a LabError's message, or otherwise class and message.
 
     >>> one_line(KeyError("epochs"))
     "KeyError: 'epochs'"
@@ -91,7 +91,7 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
 
     Args:
         path: The final path.
-        writer: Suffix of the temporary path. Files that several processes write need a unique one.
+        writer: Suffix of the temporary path. Processes that write the same file need different suffixes.
     """
     partial = path.with_name(f".{path.name}{writer}.partial")
     try:

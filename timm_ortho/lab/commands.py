@@ -25,7 +25,7 @@ from .running.launch import Slurm
 from .running.loop import build_model
 from .running.timm_script import command as train_command
 
-_SMALL = 1_000_000  # parameters of a model that is faster with one thread
+_SMALL = 1_000_000  # parameters; smaller models are faster with one thread
 
 __all__ = [
     "Request", "Slurm", "comparison", "cost", "listing", "load", "make_plan", "report_on", "run", "status",
@@ -78,18 +78,18 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 
 def _planned(request: Request) -> StudyPlan:
     planned = plan(request)
-    Layout.of(planned.study)  # a wrong layout is an error before the first run
+    Layout.of(planned.study)  # raises errors of the layout before the first run
     planned.write()
     return planned
 
 
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
-    """Return the commands of a run, and for timm's script the division of its batch."""
+    """Return the commands of a run, and for timm's script how its batch is divided."""
     if run_plan.trainer_name == "lab":
         return f"python -m timm_ortho.lab.running.run {shlex.quote(str(folder))}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
     stage = run_plan.stages[0]
-    return (f"{run_plan.whole_batch(stage)} images an update = {run_plan.processes} processes x "
+    return (f"{run_plan.whole_batch(stage)} images per update = {run_plan.processes} processes x "
             f"{max(1, stage.options['grad_accum_steps'])} accumulated x {stage.options['batch_size']}\n    {commands}")
 
 
@@ -108,7 +108,7 @@ def run(
         slurm: The cluster that trains; this machine by default.
         parallel: Number of simultaneous runs on this machine.
         threads: CPU threads of each run. By default one, so that results depend neither on `parallel` nor on the
-            machine's load. A comparison of larger models has PyTorch's default.
+            machine's load. `compare` uses PyTorch's default for larger models.
         opened: Open the report in the browser at the end.
 
     Returns:
@@ -161,10 +161,10 @@ def _opening(planned: StudyPlan) -> list[str]:
 
 
 def _threads_for(run_plan: RunPlan) -> int:
-    """Return one thread for a small model, and PyTorch's default for others.
+    """Return the number of threads: 1 for a small model, otherwise PyTorch's default.
 
-    A second thread hardly speeds up a small model. On busy cores, threads that wait for each other are slower by a
-    factor of eight (measured: vit_small of width 64, two threads on two busy cores).
+    A second thread hardly speeds up a small model. On busy cores it slows training down by a factor of eight, because
+    the threads wait for each other (measured: vit_small of width 64, two threads on two busy cores).
     """
     options = Namespace(**run_plan.stages[0].options)
     model = build_model(options, options.num_classes or 1000, options.in_chans or 3)
@@ -188,7 +188,6 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     if opened:
         webbrowser.open((output / "report.html").absolute().as_uri())
     return text
-
 
 
 def rewrite(results: Mapping[str, Any], folder: Path) -> str:

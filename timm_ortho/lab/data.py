@@ -1,7 +1,7 @@
-"""Open data sets and create loaders with timm's factories. `digits`, from scikit-learn, is added.
+"""Open data sets and create loaders with timm's factories. scikit-learn's `digits` is also supported.
 
 Loaders draw their random numbers (order, augmentation, mixup) inside `DataStream`, separately from the model's. Runs
-with one seed therefore see the same batches, whatever their connections draw.
+with the same seed therefore see the same batches, even if their connections draw random numbers.
 """
 import math
 import random
@@ -35,7 +35,7 @@ from .image_folder import (
     refuse_shared_images,
 )
 
-# Folders in which torchvision, and so timm's torch/..., looks for the files.
+# Folders in which torchvision looks for the files of timm's torch/... data sets.
 _FOLDERS = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
@@ -51,7 +51,7 @@ _CACHE_BYTES = 2**30  # decoded images kept in memory, for each split
 class Digits(Dataset):
     """scikit-learn's digits: grey 8 x 8 images of 10 classes, 1,437 for training and 360 for validation.
 
-    A fifth of each class is held out. The split is always the same.
+    The split is always the same, and has a fifth of each class for validation.
 
     >>> len(Digits(training=True)), len(Digits(training=False))
     (1437, 360)
@@ -82,7 +82,7 @@ class Digits(Dataset):
 class ImageError(LabError):
     """An image cannot be read.
 
-    torch re-raises errors of worker processes with the whole traceback as text. Its last line is the message.
+    torch re-raises errors of worker processes with the whole traceback as text, whose last line is the message.
     """
 
     def __init__(self, text: str) -> None:
@@ -92,7 +92,7 @@ class ImageError(LabError):
 class _View(Dataset):
     """The images of a data set at the positions `index` (by default all), converted to `mode` if it is set.
 
-    An unreadable image is an ImageError, while timm's `ImageDataset` returns another image instead.
+    An unreadable image raises an ImageError. timm's `ImageDataset` would return another image instead.
     """
 
     def __init__(self, dataset: Any, index: Optional[np.ndarray] = None, mode: Optional[str] = None) -> None:
@@ -148,7 +148,7 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
-    val_split: str  # the option, or `test` in its place
+    val_split: str  # the option, or `test` if its default has no folder
     validation_name: str  # folder or split of the validation images, or `hold-out`
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None for a stream
     labels: Optional[list[str]] = None  # class names, if the data set has them
@@ -160,8 +160,8 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
 
     Args:
         options: timm's options.
-        hold_out: Number of training images, evenly spaced, to validate on instead of the validation split. Choices such
-            as a learning rate should not be made on the test images. 0 validates on the validation split.
+        hold_out: Number of training images, evenly spaced, to validate on, 0 for the validation split. Use it to choose
+            settings such as the learning rate, which should not be chosen on the test images.
 
     Raises:
         LabError: The data set cannot be opened. The message names the expected files.
@@ -209,7 +209,7 @@ def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
 
 
 def _evenly_spaced(count: int, size: int) -> np.ndarray:
-    """Return `count` of `size` positions. In a data set sorted by class, each class keeps its share.
+    """Return `count` evenly spaced positions below `size`. In a data set sorted by class, each class keeps its share.
 
     >>> _evenly_spaced(3, 9).tolist()
     [0, 3, 6]
@@ -222,7 +222,7 @@ def _split(dataset: Any, hold_out: int) -> tuple[_View, _View]:
     if isinstance(dataset, IterableDataset):
         raise LabError("images cannot be held out of a streamed data set: set val_split instead")
     if not 0 < hold_out < len(dataset):
-        raise LabError(f"hold_out is {hold_out}, but must be from 1 to {len(dataset) - 1}: {len(dataset)} images train")
+        raise LabError(f"hold_out is {hold_out}, but must be from 1 to {len(dataset) - 1}, of {len(dataset)} images")
     index = _evenly_spaced(hold_out, len(dataset))
     return _View(dataset, np.setdiff1d(np.arange(len(dataset)), index)), _View(dataset, index)
 
@@ -304,13 +304,13 @@ def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
 def loaders(options: Namespace, source: Source, data_config: dict, device: torch.device):
     """Return timm's training and validation loaders, whose batches are on the device, normalised and mixed.
 
-    Workers are started again for each epoch. Persistent workers keep random states that no checkpoint has.
+    Workers are restarted for each epoch, because checkpoints do not contain the random states of persistent workers.
     """
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
     for split in (source.train, source.validation):
-        # Workers end with each epoch, and so would their caches. Pillow keeps 4 bytes for an RGB pixel.
+        # Not with workers, which lose their caches after each epoch. Pillow uses 4 bytes for an RGB pixel.
         if (isinstance(split, _View) and split.cache is None and not options.workers
                 and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
             split.cache = {}
@@ -364,7 +364,8 @@ def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
 def epoch_seed(seed: int, epoch: int, stream: int) -> int:
     """Return an independent seed for each run, epoch and stream of random numbers.
 
-    The seed depends on no earlier epoch, so that a continued run draws the same numbers as an uninterrupted one.
+    The seed does not depend on earlier epochs. A continued run therefore draws the same
+    numbers as an uninterrupted run.
     """
     return int(np.random.SeedSequence([seed, epoch, stream]).generate_state(1)[0])
 

@@ -37,9 +37,9 @@ class Stage:
     """A part of a run that trains with one connection."""
 
     folder: str  # for its options and checkpoints, below the run's folder
-    options: Mapping[str, Any]  # timm's, all of them
-    # `weights` of the previous stage, with a new optimizer and schedule (paper, Table 3); `checkpoint` of the previous
-    # stage, with optimizer and schedule (Table 10); empty for the first stage
+    options: Mapping[str, Any]  # all of timm's options
+    # `weights`: the previous stage's weights, with a new optimizer and schedule (paper, Table 3). `checkpoint`: the
+    # previous stage's checkpoint with its optimizer and schedule (Table 10). Empty for the first stage.
     begins_with: str = ""
     stop_epoch: Optional[int] = None  # ends the stage before its schedule ends
 
@@ -69,7 +69,7 @@ class RunPlan:
     record: Optional[int] = None  # steps between two records of the connections (:func:`timm_ortho.record`)
     representation: bool = False  # whether to measure the features of the validation images
     hold_out: int = 0  # number of training images to validate on, 0 for the validation split
-    gpus: int = 0  # processes of `train.py` on each node, 0 for one process on the CPU
+    gpus: int = 0  # GPUs of `train.py` on each node, one process each; 0 for one process on the CPU
     nodes: int = 1
 
     @property
@@ -85,7 +85,7 @@ class RunPlan:
 
     @property
     def switch_epoch(self) -> Optional[int]:
-        """The number of epochs before the second stage, None without one."""
+        """The number of epochs before the second stage, None without a second stage."""
         return self.stages[0].last_epoch if len(self.stages) > 1 else None
 
     @property
@@ -94,7 +94,7 @@ class RunPlan:
         return max(1, self.gpus) * self.nodes
 
     def whole_batch(self, stage: Stage) -> int:
-        """Return the number of images between two updates of the weights, of all processes together."""
+        """Return the number of images per update of the weights, over all processes."""
         return stage.options["batch_size"] * max(1, stage.options["grad_accum_steps"]) * self.processes
 
     def with_divided_batch(self) -> "RunPlan":
@@ -109,7 +109,7 @@ class RunPlan:
         return replace(self, stages=stages)
 
     def offset(self, stage: Stage) -> int:
-        """Return the number to add to an epoch of the stage, so that epochs count through the run."""
+        """Return the number to add to an epoch of the stage to get the epoch of the run."""
         return self.stages[0].last_epoch if stage.begins_with == "weights" else 0
 
     def write(self, folder: Path) -> None:
@@ -147,7 +147,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _read(path: Path, parse: Callable[[str], Any], advice: str = " to train the run again") -> Any:
-    """Parse a file. A missing or damaged file is a LabError."""
+    """Parse a file. A missing or damaged file raises a LabError."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -193,7 +193,7 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def work_on(folder: Path) -> Iterator[None]:
-    """Lock a run while its process trains it. A run that another process trains is a LabError."""
+    """Lock a run while its process trains it. Raises a LabError if another process trains it."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=5)  # `state` holds the lock for a moment

@@ -79,7 +79,7 @@ def check_files(options: Namespace, split: str) -> None:
     classes = _class_map(options.class_map, root)
     image_types = {suffix for suffix, kind in Image.registered_extensions().items()
                    if Image.MIME.get(kind, "").startswith("image/")}  # no .pdf, .mpg, .h5
-    skips = not is_torchvision_folder(options) and not options.input_key  # input_key gives the reader other types
+    skips = not is_torchvision_folder(options) and not options.input_key  # input_key sets the reader's file types
     read, skipped = get_img_extensions(as_set=True), list[str]()
     for folder, _, files in os.walk(root, followlinks=True):
         if classes and os.path.basename(folder) not in classes:
@@ -156,7 +156,7 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
 
 
 def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
-    """Name two folders of images that cannot both be class folders. Paths start at the split's folder."""
+    """Return why two folders of images cannot both be class folders. Paths are relative to the split's folder."""
     first: dict[str, str] = {}
     for folder in folders:
         above = folder
@@ -180,12 +180,12 @@ def _labels(dataset: Any) -> Optional[np.ndarray]:
 
 
 def _advice(options: Namespace) -> str:
-    """Return the expected layout, with the commands that sort the original Tiny ImageNet."""
+    """Return the expected layout, and for the original Tiny ImageNet the commands that create it."""
     root = options.data_dir
     if not os.path.isfile(os.path.join(root, "val", "val_annotations.txt")):
         return LAYOUT
     train, val = (shlex.quote(os.path.join(root, split)) for split in ("train", "val"))
-    return (f"{LAYOUT}. This is Tiny ImageNet's own layout, which two commands sort: (cd {train} && for d in */images; "
+    return (f"{LAYOUT}. This is Tiny ImageNet's own layout. Two commands convert it: (cd {train} && for d in */images; "
             f"do mv $d/* $d/.. && rmdir $d; done) and (cd {val} && while read f c _; do mkdir -p $c && mv images/$f "
             "$c; done < val_annotations.txt && rmdir images)")
 
@@ -195,7 +195,7 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
     for key in ("train", "split"):  # attributes of torchvision's data sets and of timm's readers
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:
-            raise LabError(f"training and validation images would both be of {key}={mine!r}: change --option "
+            raise LabError(f"training and validation images would both come from {key}={mine!r}: change --option "
                            "train_split=NAME or val_split=NAME")
     roots = [getattr(getattr(part, "reader", part), "root", None) for part in (train, validation)]
     paths = [_paths(part) for part in (train, validation)]
@@ -216,7 +216,7 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
 
 
 def fingerprint(*datasets: Any) -> Optional[str]:
-    """Return a digest of the images' names and sizes, so that a changed folder is noticed; None without files."""
+    """Return a digest of the images' names and sizes, which changes with the folder; None without files."""
     files = [(name, os.path.getsize(path)) for part in datasets
              for name, path in zip(_names(part), _paths(part), strict=True)]
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:16] if files else None
@@ -247,10 +247,10 @@ def _identity(path: str) -> Any:
 
 
 def _copies(train: Any, validation: Any) -> tuple[list[str], int]:
-    """Compare validation images with the training images of the same name, or a sample of them.
+    """Compare validation images, or a sample of them, with the training images of the same names.
 
     Returns:
-        The validation images that are equal byte for byte, and the number of images compared.
+        The validation images that equal a training image byte for byte, and the number of images compared.
     """
     train_files, files = (dict(zip(_names(part), _paths(part), strict=True)) for part in (train, validation))
     both = [name for name in files if name in train_files]

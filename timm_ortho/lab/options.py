@@ -3,8 +3,8 @@
 | key | meaning |
 | --- | --- |
 | `type`, `default`, `choices` | as in timm's parser |
-| `list`, `or_list` | a list; or a number that may be a list in YAML, although the parser takes one number |
-| `lab` | `used` by the lab's loop, or `unused` because it affects logs and files only; the loop has no other options |
+| `list`, `or_list` | a list; or one number on the command line, and a number or a list in YAML |
+| `lab` | `used` by the lab's loop, or `unused` because it affects logs and files only; the loop rejects all others |
 | `about` | `machine`: no effect on results; `data`: options of the data; otherwise options of the training |
 """
 import json
@@ -14,7 +14,7 @@ from typing import Any, Mapping
 
 # Defaults that differ from timm's.
 DEFAULTS = {
-    "checkpoint_hist": 1,  # not 10: a study has many runs, and needs the last and the best checkpoint of each
+    "checkpoint_hist": 1,  # timm has 10; the many runs of a study need only their last and best checkpoints
 }
 
 

@@ -5,9 +5,9 @@ matrix product or convolution counts 2. An elementwise operation counts 1 per el
 and adds. A sum counts 1 per summed element. Copies and conversions count 0. In branches only matrix products and
 convolutions count, as in Table 1a; in connections everything counts, and an unknown operation is an error.
 
-For s tokens of d channels, the paper's form of the update takes 7sd + 2s FLOPs (x.x and x.f 2sd each, eps and division
-s each, s x, f - s x and x + f_orth sd each), which is 6sd + 2s more than the addition's sd. This package computes
-f + (1 - s) x, which takes 6sd + 3s.
+For s tokens of d channels, the paper's form of the update takes 7sd + 2s FLOPs, which is 6sd + 2s more than the sd of
+the plain addition. x.x and x.f take 2sd each, and adding eps and dividing take s each. With c = x.f / (x.x + eps),
+c x, f - c x and x + f_orth take sd each. This package computes f + (1 - c) x, which takes 6sd + 3s.
 """
 from contextlib import ExitStack
 from statistics import fmean
@@ -62,9 +62,9 @@ def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> 
     """Return the rows of a table of costs.
 
     Args:
-        name: `overhead`, which is measured on the device, `parameters` or `gamma`.
-        arguments: Of the functions below. `models` are named without suffix.
-        device: For `overhead`.
+        name: `overhead`, `parameters` or `gamma`.
+        arguments: Arguments of the functions below. `models` are names without suffix.
+        device: The device of `overhead`.
     """
     if name == "gamma":
         return gamma_table(**arguments)
@@ -122,7 +122,7 @@ def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
 def site_flops(model: nn.Module) -> list[SiteFlops]:
     """Count the FLOPs of each site's branch and connection during a forward pass of one image.
 
-    On the meta device the same operations are called, without computing anything.
+    A model on the meta device has the same counts, and computes nothing.
     """
     counts: list[SiteFlops] = []
     channels, *size = model.pretrained_cfg["input_size"]
@@ -220,7 +220,7 @@ def overhead(models: Sequence[str], **options: Any) -> list[Row]:
 
     Args:
         models: Architectures without suffix.
-        options: Of `timm-ortho bench`.
+        options: Options of `timm-ortho bench`.
 
     Returns:
         Rows with the medians ``linear`` and ``feature`` in images per second; ``overhead`` in percent of the linear

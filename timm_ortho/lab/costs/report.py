@@ -31,10 +31,10 @@ def cost(
     Args:
         name: `overhead`, `parameters` or `gamma`.
         scale: `smoke`, `small` or `paper`.
-        device: For `overhead`; CUDA by default if this machine has it.
+        device: The device of `overhead`; by default CUDA if this machine has it.
         threads: CPU threads; PyTorch's choice by default.
         output: Folder of the report, by default `output/cost/NAME-SCALE`.
-        command: The command line, for the report.
+        command: The command line that the report shows.
     """
     if threads is not None and threads < 1:
         raise LabError(f"--threads must be at least 1, got {threads}")

@@ -19,7 +19,7 @@ class Content(NamedTuple):
     extras: Sequence[Extra] = ()
 
     def table(self) -> Table:
-        """Return the paper's numbers and these side by side."""
+        """Return the paper's and the measured numbers side by side."""
         return side_by_side(self.names, self.paper, self.here)
 
     def printed(self) -> Table:
@@ -35,7 +35,7 @@ def content(name: str, rows: Sequence[Row]) -> Content:
 
 
 def _model(label: str) -> str:
-    """Return the paper's name of a model, `ViT-S` for `vit_small(img_size=64)`. Other arguments stay in the name."""
+    """Return the paper's name of a model without its `img_size`: `ViT-S` for `vit_small(img_size=64)`."""
     model, _, arguments = label.partition("(")
     name = paper.name("model", paper.architecture(model) or model)
     others = [argument for argument in arguments.rstrip(")").split(", ") if argument.partition("=")[0] != "img_size"]
@@ -50,7 +50,7 @@ def _overhead(rows: Sequence[Row]) -> Content:
     models = [_model(row["model"]) for row in rows]
     names = [model if models.count(model) == 1 else f"{model}, {row['layout']}, {row['dtype']}, {row['mode']}"
              for model, row in zip(models, rows, strict=True)]
-    # The paper does not name the layout, so all rows of a model have the same numbers beside them.
+    # The paper does not give the layout: its numbers are beside all rows of a model.
     stated = {name: values for key, values in paper.numbers()["throughput"].items() if isinstance(values, list)
               for model in [paper.name("model", key)]
               for name in [name for name, other in zip(names, models, strict=True) if other == model] or [model]}

@@ -1,6 +1,6 @@
 """Checks before the first training step: data sets, models, optimizers, schedules, and timm's script.
 
-Every problem is a LabError. Nothing is written.
+Every problem raises a LabError. Nothing is written.
 """
 import inspect
 import sys
@@ -30,7 +30,7 @@ def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Sourc
     """Check the data set and the models of a request, and complete the variants' options in place.
 
     Returns:
-        The opened data set, None if only the machine that trains has it, and the image size of each variant.
+        The opened data set (None if only the machine that trains has it), and the image size of each variant.
     """
     return (_check_for_lab if request.trainer == "lab" else _check_for_script)(request, variants)
 
@@ -99,7 +99,7 @@ def _check_models(request: Request, variant: Variant) -> Size:
 
 
 def _origin_of_size(request: Request, variant: Variant) -> str:
-    """Name the origin of the image size, before `_check_model` completes the options."""
+    """Return where the image size comes from. `_check_model`, which is called later, completes the options."""
     def sets(options: Mapping[str, Any]) -> bool:
         return any(options.get(key) is not None for key in ("img_size", "input_size"))
 
@@ -131,7 +131,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
         if options.img_size is None and options.input_size is None:
             options.img_size = options.model_kwargs.get("img_size")
         _, height, width = data_config(model, vars(options), channels)["input_size"]
-        if options.img_size is None and options.input_size is None and channels != 3:  # train.py's default is three
+        if options.img_size is None and options.input_size is None and channels != 3:  # train.py assumes three
             options.input_size = [channels, height, width]
         own = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if _takes_img_size(model) and (own is None or (height, width) != tuple(own)):

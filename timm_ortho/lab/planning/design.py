@@ -8,22 +8,22 @@ The keys of a file:
 | `title` | the question |
 | `paper`, `table` | the paper's table or figure, and its key in `paper.json` or `skips.json`; none by default |
 | `model` | architecture, without suffix |
-| `recipe` | the recipe with the default options: its name, or `paper` for the paper's; by default that of `compare` |
+| `recipe` | name of the recipe of default options, or `paper` for the paper's recipes; by default as in `compare` |
 | `options` | timm's options, which override the recipe's |
 | `connections` | the connections of each cell |
 | `seeds` | number of seeds |
-| `grid` | axis -> value -> changes; a list of values changes the option of the axis's name |
+| `grid` | axis -> value -> changes; a list of values sets the option with the axis's name |
 | `baseline` | the baseline of differences: `connection: linear`, or a value of an axis |
 | `record` | steps between two records of the connections, see `timm_ortho.record` |
-| `hold_out` | number of training images to validate on instead of the validation split, to make choices with |
+| `hold_out` | number of training images to validate on instead of the validation split, for choosing settings |
 | `representation` | whether to measure the features at the end |
-| `paper_data` | the paper's data sets for this table; the first is the default of comparisons |
+| `paper_data` | the paper's data sets for this table; runs on other data are compared with the first |
 | `report` | layout of tables and plots, see `layout` |
-| `scales` | `smoke`, `small`, `paper`, or some of them: any of `model`, `recipe`, `options`, `connections`, `seeds`,
-  `grid` and `record`, which override the study's; a list in place of an axis keeps only these values |
+| `scales` | `smoke`, `small` and `paper`, or some of them. Each may override `model`, `recipe`, `options`,
+  `connections`, `seeds`, `grid` and `record`; a list in place of an axis keeps only these values |
 
 A value of an axis may change timm's options, `model`, `recipe` and `connections`. It may also set `connection` (the
-only one of its cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
+only connection of its cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
 `connection_` are model arguments. The `model_kwargs` of scales and values are merged with the study's.
 """
 import itertools
@@ -48,7 +48,7 @@ _KEYS = {
     **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-# Values of model arguments that have no effect; runs with and without them are the same.
+# Defaults of model arguments; a run that sets them is the same as a run without them.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal",
                    "connection_keep": "output", "connection_groups": 1}
 
@@ -62,7 +62,7 @@ class Variant:
     """One cell of the grid with one connection: a run without its seed."""
 
     cell: Mapping[str, Any]  # axis -> value
-    connection: str  # at the start
+    connection: str  # at the start of training
     options: Namespace  # timm's; the connection is in `model_kwargs`, the seed is not set
     recipe: str  # name or file
     switch_to: str = ""  # the connection of the second stage
@@ -155,7 +155,7 @@ class Design:
         if model:
             values["model"] = model
         dataset, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
-        if "dataset" in values:  # by default the recipe's
+        if "dataset" in values:  # otherwise the recipe's data set is used
             values["dataset"] = timm_name(dataset)
         if base is None:
             base = "digits" if dataset == "digits" else "small_images"
@@ -279,7 +279,7 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
     changes: dict[str, Any] = {"options": {}}
     for key, value in entry.items():
         if key == "seed":
-            raise LabError(f"{where}: a seed cannot be an axis: use seeds, or --seeds")
+            raise LabError(f"{where}: a seed cannot be an axis: use the key seeds, or --seeds")
         if key.startswith("connection_"):
             changes["options"].setdefault("model_kwargs", {})[key] = value
         elif key in _CELL:
@@ -311,7 +311,7 @@ def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
 
 
 def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
-    """Check the types of values. null means the default, so that a study can reset a key that it inherits."""
+    """Check the types of values. null means the default, so a study can reset a key that it inherits."""
     for key, kind in kinds.items():
         value, least = values.get(key), int(key != "hold_out")
         if value is not None and (type(value) is not kind or (kind is int and value < least)):

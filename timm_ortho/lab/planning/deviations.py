@@ -17,7 +17,8 @@ _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_si
 def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab") -> list[str]:
     """Return lines such as "epochs: 15 here, 300 in the paper", and the deviations of the recipes themselves.
 
-    Runs are compared with the paper's recipe for their data set, or for the paper's first data set.
+    Runs are compared with the paper's recipe for their data set. If the paper does not have their data set, they are
+    compared with the recipe for its first.
 
     Args:
         design: The study at its scale.

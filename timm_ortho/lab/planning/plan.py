@@ -41,7 +41,7 @@ class StudyPlan:
     settings: dict  # they decide the results; a folder with other settings is refused
     study: dict  # description for the report, see `report`
     places: list[dict]  # cell, connection, seed and run of each place in the grid
-    runs: dict[str, RunPlan]  # by name; `places` may name runs of earlier calls that are not in it
+    runs: dict[str, RunPlan]  # by name; without runs of earlier calls, which `places` includes
     left_out: list[str]  # the cells that are not run, with the reason
 
     def write(self) -> None:
@@ -61,7 +61,7 @@ class StudyPlan:
         for folder, run in ((self.folder / name, run) for name, run in self.runs.items()):
             if (folder / PLAN).is_file():
                 refuse_difference(run_identity(RunPlan.read(folder)), run_identity(run),
-                                  f"{folder} is a run of other options", "choose another --output, or remove it")
+                                  f"{folder} is a run with other options", "choose another --output, or remove it")
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"timm_ortho": __version__, "settings": self.settings, "left_out": self.left_out,
                   "study": self.study, "places": self.places}
@@ -78,10 +78,10 @@ class StudyPlan:
             items = [item.name for item in self.folder.iterdir()] if self.folder.exists() else []
             foreign = [name for name in items if not name.startswith(".")]
             if foreign:
-                raise LabError(f"{self.folder} contains '{foreign[0]}' but no {STUDY}, so it is no study's: {advice}")
+                raise LabError(f"{self.folder} contains '{foreign[0]}' but no {STUDY}, so no study wrote it: {advice}")
             return {}
         stored = read(self.folder)
-        refuse_difference(stored["settings"], self.settings, f"{self.folder} belongs to other settings", advice)
+        refuse_difference(stored["settings"], self.settings, f"{self.folder} has other settings", advice)
         there, here = (study.get("data") or {} for study in (stored["study"], self.study))
         if there and here:
             there, here = ({key: data.get(key) for key in _OF_IMAGES} for data in (there, here))
@@ -170,7 +170,7 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
     common = dict(stages=stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
     if request.trainer == "lab":
         return RunPlan("lab", **common)
-    script = str((request.train_py or Path("train.py")).absolute())  # runs are also counted without a script
+    script = str((request.train_py or Path("train.py")).absolute())  # `study list` counts runs without a script
     return RunPlan(script, **common, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 
@@ -211,6 +211,6 @@ def _data_of(source: Source, sizes: Sequence[Size]) -> dict:
 
 
 def _qualified(dataset: str, classes: int) -> str:
-    """Return the name of a data set, with its number of classes if the paper's data set of this name has another."""
+    """Return the name of a data set, with its number of classes if that of the paper's data set differs."""
     expected = numbers()["datasets"].get(dataset, {}).get("classes", classes)
     return dataset if classes == expected else f"{dataset} ({classes} classes)"

@@ -1,6 +1,6 @@
 """Read recipes. A recipe is a training YAML of timm's `train.py`, with the same keys, defaults and types.
 
-`options` lists the options of `train.py`. If a script is available, its own parser is also used.
+The module `options` lists the options of `train.py`. If a script is available, its own parser is also used.
 """
 import argparse
 import importlib
@@ -26,7 +26,7 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str) -> Path:
-    """Return the file of a recipe of this package. Unknown names are a LabError."""
+    """Return the file of a recipe of this package. Unknown names raise a LabError."""
     known = shipped()
     if name in known:
         return known[name]
@@ -35,7 +35,7 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Read a recipe by name or file. Keys that timm's train.py does not have are a LabError.
+    """Read a recipe by name or file. Keys that timm's train.py does not have raise a LabError.
 
     >>> load("vit_s_cifar10")["opt"]
     'adamw'
@@ -91,7 +91,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
     kwargs = {**(values.get("model_kwargs") or {}), **requested.get("model_kwargs", {})}
     values = {**values, **requested, "model": base, "model_kwargs": kwargs}
     options = resolve(values, trainer)
-    # with timm_ortho, train.py --config args.yaml finds the variant; other modules may register models too
+    # train.py must import timm_ortho to find the variant; other modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
     import_modules(options.device_modules, LabError)
     options.model = _variant(base)
@@ -112,7 +112,7 @@ def _variant(base: str) -> str:
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:
-    """Return the parser of a `train.py`. A script that is not timm's, or too old, is a LabError."""
+    """Return the parser of a `train.py`. A script that is not timm's, or too old, raises a LabError."""
     advice = ("use timm's train.py with --train-py, or set TIMM_DIR to its folder: git clone "
               "https://github.com/huggingface/pytorch-image-models")
     if not script.is_file():

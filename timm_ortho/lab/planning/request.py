@@ -1,4 +1,4 @@
-"""What the user requests: a study, options, seeds, cells, and the trainer that follows from them."""
+"""The user's request: a study, options, seeds, cells, and the trainer that they imply."""
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -16,10 +16,10 @@ class Request:
     design: Design  # the study at its scale
     options: Mapping[str, Any]  # timm's options of the command line, including `dataset` and `data_dir`
     seeds: Sequence[int] | int | None = None  # the seeds or their number; None for the scale's number
-    output: Optional[str] = None  # folder; None for a name below `output/` that follows from the settings
+    output: Optional[str] = None  # folder; None for a folder below `output/` whose name depends on the settings
     only: Sequence[tuple[str, str]] = ()  # pairs of an axis and comma-separated values; all cells if empty
-    train_py: Optional[Path] = None  # timm's train.py, which trains at scale `paper` and whenever it is set
-    gpus: int = 0  # of each run, on each node; 0 for the CPU
+    train_py: Optional[Path] = None  # timm's train.py, required at scale `paper`; None for the lab's own loop
+    gpus: int = 0  # of each run per node; 0 for the CPU
     nodes: int = 1
     command: str = ""  # the command line, for the report
 
@@ -49,7 +49,7 @@ class Request:
         return str(device)
 
     def seed_list(self, first: int) -> list[int]:
-        """Return the seeds; a number of seeds counts from the recipe's seed `first`."""
+        """Return the seeds. A number of seeds means consecutive seeds from `first`, the recipe's seed."""
         seeds = self.design.seeds if self.seeds is None else self.seeds
         seeds = list(range(first, first + seeds)) if isinstance(seeds, int) else list(dict.fromkeys(seeds))
         if not seeds:

@@ -20,10 +20,10 @@ def collect(folders: Sequence[Path]) -> list[Part]:
 
     Args:
         folders: Published studies, outputs of `timm-ortho study` and `compare`, and folders of runs that the user
-            trained with `train.py`. Such a run joins the first of these outputs with a cell that it fits.
+            trained with `train.py`. Such a run is added to the first of these studies that has a matching cell.
 
     Raises:
-        LabError: A folder is of another kind, or a run fits no cell.
+        LabError: A folder is of another kind, or a run matches no cell.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
     parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]
@@ -78,7 +78,7 @@ def _run(folder: Path) -> Optional[dict]:
 
 
 def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[int, dict]:
-    """Return a run that the user trained with `train.py`, and the index of the study that it fits."""
+    """Return a run that the user trained with `train.py`, and the index of the study that it matches."""
     rows = read_history(folder)
     if not (folder / "args.yaml").is_file() or not rows:
         raise LabError(f"{folder} is neither a study's output nor a run of train.py (args.yaml, summary.csv)")
@@ -97,7 +97,7 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
             if len(plan.stages) == 1 and _fits(options, rows, plan):
                 return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
     epochs = metrics_of(rows)["epochs"]
-    raise LabError(f"{folder} ({options['model']}, {connection}, {epochs} epochs) fits no cell of these studies")
+    raise LabError(f"{folder} ({options['model']}, {connection}, {epochs} epochs) matches no cell of these studies")
 
 
 def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bool:

@@ -7,11 +7,11 @@
 | `titles` | dimension -> title | its name |
 | `labels` | dimension -> value -> label | the paper's name |
 | `paper` | dimensions by which the paper's numbers are nested in the study's `table` | no numbers |
-| `order` | the dimension whose number sorts the rows | the paper's order |
+| `order` | the dimension whose numbers sort the rows | the paper's order |
 | `unstated` | text in place of a number that the paper does not have | not in the paper |
 | `protocol` | how the metrics are taken | of the last epoch |
 | `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS` | `training`, `stream` |
-| `tables` | further tables: `transitions`, `last_branch`, `learned_weights` | none |
+| `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
 
 Dimensions are the axes of the study's grid, `model`, `dataset`, `connection` and `measure`. The paper's numbers are
 lists with mean and standard deviation of each measure in turn, or of one measure if `paper` ends in `measure`.
@@ -75,9 +75,8 @@ TRACES = {  # columns of the records of each site, and `branch`, the sum of both
     "rho": "ρ", "theta": "θ",
 }
 
-# The plots and their options. All have `name`, for the file, and `caption`. `by` is a dimension with a plot or panel
-# for
-# each value, `lines` are the dimensions that name a line.
+# The plots and their options. All have `name`, for the file, and `caption`. `by` is a dimension: each of its values has
+# a plot or panel. `lines` are the dimensions that name a line.
 PLOTS = {
     "training": ("by", "lines"),  # loss and top-1 by epoch
     "curves": ("by", "lines", "column"),  # one column of the history by epoch
@@ -159,7 +158,7 @@ class Layout:
                 yield name, options or {}
 
     def key(self, dimension: str, run: Run) -> str:
-        """Return a run's value of a dimension, by the names of `paper.json`. `label` turns it into text."""
+        """Return a run's value of a dimension, in the names of `paper.json`. `label` turns it into text."""
         value = run.get("cell", {}).get(dimension)
         if value is None:
             value = run.get(dimension) if dimension in ("connection", "dataset") else None

@@ -24,7 +24,7 @@ class Table(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]  # each as long as the header
     names: int = 1  # number of leading columns that name a row
-    groups: Sequence[tuple[str, int]] = ()  # titles above all further columns, and how many each spans
+    groups: Sequence[tuple[str, int]] = ()  # titles above the remaining columns, and how many columns each spans
 
     def flat_header(self) -> list[str]:
         """Return the header as one line, with titles such as `group: title`."""
@@ -65,7 +65,7 @@ class Picture:
 
     Attributes:
         path: Its file, relative to the report's folder.
-        draw: Returns the figure, with `narrow=True` the one for narrow screens.
+        draw: Returns the figure. `narrow=True` is for narrow screens.
         alt: The plot in words.
         caption: The text below it.
     """

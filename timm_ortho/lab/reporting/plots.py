@@ -3,7 +3,7 @@
 Lines are means over seeds, and shaded areas their range. Points are runs, and bars one standard deviation about their
 mean. Values that are not finite leave gaps. The colours are Okabe and Ito's, which colour-blind readers can
 distinguish, and similar to the paper's (red: linear, blue: orthogonal). Line styles and markers differ too. With
-`narrow`, panels are below each other, for a phone.
+`narrow`, for a phone, panels are below each other.
 """
 import math
 import re
@@ -38,7 +38,7 @@ _LINES = ("-", "--", "-.", ":")
 _MARKERS = "vPX<>d*h"
 
 _NARROW = 4.0  # inches
-_LONG = 10  # epochs of a long training, whose y axes leave out the first half
+_LONG = 10  # epochs; longer trainings have y axes for the values of their second half
 
 Name = Callable[[Run], str]
 Options = Mapping[str, Any]
@@ -291,7 +291,7 @@ def _profile(runs: Sequence[Run], name: Name) -> tuple[list[Panel], list[str]]:
 
 
 def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
-    """Return a panel with a line for each block. If there are more than eight, the legend names the first and last."""
+    """Return a panel with a line for each block. With more than eight, the legend has the first and last."""
     layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
     lines = {}
     for layer in layers:
@@ -424,7 +424,7 @@ def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
         narrow: bool = False,
 ) -> Figure:
-    """Draw points. Numbers are joined by lines; names are side by side."""
+    """Draw points. On an axis of numbers they are joined by lines; on an axis of names they are side by side."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
 
@@ -485,7 +485,7 @@ class ForestRow(NamedTuple):
 
 
 def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
-    """Return a plot of all differences with their labels and the paper's differences, no plot without differences."""
+    """Return a plot of all differences with their labels and the paper's differences, [] without differences."""
     compared = [ForestRow(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
                 for label, entry in labelled if entry.difference]
     if not compared:

@@ -2,13 +2,13 @@
 
 | file | content |
 | --- | --- |
-| `study.json` | the study, what its report found in whole records, and the results of each run |
+| `study.json` | the study, the summary of its complete records, and the results of each run |
 | `history.csv.gz` | a row for each run and epoch |
 | `probe.csv.gz` | a row for each run, probe and site |
 | `records.csv.gz` | a row for each run, recorded step and site |
 
 The first column of a table, `run`, is the run's position in `study.json`. An empty cell means None. Equal studies give
-equal bytes. The format is that of a finished study; `timm-ortho study report FOLDER` makes its report.
+equal bytes. `timm-ortho study report FOLDER` writes the report of such a folder.
 """
 import csv
 import gzip
@@ -21,7 +21,7 @@ STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # file -> key of a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
 COARSE = {"images_per_second", "seconds"}  # columns with four digits
-LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of others
+LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
 
 Rows = list[dict[str, Any]]
 
@@ -50,7 +50,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
-    """Return the study, its runs and what was recorded, as `write` took them."""
+    """Return the study, its runs and the summary of its records, as passed to `write`."""
     values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
     runs = [_merged(values["shared"], run) for run in values["runs"]]
     if values["study"].get("kind", "training") == "training":
@@ -64,7 +64,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
-    """One line for each run and for each other entry; NaN and infinities become null."""
+    """Return JSON with a line for each run and each other entry. NaN and infinities become null."""
     plain = json.loads(json.dumps(values), parse_constant=lambda _: None)
     runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in plain.pop("runs"))
     head = "".join(f' {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n' for key, value in plain.items())
@@ -73,7 +73,7 @@ def _as_json(values: Mapping[str, Any]) -> str:
 
 # ----------------------------------------------------------------------------------------------------- tables
 def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Return rows of plain values: a probe has a list of sites."""
+    """Return rows of plain values. A probe becomes a row for each of its sites."""
     for row in rows:
         rest = {key: value for key, value in row.items() if key != "sites"}
         yield from ({**rest, **site} for site in row["sites"]) if "sites" in row else [rest]
@@ -124,7 +124,7 @@ def _parsed(text: str) -> Any:
 
 # ------------------------------------------------------------------------------------- what all runs share
 def _shared(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys with equal values in all runs, also one level below, as in `made_with`."""
+    """Return the keys with equal values in all runs, also inside mappings such as `made_with`."""
     first, *rest = runs or [{}]
     shared: dict[str, Any] = {}
     for key, value in first.items():

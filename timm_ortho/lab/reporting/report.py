@@ -1,7 +1,7 @@
 """Report finished runs: `report.html` in one file, `report.md` with the plots in `figures/`, and `results.json`.
 
-A report depends only on the arguments of `write`, and `results.json` contains them, so that the report can be written
-again. Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their rendering in `page`. A study's
+A report depends only on the arguments of `write`. `results.json` contains them, so the report can be rewritten.
+Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their rendering in `page`. A study's
 `layout` lists its tables and plots. The page begins with the answer in a sentence and ends with method and terms.
 
     study = {
@@ -10,8 +10,8 @@ again. Statistics are in `statistics`, tables in `tables`, plots in `plots`, and
         "model": "vit_small",               # or "7 architectures"
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
-        "baseline": {"layers": "none"},     # values of the baseline's cell and connection; further values and the seed
-                                            # are the compared run's; default {"connection": "linear"}
+        "baseline": {"layers": "none"},     # values of the baseline's cell and connection; its other values and seed
+                                            # are those of the compared run; default {"connection": "linear"}
         "changed": ["epochs: 15 here, 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
@@ -55,10 +55,10 @@ from .statistics import reach
 from .transition import transition_points
 
 _STEPS = 100  # recorded steps in results.json and plots; the folders of the runs have all steps
-_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # with a transition point
+_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns of the records that have a transition point
 
 _NOTHING = "No run is finished yet."
-_FEW = 2  # number of seeds with a warning about wide intervals
+_FEW = 2  # number of seeds for which the report warns about wide intervals
 _NAMED = 3  # differences that the first sentence names
 
 
@@ -148,7 +148,7 @@ def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any],
 
 # ----------------------------------------------------------------------------------------------- the document
 def document(parts: Sequence[Part]) -> Iterator[Block]:
-    """Yield the answer, the blocks of each part, and the method. Several parts have a heading each."""
+    """Yield the answer, the blocks of each part, and the method. If there are several parts, each has a heading."""
     finished = any(part.runs for part in parts)
     if finished:
         yield Text(_lead(parts))
@@ -222,7 +222,7 @@ def _results(part: Part) -> Iterator[Block]:
 
 
 def extra_blocks(extras: Iterable[tables.Extra]) -> Iterator[Block]:
-    """Yield heading, table and note of each further table that has rows."""
+    """Yield heading, table and note of each additional table that has rows."""
     for extra in extras:
         if extra.table.rows:
             yield from (Heading(extra.title), Grid(extra.table, extra.title), Text(extra.note))
@@ -233,7 +233,7 @@ def _picture(drawing: Drawing) -> Picture:
 
 
 def _label(entry: tables.Entry) -> str:
-    """Return the names of an entry without the measure's, which is the title of its panel."""
+    """Return the names of an entry without that of the measure, which is the title of its panel."""
     return ", ".join(name for name in (*entry.position[0], *entry.position[1]) if name != entry.title)
 
 

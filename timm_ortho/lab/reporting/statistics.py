@@ -10,7 +10,7 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-ROUNDING = 1e-6  # of the largest value: float32 accuracies that count the same images differ by less
+ROUNDING = 1e-6  # relative to the largest value; float32 accuracies of equal counts of images differ by less
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float], level:
     """Return Student's interval of paired differences d = values - baseline.
 
     The interval is mean(d) ± t(q, n - 1) s(d) / sqrt(n) with q = (1 + level) / 2, and p = P(|T| > |t|) (Student, "The
-    probable error of a mean", Biometrika 6, 1908). Accuracies are counts of images, so that a few differences can be
-    equal by chance. Their variance is then unknown, and there is neither an interval nor p.
+    probable error of a mean", Biometrika 6, 1908). Accuracies are counts of images, so a few differences can be equal
+    by chance. Their variance is then unknown, and there is neither an interval nor p.
 
     >>> str(paired_difference([91.0, 92.0, 93.0], [90.0, 90.0, 90.0]))
     '+2.00 [-0.48, +4.48]'
@@ -139,10 +139,10 @@ def pooled_contrasts(
 ) -> list[Optional[Difference]]:
     """Return weighted sums of treatments with one error variance for all cells of a study.
 
-    In each cell c: y_cts = treatment_ct + seed_cs + error, with error variance sigma^2 shared by all cells, fitted by
-    least squares. s^2 = sum of squared residuals / f, both summed over the cells, with f = observations - rank. A
-    contrast c'b has the interval c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of randomised blocks
-    (Cochran and Cox, "Experimental Designs", 1957, chapter 4). Cells may lack values.
+    The model y_cts = treatment_ct + seed_cs + error is fitted by least squares in each cell c. All cells share the
+    error variance. It is estimated as s^2, the sum of squared residuals divided by f = observations - rank, both summed
+    over the cells. A contrast c'b has the interval c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of
+    randomised blocks (Cochran and Cox, "Experimental Designs", 1957, chapter 4). Cells may lack values.
 
     The intervals have more degrees of freedom than paired t. They are valid only if cells share one error variance.
 

@@ -1,4 +1,4 @@
-"""The tables of a report: metrics beside the paper's, differences to the baseline, every run, and further tables.
+"""The tables of a report: metrics beside the paper's, differences to the baseline, every run, and additional tables.
 
 Runs that differ only in the seed are a group. Each metric of a group is an `Entry` with a position in the table.
 """
@@ -29,9 +29,9 @@ class Entry:
     runs: int  # number of finished runs; runs without a finite value are not in `values`
     planned: int  # number of the study's seeds
     paper: Optional[Sequence[float]] = None  # mean and standard deviation
-    baseline: Optional[Position] = None  # position of the baseline; its own if it is the baseline
+    baseline: Optional[Position] = None  # position of the baseline; equal to `position` for the baseline itself
     difference: Optional[Difference] = None  # over the common seeds
-    pooled: Optional[Difference] = None  # the same, with the variance of all cells
+    pooled: Optional[Difference] = None  # the same difference, with the variance of all cells
     holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None without p
     effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences, see `sees`
 
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it has a baseline other than itself."""
+        """Whether the entry has a baseline other than itself."""
         return self.baseline not in (None, self.position)
 
     @property
@@ -316,7 +316,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def every_run(runs: Sequence[Run]) -> Table:
-    """Return a row for each run. Columns without any value are left out, and the model if all runs share it."""
+    """Return a row for each run. Columns without values, and those of a common model, are left out."""
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
                if any(key in run for run in runs) and (several or key not in ("model", "parameters"))]

@@ -27,7 +27,7 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
 
 
 def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str, Any]) -> None:
-    """Add `linear_cka` with the baseline's run of the same seed to each run's `representation`, None without one.
+    """Add `linear_cka` to each run's `representation`: with the baseline's run of this seed, None without such a run.
 
     Args:
         runs: The runs.

@@ -29,7 +29,7 @@ from . import run as run_module
 from .timm_script import die_with_parent
 
 _NO_ROOM = 2**16  # bytes; with less free space a run cannot write its error
-_SECONDS_BETWEEN_LINES = 20  # of progress, if the output is not a terminal
+_SECONDS_BETWEEN_LINES = 20  # of progress; used if the output is not a terminal
 ATTEMPTS = 3  # for a run whose process dies
 _SECONDS_TO_PREEMPT = 300  # from SIGTERM to the requeue signal, or to SIGKILL after the grace time
 
@@ -40,7 +40,7 @@ class _Progress:
     def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
         self.finished = set(runs) - set(waiting(root, runs))
-        self.sizes: dict[str, int] = {}  # of each run's files; files that have grown are read again
+        self.sizes: dict[str, int] = {}  # of each run's summaries, which are read again when they have grown
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
         self.began, self.said = time.monotonic(), -math.inf
@@ -64,7 +64,7 @@ class _Progress:
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
-        """Show the last finished epoch of runs that have grown."""
+        """Show the last finished epoch of runs whose files have grown."""
         for name in names:
             run = self.runs[name]
             files = [self.root / name / stage.folder / "summary.csv" for stage in run.stages]
@@ -174,7 +174,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
 def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     """Return the environment of each simultaneous run, with its visible GPUs.
 
-    Runs of `train.py` have the requested number of GPUs to themselves. Runs of the lab's loop share the GPUs in turn.
+    Each run of `train.py` has its own GPUs, as many as requested. Runs of the lab's loop are spread over all GPUs.
     """
     each, nodes = (max(getattr(run, attribute) for run in runs.values()) for attribute in ("gpus", "nodes"))
     there = torch.cuda.device_count()
@@ -193,7 +193,7 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
-    """Run in the process of a run."""
+    """Train the run in a folder. This is the main function of a run's process."""
     # The platform's default. With forkserver, every worker of a data loader would import torch again in every epoch.
     set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -201,7 +201,7 @@ def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):  # at the level of the system, for output of C++ code too
+    for stream in (1, 2):  # redirect file descriptors, which C++ code also writes to
         os.dup2(log, stream)
     sys.exit(run_module.main([str(folder), "--threads", str(threads)]))
 

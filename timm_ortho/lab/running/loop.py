@@ -1,7 +1,7 @@
 """Train one stage of a run in this process, on a CPU or one GPU, with timm's building blocks.
 
-The loop replaces timm's `train.py`, which is not part of timm's wheel, and treats its options in the same way
-(`recipe`). Random numbers are seeded by seed, epoch and purpose. Runs with one seed therefore see the same batches,
+The loop replaces timm's `train.py`, which is not part of timm's wheel. The options have the same meaning (`recipe`).
+Random numbers are seeded by seed, epoch and purpose. Runs with one seed therefore see the same batches,
 even if their connections draw random numbers. An interrupted run ends with the same weights as an uninterrupted one.
 """
 import errno
@@ -71,7 +71,7 @@ class Training:
         if self.device.type == "cuda":  # as train.py does
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
-        if options.channels_last:  # convolutions follow their weights
+        if options.channels_last:  # the outputs of convolutions follow the format of their weights
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader = loaders(
@@ -251,7 +251,7 @@ class Training:
 
 
 def _loss(options: Namespace) -> nn.Module:
-    """Return the loss that timm's train.py chooses."""
+    """Return the loss that timm's train.py would choose."""
     if mixes(options):
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(options.smoothing) if options.smoothing else nn.CrossEntropyLoss()
@@ -266,7 +266,7 @@ def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
 
 
 def _with_learning_rate(options: Namespace) -> Namespace:
-    """Scale `lr_base` by the batch size as timm does if `lr` is not set, by its square root for adaptive optimizers."""
+    """Without `lr`, scale `lr_base` by the batch size, or by its square root for adaptive optimizers, as timm does."""
     if options.lr:
         return options
     adaptive = any(name in options.opt.lower() for name in ("ada", "lamb"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...models.build import create, register_own, unpretrained
 
 default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
-__all__ = []  # and appends to it
+__all__ = []  # timm's registry appends to it
 
 
 class PlainPooling(Pooling):

@@ -40,7 +40,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parsed = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends child processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by an exception, so that child processes are ended too
     try:
         run(parsed.folder, parsed.threads)
     except LabError as error:
@@ -115,7 +115,7 @@ def note_failure(folder: Path, reason: str) -> None:
 def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
     try:
         write_json(folder / SESSIONS, list(sessions))
-    except OSError as error:  # on a full disk, the original error is raised
+    except OSError as error:  # on a full disk: raise the original error instead
         print(f"timm-ortho: {folder / SESSIONS} cannot be written ({one_line(error)})", file=sys.stderr)
 
 

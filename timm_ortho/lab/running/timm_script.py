@@ -42,7 +42,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     _check_data(Namespace(**{**defaults(), **stage.options}))
     environment = {
         **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "TIMM_DATASET_MAX_RETRIES": "1"}  # otherwise timm replaces an unreadable image by another
+        "TIMM_DATASET_MAX_RETRIES": "1"}  # otherwise timm uses another image in place of an unreadable one
     if plan.record is not None:
         environment.update(
             TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
@@ -87,7 +87,7 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
 
 
 def torchrun(plan: RunPlan) -> Sequence[str]:
-    """Return the words of the command line that start one process per GPU, none on the CPU."""
+    """Return the words of the command line that start one process per GPU, () on the CPU."""
     if not plan.gpus:
         return ()
     where = ["--standalone"]
@@ -112,7 +112,7 @@ def _epochs(checkpoint: Path) -> int:
 
 
 def _wait_for_epoch(process: subprocess.Popen, checkpoint: Path, epochs: int) -> None:
-    """Wait until the checkpoint has so many epochs or the script ends. Older releases have no --stop-epoch."""
+    """Wait until the checkpoint has this many epochs, or the script ends. Older timm has no --stop-epoch."""
     seen = None
     while process.poll() is None:
         time.sleep(0.2)
