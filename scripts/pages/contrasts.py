@@ -2,7 +2,7 @@
 
 A contrast is a weighted sum over the settings of a study for each seed, with Student's interval of its mean. A
 difference, a slope over the learning rate, a main effect and an interaction are contrasts with different weights.
-`Unpaired` (Welch) and `Effect` (a factor of a half fraction) are no contrasts: their error terms differ.
+`Unpaired` (Welch) and `Effect` (a factor of a half fraction) are not contrasts, because their error terms differ.
 """
 import math
 from dataclasses import dataclass, field
