@@ -80,7 +80,7 @@ def write(study: Mapping[str, Any], rows: Sequence[measure.Row], folder: Path) -
     Args:
         study: The description of the table, as from `load` or from a `results.json`.
         rows: The measured rows.
-        folder: Where the files go.
+        folder: Output folder.
     """
     results = {"study": study, "unfinished": [], "summary": [], "runs": rows}
     report.write_files(title(study), blocks(study, rows), results, folder)

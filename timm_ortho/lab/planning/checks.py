@@ -99,7 +99,7 @@ def _check_models(request: Request, variant: Variant) -> Size:
 
 
 def _origin_of_size(request: Request, variant: Variant) -> str:
-    """Return where the image size comes from. `_check_model`, which is called later, completes the options."""
+    """Return where the image size comes from. Call it before `_check_model`, which completes the options."""
     def sets(options: Mapping[str, Any]) -> bool:
         return any(options.get(key) is not None for key in ("img_size", "input_size"))
 

@@ -114,7 +114,7 @@ def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, re
 
     Args:
         study, runs, unfinished: See above.
-        folder: Where the files go.
+        folder: Output folder.
         recorded: The summary of the complete records from an earlier `results.json`, for runs with thinned records.
     """
     return write_many([(study, runs, unfinished, recorded)], folder)
@@ -125,7 +125,7 @@ def write_many(studies: Sequence[tuple], folder: Path) -> str:
 
     Args:
         studies: The arguments `study`, `runs`, `unfinished` and optionally `recorded` of `write` for each study.
-        folder: Where the files go.
+        folder: Output folder.
     """
     parts = [Part.of(*study) for study in studies]
     single = len(parts) == 1
