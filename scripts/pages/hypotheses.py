@@ -32,17 +32,18 @@ NAMES = {DIGITS: "digits", FASHION: "Fashion-MNIST", CIFAR: "CIFAR-10", TINY: "T
 RATES, RATES_FASHION = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3), (1e-3, 2e-3, 4e-3, 8e-3)
 RANKS = (0.0, 0.0625, 0.25, 0.5, 0.75, 1.0)
 KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
-UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}  # in studies with a rate per connection
+# F − linear in studies whose axis `update` gives each connection its own learning rate
+UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}
 
 
 # ---------------------------------------------------------------------------------------- the paper's effects
 def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: str) -> dict[str, float]:
-    """Return an effect in a table of the paper, for each data set with numbers."""
+    """Return an effect in a table of the paper, for each data set of the table."""
     effects, entries = {}, section(table)
     for step in path:
         entries = entries[step]
     for key, values in entries.items():
-        if isinstance(values, dict) and not key.endswith("_first_version"):  # skips the table of an earlier version
+        if isinstance(values, dict) and not key.endswith("_first_version"):  # skip the paper's first version
             try:
                 effects[name("dataset", key)] = effect(values)
             except KeyError:  # the paper did not run one of the connections on this data set
@@ -139,7 +140,7 @@ PART_TWO = (
                 equivalent=0.4, paper=_only("CIFAR-10")),
     _hypothesis("C2", "F is more accurate than linear (ViT, Tiny ImageNet)", f"tiny_imagenet_accuracy-{TINY}", UPDATES,
                 equivalent=0.4, paper=_only("Tiny ImageNet")),
-    _effect("C3", "F's lead grows with the learning rate (four times the best minus the best)", "rate"),
+    _effect("C3", "F's lead grows with the learning rate (at four times the best rate minus at the best rate)", "rate"),
     _effect("C4", "F's lead grows with the width (128 minus 64)", "width"),
 )
 PART_ONE = (
@@ -152,8 +153,8 @@ PART_ONE = (
                 f"confirm_poolformer-{FASHION}",
                 {**placed("pool(x)", "both"),
                  **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}, of_interest=3.0),
-    Hypothesis("H4", "transforms of the stream help networks of branches", Contrast(
-        "H4: transforms of the stream help networks of branches",
+    Hypothesis("H4", "transforms of the stream help networks with several branches", Contrast(
+        "H4: transforms of the stream help networks with several branches",
         [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)],
         paper=_mean(of_skips("skips_branch4", BRANCH4), of_skips("skips_depthwise", OTHERS)))),
     _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0),
@@ -161,7 +162,7 @@ PART_ONE = (
 )
 RESNET = Contrast("ResNetV2-18: F − linear, Fashion-MNIST, the runs of P1b",
                   [(f"confirm_resnet-{FASHION}-small", difference())], paper=GAINS["resnetv2_18"])
-BESIDE = (  # outside the families: their p is not adjusted, and they are never called confirmed
+BESIDE = (  # not in the two families of hypotheses: p is not adjusted, and no decision is "confirmed"
     Hypothesis("P1b", "the ViT gains more from F than the ResNet",
                Unpaired("P1b: the ViT gains more from F than the ResNet", PART_ONE[0].contrast, RESNET), "different"),
     _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
@@ -169,15 +170,15 @@ BESIDE = (  # outside the families: their p is not adjusted, and they are never 
                 paper=of_paper("learning_rate_sweep", of_rates)),
     _hypothesis("P4 single", "one branch: transforms equal the identity", f"confirm_skips_single-{DIGITS}", OTHERS,
                 "equal", 0.5),
-    _hypothesis("P4 rank", "accuracy rises with the rank (points by rank / width)", f"confirm_skip_rank-{DIGITS}",
-                rank_slope(RANKS), "different"),
-    _hypothesis("P6", "linear's late MLP cosine (the paper: below zero)", f"confirm_accuracy-{FASHION}",
-                {("linear",): 1.0}, "different", read=late_cosine, unit="cosine"),
+    _hypothesis("P4 rank", "accuracy rises with the rank (points per unit of rank / width)",
+                f"confirm_skip_rank-{DIGITS}", rank_slope(RANKS), "different"),
+    _hypothesis("P6", "linear's cosine at the last MLP sites (the paper finds it below zero)",
+                f"confirm_accuracy-{FASHION}", {("linear",): 1.0}, "different", read=late_cosine, unit="cosine"),
 )
 
 
 def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]], Sequence[float]]) -> list[dict]:
-    """Return a row for each hypothesis. Without runs, p is 1, which keeps Holm's decisions valid."""
+    """Return a row for each hypothesis. A hypothesis without runs counts with p = 1 in Holm's method."""
     p = adjust([one.contrast.difference.p if one.is_run else 1.0 for one in hypotheses])
     decisions = [one.decision(value) for one, value in zip(hypotheses, p, strict=True)]
     return [{"hypothesis": one, "decision": decision, "remark": one.remark(decision), "p": value}
@@ -196,7 +197,7 @@ def _run(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def course(hypothesis: Hypothesis) -> list[Comparison]:
-    """Return F − linear in both final losses, and in accuracy after a quarter of the epochs, for an accuracy study."""
+    """Return F − linear in the final training and test losses, and in accuracy after a quarter of the epochs."""
     if not hypothesis.is_run:
         return []
     parts, name = hypothesis.contrast.parts, hypothesis.name
@@ -206,7 +207,7 @@ def course(hypothesis: Hypothesis) -> list[Comparison]:
 
 
 def early(contrast: Contrast) -> tuple[int, Contrast]:
-    """Return the epoch that ends the first quarter of training, and the difference after it."""
+    """Return the epoch that ends the first quarter of training, and the difference after this epoch."""
     by_epoch = by_epochs(contrast)
     epoch = max(1, round(len(by_epoch) / 4))
     return epoch, by_epoch[epoch]
@@ -221,7 +222,7 @@ def by_epochs(contrast: Contrast) -> dict[int, Contrast]:
 
 
 def explored() -> dict[str, list[Comparison]]:
-    """Return the exploratory comparisons by experiment of the paper."""
+    """Return the exploratory comparisons for each table or figure of the papers."""
     pattern, norm, start, rank = (
         section(table) for table in ("layer_pattern", "final_layer_norm", "initialisation", "representation"))
     width = f"cifar_width-{CIFAR}-small"
@@ -240,7 +241,7 @@ def explored() -> dict[str, list[Comparison]]:
               for factor, levels in FACTORS.items() if factor not in ("rate", "width"))]),
         "Table 3": _both("switch_reinitialised", "start orthogonal", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
-        "Table 10": _both("switch_kept", "orthogonal to linear − linear",
+        "Table 10": _both("switch_kept", "switched from orthogonal to linear − always linear",
                           {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},
                           paper=of_paper("connection_switch_continuous", minus("OL", "LL"))),
         "Table 4": _both("layer_pattern", "all blocks − none", {("all", "feature"): 1.0, ("none", "linear"): -1.0},
@@ -258,8 +259,10 @@ def explored() -> dict[str, list[Comparison]]:
             *(Contrast(f"{which} without the highest rate, {NAMES[data]}", [(f"{study}-{data}-small", rates_slope(
                 rates[:-1]))], bases="linear", paper=of_paper("learning_rate_sweep", of_rates))
               for which, study, data, rates in RATE_STUDIES)],
-        "Figure 4": _both("probability", "pi = 1 minus pi = 0", {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
-        "Figure 5": _both("epsilon", "eps = 1e-3 minus 1e-8", {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
+        "Figure 4": _both("probability", "accuracy at pi = 1 minus pi = 0",
+                          {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
+        "Figure 5": _both("epsilon", "accuracy at eps = 1e-3 minus eps = 1e-8",
+                          {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
         "Table 4 (final version)": _both(
             "representation", "effective rank, F over linear", difference(),  # a ratio, because widths differ
             read=lambda run: 100 * math.log(run["representation"]["effective_rank"]), unit="log-%",
@@ -281,8 +284,8 @@ ELSEWHERE = {
     "Table 11": "counted: [report](../model_cards/study_gamma-small.md)",
     "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, see below",
     "Hybrid updates (final version)": "digits, see below",
-    "Wang et al., Table 1": "digits, P4 single above",
-    "Wang et al., Figure 2": "digits, P4 rank above",
+    "Wang et al., Table 1": "digits, see P4 single above",
+    "Wang et al., Figure 2": "digits, see P4 rank above",
 }
 
 
@@ -314,12 +317,12 @@ class Sweep:
         return cls(by_rate, p, max(rates, key=lambda rate: by_rate[rate].mean(0, (rate, "linear"))))
 
     def significant(self, sign: int) -> list[float]:
-        """Return the rates with a positive or negative difference and an adjusted p below 0.05."""
+        """Return the rates with an adjusted p below 0.05 and a positive (sign 1) or negative (sign -1) difference."""
         return [rate for rate, contrast in self.by_rate.items()
                 if self.p[rate] is not None and self.p[rate] < 0.05 and sign * contrast.difference.mean > 0]
 
     def excluding_zero(self, sign: int) -> list[float]:
-        """Return the rates whose unadjusted 95 % interval is above zero, or below it."""
+        """Return the rates whose unadjusted 95 % interval is above zero (sign 1) or below zero (sign -1)."""
         return [rate for rate, contrast in self.by_rate.items()
                 if min(sign * end for end in contrast.difference.ends) > 0]
 

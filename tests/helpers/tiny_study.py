@@ -125,7 +125,7 @@ def stopped(folder, monkeypatch, step, error=Stop):
 
 
 def switching(optimizer, **options):
-    """Return the keys of a study with one run, which switches connections and whose checkpoints have every state."""
+    """Return the keys of a study of one run that switches connections and uses everything that checkpoints restore."""
     values = yaml.safe_load(STUDY)
     values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
     return dict(

@@ -23,7 +23,7 @@ from . import LabError, one_line
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # the two names that timm has for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of data sets that need no folder
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
-_COMPARED = 100  # file pairs that are compared to detect a copied folder
+_COMPARED = 100  # approximate number of file pairs that are compared to detect a copied folder
 
 
 def is_torchvision_folder(options: Namespace) -> bool:
@@ -43,10 +43,13 @@ def is_here(options: Namespace) -> bool:
 
 
 def find_splits(options: Namespace, hold_out: int = 0) -> str:
-    """Return the name of the split to validate on: `val_split`, or `test` if its default has no folder.
+    """Return the name of the validation split.
+
+    This is `val_split`. If `val_split` is the default, `validation`, and has no folder, it is `test`.
 
     Raises:
-        LabError: A split has no folder. With `hold_out`, a folder without splits is allowed, and all images train.
+        LabError: A split has no folder. With `hold_out`, a folder without splits is allowed: the training split
+            then has all images, from which the validation images are held out.
     """
     root = options.data_dir
     if not os.path.exists(root):
@@ -78,7 +81,7 @@ def check_files(options: Namespace, split: str) -> None:
     root = search_split(options.data_dir, split)
     classes = _class_map(options.class_map, root)
     image_types = {suffix for suffix, kind in Image.registered_extensions().items()
-                   if Image.MIME.get(kind, "").startswith("image/")}  # no .pdf, .mpg, .h5
+                   if Image.MIME.get(kind, "").startswith("image/")}  # Pillow also has the suffixes .pdf, .mpg and .h5
     skips = not is_torchvision_folder(options) and not options.input_key  # input_key sets the reader's file types
     read, skipped = get_img_extensions(as_set=True), list[str]()
     for folder, _, files in os.walk(root, followlinks=True):
@@ -115,10 +118,10 @@ def _class_map(path: Any, root: str) -> dict[str, int]:
     except (AssertionError, OSError, ValueError, pickle.UnpicklingError) as error:
         raise LabError(f"class_map {path} cannot be read: {one_line(error)}") from None
     if _suffix(path) == ".txt":
-        file = path if os.path.exists(path) else os.path.join(root, path)  # as timm looks for it
+        file = path if os.path.exists(path) else os.path.join(root, path)  # timm looks in these two places
         with open(file, encoding="utf-8") as lines:
             for index, name in enumerate(line.strip() for line in lines):
-                if not name or classes[name] != index:  # a name has the index of its last line
+                if not name or classes[name] != index:  # timm gives a repeated name the index of its last line
                     fault = f"and line {classes[name] + 1} have the same class '{name}'" if name else "is blank"
                     raise LabError(f"line {index + 1} of class_map {file} {fault}: each class needs one line")
     return classes
@@ -216,14 +219,14 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
 
 
 def fingerprint(*datasets: Any) -> Optional[str]:
-    """Return a digest of the images' names and sizes, which changes with the folder; None without files."""
+    """Return a digest of the names and sizes of the image files, None for a data set without files."""
     files = [(name, os.path.getsize(path)) for part in datasets
              for name, path in zip(_names(part), _paths(part), strict=True)]
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:16] if files else None
 
 
 def _paths(dataset: Any) -> list[str]:
-    """Return the image files; [] for a data set without files."""
+    """Return the image files; [] if the data set has no files."""
     samples = getattr(getattr(dataset, "reader", dataset), "samples", ())
     return [sample[0] for sample in samples if isinstance(sample[0], str)]
 

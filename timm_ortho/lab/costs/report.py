@@ -2,12 +2,12 @@
 
 The output folder has `report.html`, `report.md` and `results.json` with the measured rows under `runs`:
 
-| table | rows |
+| table | functions that return the rows |
 | --- | --- |
-| `overhead` (Table 1b) | of `measure.overhead` |
-| `parameters` (Table 1a) | of `measure.flop_table` for each transformer (with a column `module`), then of
+| `overhead` (Table 1b) | `measure.overhead` |
+| `parameters` (Table 1a) | `measure.flop_table` for each transformer, with an additional column `module`; then
   `measure.parameter_table` |
-| `gamma` (Table 11) | of `measure.gamma_table` |
+| `gamma` (Table 11) | `measure.gamma_table` |
 """
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence

@@ -1,1 +1,1 @@
-"""From a study's YAML to the folders of its runs."""
+"""Turn a study's YAML file into the folders of its runs."""

@@ -30,7 +30,7 @@ def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Sourc
     """Check the data set and the models of a request, and complete the variants' options in place.
 
     Returns:
-        The opened data set (None if only the machine that trains has it), and the image size of each variant.
+        The opened data set (None if it is not on this machine), and the image size of each variant.
     """
     return (_check_for_lab if request.trainer == "lab" else _check_for_script)(request, variants)
 
@@ -44,7 +44,7 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> tuple[Sourc
 
 
 def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
-    """Check that timm's script knows every option. The data and the GPUs may be on another machine."""
+    """Check that timm's script has every option. Data and GPUs are not checked if they are on another machine."""
     if request.train_py is None:
         raise LabError("scale paper trains with timm's train.py: add --train-py FILE, or set TIMM_DIR to its folder")
     parser = recipe.of_script(request.train_py)
@@ -58,7 +58,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
     if ignored:
         print(f"timm-ortho: train.py uses {' and '.join(ignored)} for streamed data sets only, and takes all "
               f"images of '{dataset or first.data_dir}'", file=sys.stderr)
-    unknown = first.num_classes is None  # the paper's recipes set it
+    unknown = first.num_classes is None  # the paper's recipes set the number of classes
     if unknown or is_here(first):
         source = open_source(Namespace(**{**vars(first), **ignored}))
         for options in (variant.options for variant in variants):
@@ -121,7 +121,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
     """
     channels = options.in_chans or 3
 
-    def build() -> torch.nn.Module:  # not on the meta device: older timm (1.0.16) reads drop path rates from tensors
+    def build() -> torch.nn.Module:  # timm 1.0.16 reads drop path rates from tensors, which fails on the meta device
         kwargs = {**options.model_kwargs, "connection": connection}
         trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
         return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)
@@ -131,7 +131,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
         if options.img_size is None and options.input_size is None:
             options.img_size = options.model_kwargs.get("img_size")
         _, height, width = data_config(model, vars(options), channels)["input_size"]
-        if options.img_size is None and options.input_size is None and channels != 3:  # train.py assumes three
+        if options.img_size is None and options.input_size is None and channels != 3:  # train.py assumes three channels
             options.input_size = [channels, height, width]
         own = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if _takes_img_size(model) and (own is None or (height, width) != tuple(own)):
@@ -149,7 +149,7 @@ def _refused(subject: str) -> Iterator[None]:
         yield
     except LabError:
         raise
-    except KeyError as error:  # timm's tables of layers raise it
+    except KeyError as error:  # timm's tables of layers raise KeyError
         raise LabError(f"{subject}: there is no {error}") from None
     except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
         raise LabError(f"{subject}: {error_text(error)}") from None

@@ -17,7 +17,7 @@ The keys of a file:
 | `record` | steps between two records of the connections, see `timm_ortho.record` |
 | `hold_out` | number of training images to validate on instead of the validation split, for choosing settings |
 | `representation` | whether to measure the features at the end |
-| `paper_data` | the paper's data sets for this table; runs on other data are compared with the first |
+| `paper_data` | the paper's data sets for this table; runs on further data sets are compared with the first |
 | `report` | layout of tables and plots, see `layout` |
 | `scales` | `smoke`, `small` and `paper`, or some of them. Each may override `model`, `recipe`, `options`,
   `connections`, `seeds`, `grid` and `record`; a list in place of an axis keeps only these values |
@@ -48,7 +48,7 @@ _KEYS = {
     **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-# Defaults of model arguments; a run that sets them is the same as a run without them.
+# Defaults of model arguments; a run that sets such a value equals a run without the argument.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal",
                    "connection_keep": "output", "connection_groups": 1}
 
@@ -62,8 +62,8 @@ class Variant:
     """One cell of the grid with one connection: a run without its seed."""
 
     cell: Mapping[str, Any]  # axis -> value
-    connection: str  # at the start of training
-    options: Namespace  # timm's; the connection is in `model_kwargs`, the seed is not set
+    connection: str  # the connection at the start of training
+    options: Namespace  # timm's options; the connection is in `model_kwargs`, the seed is not set
     recipe: str  # name or file
     switch_to: str = ""  # the connection of the second stage
     # True: the second stage has a new optimizer, a new schedule and as many epochs as the first (paper, Table 3).
@@ -155,7 +155,7 @@ class Design:
         if model:
             values["model"] = model
         dataset, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
-        if "dataset" in values:  # otherwise the recipe's data set is used
+        if "dataset" in values:  # without this option, the recipe's data set is used
             values["dataset"] = timm_name(dataset)
         if base is None:
             base = "digits" if dataset == "digits" else "small_images"
@@ -212,7 +212,7 @@ def has_scale(name: str, scale: str) -> bool:
 
 
 def read(name: str, extending: Sequence[Path] = ()) -> Any:
-    """Return the contents of a study's file, merged with the studies that it extends."""
+    """Return the contents of a study's file, merged with the contents of the studies named by `extends`."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
         if name in COST_STUDIES:
@@ -311,7 +311,7 @@ def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
 
 
 def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
-    """Check the types of values. null means the default, so a study can reset a key that it inherits."""
+    """Check the types of values. null means the default, so a study can reset an inherited key."""
     for key, kind in kinds.items():
         value, least = values.get(key), int(key != "hold_out")
         if value is not None and (type(value) is not kind or (kind is int and value < least)):
@@ -328,14 +328,14 @@ def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, A
         raise LabError("switch needs to: CONNECTION, and optimizer: kept or reinitialised")
     again = switch["optimizer"] == "reinitialised"
     if switch["to"] == connection and not again:
-        return {}  # no change
+        return {}
     if "hybrid" in (switch["to"], connection) and switch["to"] != connection:
         raise LabError("a run cannot switch to or from hybrid: other connections have none of its parameters")
     return {"switch_to": switch["to"], "reinitialise": again}
 
 
 class _NoRecipe(LabError):
-    """The paper has no recipe for a cell, which is then left out."""
+    """The paper has no recipe for a cell. Such cells are left out."""
 
 
 def _paper_recipe(model: str, dataset: str) -> str:

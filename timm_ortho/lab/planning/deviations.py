@@ -9,7 +9,7 @@ from ..options import known_options, options_with
 from ..paper import architecture, recipe_deviations
 from .design import Design, Variant, load
 
-# These options have one line each. All further options that differ share a line.
+# Each of these options has a line of its own. All further options that differ share one line.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
 
@@ -18,7 +18,7 @@ def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int
     """Return lines such as "epochs: 15 here, 300 in the paper", and the deviations of the recipes themselves.
 
     Runs are compared with the paper's recipe for their data set. If the paper does not have their data set, they are
-    compared with the recipe for its first.
+    compared with the recipe for the paper's first data set.
 
     Args:
         design: The study at its scale.
@@ -63,7 +63,7 @@ def comparison(subject: str, here: Any, there: Any) -> str:
 
 
 def _prefix(models: Sequence[str], pairs: Sequence) -> str:
-    """Return the names of the models that a line is about, or nothing if it is about all models."""
+    """Return the names of the models that a line describes, or an empty string for all models."""
     return f"{', '.join(models)}: " if len(models) < len(pairs) else ""
 
 

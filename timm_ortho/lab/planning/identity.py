@@ -13,7 +13,7 @@ from ..folder import RunPlan, Stage
 from ..options import options_with
 from .design import Design, Variant
 
-# Options that do not change a result. A run that moves to another machine keeps its folder.
+# Options that do not change a result. A run that moves to another machine therefore keeps its folder.
 _MACHINE = options_with("about", "machine")
 
 
@@ -26,13 +26,13 @@ def run_identity(run: RunPlan) -> dict:
     values = {**asdict(run), "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
               "trainer": run.trainer_name}  # without the path of train.py
     del values["gpus"], values["nodes"]
-    return json.loads(json.dumps(values))  # lists for tuples; YAML takes a hundred times as long
+    return json.loads(json.dumps(values))  # turns tuples into lists; YAML is a hundred times slower
 
 
 def study_settings(design: Design, requested: Mapping[str, Any], first: Variant) -> dict:
     """Return the settings that decide a study's results.
 
-    Seeds and connections are left out: later calls may add some.
+    Seeds and connections are left out, because later calls may add seeds and connections.
 
     Args:
         design: The study.
@@ -42,7 +42,7 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
     keys = {key: value for key, value in asdict(design).items()
             if key not in ("seeds", "connections", "baseline", "report")}
     settings = {"design": keys, "given": {key: value for key, value in requested.items() if key not in _MACHINE}}
-    if design.is_comparison:  # its recipe may be a file that changes
+    if design.is_comparison:  # the recipe may be a file that the user edits later
         options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}
         kwargs = {key: value for key, value in options["model_kwargs"].items() if key != "connection"}
         settings["options"] = {**options, "model_kwargs": kwargs}
@@ -59,7 +59,7 @@ def output_folder(design: Design, settings: Mapping[str, Any], data: str, first:
 
 
 def data_name(requested: Mapping[str, Any], first: Variant) -> str:
-    """Return the name of the data set, for an image folder the name of the folder."""
+    """Return the name of the data set. An image folder's name is that of the folder."""
     return (str(requested.get("dataset") or first.options.dataset)
             or Path(str(requested.get("data_dir") or "images")).name)
 
@@ -84,5 +84,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_yaml_values(value: Any) -> Any:
-    """Return a value as YAML loads it: lists for tuples, and numeric keys, which JSON would make text."""
+    """Return a value as YAML loads it. Tuples become lists, and numeric keys remain numbers, unlike in JSON."""
     return yaml.safe_load(yaml.safe_dump(value, sort_keys=False))

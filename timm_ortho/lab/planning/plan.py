@@ -38,10 +38,10 @@ class StudyPlan:
     """A planned study."""
 
     folder: Path
-    settings: dict  # they decide the results; a folder with other settings is refused
+    settings: dict  # the settings that decide the results; a folder with different settings is refused
     study: dict  # description for the report, see `report`
     places: list[dict]  # cell, connection, seed and run of each place in the grid
-    runs: dict[str, RunPlan]  # by name; without runs of earlier calls, which `places` includes
+    runs: dict[str, RunPlan]  # by name; runs of earlier calls are in `places` only
     left_out: list[str]  # the cells that are not run, with the reason
 
     def write(self) -> None:
@@ -111,7 +111,7 @@ def plan(request: Request) -> StudyPlan:
     """
     request.check_machines()
     design, requested = request.design, dict(request.options)
-    if not design.is_comparison:  # a comparison's recipe names the data set
+    if not design.is_comparison:  # the data set of a comparison is in its recipe
         default = "" if requested.get("data_dir") else "digits"
         requested.setdefault("dataset", design.options.get("dataset", default))
     requested["device"] = request.device()
@@ -211,6 +211,6 @@ def _data_of(source: Source, sizes: Sequence[Size]) -> dict:
 
 
 def _qualified(dataset: str, classes: int) -> str:
-    """Return the name of a data set, with its number of classes if that of the paper's data set differs."""
+    """Return the name of a data set, with the number of classes if the paper's data set has a different number."""
     expected = numbers()["datasets"].get(dataset, {}).get("classes", classes)
     return dataset if classes == expected else f"{dataset} ({classes} classes)"

@@ -1,6 +1,6 @@
 """Read recipes. A recipe is a training YAML of timm's `train.py`, with the same keys, defaults and types.
 
-The module `options` lists the options of `train.py`. If a script is available, its own parser is also used.
+The module `options` lists the options of `train.py`. If timm's script is available, its parser is used too.
 """
 import argparse
 import importlib
@@ -91,7 +91,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
     kwargs = {**(values.get("model_kwargs") or {}), **requested.get("model_kwargs", {})}
     values = {**values, **requested, "model": base, "model_kwargs": kwargs}
     options = resolve(values, trainer)
-    # train.py must import timm_ortho to find the variant; other modules may register models too
+    # train.py must import timm_ortho to find the variant; the user's modules may register models too
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
     import_modules(options.device_modules, LabError)
     options.model = _variant(base)

@@ -19,7 +19,7 @@ class Request:
     output: Optional[str] = None  # folder; None for a folder below `output/` whose name depends on the settings
     only: Sequence[tuple[str, str]] = ()  # pairs of an axis and comma-separated values; all cells if empty
     train_py: Optional[Path] = None  # timm's train.py, required at scale `paper`; None for the lab's own loop
-    gpus: int = 0  # of each run per node; 0 for the CPU
+    gpus: int = 0  # number of GPUs of each run of `train.py` on each node; 0 for the device of `--device`
     nodes: int = 1
     command: str = ""  # the command line, for the report
 
@@ -29,7 +29,7 @@ class Request:
         return "train.py" if self.train_py is not None or self.design.scale == "paper" else "lab"
 
     def check_machines(self) -> None:
-        """Raise a LabError for numbers of GPUs and nodes that the trainer cannot use."""
+        """Raise a LabError if the trainer cannot use the requested numbers of GPUs and nodes."""
         if self.gpus < 0 or self.nodes < 1:
             raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {self.gpus} and {self.nodes}")
         if self.trainer == "lab" and (self.gpus or self.nodes > 1):
@@ -76,6 +76,6 @@ class Request:
 
 def _as_value_text(word: str) -> str:
     try:
-        return value_text(float(word))  # 1e-06 and 0.000001 are 1e-6
+        return value_text(float(word))  # 1e-06 and 0.000001 both become 1e-6
     except ValueError:
         return word

@@ -1,1 +1,1 @@
-"""From the folders of runs to tables, plots and a page."""
+"""Turn the folders of runs into tables, plots and a page."""

@@ -1,1 +1,1 @@
-"""From the folder of a run to its result."""
+"""Train a run from its folder, and store its result there."""
