@@ -4,9 +4,9 @@
 | --- | --- |
 | `commands` | the functions behind `timm-ortho study` and `timm-ortho compare` |
 | `costs` | parameters, FLOPs and throughput; nothing is trained |
-| `reporting` | from run folders to tables, plots and a page |
-| `planning` | from a study's YAML to one folder for each run |
-| `running` | from a run's folder to its result: launchers, the process of a run, the training loop, timm's script |
+| `reporting` | makes tables, plots and a page from run folders |
+| `planning` | makes one folder for each run from a study's YAML |
+| `running` | trains the run in a folder: launchers, the process of a run, the training loop, timm's script |
 | `folder` | the files of a run |
 | `options` | the options of timm's `train.py` |
 | `data`, `image_folder` | data sets, loaders, and the layout of image folders |
@@ -28,7 +28,7 @@ from .._text import error_text, without_nan
 
 
 class LabError(ValueError):
-    """The user's input cannot be used. The message is one line with the problem and what to do."""
+    """The user's input cannot be used. The message is one line with the problem and the remedy."""
 
 
 def one_line(error: BaseException) -> str:
@@ -87,7 +87,7 @@ def read_user_yaml(path: Path, subject: str) -> Any:
 
 @contextmanager
 def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
-    """Yield a temporary path that is renamed to `path` at the end, so that `path` is always complete.
+    """Yield a temporary path that is renamed to `path` at the end. An incomplete file is therefore never at `path`.
 
     Args:
         path: The final path.

@@ -25,7 +25,7 @@ from .running.launch import Slurm
 from .running.loop import build_model
 from .running.timm_script import command as train_command
 
-_SMALL = 1_000_000  # parameters; smaller models are faster with one thread
+_SMALL = 1_000_000  # number of parameters below which models train faster with one thread
 
 __all__ = [
     "Request", "Slurm", "comparison", "cost", "listing", "load", "make_plan", "report_on", "run", "status",
@@ -78,7 +78,7 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 
 def _planned(request: Request) -> StudyPlan:
     planned = plan(request)
-    Layout.of(planned.study)  # raises errors of the layout before the first run
+    Layout.of(planned.study)  # raises the layout's errors before the first run
     planned.write()
     return planned
 

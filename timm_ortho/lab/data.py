@@ -45,13 +45,13 @@ _FOLDERS = {
     "fashion_mnist": "FashionMNIST/raw",
 }
 
-_CACHE_BYTES = 2**30  # decoded images kept in memory, for each split
+_CACHE_BYTES = 2**30  # limit of the decoded images of a split that are kept in memory
 
 
 class Digits(Dataset):
-    """scikit-learn's digits: grey 8 x 8 images of 10 classes, 1,437 for training and 360 for validation.
+    """The digits of scikit-learn: grey 8 x 8 images of 10 classes, 1,437 for training and 360 for validation.
 
-    The split is always the same, and has a fifth of each class for validation.
+    The split is fixed. A fifth of each class is for validation.
 
     >>> len(Digits(training=True)), len(Digits(training=False))
     (1437, 360)
@@ -117,7 +117,7 @@ class _View(Dataset):
 
     def _read(self, index: int):
         dataset = self.dataset
-        if not hasattr(dataset, "reader"):  # not timm's
+        if not hasattr(dataset, "reader"):  # not one of timm's data sets
             return dataset[index]
         with _naming(dataset.filename(index, absolute=True)):
             file, target = dataset.reader[index]
@@ -148,7 +148,7 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
-    val_split: str  # the option, or `test` if its default has no folder
+    val_split: str  # the option `val_split`, or `test` if the default split has no folder
     validation_name: str  # folder or split of the validation images, or `hold-out`
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None for a stream
     labels: Optional[list[str]] = None  # class names, if the data set has them
@@ -160,8 +160,8 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
 
     Args:
         options: timm's options.
-        hold_out: Number of training images, evenly spaced, to validate on, 0 for the validation split. Use it to choose
-            settings such as the learning rate, which should not be chosen on the test images.
+        hold_out: Number of evenly spaced training images to validate on; 0 for the validation split. Hold images out to
+            choose settings such as the learning rate, which should not be chosen on the test images.
 
     Raises:
         LabError: The data set cannot be opened. The message names the expected files.
@@ -250,7 +250,7 @@ def _open(options: Namespace, split: str, training: bool) -> Any:
 
 
 def _named(options: Namespace, names: str) -> dict[str, Any]:
-    """Return the options that have the same name in timm's factories."""
+    """Return the options whose names are also arguments of timm's factories."""
     return {name: getattr(options, name) for name in names.split()}
 
 
@@ -310,7 +310,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
     for split in (source.train, source.validation):
-        # Not with workers, which lose their caches after each epoch. Pillow uses 4 bytes for an RGB pixel.
+        # Workers would lose their caches after each epoch. Pillow uses 4 bytes for an RGB pixel.
         if (isinstance(split, _View) and split.cache is None and not options.workers
                 and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
             split.cache = {}
@@ -373,8 +373,8 @@ def epoch_seed(seed: int, epoch: int, stream: int) -> int:
 class DataStream:
     """The random numbers of the data, separate from the model's.
 
-    timm and torchvision draw from the global generators of Python, NumPy and PyTorch. Each fetch of a batch sets their
-    state to the data's, and restores the model's state afterwards.
+    timm and torchvision draw from the global generators of Python, NumPy and PyTorch. While a batch is fetched, the
+    generators have the state of the data; afterwards, the model's state is restored.
     """
 
     def __init__(self, device: torch.device) -> None:

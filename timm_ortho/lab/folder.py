@@ -3,7 +3,7 @@
 | file | written by | contents |
 | --- | --- | --- |
 | `run.yaml` | the plan | the trainer, the stages with all their options, and the recorded steps |
-| `args.yaml` | the plan, timm's `train.py` | the options, for `train.py -c` |
+| `args.yaml` | the plan, timm's `train.py` | the options, as input of `train.py -c` |
 | `probe.jsonl` | the lab's loop | norms and cosine of each site on one validation batch, before training and by epoch |
 | `records.jsonl` | both trainers | the rows of :func:`timm_ortho.record` |
 | `summary.csv`, `last.pth.tar` | both trainers | as timm's `train.py` writes them |
@@ -36,12 +36,12 @@ PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
 class Stage:
     """A part of a run that trains with one connection."""
 
-    folder: str  # for its options and checkpoints, below the run's folder
+    folder: str  # folder of the options and checkpoints, relative to the run's folder
     options: Mapping[str, Any]  # all of timm's options
-    # `weights`: the previous stage's weights, with a new optimizer and schedule (paper, Table 3). `checkpoint`: the
-    # previous stage's checkpoint with its optimizer and schedule (Table 10). Empty for the first stage.
+    # `weights`: begin with the previous stage's weights, and a new optimizer and schedule (paper, Table 3).
+    # `checkpoint`: begin with its whole checkpoint, optimizer and schedule included (Table 10). Empty for stage one.
     begins_with: str = ""
-    stop_epoch: Optional[int] = None  # ends the stage before its schedule ends
+    stop_epoch: Optional[int] = None  # epoch after which the stage ends before its schedule
 
     @property
     def connection(self) -> str:
@@ -136,7 +136,7 @@ class RunPlan:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with lists for tuples, which YAML does not have."""
+    """Return a value with lists in place of tuples, which YAML does not have."""
     return json.loads(json.dumps(value))
 
 
@@ -196,7 +196,7 @@ def work_on(folder: Path) -> Iterator[None]:
     """Lock a run while its process trains it. Raises a LabError if another process trains it."""
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=5)  # `state` holds the lock for a moment
+        lock.acquire(timeout=5)  # `state` of another process holds the lock for a moment
     except Timeout:
         last = last_session(folder)
         raise LabError(f"another process trains {folder} ({last.get('pid', '?')} on {last.get('host', '?')}): "
@@ -228,11 +228,11 @@ def state(folder: Path) -> tuple[str, str]:
 
     States are `waiting`, `running`, `stopped`, `failed` and `finished`.
     """
-    at_work = _is_at_work(folder)  # before reading the result, which the process writes at its end
+    at_work = _is_at_work(folder)  # check before reading the result: a run that ends in between is `finished`
     result = read_json(folder / RESULT)
     if result is not None:
         return "finished", top1_text(result.get("top1"))
-    if not (folder / PLAN).is_file():  # only the finished runs of the study were copied here
+    if not (folder / PLAN).is_file():  # an unfinished run of a study whose finished runs alone were copied
         return "waiting", ""
     plan, session = RunPlan.read(folder), last_session(folder)
     rows = history(folder, plan)
@@ -251,7 +251,7 @@ def last_session(folder: Path) -> dict:
 
 
 def with_last_words(folder: Path, reason: str) -> str:
-    """Return why a run failed, with the last line of its log that the lab did not write."""
+    """Return why a run failed, with the last line in its log that was not written by the lab."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     words = next((line.strip()[:300] for line in reversed(lines)

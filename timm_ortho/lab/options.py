@@ -14,7 +14,7 @@ from typing import Any, Mapping
 
 # Defaults that differ from timm's.
 DEFAULTS = {
-    "checkpoint_hist": 1,  # timm has 10; the many runs of a study need only their last and best checkpoints
+    "checkpoint_hist": 1,  # timm's default is 10; the many runs of a study need only their last and best checkpoints
 }
 
 
@@ -31,7 +31,7 @@ def defaults() -> dict[str, Any]:
 
 @cache
 def options_with(key: str, *values: str) -> frozenset[str]:
-    """Return the names of the options whose key has one of these values.
+    """Return the names of the options for which the key, such as `about`, has one of the values.
 
     >>> "workers" in options_with("about", "machine")
     True

@@ -110,7 +110,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
-    if operation in _FREE or not isinstance(result, Tensor):  # promote_types returns a dtype
+    if operation in _FREE or not isinstance(result, Tensor):  # promote_types returns a dtype, not a tensor
         return 0
     if operation is aten.sum:
         return args[0].numel()
@@ -132,7 +132,7 @@ def site_flops(model: nn.Module) -> list[SiteFlops]:
         for site in sites(model):
             for handle in counter.watch(model, site, counts):
                 hooks.callback(handle.remove)
-        with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # attention as matrix products
+        with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # MATH: attention as matrix products
             model(image)
     return counts
 

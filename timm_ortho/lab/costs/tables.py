@@ -50,7 +50,7 @@ def _overhead(rows: Sequence[Row]) -> Content:
     models = [_model(row["model"]) for row in rows]
     names = [model if models.count(model) == 1 else f"{model}, {row['layout']}, {row['dtype']}, {row['mode']}"
              for model, row in zip(models, rows, strict=True)]
-    # The paper does not give the layout: its numbers are beside all rows of a model.
+    # The paper does not give the memory layout, so its numbers are beside all rows of a model.
     stated = {name: values for key, values in paper.numbers()["throughput"].items() if isinstance(values, list)
               for model in [paper.name("model", key)]
               for name in [name for name, other in zip(names, models, strict=True) if other == model] or [model]}
@@ -81,7 +81,7 @@ def _measured(row: Row) -> list[str]:
 
 _MODULES = {"attention": "Attention", "mlp": "MLP (FFN)"}
 _FORMS = {"linear": "Linear", "paper": "Orthogonal, the paper's algorithm", "feature": "Orthogonal-F, this package"}
-# the paper's FLOPs for s tokens of width d
+# the paper's formulas of the FLOPs, for s tokens of width d
 _BRANCHES = {"attention": lambda s, d: 8 * s * d**2 + 4 * s**2 * d, "mlp": lambda s, d: 16 * s * d**2}
 _UPDATES = {"linear": lambda s, d: s * d, "paper": lambda s, d: s * d + 6 * s * d + 2 * s}
 _WHOLE = ("sites", "parameters", "extra_parameters", "branches", "updates", "extra_flops")

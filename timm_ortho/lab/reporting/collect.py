@@ -20,10 +20,10 @@ def collect(folders: Sequence[Path]) -> list[Part]:
 
     Args:
         folders: Published studies, outputs of `timm-ortho study` and `compare`, and folders of runs that the user
-            trained with `train.py`. Such a run is added to the first of these studies that has a matching cell.
+            trained with `train.py`. A user's run is added to the first study in `folders` that has a matching cell.
 
     Raises:
-        LabError: A folder is of another kind, or a run matches no cell.
+        LabError: A folder is not one of these kinds, or a run matches no cell.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
     parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]

@@ -8,7 +8,7 @@
 | `labels` | dimension -> value -> label | the paper's name |
 | `paper` | dimensions by which the paper's numbers are nested in the study's `table` | no numbers |
 | `order` | the dimension whose numbers sort the rows | the paper's order |
-| `unstated` | text in place of a number that the paper does not have | not in the paper |
+| `unstated` | text where the paper has no number | not in the paper |
 | `protocol` | how the metrics are taken | of the last epoch |
 | `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS` | `training`, `stream` |
 | `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
@@ -33,7 +33,7 @@ class Measure(NamedTuple):
     """A metric of a run."""
 
     title: str  # with its unit; `{images}` is replaced by `test` or `validation`
-    read: Callable[[Run], Optional[float]]  # None if missing, NaN if not finite
+    read: Callable[[Run], Optional[float]]  # returns None for a missing value, NaN for a value that is not finite
     digits: int = 2  # decimal places
 
 
@@ -112,8 +112,8 @@ class Layout:
     def of(cls, study: Mapping[str, Any]) -> "Layout":
         """Return the checked layout of a study.
 
-        The default is the layout of the package's study with the same name and axes, and otherwise a row for each cell
-        and connection.
+        The default is the layout of the package's study with the same name and axes. If there is none, the report has a
+        row for each cell and connection.
         """
         dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
         keys = study.get("report")
@@ -158,7 +158,7 @@ class Layout:
                 yield name, options or {}
 
     def key(self, dimension: str, run: Run) -> str:
-        """Return a run's value of a dimension, in the names of `paper.json`. `label` turns it into text."""
+        """Return a run's value of a dimension, named as in `paper.json`. `label` turns this value into text."""
         value = run.get("cell", {}).get(dimension)
         if value is None:
             value = run.get(dimension) if dimension in ("connection", "dataset") else None
@@ -211,7 +211,7 @@ class Layout:
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Any, list]:
-    """Return items in lists by key, in order of first occurrence.
+    """Group items by key, in the order in which the keys first occur.
 
     >>> grouped([1, 2, 3, 4], lambda number: number % 2)
     {1: [1, 3], 0: [2, 4]}

@@ -64,7 +64,7 @@ class Picture:
     """A plot, drawn when its SVG is first read.
 
     Attributes:
-        path: Its file, relative to the report's folder.
+        path: The file of the plot, relative to the report's folder.
         draw: Returns the figure. `narrow=True` is for narrow screens.
         alt: The plot in words.
         caption: The text below it.
@@ -145,6 +145,6 @@ def text_table(table: Table) -> str:
 def svg(draw: Callable[[], Figure], salt: str) -> str:
     """Return a figure as SVG. The same figure with the same salt has the same bytes."""
     buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):  # text remains text
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):  # text is not converted to paths
         draw().savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -3,7 +3,7 @@
 Lines are means over seeds, and shaded areas their range. Points are runs, and bars one standard deviation about their
 mean. Values that are not finite leave gaps. The colours are Okabe and Ito's, which colour-blind readers can
 distinguish, and similar to the paper's (red: linear, blue: orthogonal). Line styles and markers differ too. With
-`narrow`, for a phone, panels are below each other.
+`narrow`, panels are below each other, as needed on a phone.
 """
 import math
 import re
@@ -37,8 +37,8 @@ _COLORS = ("#e69f00", "#56b4e9", "#000000", "#cc79a7", "#009e73", "#0072b2", "#d
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = "vPX<>d*h"
 
-_NARROW = 4.0  # inches
-_LONG = 10  # epochs; longer trainings have y axes for the values of their second half
+_NARROW = 4.0  # width of a narrow plot in inches
+_LONG = 10  # from this number of epochs on, y axes cover the values of the second half of training
 
 Name = Callable[[Run], str]
 Options = Mapping[str, Any]
@@ -75,12 +75,12 @@ class Scene(NamedTuple):
 
     def lines(self, options: Options) -> Name:
         """Return a function that names the line of a run."""
-        elsewhere = (options.get("by"), options.get("x"))  # named by the panel or the x axis
+        elsewhere = (options.get("by"), options.get("x"))  # dimensions that name the panel or the x axis
         own = [*(axis for axis in self.layout.study["axes"] if axis not in elsewhere), "connection"]
         return self.layout.name(options.get("lines", own))
 
     def parts(self, options: Options, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-        """Return the runs by the values of option `by`, or all runs under an empty name."""
+        """Group the runs by the dimension of option `by`. Without it, all runs form one unnamed group."""
         return list(grouped(runs, self.layout.name([options["by"]] if "by" in options else [])).items())
 
 
@@ -291,7 +291,7 @@ def _profile(runs: Sequence[Run], name: Name) -> tuple[list[Panel], list[str]]:
 
 
 def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
-    """Return a panel with a line for each block. With more than eight, the legend has the first and last."""
+    """Return a panel with a line for each block. The legend of more than eight blocks has the first and last."""
     layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
     lines = {}
     for layer in layers:
@@ -340,7 +340,7 @@ def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
 
 
 def branch(row: Mapping[str, Any]) -> Optional[float]:
-    """Return |f|², the sum of the squared norms of its two orthogonal parts, None if one is not finite."""
+    """Return |f|², the sum of the squared norms of the parallel and the orthogonal part, None if not finite."""
     parts = (row["parallel"], row["orthogonal"])
     return sum(parts) if all(map(finite, parts)) else None
 
@@ -409,8 +409,8 @@ def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
 def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:
     """Return Pearson's r of a metric with an axis of the grid over all runs, and its two-sided p.
 
-    r is undefined without variation. p is undefined if all runs are on a line, without residuals to estimate a
-    variance.
+    r is undefined without variation. p is undefined if all runs are on a line, because no residuals remain
+    to estimate a variance.
     """
     pairs = [(float(run["cell"][x]), read(run)) for run in runs if finite(read(run))]
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
@@ -462,7 +462,7 @@ def _errorbars(axes: Axes, points: Mapping[float, Sequence[float]], name: str, l
 
 
 def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
-    """Set ticks at the values, without those whose labels would overlap."""
+    """Set ticks at the values, but leave out ticks whose labels would overlap."""
     scale = math.log if log else float
     kept = [values[0]]
     for value in values[1:]:

@@ -20,7 +20,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 STUDY = "study.json"
 TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # file -> key of a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
-COARSE = {"images_per_second", "seconds"}  # columns with four digits
+COARSE = {"images_per_second", "seconds"}  # columns with four significant digits
 LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
 
 Rows = list[dict[str, Any]]
@@ -80,7 +80,7 @@ def _flat(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 
 def _add(rows: Rows, row: dict[str, Any], probe: bool) -> None:
-    """Append a row; sites of one probe go into one list."""
+    """Append a row. The sites of one probe are collected in one list."""
     if not probe:
         rows.append(row)
         return
@@ -96,7 +96,7 @@ def _write_table(file: Path, rows: Rows, digits: int) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows([_rounded(row.get(key), 4 if key in COARSE else digits) for key in columns] for row in rows)
-    # no name and no time in the header, so that equal tables are equal files
+    # without name and time in the header, equal tables give equal files
     with file.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
         packed.write(text.getvalue().encode("utf-8"))
 

@@ -55,11 +55,11 @@ from .statistics import reach
 from .transition import transition_points
 
 _STEPS = 100  # recorded steps in results.json and plots; the folders of the runs have all steps
-_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns of the records that have a transition point
+_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns of the records with a transition point
 
 _NOTHING = "No run is finished yet."
-_FEW = 2  # number of seeds for which the report warns about wide intervals
-_NAMED = 3  # differences that the first sentence names
+_FEW = 2  # with this number of seeds, the report warns about wide intervals
+_NAMED = 3  # maximum number of differences that the first sentence names
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _picture(drawing: Drawing) -> Picture:
 
 
 def _label(entry: tables.Entry) -> str:
-    """Return the names of an entry without that of the measure, which is the title of its panel."""
+    """Return the names of an entry without the name of its measure, which is the title of the panel."""
     return ", ".join(name for name in (*entry.position[0], *entry.position[1]) if name != entry.title)
 
 
@@ -303,7 +303,7 @@ def _lead(parts: Sequence[Part]) -> str:
 
 
 def _untested(entries: Sequence[tables.Entry]) -> str:
-    """Name the differences, or count them if they are many."""
+    """Return the names of the differences, or their number if there are more than `_NAMED`."""
     if len(entries) > _NAMED:
         return _count(entries, "difference")
     values = [f"{entry.compared()} in " if entry.difference else "" for entry in entries]
@@ -311,7 +311,7 @@ def _untested(entries: Sequence[tables.Entry]) -> str:
 
 
 def _adjustment(parts: Sequence[Part]) -> str:
-    """Return the number of comparisons that Holm's method adjusts for, in each study separately."""
+    """Return the number of comparisons that Holm's method adjusts for. Each study is adjusted separately."""
     counts = [sum(entry.difference is not None for entry in part.entries) for part in parts if _compared([part])]
     if len(counts) == 1:
         return _count(counts[0], "comparison")
@@ -319,7 +319,7 @@ def _adjustment(parts: Sequence[Part]) -> str:
 
 
 def _sensitivity(tested: Sequence[tables.Entry]) -> str:
-    """Return the half-widths of the first tested measure. Intervals of smaller differences contain zero."""
+    """Return the half-widths of the first tested measure. The interval of a smaller difference contains zero."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
     differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
     seeds = sorted({difference.pairs for difference in differences})
@@ -337,7 +337,7 @@ def _two_digits(value: float) -> str:
 
 
 def _terms(parts: Sequence[Part]) -> Iterator[str]:
-    """Define the terms that occur in this report."""
+    """Yield the definitions of the terms that occur in this report."""
     compared = _compared(parts)
     yield "Mean ± standard deviation: over the seeds of one setting."
     if not compared:

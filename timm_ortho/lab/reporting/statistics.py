@@ -10,7 +10,7 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-ROUNDING = 1e-6  # relative to the largest value; float32 accuracies of equal counts of images differ by less
+ROUNDING = 1e-6  # relative tolerance; float32 accuracies of equal numbers of images differ by less
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Difference:
     """A mean difference with its two-sided confidence interval (95 % by default)."""
 
     mean: float
-    half_width: Optional[float]  # None for a single pair and for differences that are all equal
+    half_width: Optional[float]  # None for a single pair, or if all differences are equal
     pairs: int
     p: Optional[float] = None  # two-sided, for a true mean of zero; None without an interval
 
@@ -50,7 +50,7 @@ class Difference:
         >>> Difference(0.12, 0.42, 3).text()
         '+0.12 [-0.30, +0.54]'
         """
-        # Round first: sums differ in the last bits between machines. -1e-16 becomes 0, but -0.001 stays -0.00.
+        # Round first, because the last bits depend on the machine: -1e-16 becomes 0, but -0.001 stays -0.00.
         mean, low, high = (f"{round(value, 9) + 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 

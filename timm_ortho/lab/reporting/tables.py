@@ -30,9 +30,9 @@ class Entry:
     planned: int  # number of the study's seeds
     paper: Optional[Sequence[float]] = None  # mean and standard deviation
     baseline: Optional[Position] = None  # position of the baseline; equal to `position` for the baseline itself
-    difference: Optional[Difference] = None  # over the common seeds
-    pooled: Optional[Difference] = None  # the same difference, with the variance of all cells
-    holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None without p
+    difference: Optional[Difference] = None  # over the seeds of both sides
+    pooled: Optional[Difference] = None  # the same difference, with an error variance estimated from all cells
+    holm: Optional[float] = None  # adjusted p for all comparisons of the study; None if the difference has no p
     effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences, see `sees`
 
     @property
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def p(self) -> Optional[float]:
-        """p of the difference, not adjusted."""
+        """The unadjusted p of the difference."""
         return self.difference.p if self.difference else None
 
     @property
@@ -134,10 +134,10 @@ def _distinct(positions: Mapping[Group, Position]) -> dict[Group, Position]:
 
 
 def _baseline(groups: Iterable[Group], group: Group, baseline: Mapping[str, Any]) -> Optional[Group]:
-    """Return the baseline of a group: its cell and connection with the values of the study's baseline.
+    """Return the baseline of a group: the group whose cell and connection have the values of the study's baseline.
 
-    If the baseline changes only the cell, and the changed cell was run with a single other connection, that group is
-    the baseline. For example, `layers: none` has linear connections only.
+    If the study's baseline names a cell that was run with a single connection, this connection is the baseline. For
+    example, the cell `layers: none` has linear connections only.
     """
     changed = {axis: baseline.get(axis, value) for axis, value in group[0]}
     candidates = [other for other in groups if dict(other[0]) == changed]
@@ -158,7 +158,7 @@ def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layou
 
 
 def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
-    """Add differences with pooled variance. The settings of a block differ in the baseline's axes only."""
+    """Add differences with pooled variance. Entries that differ only in the baseline's axes form a block."""
     def cell(entry: Entry) -> tuple:
         return tuple(axis for axis in entry.group[0] if axis[0] not in layout.study["baseline"])
 
@@ -316,7 +316,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def every_run(runs: Sequence[Run]) -> Table:
-    """Return a row for each run. Columns without values, and those of a common model, are left out."""
+    """Return a row for each run, without empty columns. Equal models and their parameters have no column."""
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
                if any(key in run for run in runs) and (several or key not in ("model", "parameters"))]

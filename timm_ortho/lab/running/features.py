@@ -27,7 +27,7 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
 
 
 def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str, Any]) -> None:
-    """Add `linear_cka` to each run's `representation`: with the baseline's run of this seed, None without such a run.
+    """Add `linear_cka` to each run's `representation`: CKA with the baseline's run of the same seed, or None.
 
     Args:
         runs: The runs.

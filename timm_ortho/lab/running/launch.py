@@ -1,7 +1,7 @@
 """Start a process for each unfinished run, on this machine or on a Slurm cluster.
 
-Launchers communicate with a run only through its folder. A crash of a run therefore affects no other run, and the same
-command continues from the folders.
+Launchers communicate with a run only through its folder. A crash of a run therefore affects no other run. If the same
+command is started again, it continues from the folders.
 """
 import math
 import os
@@ -29,9 +29,9 @@ from . import run as run_module
 from .timm_script import die_with_parent
 
 _NO_ROOM = 2**16  # bytes; with less free space a run cannot write its error
-_SECONDS_BETWEEN_LINES = 20  # of progress; used if the output is not a terminal
-ATTEMPTS = 3  # for a run whose process dies
-_SECONDS_TO_PREEMPT = 300  # from SIGTERM to the requeue signal, or to SIGKILL after the grace time
+_SECONDS_BETWEEN_LINES = 20  # seconds between lines of progress, if the output is not a terminal
+ATTEMPTS = 3  # number of times that a run is started if its process dies
+_SECONDS_TO_PREEMPT = 300  # time that Slurm has after SIGTERM to send the requeue signal or SIGKILL
 
 
 class _Progress:
@@ -40,7 +40,7 @@ class _Progress:
     def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
         self.finished = set(runs) - set(waiting(root, runs))
-        self.sizes: dict[str, int] = {}  # of each run's summaries, which are read again when they have grown
+        self.sizes: dict[str, int] = {}  # size of each run's summaries; a larger size means new epochs
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
         self.began, self.said = time.monotonic(), -math.inf
@@ -56,7 +56,7 @@ class _Progress:
         tqdm.write(text, file=sys.stderr)
 
     def fail(self, name: str, reason: str) -> None:
-        """Note and print that a run failed."""
+        """Store and print the reason why a run failed."""
         if shutil.disk_usage(self.root).free < _NO_ROOM:
             reason += ", the disk is full"
         run_module.note_failure(self.root / name, reason)
@@ -99,7 +99,7 @@ class _Progress:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which stops a command like Ctrl-C."""
+    """Raised on SIGTERM, which stops a command like Ctrl-C."""
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
 def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     """Return the environment of each simultaneous run, with its visible GPUs.
 
-    Each run of `train.py` has its own GPUs, as many as requested. Runs of the lab's loop are spread over all GPUs.
+    Each run of `train.py` has the requested number of GPUs for itself. Runs of the lab's loop are spread over all GPUs.
     """
     each, nodes = (max(getattr(run, attribute) for run in runs.values()) for attribute in ("gpus", "nodes"))
     there = torch.cuda.device_count()
@@ -194,14 +194,14 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     """Train the run in a folder. This is the main function of a run's process."""
-    # The platform's default. With forkserver, every worker of a data loader would import torch again in every epoch.
+    # None is the platform's default. With forkserver, each data loader worker would import torch in every epoch.
     set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but only the launcher reacts
     os.environ.clear()
     os.environ.update(environment)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):  # redirect file descriptors, which C++ code also writes to
+    for stream in (1, 2):  # C++ code writes to the file descriptors, so redirect them
         os.dup2(log, stream)
     sys.exit(run_module.main([str(folder), "--threads", str(threads)]))
 
@@ -218,7 +218,7 @@ def _exit(status: int) -> str:
 
 @dataclass
 class _Task:
-    """The job of a run. submitit pickles it, and calls `checkpoint` at a time limit or preemption."""
+    """The job of a run. submitit pickles this object, and calls `checkpoint` at a time limit or preemption."""
 
     threads: int
 
@@ -229,7 +229,7 @@ class _Task:
         os.environ.setdefault("MASTER_ADDR", job.hostnames[0])
         os.environ.setdefault("MASTER_PORT", str(20000 + int(job.array_job_id or job.job_id) % 20000))
         os.environ["NODE_RANK"] = str(job.node)
-        # in a separate process, so that submitit's signal handlers stay in place
+        # train in a separate process, so that submitit's signal handlers stay in place
         command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
         with open(Path(folder, LOG), "a", encoding="utf-8") as log:
             status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
@@ -251,7 +251,7 @@ class Slurm:
     parallel: int = 1  # number of simultaneous runs
     threads: int = 1  # CPU threads of each run
     minutes: int = 24 * 60  # time limit of a job
-    options: Mapping[str, Any] = field(default_factory=dict)  # of sbatch: `partition`, `account`, `qos`, `mem`, ...
+    options: Mapping[str, Any] = field(default_factory=dict)  # sbatch options: `partition`, `qos`, `mem`, ...
     poll: float = 2.0  # seconds between two checks of the folders
 
     def executor(self, root: Path, run: RunPlan) -> Any:
@@ -272,7 +272,7 @@ class Slurm:
         return executor
 
     def script(self, root: Path, runs: Mapping[str, RunPlan]) -> Path:
-        """Write the script that submitit passes to sbatch, for inspection."""
+        """Write the script that submitit would pass to sbatch, so that the user can inspect it."""
         executor = self.executor(root, next(iter(runs.values())))
         executor.parameters["map_count"] = len(runs)
         path = root / ".slurm" / "plan.sbatch"

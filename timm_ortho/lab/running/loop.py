@@ -1,6 +1,7 @@
 """Train one stage of a run in this process, on a CPU or one GPU, with timm's building blocks.
 
-The loop replaces timm's `train.py`, which is not part of timm's wheel. The options have the same meaning (`recipe`).
+The loop replaces timm's `train.py`, which is not part of timm's wheel. The options mean the same as
+in `train.py`, see `recipe`.
 Random numbers are seeded by seed, epoch and purpose. Runs with one seed therefore see the same batches,
 even if their connections draw random numbers. An interrupted run ends with the same weights as an uninterrupted one.
 """
@@ -36,7 +37,7 @@ _MODEL, _DATA = 0, 1  # the two streams of random numbers
 
 
 def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Module:
-    """Create the model of the options, initialised from the seed."""
+    """Create the model that the options describe, initialised from the seed."""
     random_seed(options.seed)
     return create_model(
         options.model,
@@ -51,11 +52,11 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
 
 
 class Training:
-    """One stage of a run. `train` starts it, or continues it from its last checkpoint.
+    """The training of one stage. `train` starts it, or continues it from its last checkpoint.
 
     Args:
         plan: The run.
-        stage: One of its stages.
+        stage: The stage of the run.
         folder: The folder of the run.
         source: The opened data set.
         options: The options of the stage, with paths and device of this machine.
@@ -96,7 +97,7 @@ class Training:
 
     # ------------------------------------------------------------------------------------------ the epochs
     def train(self) -> None:
-        """Train to the end of the stage. Results are in the run's folder."""
+        """Train to the end of the stage, and write the results into the run's folder."""
         start, lengths = self._resume()
         if start >= self.stage.last_epoch:  # later rows of the run's files belong to the next stage
             return
@@ -121,7 +122,7 @@ class Training:
                 recorder.close()
 
     def _recorder(self, first: int) -> Any:
-        """Return the recorder of the connections, whose steps count through all stages, or None."""
+        """Return the recorder of the connections, or None. Its steps count from the first stage on."""
         if self.plan.record is None:
             return None
         recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / "records.jsonl"))
@@ -183,7 +184,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def _evaluate(self, model: nn.Module) -> dict:
-        """Return loss and accuracies over the validation images, by timm's names."""
+        """Return loss and accuracies over the validation images, with timm's names as keys."""
         model.eval()
         meters = {key: AverageMeter() for key in ("loss", "top1", "top5")}
         with torch.no_grad():
@@ -204,7 +205,7 @@ class Training:
 
     # -------------------------------------------------------------------------------------- the checkpoint
     def _parts(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint, by timm's names."""
+        """Return the parts of a checkpoint, with timm's names as keys."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer}
         if self.ema is not None:
             parts["state_dict_ema"] = self.ema.module
@@ -221,11 +222,11 @@ class Training:
         try:
             with whole_file(self.checkpoint) as partial:
                 torch.save(checkpoint, partial)
-        except RuntimeError as error:  # torch's writer raises it on a full disk
+        except RuntimeError as error:  # torch's writer raises RuntimeError on a full disk
             raise OSError(errno.EIO, error_text(error)) from error
 
     def _resume(self) -> tuple[int, dict[str, int]]:
-        """Load the last checkpoint of this stage or of the previous one.
+        """Load the last checkpoint of this stage, or else of the previous stage.
 
         Returns:
             The next epoch, and the lengths of the run's files at the checkpoint.
@@ -245,7 +246,7 @@ class Training:
             raise LabError(f"{path} cannot be read ({one_line(error)}): remove {self.folder} to train the run "
                            "again") from None
         start = checkpoint["epoch"] + 1
-        # sets the count of updates; the optimizer's state has the learning rate
+        # sets the count of updates; the learning rate is in the optimizer's state
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
         return start, lengths
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ...models.build import create, register_own, unpretrained
 
-default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
-__all__ = []  # timm's registry appends to it
+default_cfgs: Dict[str, Any] = {}  # read by timm's registry
+__all__ = []  # timm's registry appends to this list
 
 
 class PlainPooling(Pooling):

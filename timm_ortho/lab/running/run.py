@@ -29,7 +29,7 @@ from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
-# Errors of a folder that cannot be written. Other OSErrors are errors of the run, and name their file.
+# Errors that mean that the run's folder cannot be written. Further OSErrors name the file that they concern.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
@@ -40,7 +40,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parsed = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by an exception, so that child processes are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exception also ends child processes
     try:
         run(parsed.folder, parsed.threads)
     except LabError as error:
@@ -68,7 +68,7 @@ def run(folder: Path, threads: int = 1) -> dict:
         if done is not None:
             return done
         torch.set_num_threads(threads)
-        plan.write_options(folder)  # again: train.py overwrites them
+        plan.write_options(folder)  # train.py has overwritten the options
         sessions = _begin_session(folder)
         try:
             result = _train(plan, folder)
@@ -91,7 +91,7 @@ def run(folder: Path, threads: int = 1) -> dict:
 
 
 def _begin_session(folder: Path) -> list[dict]:
-    """Return the sessions with a new one. Print a warning if its versions differ from the previous session's."""
+    """Append a session and return all. Print a warning if its versions differ from the previous session's."""
     sessions = read_json(folder / SESSIONS) or []
     here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
             "job": os.environ.get("SLURM_JOB_ID")}
@@ -115,7 +115,7 @@ def note_failure(folder: Path, reason: str) -> None:
 def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
     try:
         write_json(folder / SESSIONS, list(sessions))
-    except OSError as error:  # on a full disk: raise the original error instead
+    except OSError as error:  # for example on a full disk; the caller raises the original error
         print(f"timm-ortho: {folder / SESSIONS} cannot be written ({one_line(error)})", file=sys.stderr)
 
 
@@ -166,7 +166,7 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **metrics_of(rows),
-        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # of the median epoch
+        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # in the median epoch
         "peak_memory": int(max(memory)) if memory else None,
         "seconds": sum(seconds) if seconds else None,
         "device": device_name(torch.device(options.device)),

@@ -23,7 +23,7 @@ _SECONDS_TO_STOP = 30
 
 
 class Died(LabError):
-    """The script was killed or ended after some epochs. A launcher starts it again."""
+    """The script was killed, or ended after some epochs. A launcher starts such a script again."""
 
 
 def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
@@ -34,7 +34,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     """
     last = folder / stage.folder / "last.pth.tar"
     before = _epochs(last)
-    if before > stage.last_epoch:  # stopped too late: the next stage would start at a later epoch
+    if before > stage.last_epoch:  # the script stopped too late, so the next stage would start too late
         raise LabError(f"{last} has {before} epochs, but its stage ends after {stage.last_epoch}: remove {folder} "
                        "to train the run again")
     if before == stage.last_epoch:
@@ -62,7 +62,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
 
 
 def _check_data(options: Namespace) -> None:
-    """Check an image folder that may have been missing on the machine that planned the run."""
+    """Check the image folder again, because the run may have been planned on a machine without it."""
     if is_here(options):
         split = open_source(options).val_split
         if split != options.val_split:
@@ -87,7 +87,7 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
 
 
 def torchrun(plan: RunPlan) -> Sequence[str]:
-    """Return the words of the command line that start one process per GPU, () on the CPU."""
+    """Return the part of the command line that starts one process per GPU, () on the CPU."""
     if not plan.gpus:
         return ()
     where = ["--standalone"]
@@ -104,7 +104,7 @@ def _epochs(checkpoint: Path) -> int:
         return 0
     try:
         return load_checkpoint(checkpoint)["epoch"] + 1
-    except FileNotFoundError:  # train.py is replacing it
+    except FileNotFoundError:  # train.py is replacing the file
         return 0
     except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise many kinds for damaged files
         raise LabError(f"{checkpoint} cannot be read ({one_line(error)}): remove {checkpoint.parent} to train "
