@@ -128,7 +128,7 @@ def test_cuda_clock(monkeypatch):
 
 
 def test_peak_memory_excludes_other_candidates(monkeypatch):
-    allocated = [1000]  # bytes, including those of the group's other candidates
+    allocated = [1000]  # bytes, including the tensors of the group's other candidates
     peak = [0]
 
     def allocate(amount):

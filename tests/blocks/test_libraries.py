@@ -118,7 +118,7 @@ def test_every_row_of_a_table_has_a_model_here(library):
             model, _ = made(name)
             covered |= {spec.name for module in model.modules() if (spec := spec_of(module)) and reached(module, spec)}
     covered |= {spec.name for spec in specs(library) if spec.causal}  # test_text_models.py tests language models
-    # Blocks of text encoders, and of architectures whose input is not only an image.
+    # These blocks belong to text encoders, or to architectures whose input is not only an image.
     others = {"Swinv2CrLayer", "Siglip2EncoderLayer", "PerceiverLayer", "PerceiverAttention", "ModernBertEncoderLayer",
               "TransformerBlock"}
     assert {name for name in lines - covered if name.rpartition(".")[2] not in others} == set()
@@ -147,7 +147,7 @@ def test_detectors_and_segmentation_networks_of_torchvision(build):
 
 
 def test_a_block_of_two_classes_is_one_layer():
-    """In transformers' CvT, a module of the second class is part of a module of the first."""
+    """In transformers' CvT, a module of the second class is part of a module of the first class."""
     model, _ = made("transformers cvt")
     connected = sites(connect(model, "feature", layers=[0]))
     assert [(site.layer, site.kind) for site in connected] == [

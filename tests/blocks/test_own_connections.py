@@ -79,7 +79,7 @@ def test_arguments_that_a_partial_has_bound(registered):
 
 
 def test_a_connection_by_name(tmp_path):
-    """A variant accepts the name, config.json and the card contain it, and the exported folder restores it."""
+    """A variant accepts a registered name. Exports write this name to config.json and the card, and restore it."""
     timm_ortho.register_connection("clipped", Clipped)
     timm_ortho.register_connection("clipped", Clipped)  # the cell of a notebook may run twice
     model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()

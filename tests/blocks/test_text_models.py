@@ -235,7 +235,7 @@ def test_causal_is_a_bool_or_a_name(restored):
 
 @pytest.mark.parametrize(("name", "excluded"), [("DistilBERT", True), ("ModernBERT", True), ("BERT", False)])
 def test_padding_in_the_global_scope(name, excluded):
-    """In BERT, the module that adds the branch output receives no mask and includes padding, as the page states."""
+    """In BERT, the module that adds the branch output gets no mask and includes padding. The page states this."""
     model, ids = connect(made(name), "global"), tokens(6)
     padded, mask = torch.cat([ids, torch.zeros_like(ids[:, :3])], 1), torch.ones(2, 9, dtype=torch.long)
     mask[:, 6:] = 0

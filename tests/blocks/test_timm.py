@@ -56,7 +56,7 @@ def outputs(model, x):
     not isinstance(on_meta(), torch.device), reason="before timm 1.0.21 some buffers are not on the meta device")
 @pytest.mark.parametrize("name", SHAPES)
 def test_streams_have_the_width_in_the_table(name):
-    """Check the output shapes, and the width of stream and branch at every site, which skip transforms depend on."""
+    """Check output shapes, and the width of stream and branch at every site. Skip transforms need this width."""
     with on_meta():
         model, size = build(name)
         expected = [tensor.shape for tensor in outputs(model, torch.empty(2, 3, size, size))]
@@ -149,7 +149,7 @@ def test_a_block_with_one_of_its_two_sums():
     *(pytest.param(name, marks=pytest.mark.whole) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
 ])
 def test_folding_a_model_changes_nothing(name):
-    """Re-parameterisation folds some additions into a convolution. If they were sites, it would change the outputs."""
+    """Re-parameterisation folds some additions into convolutions. If these were sites, folding would change outputs."""
     model, size = build(name)
     model = connect(model, "feature").eval()
     step(model, size)  # changes the initial batch statistics, 0 and 1
@@ -165,7 +165,7 @@ def test_the_list_of_classes_without_a_stream_is_needed():
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
     names = {cls.__name__ for cls in here if not looks_residual(cls)}
-    assert names <= {"Cell", "CellStem0"}  # pnasnet's classes are listed so that the page of coverage has a reason
+    assert names <= {"Cell", "CellStem0"}  # listed to give the page of coverage a reason for pnasnet
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():

@@ -205,7 +205,7 @@ def test_no_weight_decay_of_the_class_is_kept():
     assert own
     learned = {f"{site.name}.{name}" for site in sites(connect(model, "hybrid")) for name in ("rho", "theta")}
     assert model.no_weight_decay() == own | learned
-    model.no_weight_decay().clear()  # clears a copy
+    model.no_weight_decay().clear()  # no_weight_decay() returns a copy
     connect(model, "hybrid", layers=[1])
     assert model.no_weight_decay() == own | {name for name in learned if name.startswith("blocks.1.")}
     for plain in (connect(model, "feature"), disconnect(connect(model, "hybrid"))):

@@ -44,7 +44,7 @@ def model(name, **arguments):
 
 
 def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **options):
-    """Return a module's test cases, one per quick or slow form. ``inputs`` is the number of tensors, 0 for images."""
+    """Return a test case per form of a module. ``inputs`` is the number of input tensors, or 0 for images."""
     label = "-".join(str(getattr(value, "__name__", value)) for value in (*arguments, *options.values()))
     return [
         pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id=f"{label}-{form}")

@@ -53,7 +53,7 @@ def test_files_import_only_from_later_layers():
 
 
 def test_the_labs_folders_import_only_from_below():
-    layers = ["commands", "costs", "reporting", "planning", "running"]  # their own folder, `lab`, is below
+    layers = ["commands", "costs", "reporting", "planning", "running"]  # files directly in `lab` are below these
     for path in (PACKAGE / "lab").rglob("*.py"):
         own = path.relative_to(PACKAGE / "lab").with_suffix("").parts[0]
         rank = layers.index(own) if own in layers else len(layers)
@@ -101,7 +101,7 @@ def test_ci_runs_the_supported_pythons():
     other = jobs["other-pythons"]["strategy"]["matrix"]["python-version"]
     own = jobs["everything"]["steps"][1]["with"]["python-version"].split()
     assert sorted({*own, *other}, key=lambda version: int(version[2:])) == listed
-    assert own[:-1] == [listed[0], listed[-1]]  # .ci/run reads these two from pyproject.toml
+    assert own[:-1] == [listed[0], listed[-1]]  # .ci/run reads both versions from pyproject.toml
     assert f'requires-python = ">={listed[0]}"' in of_checkout("pyproject.toml")
 
 

@@ -7,7 +7,7 @@ import torch
 from helpers.one_site import OneSite
 from torch import nn
 
-import timm_ortho  # registers
+import timm_ortho  # registers the variants
 from timm_ortho.diagnostics import record_dynamics
 
 

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-import timm_ortho  # registers
+import timm_ortho  # registers the variants
 from timm_ortho import representation
 from timm_ortho.models.meta import on_meta
 

@@ -8,7 +8,7 @@ from timm_ortho import cli
 from timm_ortho.bench.options import architecture
 
 TINY_VIT = ["--models", "vit_small", "--img-size", "32", "--model-kwargs", "depth=1", "embed_dim=32", "num_heads=2"]
-# Traces and differentiates like torch.compile, but skips code generation, which takes a minute.
+# This backend traces and differentiates like torch.compile, but skips code generation, which takes a minute.
 TRACED = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
 
 

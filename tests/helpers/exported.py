@@ -1,4 +1,4 @@
-"""Tiny models for exports, and readers of exported folders."""
+"""Tiny models for exports, and functions that read exported folders."""
 import json
 
 import timm

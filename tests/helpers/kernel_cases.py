@@ -8,7 +8,7 @@ from timm_ortho import backends, functional
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-EPS = 1e-2  # so large that tests fail if an implementation omits it
+EPS = 1e-2  # so large that tests fail if an implementation omits eps
 
 why_not = backends._why_not("triton", *(torch.ones(1, device=DEVICE) for _ in range(2)))
 needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))

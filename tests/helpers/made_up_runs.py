@@ -29,7 +29,7 @@ OVERHEAD = {
     "note": "", "device": "AMD EPYC, 2 cores, 2 threads"}
 BLOCK = {"model": "vit_small", "module": "attention", "tokens": 10, "width": 4, "branch": 2880}
 WHOLE = {"model": "vit_small", "sites": 12, "branches": 10**6, "parameters": 1234, "extra_parameters": 0}
-ROWS = {  # as `timm-ortho cost` writes them
+ROWS = {  # rows as `timm-ortho cost` writes them
     "overhead": [OVERHEAD, {**OVERHEAD, "model": "resnetv2_34_cifar_ortho", "linear": None, "feature": None,
                             "overhead": None, "overhead_p20": None, "overhead_p80": None, "note": "out of memory"}],
     "parameters": [

@@ -20,7 +20,7 @@ def model_of(name, connection):
 
 
 def trains(name, connection, steps=30, batch=16):
-    """Check that the loss falls, and that every parameter with a gradient in timm's model gets one."""
+    """Check that the loss falls. Parameters that have a gradient in timm's model must also have a gradient here."""
     losses, idle = train(*model_of(name, connection), steps, batch)
     if idle:
         idle -= train(*model_of(name, None), steps, batch)[1]

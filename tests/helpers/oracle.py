@@ -30,7 +30,9 @@ def truth(x, f, a, b, dims, eps, mask=None):
 
 
 class _Update(torch.autograd.Function):
-    """Compute y for the rows of two matrices. With g = dL/dy and c = <x, g> / n, the Jacobian of f_par (Eq. 8) gives::
+    """Compute y for the rows of two matrices.
+
+    With s = <x, f> / n, g = dL/dy and c = <x, g> / n, the Jacobian of f_par (Eq. 8) gives::
 
         (df_par/df)^T g = c x                 (df_par/dx)^T g = s g + c f - 2 s c x
     """

@@ -88,7 +88,7 @@ def made(name: str, **changes: Any) -> torch.nn.Module:
     config, text = config_of(name, **changes), TEXT[name]
     torch.manual_seed(0)
     model = getattr(transformers, f"AutoModelFor{HEADS[text.task]}").from_config(config)
-    for parameter in model.parameters():  # with the small default values, tokens hardly affect each other
+    for parameter in model.parameters():  # with the small default weights, tokens hardly affect each other
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     return model.eval()
@@ -111,7 +111,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) -> torch.Tensor:
-    """Return the logits of a decoder with a key-value cache. It reads a prompt at once, then token by token."""
+    """Return the logits of a decoder with a key-value cache. The decoder reads a prompt at once, then single tokens."""
     both = model.config.is_encoder_decoder
     arguments = {"encoder_outputs": model.get_encoder()(input_ids=tokens())} if both else {}
     parts, cache = [], None
@@ -132,8 +132,8 @@ class Measured(NamedTuple):
     sites: int
     kinds: str
     linear: bool  # whether the model with linear connections has the original logits, bit for bit
-    linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
-    cache: Optional[bool]  # whether, with feature, the cache and a single pass give the same logits within rounding
+    linear_cached: Optional[bool]  # whether these logits are equal with the key-value cache too; None for an encoder
+    cache: Optional[bool]  # whether `feature` has equal logits, within rounding, with the cache and in a single pass
 
     def row(self) -> str:
         words = {True: "yes", False: "no", None: "no cache"}
@@ -143,7 +143,7 @@ class Measured(NamedTuple):
 
 
 def measured(name: str) -> Measured:
-    """Compare a connected text model with the original, and decoding from the key-value cache with a single pass."""
+    """Compare a connected text model with the original model. Compare decoding from a cache with a single pass."""
     host, model, ids = made(name), connect(made(name), "linear"), tokens()
     cached, same = None, None
     with torch.no_grad():

@@ -222,7 +222,7 @@ def test_a_limited_number_of_images_is_stated(copied):
 
 
 def test_made_with_has_no_empty_values_and_no_host(tmp_path):
-    """The record of a continued run has a host and a command for each session."""
+    """A continued run records a host and a command for each of its sessions."""
     session = {
         "torch": "2", "host": "node7", "pid": 4711, "cpu": "EPYC", "gpu": "", "driver": "", "job": None,
         "command": "'/home/me/my venv/bin/timm-ortho' compare --data-dir '/data/of me/cifar10' --output=/home/me/out/ "

@@ -231,7 +231,7 @@ def test_a_run_of_timms_script(tmp_path):
 
 
 def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeypatch):
-    """Training may start with the authors' weights in a run of train.py or in this process."""
+    """The model may have started from the authors' weights in a run of train.py or in this process."""
     base = "BootsofLagrangian/ortho-vit-b-imagenet1k-hf"
     source = timm.create_model("vit_base_ortho", **TINY)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")

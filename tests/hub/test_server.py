@@ -1,4 +1,4 @@
-"""The mock Hub with the real client. All tests with the mock Hub rely on this behaviour."""
+"""Test the mock Hub with the real client. All other tests with the mock Hub rely on the behaviour tested here."""
 import hashlib
 import os
 import random
@@ -38,7 +38,7 @@ def test_leaked_tokens_are_reported(server):
     token = server.add_user("me")
     server.commit("me/model", {"model.safetensors": b"1" * 100})
     headers = {"Authorization": f"Bearer {token}"}
-    urllib.request.urlopen(urllib.request.Request(  # the redirect to the blobs' host keeps the header
+    urllib.request.urlopen(urllib.request.Request(  # urllib also sends this header to the blobs' host
         f"{server.endpoint}/me/model/resolve/main/model.safetensors", headers=headers)).close()
     urllib.request.urlopen(f"{server.endpoint}/api/agent-harnesses?token={token}").close()
     assert server.leaks(token) == [

@@ -92,7 +92,7 @@ def test_gamma_is_that_of_table_11():
 
 # ------------------------------------------------------------------------------------------------- Table 1b
 class GivenTimes:
-    """A mock clock. The orthogonal model takes 25 % longer than linear, and 30 % in every second repetition."""
+    """A mock clock. The orthogonal model takes alternately 25 % and 30 % longer than linear."""
 
     def __init__(self, device):
         self.device = device

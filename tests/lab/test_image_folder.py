@@ -68,7 +68,7 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
     assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
-    assert known_options()["val_split"]["default"] == "validation"  # the default, which `test` has replaced
+    assert known_options()["val_split"]["default"] == "validation"  # has no folder here
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
@@ -121,7 +121,7 @@ def test_one_linked_image_is_refused(tmp_path, link):
 
 
 def test_copy_of_the_training_images_is_refused(tmp_path):
-    """Splits with equal file names are not copies, not even if one image is equal."""
+    """Splits with equal file names are accepted, even if one image is equal. A copied split is refused."""
     root = image_folder(tmp_path, "train", "val")
     shutil.copy(root / "train" / "dog" / "3.png", root / "val" / "dog" / "3.png")
     options_of(root)
@@ -131,7 +131,7 @@ def test_copy_of_the_training_images_is_refused(tmp_path):
 
 
 def test_half_a_copy_is_refused(tmp_path):
-    """Further images with different names do not hide the copies."""
+    """Copies are detected even if the validation split also has images with different names."""
     root = image_folder(image_folder(tmp_path, "train", count=4), "val", count=20)
     shutil.copytree(root / "train" / "cat", root / "val" / "cat", dirs_exist_ok=True)
     refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
@@ -296,7 +296,7 @@ def test_the_commands_in_the_error_sort_tiny_imagenet(tmp_path, dataset):
 
 @pytest.mark.parametrize("scale", ["lab", "train.py"])
 def test_one_class_is_refused(tmp_path, scale):
-    """It is also refused if num_classes is set, as in the paper's recipes."""
+    """A folder with one class is refused even if num_classes is set, as in the paper's recipes."""
     def refused_by(root, message):
         with pytest.raises(LabError, match=message):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
@@ -323,7 +323,7 @@ def test_one_class_with_images_is_refused_with_a_class_map(tmp_path):
     ("cat\ndog\ncat\n", "line 1 of class_map .*classes.txt and line 3 have the same class 'cat'"),
 ])
 def test_class_map_must_have_one_class_on_each_line(tmp_path, text, message):
-    """timm uses the line numbers as labels. With such a file, a label could be out of range."""
+    """timm uses the line numbers as labels. With blank or repeated lines, a label could be out of range."""
     root = image_folder(tmp_path, "train", "val")
     for path in (tmp_path / "classes.txt", root / "train" / "in_split.txt"):
         path.write_text(text)

@@ -212,7 +212,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
-    """Progress is a bar on a terminal and lines elsewhere. One run is continued, and one has a loss of nan."""
+    """Progress is a bar on a terminal and lines elsewhere. One run is continued, and one run has a loss of nan."""
     experiment = planned(compared(tmp_path / "out", epochs=4))
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
@@ -296,7 +296,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
 
 
 def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
-    """Two real processes fail with an unreadable checkpoint and an unexpected error. They are not started again."""
+    """Two real processes fail: an unreadable checkpoint, and an unexpected error. Neither process is started again."""
     requested = compared(tmp_path / "out", ["linear", "feature", "global"])
     experiment = planned(requested)
     for name in ("linear", "feature"):
@@ -501,7 +501,7 @@ def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("status", "waits"), [(143, True), (-15, True), (-12, True), (-9, False), (1, False), (0, False)])
 def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, status, waits):
-    """Slurm sends SIGTERM to the run and its task. If the task ended too, it would count as completed."""
+    """Slurm sends SIGTERM to the run and its task. If the task ended too, Slurm would count it as completed."""
     job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))

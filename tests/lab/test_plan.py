@@ -50,7 +50,7 @@ def test_arguments_equal_to_defaults_are_left_out():
 
 
 def test_switches(tmp_path):
-    """`kept` has one schedule with the switch in the middle. `reinitialised` always has two trainings."""
+    """With `kept`, the switch is in the middle of one schedule. With `reinitialised`, a run always trains twice."""
     def stages(optimizer, epochs):
         grid = {"switch": {first + second: {"connection": first, "switch": {"to": second, "optimizer": optimizer}}
                            for first in ("linear", "feature") for second in ("linear", "feature")}}
@@ -104,7 +104,7 @@ def test_every_cell_can_be_selected(study):
 
 
 def test_the_data_set_is_that_of_the_command_or_study(tmp_path, capsys):
-    """The default data set does not replace the study's."""
+    """The default data set does not replace the study's data set."""
     own = written(tmp_path, options={"dataset": "torch/fashion_mnist", "data_dir": "nowhere"})
     with pytest.raises(LabError, match="'torch/fashion_mnist'"):
         plan.plan(request(own, tmp_path / "out"))
@@ -221,7 +221,7 @@ def test_other_settings_are_refused(tmp_path):
 
 
 def test_a_run_of_other_options_is_refused(tmp_path):
-    """One run comes from a study with other settings."""
+    """The folder contains a run that was planned with another learning rate."""
     for name, lr in (("one", 0.5), ("other", 0.1)):
         planned(compared(tmp_path / name, ["linear"], lr=lr))
     (tmp_path / "one" / "linear-seed0").rename(tmp_path / "other" / "linear-seed1")

@@ -34,7 +34,7 @@ NAMES = [
     *(f"resnetv2_{depth}_{data}" for depth in (18, 34, 50, 101) for data in ("cifar10", "cifar100", "tiny_imagenet")),
     "resnetv2_50_cifar100_initialisation",
 ]
-SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # of Wang et al., see test_skip_studies.py
+SKIPNETS = ["skipnet_cifar10", "skipnet_cifar100", "skipnet_svhn"]  # test_skip_studies.py checks these recipes
 
 
 def text(name):
@@ -287,7 +287,7 @@ def test_cosine_with_linear_warm_up(name):
     assert rates[:10 * steps] == pytest.approx([peak * update / (10 * steps) for update in range(10 * steps)])
     cosine = [peak * (1 + math.cos(math.pi * update / (300 * steps))) / 2 for update in range(300 * steps)]
     assert rates[10 * steps:] == pytest.approx(cosine[10 * steps:])
-    assert 1 - rates[10 * steps] / peak == pytest.approx(0.003, abs=0.0005)  # a comment in the recipes has 0.3 %
+    assert 1 - rates[10 * steps] / peak == pytest.approx(0.003, abs=0.0005)  # a comment in the recipes states 0.3 %
 
 
 def transforms(name):
@@ -332,7 +332,7 @@ def test_crops_have_the_mean_area_of_the_papers_crops():
     assert all(height == width for height, width in sides)
     assert {height for height, _ in sides} == {28, 29, 30, 31, 32}
     assert sum(height * width for height, width in sides) / 32 ** 2 / len(sides) == pytest.approx(0.88, abs=0.005)
-    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of one side
+    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of the image along one axis
     assert padded ** 2 == pytest.approx(0.87, abs=0.005)
 
 

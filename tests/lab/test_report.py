@@ -76,7 +76,7 @@ def test_command_changes_and_unfinished_runs_are_named(written):
         assert ("epochs: 3 here, 300 in the paper" in told) == (name not in ("families", "compare"))
         assert ("Not finished: a-seed9." in told) == (name not in ROWS)
         assert ("Method and terms" in told) == (name not in ROWS)
-        assert "validation" not in told.partition("The paper:")[0]  # these images are the test set
+        assert "validation" not in told.partition("The paper:")[0]  # these runs are evaluated on test images
     assert ("not finished: a-seed9" in text) == (name not in ROWS)
     assert text.endswith(f"report: {folder / 'report.html'}")
 
@@ -111,7 +111,7 @@ def test_a_rewritten_report_has_the_same_bytes(name, tmp_path):
 
 
 def test_runs_of_train_py(tmp_path):
-    """These runs have data about their machines, but no probes, records, seconds and memory."""
+    """These runs have data about their machines, but no probes, records, seconds or memory."""
     runs = [train_py_run(connection, seed, top1=90.0 + seed)
             for seed in range(2) for connection in ("linear", "feature")]
     runs += [run_of("linear", 2), run_of("feature", 2)]
@@ -129,7 +129,7 @@ def test_runs_of_train_py(tmp_path):
 
 
 def test_the_reporting_machine_is_not_named(tmp_path):
-    """For runs without provenance, the report does not show versions of the machine that writes it."""
+    """If runs have no provenance, the report does not show the versions of the machine that writes the report."""
     import torch
     write(*accuracy(BOTH), [], tmp_path)
     assert "| versions |" not in texts(tmp_path)[1]

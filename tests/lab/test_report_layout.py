@@ -136,7 +136,7 @@ def test_cka_has_no_baseline(tmp_path):
 
 
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):
-    """results.json contains 100 of 500 steps, but neither the step of the transition nor that of the maximum."""
+    """The transition and the maximum are at steps that results.json, with 100 of the 500 steps, does not contain."""
     runs = [run_of(connection, seed, dynamics=recorded(connection, seed, 500))
             for connection in ("linear", "feature") for seed in range(3)]
     for run in runs:

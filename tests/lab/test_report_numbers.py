@@ -55,7 +55,7 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
 
 
 def test_differences_are_paired_by_seed(tmp_path):
-    """A seed of only one connection contributes to this connection's mean, but not to the difference."""
+    """A seed that only one connection has contributes to this connection's mean, but not to the difference."""
     study, runs = accuracy({"linear": [90.0, 80.0], "feature": [91.0, 82.0]}, seeds=[0, 1, 2])
     runs.append(run_of("feature", 2, top1=10.0, epochs=1))
     random.Random(0).shuffle(runs)
@@ -75,7 +75,7 @@ def test_single_seed_has_no_interval(tmp_path):
 
 @pytest.mark.usefixtures("drawn")
 def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
-    """If F has one image less for each seed, a t test has p = 0."""
+    """If F is correct on one image fewer for each seed, a t test would give p = 0."""
     study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0], "global": [89.0, 92.0]},
                            name="mine", paper="", table="", report={"measures": ["top1"]})
     text = write(study, runs, [], tmp_path)

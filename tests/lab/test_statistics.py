@@ -30,7 +30,7 @@ def test_one_pair_has_no_interval():
 
 
 def test_the_sign_of_zero_does_not_depend_on_rounding():
-    """On some machines, a sum of zero is 1e-16, on others -1e-16."""
+    """A sum that should be zero is 1e-16 on some machines and -1e-16 on others."""
     assert str(Difference(-1e-16, 0.001, 3)) == "+0.00 [-0.00, +0.00]"
     assert str(Difference(-0.025 - 1e-14, 0.1, 3)) == str(Difference(-0.025 + 1e-14, 0.1, 3))
     assert str(Difference(0.003, 0.0034, 3)) == "+0.00 [-0.00, +0.01]"  # the interval contains zero
@@ -50,7 +50,7 @@ def test_without_variance_there_is_no_interval_and_no_verdict(shift, seeds):
 
 
 def test_float32_accuracies_of_the_same_images_are_equal():
-    """Averages of float32 percentages over batches of 12 differ in the last digits for equal counts."""
+    """Averages of float32 percentages over batches of 12 differ in the last digits even if counts are equal."""
     def top1(correct):
         return [float(np.mean([np.float32(count) * np.float32(100) / np.float32(12) for count in batches]))
                 for batches in correct]
@@ -62,7 +62,7 @@ def test_float32_accuracies_of_the_same_images_are_equal():
 
 
 def test_equal_networks_are_seldom_called_different():
-    """With two seeds and 100 test images, 4.3 % of pairs of equal networks have equal differences."""
+    """With 100 test images, 4.3 % of pairs of equal networks have the same difference for two seeds."""
     random, called = np.random.default_rng(0), 0
     for _ in range(2000):
         values, baseline = random.binomial(100, 0.9, (2, 2)).astype(float)

@@ -175,7 +175,7 @@ def epochs_seen(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("with_option", [False, True])
 def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
-    """The second stage resumes the first. The first ends by --stop-epoch, or the lab stops it after its last epoch."""
+    """The first stage ends by --stop-epoch, or is stopped by the lab. The second stage resumes the first stage."""
     if not with_option:
         monkeypatch.setenv("STAND_IN_SECONDS", "4")
     folder = only_run(switched(

@@ -209,7 +209,7 @@ def test_a_switch_continues_from_any_epoch(optimizer, epoch, tmp_path, switches,
 
 
 def test_schedules_of_kept_and_reinitialised_switches(switches):
-    """`kept` has one cosine over all epochs, `reinitialised` one per stage."""
+    """With `kept`, one cosine spans all epochs. With `reinitialised`, each stage has its own cosine."""
     again, kept = (rates(switches[optimizer][1]) for optimizer in ("reinitialised", "kept"))
     assert len(again) == 8
     assert again[:4] == again[4:]

@@ -38,7 +38,7 @@ def test_learned_connections_are_not_decayed(tmp_path):
     learned = {f"timm_model.blocks.0.connection_{kind}.{name}" for kind in ("attention", "mlp")
                for name in ("rho", "theta")}
     assert with_lines == without - learned
-    assert learned < without  # if this fails, transformers excludes them, and the lines are no longer needed
+    assert learned < without  # else the page's lines are no longer needed
     assert "timm_model.blocks.0.attn.qkv.weight" in with_lines
 
 

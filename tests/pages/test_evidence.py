@@ -111,7 +111,8 @@ def test_pooled_variance_of_two_equal_studies(runs):
     runs("one", settings)
     runs("two", settings)
     one, both = contrast(contrasts.difference(), "one").pooled, contrast(contrasts.difference(), "one", "two").pooled
-    scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5  # twice the values and degrees of freedom
+    # Both studies together have twice the values and degrees of freedom.
+    scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5
     assert both.half_width == pytest.approx(one.half_width * scale)
 
 
@@ -139,7 +140,7 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
 
 
 def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
-    """The highest slope has F at 100 % for rates above the mean rate, and at linear's accuracy for lower rates."""
+    """The slope is highest if F is 100 % at all rates above the mean rate, and equals linear at all lower rates."""
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     result = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
     assert result.room == pytest.approx(1.5)  # points per tenfold rate
@@ -256,7 +257,7 @@ def test_the_half_fraction_has_its_defining_relation():
 
 
 def test_effects_of_the_half_fraction(runs):
-    """Main effects equal least squares. Their variance is that after removing the means of cells and seeds."""
+    """Main effects equal least squares. Their variance comes from residuals without the means of cells and seeds."""
     noise = random.Random(0)
     lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
             for cell in CELLS}

@@ -156,7 +156,7 @@ def test_commands_are_extracted():
 
 # ------------------------------------------------------------------------------------------------------ snippets
 X_AND_F = "x, f = torch.randn(2, 5, 8), torch.randn(2, 5, 8)"
-BEFORE = {  # code that a page's snippets expect from the reader
+BEFORE = {  # code that a reader must run before the snippets of a page
     "README.md": X_AND_F,
     "docs/coverage.md": f"{X_AND_F}; valid = torch.ones(2, 5, dtype=torch.bool)",
     "docs/transformations.md": "model = timm.create_model('vit_test_linear')",

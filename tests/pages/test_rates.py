@@ -1,4 +1,4 @@
-"""scripts/checks/rates.py: the rules for the choice of rates and recipe, and the gate."""
+"""scripts/checks/rates.py: the preregistered rules that choose rates and a recipe, and the gate of study S0."""
 import math
 
 import pytest

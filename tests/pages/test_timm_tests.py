@@ -96,7 +96,7 @@ def test_a_failure_is_compared_with_the_architecture(cache, capfd):
         "FAILED: test_vit_ortho: test_unlike_its_base: AssertionError: not what timm gives")
     assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in this test (exit status 9)"
     assert lines[-1] == "timm's tests on 2 variants: 6 passed, 2 skipped, 2 excused, 2 failed"
-    # Two processes die in the same test, one runs the remaining tests, and one runs the tests of the architecture.
+    # Two processes die in the same test, one process runs the remaining tests, and one runs timm's model.
     assert (status, processes) == (1, 4)
 
 

@@ -149,7 +149,7 @@ def test_random_is_a_rotation_for_every_draw():
 
 
 def test_random_does_not_depend_on_torch():
-    """Seed and site determine the random numbers, which checkpoints do not contain."""
+    """Seed and site alone determine the matrix, because checkpoints do not contain it."""
     before = torch.get_rng_state()
     p = create_skip("orthogonal_random", 2, seed=3, site=7).matrix()
     assert torch.equal(torch.get_rng_state(), before)
@@ -266,7 +266,7 @@ def test_keeps_nothing_for_the_backward_pass():
 
 # ------------------------------------------------------------------------------------------- compilers, copies
 told_from_export = pytest.mark.skipif(
-    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not tell its compiler from torch.export")
+    not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot distinguish torch.compile from torch.export")
 
 
 @told_from_export
