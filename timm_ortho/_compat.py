@@ -47,9 +47,9 @@ def dispatch_mode_is_active() -> bool:
 
 
 def is_observed(*tensors: Tensor) -> bool:
-    """Return whether operations on these tensors may be recorded. They must then not work in place.
+    """Return whether operations on these tensors may be recorded. Recorded operations must not work in place.
 
-    Autograd does not count; see ``torch.is_grad_enabled()``.
+    Recording by autograd does not count; see ``torch.is_grad_enabled()``.
     """
     return (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
             or dispatch_mode_is_active() or has_torch_function_variadic(*tensors)
@@ -67,7 +67,7 @@ def is_recorded() -> bool:
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Return whether an error comes from a compiler, judged by its module: its class depends on the release."""
+    """Return whether the module of an error belongs to a compiler. The class of such errors depends on the release."""
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton."))
 
 

@@ -5,7 +5,7 @@ from typing import Any, Collection, List, Optional, Sequence
 
 
 def did_you_mean(name: Any, known: Collection[str]) -> str:
-    """Return the end of a message about an unknown name: the most similar known name, or an empty string."""
+    """Return text to append to a message about an unknown name: the most similar known name, or an empty string."""
     nearest = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -34,7 +34,7 @@ def error_text(error: BaseException, named: bool = False) -> str:
 
 
 def finite(value: Optional[float]) -> bool:
-    """Return whether a value is a finite number; None is not, :func:`without_nan` writes it for NaN and infinities."""
+    """Return whether a value is a finite number. None, which :func:`without_nan` uses for NaN, is not finite."""
     return value is not None and math.isfinite(value)
 
 

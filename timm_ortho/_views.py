@@ -29,8 +29,8 @@ class View(NamedTuple):
 def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
     """Return the view of a tensor of this shape and these strides for a projection over ``dims``.
 
-    The axes keep their order in memory if that makes the axes ``dims`` adjacent. Otherwise, or if the tensor is not
-    dense, :func:`arranged` copies it into the order of the view.
+    The view has the order of the axes in memory if the tensor is dense and the axes ``dims`` are adjacent in memory.
+    Otherwise :func:`arranged` copies the tensor into the order of the view.
     """
     reduced = {d % len(shape) for d in dims}
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])

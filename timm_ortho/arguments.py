@@ -53,7 +53,7 @@ def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
 
 
 def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]:
-    """Return the arguments with the layer indices of a model that was part of the connected model."""
+    """Return the arguments for a model that was part of the connected model, with ``layers`` numbered in this part."""
     layers = sorted({site.layer for site in connected if not isinstance(site.connection, LinearConnection)})
     if layers:
         return {**arguments, "layers": layers}

@@ -99,8 +99,8 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     if name == "torch" or (name == "auto" and x.is_cpu):
         return "torch"
     if name == "auto":
-        # By count, without measurement: the Triton kernels read or write 3 tensors of the stream's size in the forward
-        # pass and 5 in the backward pass; PyTorch's operations read or write 9 and 15.
+        # The choice depends on memory traffic, not on a measurement: Triton's kernels read or write 3 tensors of the
+        # stream's size in the forward pass and 5 in the backward pass, PyTorch's operations 9 and 15.
         takes_triton = x.is_cuda and is_plain(x) and is_plain(f) and _why_not("triton", x, f) is None
         return "triton" if takes_triton and not _is_recorded() else "torch"
     source = BACKEND_VARIABLE if backend is None else "backend"
@@ -124,7 +124,7 @@ def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
         return f"there are no kernels for tensors on '{device}'"
     if device == "cpu" and name == "triton" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         return "the tensors are on the CPU, which requires TRITON_INTERPRET=1 in the environment before Python starts"
-    # skipped in compiled code, because torch.compile cannot trace the search
+    # compiled code skips the search for a compiler, because torch.compile cannot trace it
     if device == "cpu" and name == "inductor" and not (torch.compiler.is_compiling() or _cpp_compiler_is_installed()):
         return "there is no C++ compiler: install one (apt install g++), or set CXX in the environment"
     if not {x.dtype, f.dtype} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
@@ -143,8 +143,8 @@ def _cpp_compiler_is_installed() -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a backend function with dynamic sizes, for calls from eager mode without gradients.
 
-    After a case (dtypes, sizes of 1 and constant arguments) reaches torch's recompilation limit, its calls run in eager
-    mode. A RuntimeWarning reports this.
+    A case is a combination of dtypes, sizes of 1 and constant arguments. If a case reaches torch's recompilation limit,
+    a RuntimeWarning is issued, and further calls of this case run in eager mode.
     """
     in_eager_mode = set()  # cases that reached the limit
 
@@ -195,7 +195,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
 
     A case is a combination of direction, device, dtypes, layout and sizes of the projected axes. If the results differ
     beyond tolerance or the launch fails, this call issues a RuntimeWarning, and later calls use the reference. Calls
-    during the capture of a CUDA graph are not compared. Results that are not finite leave the case undecided.
+    during the capture of a CUDA graph are not compared. If results are not finite, the next call is compared.
 
     Args:
         direction: ``"forward"`` or ``"backward"``, for the warning.

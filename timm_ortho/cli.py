@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # timm-ortho list | head
+    except BrokenPipeError:  # for example, head closes the pipe in `timm-ortho list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # at exit Python flushes stdout again
         return 1
 
@@ -589,7 +589,7 @@ def _load(model: Any, checkpoint: str) -> None:
 
     try:
         load_checkpoint(model, checkpoint)
-    except Exception as error:  # noqa: BLE001 torch, pickle and safetensors raise many kinds for damaged files
+    except Exception as error:  # noqa: BLE001 torch, pickle and safetensors raise many types of errors for damaged files
         raise UsageError(f"{checkpoint} cannot be loaded: {error_text(error)}") from None
 
 

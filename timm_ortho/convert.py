@@ -128,10 +128,10 @@ def connect(
     """Give every residual addition of a model a connection, in place. Present connections are replaced.
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
-    do not change. Only ``hybrid`` adds parameters, two per site. Each call makes new ones, so add them to an existing
-    optimizer. ``model.no_weight_decay()``, which timm's optimizers call, contains their names. Connect with ``hybrid``
-    before DistributedDataParallel, which does not synchronise parameters that are added later. After ``fully_shard``,
-    connections can only be replaced by connections without parameters.
+    do not change. Only ``hybrid`` adds parameters, two per site. Each call makes new parameters. Add them to an
+    existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call, contains their names. Connect with
+    ``hybrid`` before DistributedDataParallel, which does not synchronise parameters that are added later. After
+    ``fully_shard``, connections can only be replaced by connections without parameters.
 
     Args:
         model: Any module that contains supported blocks, with or without adapters. A supported block comes from timm
@@ -151,9 +151,9 @@ def connect(
         keep: ``"branch"`` if a forward hook or the code of the model changes the output of a block in place. Autograd
             then saves the branch output instead of the sum. With ``"output"``, the backward pass of such a model raises
             "one of the variables needed for gradient computation has been modified by an inplace operation".
-        groups: Number of equal parts of the channel axis. Each part has its own projection. For ``feature``, ``hybrid``
-            and custom connections that accept ``groups``. ``"heads"`` means the number of heads of the block's
-            attention, at every site of the block.
+        groups: Number of equal parts of the channel axis. Each part has its own projection. ``feature``,
+            ``hybrid`` and custom connections with an argument ``groups`` support this. ``"heads"`` means the number of
+            heads of the block's attention, at every site of the block.
         skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: y = P x + a f_par +
             b f_orth, where f_par is parallel and f_orth orthogonal to P x. One of ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of

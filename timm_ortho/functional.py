@@ -12,8 +12,8 @@ The gradients, with g = dL/dy and t = <x, g> / n::
     dL/da = sum s <x, g>              dL/db = sum (<f, g> - s <x, g>)
 
 ``a = b = 1`` is the linear residual connection. ``a = 0, b = 1`` is the orthogonal update, Eq. 4 of "Revisiting
-Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks" (Oh et al., NeurIPS 2025). With the
-channel axis as ``dim`` it is Algorithm 1, with all axes but the batch it is Algorithm 2.
+Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks" (Oh et al., NeurIPS 2025). The
+channel axis as ``dim`` gives Algorithm 1, and all axes but the batch give Algorithm 2.
 
 Numerics: float16 and bfloat16 inputs are multiplied, summed and divided in float32, and float64 stays float64. The
 result is cast once, to the dtype of ``x + f``. ``eps`` has the units of |x|^2 and is added before that cast. For x = 0
@@ -21,8 +21,9 @@ the result is y = b f. Because of eps, <x, f_orth> is <x, f> eps / n instead of 
 
 Differences from the authors' code:
   * Their code squares ``x`` and rounds ``s`` in the dtype of ``x``, and in float16 the square overflows for |x| > 256.
-    Here both are in float32.
-  * For convolutions their global scope is silently replaced by the feature scope. Here it is Algorithm 2.
+    Here float32 is used for both.
+  * For convolutions their code silently uses the feature scope instead of the global scope. Here the global scope of
+    convolutions is Algorithm 2.
 
 The operations in this module are the backend ``torch``; :mod:`timm_ortho.backends` selects the backend.
 """
@@ -151,7 +152,7 @@ def _gradients(
         x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: List[int],
         recover: bool, branch_dtype: torch.dtype, needed: Tuple[bool, bool, bool],
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Tensor, Optional[Tensor]]:
-    """Return ``dL/dx, dL/df, <x, g>, <f, g>``, None if not needed. ``kept`` is y if ``recover``, otherwise f."""
+    """Return ``dL/dx, dL/df, <x, g>, <f, g>``, each None if not needed. ``kept`` is y if ``recover``, otherwise f."""
     for_x, for_f, for_weights = needed
     stream_dtype, acc, k = x.dtype, n.dtype, a - b
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:

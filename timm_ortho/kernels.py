@@ -165,9 +165,9 @@ def _update_kernel(
 ):
     """Forward: ``n = <x, x> + eps``, ``s = <x, f> / n``, ``y = b f + (1 + (a - b) s) x``.
 
-    If ONCE, a tile contains the whole projection. If not, and BLOCK_PIECES is 0, a program reads its projection twice.
-    If BLOCK_PIECES is not 0, it reads one piece, and the sums of all pieces from `xx_ptr` and `xf_ptr`. If STORE, it
-    stores s and n.
+    If ONCE, a tile contains the whole projection. If not ONCE and BLOCK_PIECES is 0, a program reads its projection
+    twice. If BLOCK_PIECES is not 0, a program reads one piece, and the sums of all pieces from `xx_ptr` and `xf_ptr`.
+    If STORE, the kernel stores s and n.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece, width = tile_index(

@@ -156,7 +156,7 @@ class Route:
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         local = dict(vars(self.owner))  # default arguments may use names of the class body
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the only optional feature
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # no other feature is optional
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
             exec(code, self.method.__globals__, local)

@@ -1,4 +1,4 @@
-"""Time candidates in turns, and measure the memory that they need and save for the backward pass.
+"""Time candidates in turns, and measure their memory and the bytes that autograd saves for the backward pass.
 
 Before each call, a buffer larger than the last-level cache is written. Calls are timed by CUDA events on a GPU and by
 the performance counter on a CPU.

@@ -15,9 +15,9 @@ from .options import DTYPES, STEPS, shape_label
 
 EPS = 1e-6
 
-# Number of tensors that must be read or written. forward: x, f, y. backward: x, one of y and f, g, two gradients.
+# Number of tensors that must be read or written: x, f and y in `forward`; x, y or f, g and two gradients in `backward`.
 TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
-MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # backward moves nothing: both gradients are g
+MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # both gradients are g itself
 
 
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:

@@ -17,8 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
 MODES, MODEL_STEPS = ("eager", "inductor", "compiled"), ("training", "inference")
 
-# By device. Shapes with three axes are tokens; shapes with four are NCHW, measured in both memory formats.
-# `models` maps each model to its batch size.
+# Defaults by device. Shapes with three axes are tokens. Shapes with four axes are NCHW, and both memory
+# formats are measured. `models` maps each model to its batch size.
 DEFAULTS = {
     "cpu": dict(
         what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), compile=True,
@@ -28,7 +28,7 @@ DEFAULTS = {
         models=dict.fromkeys(("vit_small_patch16_224", "vit_base_patch16_224", "resnetv2_34", "resnetv2_50"), 256),
         batch_size=256, repeats=20, copy_bytes=512 << 20),
 }
-# torch.compile takes most of a quick run, and its time grows with the number of blocks, so the models are shorter.
+# torch.compile takes most of the time of a quick run. This time grows with the number of blocks, so models are short.
 QUICK = dict(
     shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})

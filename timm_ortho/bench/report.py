@@ -11,8 +11,8 @@
 | `peak_memory` | bytes on a GPU: the candidate's tensors plus the peak of a call |
 | `saved_bytes` | bytes that autograd saves for the backward pass, each storage once, without parameters |
 
-The first four have p20, p50 and p80 over the repetitions; the remaining metrics are medians or single values. None
-marks a value that could not be measured, "" a value that does not apply. Both are empty cells in the CSV.
+The first four metrics have p20, p50 and p80 over the repetitions. The remaining metrics are medians or single values.
+None marks a value that could not be measured, "" a value that does not apply. Both are empty cells in the CSV.
 """
 import csv
 import io

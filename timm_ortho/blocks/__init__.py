@@ -1,6 +1,6 @@
 """Residual blocks of timm, torchvision and transformers, and block classes that users register.
 
-To support another block class, add it to its library's table, and its architecture to the tests.
+To support another block class, add the class to its library's table, and add its architecture to the tests.
 """
 from .registry import is_residual, not_residual, register_block, spec_of
 from .routed import branch_first, host_class, library_of, reached, routed_class, written_class

@@ -14,14 +14,14 @@ class BlockSpec(NamedTuple):
             A tuple of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
             ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel`` (attention and MLP in one
-            sum) or ``branch`` (a wrapper around any module), with a number if there are several. None leaves an
-            addition unchanged.
+            sum) or ``branch`` (a wrapper around any module). Several additions of one kind have numbered names. None
+            leaves an addition unchanged.
         dim: Channel axis of the stream: one for all additions, one for each, or a function of the block.
         keep: ``"branch"`` if the block changes the sum in place, so that autograd cannot keep the sum (see
             :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
         mask: Argument of that method that connections receive as ``attn_mask``. Ignored if the method lacks it.
-        mask_layout: Reading of masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
+        mask_layout: Layout of masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: Whether the global scope projects each token separately in this block.
         width: Function of a block that returns the number of channels of its stream: one number for all additions, or

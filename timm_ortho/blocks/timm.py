@@ -32,7 +32,7 @@ from .spec import BlockSpec, last_width
 
 
 def _of_mlp(block: nn.Module) -> int:
-    """Return the channel axis of a block, which is 1 if its MLP consists of convolutions."""
+    """Return the channel axis of a block: 1 if its MLP contains convolutions, otherwise -1."""
     return 1 if any(isinstance(module, nn.Conv2d) for module in block.mlp.modules()) else -1
 
 
@@ -82,7 +82,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
     *_blocks("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
     *_blocks("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the stream is the class token
-    # in its first sum, the branch output of a patch token is a copy of that token, after the norm
+    # in the first sum of this block, the branch output of a patch token is that token after the norm
     *_blocks("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
     *_blocks("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
     *_blocks("volo.Outlooker volo.Transformer", "x", _TRANSFORMER, _NHWC),

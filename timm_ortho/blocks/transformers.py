@@ -48,7 +48,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("pvt_v2.PvtV2BlockLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("focalnet.FocalNetLayer", ("shortcut", "hidden_state"), ("mixer", "mlp"), _TOKENS),
     *_blocks("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
-    # a block has two classes; a module of the second is inside a module of the first, so both belong to one layer
+    # each layer consists of two block classes: a module of one class contains a module of the other class
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
     # the patches are along the batch axis, as in timm's mobilevit

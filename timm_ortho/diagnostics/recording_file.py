@@ -2,8 +2,8 @@
 
 With ``TIMM_ORTHO_RECORD=FILE.jsonl``, every 50th training pass of every new variant is recorded.
 ``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts that have no option for recording, like
-timm's ``train.py``. Recording is not an argument of the model, because arguments are saved with a model and everybody
-who loads it would record too. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
+timm's ``train.py``. Recording is not an argument of the model, because arguments are saved with a model, so loading the
+model would start a recording. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
 record the same name with ``--model-kwargs connection=linear``.
 
 Each line is one row. In distributed training, the first process writes the rows of its share of the batch. Rows are
@@ -36,7 +36,7 @@ def record_if_requested(model: ModelT) -> ModelT:
         The same model.
 
     Raises:
-        ValueError: The file cannot be used, or the number of passes is not a positive integer; a one-line message.
+        ValueError: The file cannot be used, or the number of passes is not a positive integer. The message is one line.
     """
     if not os.environ.get(FILE):
         return model

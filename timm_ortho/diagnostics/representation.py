@@ -96,11 +96,11 @@ def spectral_entropy(features: Union[Tensor, Moments]) -> float:
     0.6931
     """
     scatter = _moments(features).scatter
-    if not scatter.isfinite().all():  # eigvalsh raises; a diverged model has such features
+    if not scatter.isfinite().all():  # eigvalsh would raise an error for a diverged model
         return math.nan
     eigenvalues = torch.linalg.eigvalsh(scatter).clamp(min=0.0)
     shares = eigenvalues / eigenvalues.sum()
-    return -torch.special.xlogy(shares, shares).sum().item() + 0.0  # not -0.0
+    return -torch.special.xlogy(shares, shares).sum().item() + 0.0  # turns -0.0 into 0.0
 
 
 def effective_rank(features: Union[Tensor, Moments]) -> float:

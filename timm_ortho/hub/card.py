@@ -330,7 +330,7 @@ def made_with(result: Mapping[str, Any]) -> str:
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if made.get("command"):
         made["command"] = f"`{_without_folders(made['command'])}`"
-    if sessions:  # print only their number: each has its own host, process and command
+    if sessions:  # each session has its own host, process and command
         made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
     shown = {**made, "commit": commit, "device": result.get("device")}
     return ", ".join(f"{key} {value}" for key, value in shown.items() if value)

@@ -166,7 +166,7 @@ class Publication:
         """Save weights and config.json as timm does, correct its arguments, and return the configuration."""
         connection = _connection_arguments(self.model)
         arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
-        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # outdated if it was connected again
+        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # outdated after a later `connect`
         names = _labels(self.model, self.run, labels)
         self.model.pretrained_cfg = _pretrained_cfg(
             self.model, self.run, _architecture(self.model, connection), license)

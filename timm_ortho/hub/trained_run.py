@@ -30,12 +30,12 @@ _RUN_NAME = re.compile(r"(?P<variant>.+)-seed(?P<seed>\d+)")
 
 
 class Run:
-    """Options and metrics of a run. Subclasses read all of them from files.
+    """Options and metrics of a run. Subclasses read these values from files.
 
     Attributes:
         options: timm's options.
         history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. If the
-            run changed its connection, only the epochs of the checkpoint's stage.
+            run changed its connection, the list contains only the epochs of the checkpoint's stage.
         result: `result.json` of a run of the lab; empty for `train.py`.
         peers: Top-1 after the last epoch in percent, by seed, of the finished runs that differ only in the seed.
         comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.

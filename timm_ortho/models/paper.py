@@ -124,7 +124,7 @@ _VIT_CFG = PretrainedCfg(
 )
 CIFAR_CFG = PretrainedCfg(
     input_size=(3, 32, 32), pool_size=(4, 4), interpolation="bicubic", crop_pct=1.0,
-    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
+    mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # CIFAR-10's statistics
     num_classes=10, first_conv="stem.conv", classifier="head.fc", license="apache-2.0",
 )
 _TEST_CFG = replace(

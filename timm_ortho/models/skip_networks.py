@@ -2,7 +2,7 @@
 
 A network for images of 32 x 32 has a 3x3 convolution, three stages of K residual blocks, average pooling and a linear
 layer: 6 K + 2 layers in all. The second and third stages begin with stride 2. A block has one branch, four branches or
-one per channel; each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
+one branch per channel. Each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
 
 | name | branches | widths of the stages |
 | --- | --- | --- |
@@ -14,7 +14,7 @@ Each name exists with suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argu
 As in the paper, the default B of an idempotent transform is 4 in the networks with four branches and the number of
 channels in all other networks; ``skip_branches`` and ``skip_rank`` override it.
 
-The paper does not specify these details:
+The paper does not specify the following choices:
   * Where the width doubles, a 1x1 convolution of stride 2 projects the stream, separately for each branch.
     Without a transform, the branches therefore never mix. P acts on the projected stream, as in timm's ResNetV2.
   * The projection takes the output of the block's first norm, as in timm's pre-activation blocks.

@@ -24,7 +24,7 @@ __all__ = []  # timm's registry appends the names of models
 
 def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     def entry(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
-        # the tag sets the width of the projectors of deepseek_vit and qwen3_vit
+        # timm derives the width of the projectors of deepseek_vit and qwen3_vit from the tag
         overlay = kwargs.pop("pretrained_cfg_overlay", None)
         tag = resolve_pretrained_cfg(name, kwargs["pretrained_cfg"], overlay).tag or get_pretrained_cfg(base).tag
         kwargs["pretrained_cfg_overlay"] = {**(overlay or {}), "tag": tag}

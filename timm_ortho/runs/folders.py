@@ -12,8 +12,8 @@ from .._text import without_nan
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Load a checkpoint on the CPU with torch's restricted unpickler, which here also accepts timm's `args`."""
-    # Add the class only if it is missing: safe_globals forbids the added classes at the end.
+    """Load a checkpoint, which may contain timm's `args`, on the CPU with torch's restricted unpickler."""
+    # Add Namespace only if it is missing, because safe_globals forbids the added classes at the end.
     missing = {Namespace}.difference(torch.serialization.get_safe_globals())
     with torch.serialization.safe_globals([*missing]):
         return torch.load(path, map_location="cpu", weights_only=True)

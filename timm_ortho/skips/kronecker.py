@@ -51,7 +51,8 @@ def rotation(p: int, draw: random.Random) -> Matrix:
 def factors(width: int, seed: str = "") -> List[Matrix]:
     """Return the factors for a width: one Hartley matrix per prime or, with a seed, one random rotation per prime.
 
-    Adjacent factors are multiplied to get as few matrices as possible, with the lowest limit in ``_FUSED`` that does.
+    Adjacent factors are multiplied to reduce the number of matrices. ``_FUSED`` lists limits for the number of rows of
+    a matrix. The lowest limit that gives the smallest number of matrices is used.
     """
     draw = random.Random(seed)  # random() draws the same numbers on every machine and in every release of Python
     made = [rotation(p, draw) if seed else hartley(p) for p in _primes(width)]

@@ -118,7 +118,7 @@ def _tensors(width: int, seed: str, device: torch.device, dtype: torch.dtype) ->
     return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
 
 
-_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # not in modules, which would copy, save and cast them
+_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # modules would copy, save and cast them
 
 
 class _Mapped(torch.autograd.Function):

@@ -107,8 +107,8 @@ def _check_header(file: Path, source: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- content
-# Layers after the blocks. For another number of classes or with features_only timm omits some of them; for another
-# pooling it renames the norm.
+# Layers after the blocks. timm omits some of these layers for another number of classes and with features_only. For
+# another pooling, timm renames the norm.
 _HEADS = ("attn_pool.", "head.", "head_dist.")
 _NORMS = ("norm.", "fc_norm.")
 
