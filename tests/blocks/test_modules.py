@@ -46,7 +46,7 @@ def test_same_outputs_in_onnxruntime(module, connection):
 
 @pytest.mark.parametrize("module", of_modules())
 def test_the_operator_rounds_as_the_plain_formula_at_every_site(module):
-    """Deep networks would amplify a difference in values or memory format."""
+    """Sites are compared one by one, because deep networks would amplify a difference."""
     model, size = model_of(of_modules()[module], "feature")
     reached = []
 

@@ -27,12 +27,12 @@ def examples():
 def page(tmp_path):
     """Run the examples of the page and return their names."""
     if not PAGE.exists():
-        pytest.skip("no checkout")
+        pytest.skip("requires a checkout of the repository")
     (tmp_path / "related.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples()]))
     return runpy.run_path(str(tmp_path / "related.py"))
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="no checkout")
+@pytest.mark.skipif(not PAGE.exists(), reason="requires a checkout of the repository")
 def test_each_example_has_at_most_twelve_lines():
     assert len(examples()) == len(NAMES) + 1
     assert max(len([line for line in example.splitlines() if line]) for example in examples()) <= 12

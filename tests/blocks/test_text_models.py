@@ -44,7 +44,7 @@ def test_linear_equals_the_original_model_and_the_cache_equals_one_pass(name):
 
 def test_the_page_lists_every_model():
     if not PAGE.exists():
-        pytest.skip("no checkout")
+        pytest.skip("requires a checkout of the repository")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text(encoding="utf-8").splitlines()
             if " | yes | " in line]
     assert rows == list(TEXT)
@@ -53,7 +53,7 @@ def test_the_page_lists_every_model():
 def snippets():
     pytest.importorskip("transformers", minversion="5")
     if not PAGE.exists():
-        pytest.skip("no checkout")
+        pytest.skip("requires a checkout of the repository")
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -337,7 +337,7 @@ def test_every_covered_architecture_is_registered():
     assert not {name for row in coverage.timm_modules() for name in row.left_out if name + "_ortho" in names}
 
 
-@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="the page is of another timm")
+@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="docs/coverage.md lists another timm")
 def test_the_page_has_the_table_of_coverage():
     page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
     assert coverage.table() in page

@@ -76,7 +76,7 @@ def test_modes_and_subclasses_do_not_affect_errors_of_backends(situation):
 @pytest.mark.parametrize("needed", [False, True])
 def test_export_records_the_plain_formula_for_any_backend(backend, needed):
     if torch.__version__.startswith("2.6.") and needed:
-        pytest.skip("there compiling cannot be told from exporting")
+        pytest.skip("torch 2.6 cannot distinguish compiling from exporting")
     x, f, _ = tensors()
     with use_backend(backend):
         program = torch.export.export(FeatureConnection(), (x.requires_grad_(needed), f))
@@ -225,7 +225,7 @@ def test_auto_never_uses_inductor(monkeypatch):
 # ---------------------------------------------------------------------------------- "auto" with Triton kernels
 @pytest.fixture
 def auto(monkeypatch):
-    """Return ``run`` with the backend ``auto``, which uses the unchecked kernels as on a GPU."""
+    """Return ``run`` with the backend ``auto``, which here selects Triton kernels that have not been checked yet."""
     monkeypatch.setattr(functional, "choose_backend", lambda x, f, backend: "triton" if backend == "auto" else backend)
     monkeypatch.setattr(backends, "_agrees", {})
     return functools.partial(run, "auto")

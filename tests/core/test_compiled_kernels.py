@@ -102,7 +102,7 @@ def compiled_kernels(tmp_path_factory):
     """Return ptxas's resource usage of every kernel for compute capabilities 8.0 and 9.0."""
     triton = pytest.importorskip("triton")
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
-        pytest.skip("Triton came without cuobjdump")
+        pytest.skip("the installed Triton has no cuobjdump")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     result = subprocess.run(

@@ -81,7 +81,7 @@ def test_the_package_is_typed():
 def of_checkout(name):
     path = PACKAGE.parent / name
     if not path.exists():
-        pytest.skip("no checkout")
+        pytest.skip("requires a checkout of the repository")
     return path.read_text(encoding="utf-8")
 
 

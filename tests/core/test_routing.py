@@ -400,7 +400,7 @@ def test_additions_that_an_instance_cannot_reach():
     assert route.reached(Sides()) == [True, True, True]
     assert route.reached(Sides(mixer=False)) == [True, False, True]
     assert route.reached(Sides(fused=True)) == [False, True, True]
-    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # `training` may change before the call
+    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # training mode may be set before the call
 
 
 class Uneven(nn.Module):

@@ -64,7 +64,7 @@ def add_orthogonal(x, f):
 
 
 def authors_vit(**sizes):
-    """Return the model with large random weights: attention is not uniform, and branches are not negligible."""
+    """Return the model with random weights so large that attention is not uniform and branches are not negligible."""
     with torch.device("meta"):
         model = AuthorsViT(**sizes)
     model.to_empty(device="cpu").requires_grad_(False)

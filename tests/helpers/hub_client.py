@@ -57,7 +57,7 @@ class HubClient:
         self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
         self._environment = {
             **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},
-            # hf_xet does not use Python's sockets. An unreachable proxy restricts it to loopback addresses.
+            # hf_xet does not use Python's sockets. An unreachable proxy restricts hf_xet to loopback addresses.
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
             "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
             "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",

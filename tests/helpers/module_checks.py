@@ -88,7 +88,7 @@ def runs_as_onnx(name, connection):
 
 
 def same(model, size, convert, grad=False):
-    """Check that a converted model has the model's outputs; ``convert(x)`` converts it for an input x."""
+    """Check that a converted model has the outputs of ``model``. ``convert(x)`` converts the model for an input x."""
     x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
     expected = outputs(model.eval(), x, grad)
     for ours, theirs in zip(outputs(convert(x), x, grad), expected, strict=True):

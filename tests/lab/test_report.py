@@ -82,7 +82,7 @@ def test_command_changes_and_unfinished_runs_are_named(written):
 
 
 def test_the_papers_numbers_are_complete(written):
-    """The table has each of the paper's numbers at its position. Cells without runs have a note."""
+    """The table contains each of the paper's numbers in its cell. Cells without runs have a note."""
     name, folder, _ = written
     if name == "compare":
         return

@@ -175,7 +175,7 @@ def test_a_line_has_one_setting():
 
 
 def test_two_probes_make_no_curve():
-    """Published runs have only some of their probes."""
+    """Published runs contain only some of their probes. A curve requires more than the first and the last."""
     runs = [{**run, "probe": [run["probe"][0], run["probe"][-1]]} for run in runs_of("compare")]
     assert "stream_by_epoch" in drawn(study_of("compare"), runs_of("compare"))
     assert "stream_by_epoch" not in drawn(study_of("compare"), runs)

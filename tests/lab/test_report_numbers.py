@@ -82,7 +82,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
     found = {entry["cell"]["connection"]: entry["difference"] for entry in results(tmp_path)["summary"]}
     assert [found["feature"][key] for key in ("half_width", "p", "p_holm", "pairs")] == [None, None, None, 2]
     assert (found["feature"]["mean"], found["feature"]["reading"]) == (-1.0, "no interval: 2 equal differences")
-    assert found["global"]["p_holm"] == pytest.approx(min(1, 2 * found["global"]["p"]))  # for two comparisons
+    assert found["global"]["p_holm"] == pytest.approx(min(1, 2 * found["global"]["p"]))  # adjusted for two comparisons
     row = differences(tmp_path)["Orthogonal-F", "top-1 %"]
     assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
     assert row["reading"] == "no interval: 2 equal differences"

@@ -87,7 +87,7 @@ def test_pipeline(tmp_path):
 
 @pytest.mark.parametrize("case", ["BatchNorm", "Swin's position index"])
 def test_backbones_with_their_state_loaded_again(case, tmp_path):
-    """transformers 5.24 resets the BatchNorm statistics of timm backbones. docs/neighbours.md restores them."""
+    """transformers 5.24 resets BatchNorm statistics of timm backbones. The lines in docs/neighbours.md restore them."""
     model, images = trained(*MODELS[case])
     hub.export(model, tmp_path, "me/model")
     name = f"local-dir:{tmp_path}"

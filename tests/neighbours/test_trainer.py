@@ -30,7 +30,7 @@ def decayed(trainer_class, folder):
 
 def test_learned_connections_are_not_decayed(tmp_path):
     if not PAGE.exists():
-        pytest.skip("no checkout")
+        pytest.skip("requires a checkout of the repository")
     namespace = {"transformers": transformers}
     lines, = re.findall(r"^(class Trainer\(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     exec(lines, namespace)

@@ -233,7 +233,7 @@ def test_the_authors_configuration(kind):
     cfg = get_pretrained_cfg(f"vit_base_{kind}")
     assert cfg == get_pretrained_cfg(f"vit_base_{kind}.authors_in1k")
     assert (cfg.hf_hub_id, cfg.hf_hub_filename) == (REPOSITORY.format(kind), "model.safetensors")
-    assert cfg.license == "cc-by-sa-4.0"  # license of the weights; that of the code is apache-2.0
+    assert cfg.license == "cc-by-sa-4.0"  # license of the weights; the code's license is apache-2.0
     values = recipe.load("vit_b_imagenet1k")
     assert cfg.input_size == (3, values["img_size"], values["img_size"])
     assert (list(cfg.mean), list(cfg.std), cfg.crop_pct) == (values["mean"], values["std"], values["crop_pct"])
