@@ -1,1 +1,1 @@
-"""Commands for people who work on the project; run them from a checkout: `python -m scripts.pages`."""
+"""Commands for contributors. Run them from a checkout, for example `python -m scripts.pages`."""

@@ -1,4 +1,4 @@
-"""Start timm's train.py under torchrun with a recipe; the Python part of scripts/train.sh."""
+"""Start timm's train.py under torchrun with a recipe. scripts/train.sh calls this module."""
 import os
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""Put the weights of a finished comparison into the package, with the tensors that tests compare them with.
+"""Put the weights of a finished comparison into the package, with the inputs and outputs that the tests check.
 
     timm-ortho compare --recipe vit_test_digits --output output/vit_test_digits
     python -m scripts.make_test_weights output/vit_test_digits
@@ -70,7 +70,8 @@ def check_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         output = model(images)
     tensors = {"input": images, "target": torch.arange(10), "features": features, "pre_logits": pre_logits,
                "output": output}
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}  # no views
+    # safetensors cannot store views
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any, Mapping, Optional, Sequence
 from timm_ortho.lab.reporting.published import write
 
 ROOT = Path(__file__).resolve().parents[1]
-MANY = 24  # studies of more runs keep only the records of the last epoch
-OF_PROCESSES = {"command", "pid", "job"}  # left out of a run's provenance; the study has the command
+MANY = 24  # studies with more runs than this keep only the records of the last epoch
+OF_PROCESSES = {"command", "pid", "job"}  # keys left out of a run's provenance; the command is in the study
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parsed = parser.parse_args(arguments)
     for folder in parsed.folders:
         print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
-    from scripts.pages import __main__ as pages, provenance  # after the numbers are written
+    from scripts.pages import __main__ as pages, provenance  # reads the numbers written above
     provenance.record()
     return pages.main([], root)
 

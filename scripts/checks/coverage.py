@@ -4,9 +4,9 @@
     python -m scripts.checks.coverage --check [MODULE ...]    write nothing; exit status 1 if the file differs
 
 Every architecture of timm's registry is built on the meta device and connected. It is covered if all of its residual
-blocks are in the table of blocks and at least one has a site; otherwise it is left out, with the reason. With the names
-of timm modules, only those are built, and the rest of the file is kept. Building all 1,300 models takes a while.
-`python -m scripts.pages` then writes the table of docs/coverage.md.
+blocks are in the table of blocks and at least one block has a site. Architectures that are not covered are listed with
+the reason. With the names of timm modules, only their architectures are built, and the rest of the file is kept.
+Building all 1,300 models takes a while. `python -m scripts.pages` then writes the table of docs/coverage.md.
 """
 import argparse
 import json
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def survey(module: str) -> dict:
-    """Return the sites of a module's covered architectures, and a reason for each architecture that is left out."""
+    """Return the sites of a module's covered architectures, and a reason for each of its remaining architectures."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
         with on_meta(), warnings.catch_warnings(action="ignore"):  # deprecated models warn

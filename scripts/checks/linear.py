@@ -2,9 +2,9 @@
 
     python -m scripts.checks.linear [--above MILLIONS] [--up-to MILLIONS] [PATTERN]
 
-The test suite does this for small models. This script compares the outputs and all gradients of one training step at
-full width and depth on a small image. Models of more than `--up-to` million parameters (default 350) are only built on
-the meta device, and their sites are counted. A model of 1,300 million parameters needs 20 GB of memory.
+The test suite does this for small models. This script compares models of full width and depth: the outputs and all
+gradients of one training step on a small image. Models of more than `--up-to` million parameters (default 350) are
+only built on the meta device, and their sites are counted. A model of 1,300 million parameters needs 20 GB of memory.
 """
 import argparse
 import fnmatch
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def measured(base: str) -> tuple[float, str, int]:
-    """Return millions of parameters, the name, and the number of sites."""
+    """Return the number of parameters in millions, the name, and the number of sites."""
     model = model_on_meta(base + "_ortho")
     return sum(p.numel() for p in model.parameters()) / 1e6, base, len(sites(model))
 

@@ -13,8 +13,8 @@
 | onnx | the ONNX file has the same outputs in onnxruntime; needs onnx, onnxscript and onnxruntime |
 
 `inductor` is `compile` with PyTorch's own code generator. It takes half a minute per model and only runs on request.
-Checks without a scope in their name alternate between the scopes. The table marks checks that
-timm's own model fails too. The exit status is 1 only if a variant fails a check that its base passes.
+Checks without a scope in their name use the two scopes in turn. The table marks checks that
+timm's own model fails too. The exit status is 1 only if a variant fails a check that timm's model passes.
 """
 import argparse
 import json

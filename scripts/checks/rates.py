@@ -20,13 +20,13 @@ Run = Mapping[str, Any]
 Means = Mapping[str, Mapping[float, float]]  # connection -> rate -> mean
 
 NEARLY, SAME_RECIPE = 0.3, 0.5  # points of accuracy within which two rates, or two recipes, count as equal
-ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # the gate of S0: least margins of accuracy (points) and training loss
+ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # minimum margins of the gate of S0, in points of accuracy and in training loss
 
 
 def smoothing_floor(smoothing: float, classes: int) -> float:
     """Return the lowest possible cross entropy: the entropy of smoothed labels.
 
-    The label of the true class is 1 - s + s / K, and that of each other class is s / K.
+    The label of the true class is 1 - s + s / K, and the label of each wrong class is s / K.
     """
     rest, true = smoothing / classes, 1 - smoothing + smoothing / classes
     return -true * math.log(true) - (classes - 1) * rest * math.log(rest) if smoothing else 0.0
@@ -52,7 +52,7 @@ class Chosen:
         means: Mean accuracy on held-out images.
         losses: Mean training loss of the last epoch.
         rates: The chosen rate of each connection.
-        shared: The rate chosen from the means over both connections.
+        shared: The rate chosen from the mean accuracy of both connections together.
         ridge: Accuracy of ridge regression on the same images, in percent.
         floor: The label-smoothing floor of the training loss.
     """
@@ -83,7 +83,7 @@ class Chosen:
 
     @property
     def edges(self) -> list[str]:
-        """The connections whose chosen rate is the lowest or the highest of the tried rates."""
+        """The connections whose chosen rate is the lowest or the highest rate of the grid."""
         return [connection for connection, rate in self.rates.items()
                 if rate in (min(self.means[connection]), max(self.means[connection]))]
 

@@ -7,18 +7,18 @@
     --above 100           only architectures of more than 100 million parameters
     --spread              forty quick variants, each of a different kind
     --only NAME ...       only these variants: vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
-    --skip TRANSFORM      variants with this transform of the stream: --only test_vit_ortho --skip orthogonal_tp
+    --skip TRANSFORM      transform the stream in the variants: --only test_vit_ortho --skip orthogonal_tp
 
 timm's `tests/test_models.py` is downloaded with the source distribution of the installed version into a cache folder.
-Only `tests/` is unpacked, so the installed timm is tested. In the process that runs the tests this file is a pytest
-plugin (`-p timm_tests`): it registers the variants before timm's tests list their models, selects the tests of the
-requested models, and records each outcome.
+Only `tests/` is unpacked, so the installed timm is tested. A separate process runs the tests and loads this file as a
+pytest plugin (`-p timm_tests`). The plugin registers the variants before timm's tests list their models, selects the
+tests of the requested models, and records each outcome.
 
 If a process dies from lack of memory or time, a new process runs the remaining tests, beginning with the test in which
 the first process died. If the new process dies in this test too, the test has failed.
 
-If a variant fails a test, its architecture runs the test too. If the architecture fails as well, or timm excludes the
-architecture from the test, the result is reported as excused.
+If a variant fails a test, the test is repeated with timm's own architecture. If this architecture fails too, or timm
+excludes it from the test, the result is reported as excused.
 """
 import argparse
 import gc
@@ -59,8 +59,8 @@ SPREAD = (
     "regnetx_002_orthog", "cs3darknet_focus_s_ortho", "mobilenetv4_conv_small_035_orthog", "ghostnet_050_ortho",
     "rexnetr_100_orthog", "starnet_s050_ortho", "fasternet_t0_orthog",
 )
-MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # .github/workflows/tests.yml of timm
-ANY = "any test"  # reported as the test of a variant that has no tests
+MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # as in timm's workflow tests.yml
+ANY = "any test"  # name reported for a variant that has no tests
 WANTED, ENDED, OUTCOMES, SKIP = (  # environment variables for the plugin
     "TIMM_TESTS_WANTED", "TIMM_TESTS_ENDED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
 
@@ -104,7 +104,7 @@ def pytest_configure(config) -> None:
             _registry._model_entrypoints[name] = partial(_registry._model_entrypoints[name], skip=skip)
 
 
-@pytest.hookimpl(trylast=True)  # after pytest's own deselection by marker
+@pytest.hookimpl(trylast=True)  # run after pytest's own deselection by marker
 def pytest_collection_modifyitems(config, items: list) -> None:
     """Keep the tests with a wanted model among their parameters."""
     wanted, ended = json.loads(os.environ[WANTED]), set(json.loads(os.environ[ENDED]))
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(config, items: list) -> None:
     for item in items:
         item.user_properties.append(("timm_test", [_model_of(item), item.originalname]))
     _write({"collected": [[item.nodeid, _model_of(item), item.originalname] for item in items]})
-    gc.freeze()  # the collection after each test skips existing objects
+    gc.freeze()  # garbage collection after each test then skips existing objects
 
 
 def _model_of(item) -> Optional[str]:
@@ -133,11 +133,11 @@ def pytest_runtest_logstart(nodeid: str, location) -> None:
 
 
 def pytest_runtest_teardown(item) -> None:
-    gc.collect()  # graphs of FX hold models of gigabytes in cycles
+    gc.collect()  # FX graphs keep gigabytes of models alive in reference cycles
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # otherwise extensions report the frozen objects at exit
+    gc.unfreeze()  # otherwise C extensions report the frozen objects as leaks at exit
 
 
 def pytest_runtest_logreport(report) -> None:
@@ -222,7 +222,7 @@ def timm_test_file(cache: Path) -> Path:
     import timm
 
     folder = cache / f"timm-{timm.__version__}"
-    if not (folder / "pytest.ini").exists():  # written last
+    if not (folder / "pytest.ini").exists():  # this file is written last, so without it the folder is incomplete
         with tempfile.TemporaryDirectory() as download:
             print(f"downloading the source distribution of timm {timm.__version__}", flush=True)
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
@@ -232,7 +232,7 @@ def timm_test_file(cache: Path) -> Path:
             (archive,) = Path(download).glob("timm-*.tar.gz")
             with tarfile.open(archive) as tar:
                 for member in tar.getmembers():
-                    parts = Path(member.name).parts[1:]  # below timm-VERSION/
+                    parts = Path(member.name).parts[1:]  # path relative to timm-VERSION/
                     if member.isfile() and parts[:1] == ("tests",) and ".." not in parts:
                         target = folder.joinpath(*parts)
                         target.parent.mkdir(parents=True, exist_ok=True)
@@ -270,10 +270,10 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
 
 
 def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[List[str]]:
-    """Group the architectures that share a process: at most `most`, with at most `room` parameters together.
+    """Group the architectures by process: at most `most` architectures with at most `room` parameters in total.
 
-    Starting a process takes as long as the tests of a small architecture. The smallest come first, so that an
-    interrupted run has finished many.
+    Starting a process takes as long as the tests of a small architecture. The smallest architectures come
+    first, so that an interrupted run has finished many of them.
     """
     groups: List[List[str]] = []
     left = 0.0
@@ -311,7 +311,7 @@ def fingerprint() -> str:
 
 def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bool,
         verbose: bool = False) -> List[dict]:
-    """Run timm's tests on some variants, and failed tests on their architectures too.
+    """Run timm's tests on some variants, and repeat failed tests with the variants' architectures.
 
     Returns:
         One dict per test and variant: model, test, outcome (passed, skipped, failed or excused) and message.

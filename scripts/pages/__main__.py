@@ -4,7 +4,7 @@
     python -m scripts.pages --check [NAME ...]    write nothing; exit status 1 and a line for each page that differs
 
 `python scripts/pages` is the same command. Each NAME is a module beside this file. Its `texts(root)` returns the
-wanted text of files below `root`; `drawings(root)` returns functions that draw a plot to a path. `--check` tests only
+current text of files below `root`; `drawings(root)` returns functions that draw a plot to a path. `--check` tests only
 whether the plots exist, because their bytes depend on the version of matplotlib.
 """
 import argparse
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))  # for `python scripts/pages`
 
 from scripts.pages import cards, coverage, evidence, recipes, speed, studies  # noqa: E402
 
-GENERATORS = {  # in the order of writing: later pages show plots of earlier pages
+GENERATORS = {  # written in this order, because later pages show plots of earlier pages
     "recipes": recipes, "coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
 
 

@@ -1,4 +1,4 @@
-"""The card of each set of weights that this project has: model_cards/NAME.md, and NAME.png with its training curve.
+"""Write a card for each set of weights: model_cards/NAME.md, and NAME.png with the training curve.
 
 | card | source of the numbers |
 | --- | --- |
@@ -25,11 +25,11 @@ from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
 from . import studies
 
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
-SEED = 0  # of the run whose weights scripts/make_test_weights.py puts into the package
+SEED = 0  # seed of the run whose weights scripts/make_test_weights.py puts into the package
 
 
 class Card(NamedTuple):
-    """A card, and the run whose training curve it shows."""
+    """A card, and the run whose training curve the card shows."""
 
     name: str
     card: ModelCard

@@ -1,8 +1,9 @@
-"""Comparisons of published runs, and the metrics that they compare.
+"""Define comparisons of published runs, and the metrics that they compare.
 
-A contrast is a weighted sum over the settings of a study for each seed, with Student's interval of its mean. A
-difference, a slope over the learning rate, a main effect and an interaction are contrasts with different weights.
-`Unpaired` (Welch) and `Effect` (a factor of a half fraction) are not contrasts, because their error terms differ.
+A contrast is a weighted sum over the settings of a study for each seed, with Student's interval of the mean over the
+seeds. A difference, a slope over the learning rate, a main effect and an interaction are contrasts with different
+weights. `Unpaired` (Welch) and `Effect` (a factor of a fractional factorial design) are not contrasts, because their
+error terms differ.
 """
 import math
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ def setting_of(run: Run) -> tuple:
 
 
 def settings_of(study: str) -> list[list[Run]]:
-    """Return the runs of each setting, which differ only in the seed."""
+    """Return the runs of each setting. The runs of a setting differ only in the seed."""
     settings: dict[tuple, list[Run]] = {}
     for run in runs_of(study):
         settings.setdefault(setting_of(run), []).append(run)
@@ -91,7 +92,7 @@ class Comparison:
 
     @property
     def of_paper(self) -> str:
-        """The range of the paper's effects, such as `+0.79 to +2.75`; empty if the paper has none."""
+        """The range of the paper's effects, such as `+0.79 to +2.75`; empty if the paper has no such effect."""
         return span(list(self.paper.values())) if self.paper else ""
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
@@ -124,8 +125,8 @@ class Contrast(Comparison):
     Attributes:
         parts: See `Comparison`. Settings without a weight are ignored; several parts are averaged.
         read: Returns the metric of a run.
-        bases: The baseline connection of a slope, because a slope gives each connection weights of both signs. Empty
-            if the settings of negative weight are the baseline.
+        bases: The baseline connection, needed for a slope, whose weights have both signs for each connection. If empty,
+            the settings with negative weight are the baseline.
     """
 
     label: str
@@ -184,7 +185,7 @@ class Contrast(Comparison):
 
     @property
     def room(self) -> float:
-        """The weighted sum if all settings but the baseline had 100 % accuracy; infinite without a baseline."""
+        """The weighted sum if all settings except the baseline had 100 % accuracy; infinite without a baseline."""
         bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
         if self.read is not top1 or not (
@@ -217,9 +218,9 @@ class Unpaired(Comparison):
 
 @dataclass(frozen=True)
 class Effect(Comparison):
-    """A factor's effect on F − linear in `cifar_factors`: the mean at its second level minus the mean at its first.
+    """A factor's effect on F − linear in `cifar_factors`: the mean at level two minus the mean at level one.
 
-    The error variance is that of the differences F − linear without the means of their cell and their seed.
+    The error variance is estimated from the differences F − linear after subtracting the means of cells and seeds.
     """
 
     label: str
@@ -263,12 +264,12 @@ class Effect(Comparison):
 
 
 FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e24"), "rate": ("r1", "r4"),
-           "recipe": ("clipped", "paper")}  # the levels in the names of the cells of cifar_factors
+           "recipe": ("clipped", "paper")}  # levels of each factor, as in the cell names of cifar_factors
 
 
 def table(study: str, settings: Optional[Iterable[tuple]] = None,
           read: Callable[[Run], float] = top1) -> dict[int, dict[tuple, float]]:
-    """Return a metric by seed and setting, for the seeds that have all settings (default: the study's)."""
+    """Return a metric by seed and setting, for the seeds that have all `settings` (by default the study's)."""
     wanted = list(dict.fromkeys(map(setting_of, runs_of(study)))) if settings is None else list(settings)
     rows: dict[int, dict[tuple, float]] = {}
     for run in runs_of(study):
@@ -369,7 +370,7 @@ def learned_theta(run: Run) -> float:
 
 
 def last_branch(study: str) -> Callable[[Run], float]:
-    """Return a function that reads |f|² of the last branch at the last record of all steps."""
+    """Return a function that reads |f|² of the last branch at the last recorded step."""
     runs = runs_of(study)
     norms = {(*setting_of(run), run["seed"]): ends["last"]
              for run, ends in zip(runs, published(study).recorded["last_branch"], strict=True)}

@@ -1,4 +1,4 @@
-"""The table of architectures in docs/coverage.md, from the list that `python -m scripts.checks.coverage` writes."""
+"""Write the table of architectures in docs/coverage.md from the list of `python -m scripts.checks.coverage`."""
 from pathlib import Path
 
 from timm_ortho.models import coverage

@@ -72,14 +72,14 @@ def _json(name: str) -> Mapping[str, Any]:
 
 # ---------------------------------------------------------------------------------- rates, recipes, provenance
 def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[tuning_rules.Chosen]:
-    """Return the rates that P0 chose: for each connection, the lowest rate within 0.1 points of its best accuracy."""
+    """Return the rates that study P0 chose: each connection's lowest rate within 0.1 points of its best accuracy."""
     if not is_published(study):
         return None
     return tuning_rules.Chosen.of(runs_of(study), _json("floors/ridge.json")[study]["top1"], _floor(study), 0.1)
 
 
 def tuned_on_cifar(study: str = f"cifar_rates-{CIFAR}-small") -> Optional[list[str]]:
-    """Return the table and the choices of S0, see `scripts.checks.rates`."""
+    """Return the table and the choices of study S0, see `scripts.checks.rates`."""
     if not is_published(study):
         return None
     ridge = _json("floors/ridge.json")[study]["best"]
@@ -97,7 +97,7 @@ def _options(study: str) -> Any:
 
 
 def setting(study: str) -> dict[str, tuple[str, str]]:
-    """Return the settings in which a study of ViTs may differ from the paper's: the study's value and the paper's."""
+    """Return settings that may differ between a study of ViTs and the paper, with both values."""
     here, paper = _options(study), recipe.resolve_variant({"dataset": "torch/cifar10"}, "vit_s_cifar10")
     wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
     width, blocks = here.model_kwargs["embed_dim"], here.model_kwargs.get("depth", wide["blocks"])
@@ -258,7 +258,7 @@ def text(history: Mapping[str, Any]) -> str:
     confirming = provenance.studies_of("one") + provenance.studies_of("two")
     every = [run for folder in studies.folders() if folder.name not in confirming
              for run in studies.part(folder).runs if studies.trains(folder)]
-    # a run that occurs in several studies has equal metrics in each
+    # a run has equal metrics in all studies that contain it
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
     ridge = _json("floors/ridge.json")
     floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])

@@ -1,4 +1,4 @@
-"""Generated parts of Markdown pages, each between two comments: `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
+"""Replace generated parts of Markdown pages: the text between `<!-- NAME: ... -->` and `<!-- end of NAME -->`."""
 from pathlib import Path
 
 
@@ -14,7 +14,7 @@ def replaced(page: Path, parts: dict[str, str]) -> str:
     """Return the text of a page with new text in its generated parts.
 
     Raises:
-        SystemExit: The page lacks the comments of a part.
+        SystemExit: The page lacks the two comments of a part.
     """
     text = page.read_text(encoding="utf-8")
     for name, made in parts.items():

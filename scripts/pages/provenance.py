@@ -1,4 +1,4 @@
-"""Commits, processors and torch versions of the runs that test hypotheses.
+"""Find the commits, processors and torch versions of the runs that test hypotheses.
 
 Publishing records the commits in model_cards/results/provenance/commits.json, so that a checkout without history can
 check the page.
@@ -12,7 +12,7 @@ from . import studies
 from .contrasts import Run, is_published, runs_of
 
 ROOT = Path(__file__).parents[2]
-RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # a heading that the rules of each part added
+RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # headings added with the rules
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
@@ -27,7 +27,7 @@ def recorded() -> dict[str, Any]:
 
 
 def record() -> None:
-    """Rewrite `FILE` if the checkout has its history."""
+    """Rewrite `FILE` if the checkout has its git history."""
     history = read_history()
     if history:
         FILE.write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
@@ -71,7 +71,7 @@ def _git(*arguments: str) -> Optional[str]:
 def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the runs whose commit does not come after the rules, by study.
 
-    The values are their number, seeds and commits, and the time at which the last of them ended.
+    The values are the number of these runs, their seeds and commits, and the end of the last run.
     """
     others = {}
     for study in studies_of(part):

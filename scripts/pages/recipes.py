@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from timm_ortho.lab.paper import Experiment, experiments, numbers
 
 WIDTH = 120
-# Differences between the authors' published code and their paper. The recipes follow the paper, with a comment.
+# Differences between the authors' published code and their paper. The recipes follow the paper and have a comment.
 PUBLISHED = {
     ("vit_s", "imagenet1k"): {"scale": "0.8 to 1"},
     ("vit_b", "imagenet1k"): {"scale": "0.8 to 1", "lr": "1e-4", "weight_decay": "1e-3"},
     **{(f"resnetv2_{depth}", "tiny_imagenet"): {"scale": "0.7 to 1"} for depth in (18, 34, 50, 101)},
 }
-NODES, GPUS_PER_NODE = 2, 4  # in the example commands of the headers
+NODES, GPUS_PER_NODE = 2, 4  # numbers in the example commands of the recipes' headers
 SUFFIX = {"linear": "_linear", "feature": "_ortho", "global": "_orthog"}
 
 # Mean and standard deviation of all training pixels. The paper normalizes with them, but does not state the numbers.
@@ -29,7 +29,7 @@ STATISTICS = {
 }
 
 # Images per GPU in one forward pass of the authors' runs, for recipes whose batch may not fit on one GPU. The authors
-# had 2 H100 for ViT-B on small images, and 8 L40S on ImageNet-1k, where ViT-B accumulated the gradients of 2 batches.
+# had 2 H100 for ViT-B on small images, and 8 L40S on ImageNet-1k. There, ViT-B accumulated the gradients of 2 batches.
 FITS = {
     ("vit_b", "cifar10"): 512, ("vit_b", "cifar100"): 512, ("vit_b", "tiny_imagenet"): 512,
     ("vit_s", "imagenet1k"): 512, ("vit_b", "imagenet1k"): 256,
@@ -359,7 +359,7 @@ def _runs(experiment: Experiment) -> int:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return wrapped prose; indented lines are commands or rows and stay unchanged."""
+    """Return wrapped prose. Indented lines, which are commands or table rows, are not wrapped."""
     return textwrap.wrap(text, width, break_on_hyphens=False) if text and not text.startswith(" ") else [text]
 
 
@@ -372,7 +372,7 @@ def _yaml(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, float) and 0 < abs(value) < 0.01:
         mantissa, _, exponent = f"{value:e}".partition("e")
-        return f"{float(mantissa)}e{int(exponent)}"  # with a point, without which YAML 1.1 reads text
+        return f"{float(mantissa)}e{int(exponent)}"  # the decimal point is needed, because YAML 1.1 reads 1e-3 as text
     return str(value)
 
 
@@ -385,7 +385,7 @@ def _line(option: Option) -> str:
 
 
 def text(experiment: Experiment) -> str:
-    """Return the whole file."""
+    """Return the text of the whole recipe file."""
     paragraphs = ["".join(_line(option) for option in paragraph) for paragraph in options(experiment)]
     return header(experiment) + "\n".join(paragraphs)
 

@@ -1,8 +1,8 @@
 """Write README's table of costs and the tables of docs/speed.md from the rows of `timm-ortho bench`.
 
 The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may have several runs of
-one commit. The tables contain every measured case. Default cases of `timm-ortho bench` without a row
-are "not measured".
+one commit. The tables contain every measured case. Default cases of `timm-ortho bench` that have no
+row are listed as "not measured".
 """
 import csv
 import textwrap
@@ -23,7 +23,7 @@ LAUNCHED, LAUNCHES = ("linear", "appendix", "shortest", "ortho"), ("x".join(map(
 MODELS_HEADER = ("on", "model", "layout, precision", *(f"{step}, {mode}" for step, mode in SITUATIONS),
                  "kept for backward, eager", "kept, compiled", "peak memory")
 OPERATOR_HEADER = ("on", "tensor", "precision, scope", *FORMULAS, "appendix over ours")
-SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ResNetV2-50": ("resnetv2_50",)}  # in README
+SHOWN = {"ViT-S": ("vit_small", "vit_small_patch16_224"), "ResNetV2-50": ("resnetv2_50",)}  # models in README's table
 COSTS = (
     ("training step, eager", "training", "eager", "ratio"),
     ("training step, torch.compile", "training", "compiled", "ratio"),
@@ -64,7 +64,7 @@ def costs(rows: Sequence[BenchRow]) -> str:
 
 
 def ratio(rows: Iterable[BenchRow], models: Sequence[str], step: str, mode: str, name: str) -> str:
-    """Return a ratio of the first model with one of these names, in each measured precision."""
+    """Return a ratio of the models with one of these names, in each measured precision."""
     matched = [row for row in rows if row["what"] == "models" and row["model"] in models and row["candidate"] == "ortho"
              and row["layout"] in ("tokens", "nchw") and (row["step"], row["mode"]) == (step, mode)]
     sentences = {row["dtype"]: interval(row) if name == "ratio" else number(row, name, "{:.3f}") for row in matched}
@@ -148,7 +148,7 @@ def device(row: BenchRow) -> str:
 
 
 def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str]]:
-    """Return a line for each default model, shape or launch of a kind of device without rows."""
+    """Return a line for each default model, shape or launch that has no rows for a kind of device."""
     lines = []
     for kind, name in (("cpu", "CPU"), ("cuda", "GPU")):
         if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
@@ -207,7 +207,7 @@ def operator_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
 
 
 def formula(rows: Sequence[BenchRow], name: str) -> str:
-    """Return the time of both passes relative to linear, and for each pass its share of a copy's bandwidth."""
+    """Return the time of forward and backward relative to linear, and the share of a copy's bandwidth in each."""
     ratio = number(pick(rows, step="both", candidate=name), "ratio_p50", "{:.2f}")
     if ratio == NOT_MEASURED:
         return ratio
@@ -217,7 +217,7 @@ def formula(rows: Sequence[BenchRow], name: str) -> str:
 
 
 def speedup(rows: Sequence[BenchRow]) -> str:
-    """Return the speedup of the kernels over the appendix's formula, or without kernels that of the eager update."""
+    """Return the speedup over the formula of the paper's appendix: of the kernels, or else of the eager update."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:

@@ -1,4 +1,4 @@
-"""The page of each study, model_cards/study_*.md and compare_*.md, and the list of studies in docs/evidence.md.
+"""Write a page for each study, model_cards/study_*.md and compare_*.md, and the list of studies in docs/evidence.md.
 
 Everything is computed from the numbers in model_cards/results, which `python -m scripts.publish` adds.
 """
@@ -21,7 +21,7 @@ CHANCE = "By chance alone, about one interval in twenty excludes zero."
 
 
 def folders(kind: str = "studies") -> list[Path]:
-    """Return the folders of published studies, or of `comparisons`."""
+    """Return the folders of the published studies, or of the published comparisons."""
     return sorted(path.parent for path in (RESULTS / kind).glob(f"*/{STUDY}"))
 
 
@@ -31,7 +31,7 @@ def study_of(folder: Path) -> dict[str, Any]:
 
 
 def trains(folder: Path) -> bool:
-    """Return whether the folder has the runs of a study, and not a table of costs."""
+    """Return whether the folder has training runs. Otherwise it has a table of costs."""
     return study_of(folder)["name"] not in COST_STUDIES
 
 
@@ -82,7 +82,7 @@ def blocks(page: Path, folder: Path) -> list[Block]:
         if isinstance(block, Heading):
             heading = block.text
         if isinstance(block, Picture):
-            block = replace(block, path=f"plots/{page.stem}.svg")  # the plot of the differences, the only one
+            block = replace(block, path=f"plots/{page.stem}.svg")  # the page's only plot shows the differences
         if heading not in LEFT_OUT:
             kept.append(block)
     text = (f"docs/evidence.md defines the terms. The numbers of every run are in {where}. The whole report, with a "

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
-    """Return the study of `timm-ortho compare`: one cell, no paper.
+    """Return the study that `timm-ortho compare` runs. It has one cell and no numbers of a paper.
 
     >>> comparison(["linear", "feature"], "digits").baseline
     {'connection': 'linear'}
@@ -84,7 +84,7 @@ def _planned(request: Request) -> StudyPlan:
 
 
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
-    """Return the commands of a run, and for timm's script how its batch is divided."""
+    """Return the commands of a run, and for timm's script also the division of the batch."""
     if run_plan.trainer_name == "lab":
         return f"python -m timm_ortho.lab.running.run {shlex.quote(str(folder))}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)

@@ -7,7 +7,7 @@ convolutions count, as in Table 1a; in connections everything counts, and an unk
 
 For s tokens of d channels, the paper's form of the update takes 7sd + 2s FLOPs, which is 6sd + 2s more than the sd of
 the plain addition. x.x and x.f take 2sd each, and adding eps and dividing take s each. With c = x.f / (x.x + eps),
-c x, f - c x and x + f_orth take sd each. This package computes f + (1 - c) x, which takes 6sd + 3s.
+c x, f - c x and x + f_orth take sd each. This package computes f + (1 - c) x, and its update takes 6sd + 3s.
 """
 from contextlib import ExitStack
 from statistics import fmean
@@ -55,7 +55,7 @@ class SiteFlops(NamedTuple):
     tokens: int  # number of tokens or pixels, s
     width: int  # channels, d
     branch: int  # matrix products and convolutions since the start of the block, or since its previous site
-    update: int  # the connection with its addition
+    update: int  # FLOPs of the connection, with its addition
 
 
 def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> list[Row]:

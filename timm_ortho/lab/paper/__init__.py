@@ -103,7 +103,7 @@ class Experiment:
     def top1(self) -> dict[str, tuple[float, float]]:
         """Return mean and standard deviation of top-1 accuracy in percent, by label.
 
-        A label is a connection; in Table 7 it is an initialisation and a connection.
+        A label is a connection, or in Table 7 an initialisation and a connection.
         """
         labels = numbers()["connections"]
         if self.section == "accuracy":

@@ -105,7 +105,7 @@ class Design:
 
     @property
     def is_comparison(self) -> bool:
-        """Whether this is `timm-ortho compare`: one cell, no paper, a recipe of the user's choice."""
+        """Whether the study is from `timm-ortho compare`, with one cell and a recipe of the user's choice."""
         return self.name == COMPARISON
 
     @property

@@ -1,4 +1,4 @@
-"""The user's request: a study, options, seeds, cells, and the trainer that they imply."""
+"""Define the user's request: a study, options, seeds, cells, and the trainer that follows from these."""
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence

@@ -14,7 +14,7 @@
 | `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
 
 Dimensions are the axes of the study's grid, `model`, `dataset`, `connection` and `measure`. The paper's numbers are
-lists with mean and standard deviation of each measure in turn, or of one measure if `paper` ends in `measure`.
+lists with the mean and standard deviation of each measure, or of a single measure if `paper` ends in `measure`.
 """
 from dataclasses import dataclass, field
 from functools import cached_property

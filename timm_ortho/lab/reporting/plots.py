@@ -1,7 +1,7 @@
 """Draw the plots that a study's layout lists.
 
-Lines are means over seeds, and shaded areas their range. Points are runs, and bars one standard deviation about their
-mean. Values that are not finite leave gaps. The colours are Okabe and Ito's, which colour-blind readers can
+Lines are means over seeds, and shaded areas their range. Points are runs, and bars show one standard deviation
+about the mean. Values that are not finite leave gaps. The colours are Okabe and Ito's, which colour-blind readers can
 distinguish, and similar to the paper's (red: linear, blue: orthogonal). Line styles and markers differ too. With
 `narrow`, panels are below each other, as needed on a phone.
 """
@@ -424,7 +424,7 @@ def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
         narrow: bool = False,
 ) -> Figure:
-    """Draw points. On an axis of numbers they are joined by lines; on an axis of names they are side by side."""
+    """Draw points. They are joined by lines if the axis has numbers, and side by side if it has names."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
 

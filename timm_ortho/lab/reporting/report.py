@@ -10,12 +10,12 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
         "model": "vit_small",               # or "7 architectures"
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
-        "baseline": {"layers": "none"},     # values of the baseline's cell and connection; its other values and seed
-                                            # are those of the compared run; default {"connection": "linear"}
+        "baseline": {"layers": "none"},     # values in which the baseline differs from the compared run, which has
+                                            # the same seed and further values; default {"connection": "linear"}
         "changed": ["epochs: 15 here, 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
-        "report": {"rows": [...], ...},     # see `layout`; by default that of the package's study of this name
+        "report": {"rows": [...], ...},     # see `layout`; by default as in the package's study of this name
         "validation": "test",               # images of the accuracy: "test" or "hold-out"
         "data": {"image_size": [32, 32],    # None where the models differ
                  "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
@@ -23,7 +23,7 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
     }
     runs = [{
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
-        "connection": "feature",                # at the end of training; for LO it is feature
+        "connection": "feature",                # connection at the end of training; "feature" for LO
         # all keys below are optional; NaN and infinities are None
         "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
         "parameters", "model", "device", "dataset", "switch_epoch",

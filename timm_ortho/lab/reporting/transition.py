@@ -1,12 +1,12 @@
 """Find the paper's Transition Point: the step at which the traces of linear and orthogonal training diverge.
 
-The paper reads it from its plots (Section 3.5, Figure 3: the point around which the trends of stream norm and cosine of
-the two connections begin to diverge). Here two traces are *apart* at a recorded step if two conditions hold:
+The paper reads this point from its plots (Section 3.5, Figure 3: the point around which the trends of stream norm and
+cosine of the two connections begin to diverge). Here two traces are *apart* at a recorded step if two conditions hold:
 
   * visible: the means over the seeds differ by more than a tenth of the range of both traces over the whole training;
   * reliable: the two-sided 95 % Student interval of the differences of runs with the same seed excludes zero. If there
     is no interval, because there is one pair or all differences are equal, the first condition decides: real-valued
-    differences are equal only if they do not depend on the seed. The second condition alone is not enough: even at
+    differences can be equal only if they do not depend on the seed. The second condition alone is not enough: even at
     step 0, the stream of a deep block is slightly shorter with orthogonal connections, which drop the parallel part.
 
 The transition point is the first step from which on the traces are apart at three of four recorded steps. The last

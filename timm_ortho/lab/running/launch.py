@@ -28,7 +28,7 @@ from ..folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, r
 from . import run as run_module
 from .timm_script import die_with_parent
 
-_NO_ROOM = 2**16  # bytes; with less free space a run cannot write its error
+_NO_ROOM = 2**16  # free bytes below which a run cannot write its error
 _SECONDS_BETWEEN_LINES = 20  # seconds between lines of progress, if the output is not a terminal
 ATTEMPTS = 3  # number of times that a run is started if its process dies
 _SECONDS_TO_PREEMPT = 300  # time that Slurm has after SIGTERM to send the requeue signal or SIGKILL
@@ -281,7 +281,7 @@ class Slurm:
         return path
 
     def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
-        """Submit the runs that are neither finished nor queued, wait for all runs, and return the failed ones.
+        """Submit the runs that are neither finished nor queued, wait for all runs, and return the failed runs.
 
         States come from the folders, because many clusters have no accounting.
         """

@@ -3,7 +3,7 @@
 The loop replaces timm's `train.py`, which is not part of timm's wheel. The options mean the same as
 in `train.py`, see `recipe`.
 Random numbers are seeded by seed, epoch and purpose. Runs with one seed therefore see the same batches,
-even if their connections draw random numbers. An interrupted run ends with the same weights as an uninterrupted one.
+even if their connections draw random numbers. A run that is interrupted and continued ends with the same weights.
 """
 import errno
 import math
@@ -141,7 +141,7 @@ class Training:
                    "peak_memory": _peak_memory(self.device)}
         update_summary(epoch, trained, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
         self._probe_stream(epoch + self.offset + 1)
-        self.scheduler.step(epoch + 1)  # before the checkpoint, which stores the next epoch's learning rate
+        self.scheduler.step(epoch + 1)  # step before the checkpoint, which stores the next epoch's learning rate
         self._save(epoch, evaluated["top1"])
         print(f"epoch {epoch + self.offset + 1}/{self.plan.epochs}: top-1 {evaluated['top1']:.2f} %", flush=True)
 
@@ -160,7 +160,7 @@ class Training:
             with self.amp():
                 loss = self.loss(self.forward(image), target)
             self._backward(loss / group, update)
-            losses.update(loss.detach(), len(image))  # a tensor: reading its value here would synchronise the GPU
+            losses.update(loss.detach(), len(image))  # a tensor, because reading the value synchronises the GPU
             images += len(image)
             if update:
                 updates = epoch * self.updates_per_epoch + index // self.accumulate + 1

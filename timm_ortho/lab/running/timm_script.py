@@ -42,7 +42,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     _check_data(Namespace(**{**defaults(), **stage.options}))
     environment = {
         **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "TIMM_DATASET_MAX_RETRIES": "1"}  # otherwise timm uses another image in place of an unreadable one
+        "TIMM_DATASET_MAX_RETRIES": "1"}  # otherwise timm replaces an unreadable image by a different image
     if plan.record is not None:
         environment.update(
             TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
