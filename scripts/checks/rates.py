@@ -119,8 +119,9 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     shared = ", ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
     return [*made, "",
-            f"Recipe of S1, S2 and S4: {shown}. Shared rates: {shared}. Ridge regression: {ridge:.2f} %; "
-            f"label-smoothing floor: {floor:.3f}. Chosen rates at the edge of the tried rates: "
+            f"Recipe of S1, S2 and S4: {shown} (weight decay and clipping alone distinguish the recipes). "
+            f"Shared rates: {shared}. Ridge regression: {ridge:.2f} %; label-smoothing floor: {floor:.3f}. "
+            "Chosen rates at the edge of the tried rates: "
             f"{'; '.join(edges) or 'none'}."]
 
 

@@ -109,8 +109,12 @@ class Comparison:
             return "the paper has no number"
         if min(self.paper.values()) > self.room:
             return f"untestable: 100 % accuracy would give {self.room:+.2f} ({self.of_paper})"
-        inside = self.difference.contained(self.paper)
-        answer = "no" if not inside else "yes" if len(inside) == len(self.paper) else "in part"
+        inside, low = self.difference.contained(self.paper), self.ends()[0]
+        if inside:
+            answer = "yes" if len(inside) == len(self.paper) else "in part"
+        else:
+            side = [", larger" if effect < low else ", smaller" for effect in self.paper.values()]
+            answer = f"no{side[0] if len(set(side)) == 1 else ''}"
         return f"{answer} ({self.of_paper}){', and zero' if inside and self.difference.contains(0) else ''}"
 
     def __str__(self) -> str:

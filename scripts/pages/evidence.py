@@ -192,7 +192,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
     accuracy = " and ".join(f"{word} on {' and '.join(names)}" for word, names in data.items())
     lower = [DATA[row["hypothesis"].name] for row in run if course(row["hypothesis"])[0].difference.ends[1] < 0]
     return (f"F {accuracy}.{numbers} F's final training loss is lower on {' and '.join(lower) or 'no data set'}. "
-            f"F is not tested with strong augmentation at the paper's width ({section_width()}).")
+            f"Neither strong augmentation nor the paper's width ({section_width()}) is tested.")
 
 
 def section_width() -> int:

@@ -118,7 +118,7 @@ def test_pooled_variance_of_two_equal_studies(runs):
 
 @pytest.mark.parametrize(("paper", "expected"), [
     ({"one": 2.0, "other": 3.0}, "untestable: 100 % accuracy would give +1.50 (+2.00 to +3.00)"),
-    ({"one": 1.0, "other": 3.0}, "no (+1.00 to +3.00)"),
+    ({"one": 1.0, "other": 3.0}, "no, smaller (+1.00 to +3.00)"),
     ({"one": 0.1}, "yes (+0.10), and zero"),
     ({"one": 0.1, "other": 1.0}, "in part (+0.10 to +1.00), and zero"),
     ({}, "the paper has no number"),
@@ -431,7 +431,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
     assert "runs record commits that do not come after the rules of part two" in before
     assert "runs record commits that do not come after the rules of part two" not in after
     rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith("| C")}
-    assert "**confirmed** | no (+0.79)" in rows["C1"]
+    assert "**confirmed** | no, larger (+0.79)" in rows["C1"]
     assert "**confirmed**" in rows["C2"]
     assert "**not confirmed**" in rows["C3"]
     assert "| 2 |" in rows["C4"]
