@@ -287,7 +287,7 @@ def test_recording_modes_see_no_in_place_operation(weights, keep, shape, dtype):
     assert recorded.count > 20
     assert set(recorded.names) <= {"aten::detach_"}  # called by autograd
     observed = y.detach(), gradient.detach()
-    y = residual_update(x, f, **arguments)  # without a mode
+    y = residual_update(x, f, **arguments)  # computed without the recording mode
     assert torch.equal(y, observed[0])
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], observed[1])
 

@@ -239,7 +239,7 @@ def test_results_are_reproducible(backend, layout):
 # ------------------------------------------------------------------------------------------ memory in inference
 @pytest.fixture
 def allocations(monkeypatch):
-    """Return a function that counts allocated bytes. The package must not see its mode, or no kernel would run."""
+    """Return a function that counts allocated bytes. Kernels do not run in modes, so the counting mode is hidden."""
     def allocated(backend, x, f, **kwargs):
         monkeypatch.setattr(backends, "dispatch_mode_is_active", lambda: False)
         with torch.no_grad(), Allocations() as counted:

@@ -150,7 +150,7 @@ WEIGHTS = {
 }
 
 
-# If num_classes differs from the checkpoint's, timm may silently load such weights or leave a layer random.
+# If num_classes differs from the checkpoint's, timm may silently load unsuitable weights or leave a layer random.
 @pytest.mark.parametrize(("kind", "way"), [
     *product(WEIGHTS, [BY_NAME, BY_TIMM]),
     *product(["missing", "surplus", "misshapen", "NaN"], ["small(num_classes=3)"]),

@@ -68,7 +68,7 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
     assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
-    assert known_options()["val_split"]["default"] == "validation"  # has no folder here
+    assert known_options()["val_split"]["default"] == "validation"  # this default split has no folder here
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])

@@ -296,7 +296,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
 
 
 def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
-    """Two real processes fail: an unreadable checkpoint, and an unexpected error. Neither process is started again."""
+    """One process fails at an unreadable checkpoint, one with an unexpected error. Neither process is started again."""
     requested = compared(tmp_path / "out", ["linear", "feature", "global"])
     experiment = planned(requested)
     for name in ("linear", "feature"):

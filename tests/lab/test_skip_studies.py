@@ -66,7 +66,7 @@ def test_ranks_equal_the_values_of_the_axis(scale):
 
 
 def test_the_papers_numbers_are_beside_the_runs():
-    """A run on the table's data set is at the position of the paper's number."""
+    """Runs on the table's data set are shown beside the paper's numbers."""
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
              "dataset": "torch/cifar100"}
     run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}

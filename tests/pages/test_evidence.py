@@ -140,7 +140,7 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
 
 
 def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
-    """The slope is highest if F is 100 % at all rates above the mean rate, and equals linear at all lower rates."""
+    """The slope is highest if F reaches 100 % at rates above the mean rate, and only equals linear at lower rates."""
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     result = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
     assert result.room == pytest.approx(1.5)  # points per tenfold rate
@@ -257,7 +257,7 @@ def test_the_half_fraction_has_its_defining_relation():
 
 
 def test_effects_of_the_half_fraction(runs):
-    """Main effects equal least squares. Their variance comes from residuals without the means of cells and seeds."""
+    """Main effects equal least-squares estimates. Their variance is computed after subtracting cell and seed means."""
     noise = random.Random(0)
     lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
             for cell in CELLS}
