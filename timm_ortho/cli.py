@@ -221,7 +221,7 @@ def _lab(command: str) -> Iterator[Any]:
     from .lab import LabError, commands
     try:
         yield commands
-    except BrokenPipeError:  # see main
+    except BrokenPipeError:  # main handles it
         raise
     except (LabError, OSError) as error:  # OSError: a full disk, or a folder without permission
         raise UsageError(error) from None
@@ -234,7 +234,7 @@ def _require(command: str, packages: Mapping[str, str]) -> None:
 
 
 def _requested(parsed: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of the named options that the user set."""
+    """Return the named options that the user set."""
     return {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
 
 

@@ -98,7 +98,7 @@ def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def without_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """Return ``x`` with zeros where ``mask`` is False. Padding then affects no sum and no gradient, even NaN."""
+    """Return ``x`` with zeros where ``mask`` is False. Padding then affects no sum or gradient, even if it is NaN."""
     return x.masked_fill(mask.logical_not(), 0.0)
 
 

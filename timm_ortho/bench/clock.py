@@ -141,7 +141,7 @@ def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_ca
     """Measure a group in turns, each candidate once per repetition. Every other repetition runs in reverse order.
 
     Args:
-        candidates: The group. If a candidate fails, its result contains a note and the rest is still measured.
+        candidates: The group. If a candidate fails, its result contains a note, and all others are measured.
         repeats: Number of repetitions.
         clock: Times a candidate.
         most_calls: Maximum number of calls in one repetition. Fast candidates are repeated for about 10 ms.

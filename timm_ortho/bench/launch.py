@@ -11,7 +11,7 @@ from .models import model_group
 from .operator import PASTED, tensors, timed
 from .options import MODEL_STEPS, architecture, shape_label
 
-# TINY is the shape of a tensor. SMALL is the model of `timm-ortho compare` on 32 x 32 images.
+# TINY is the shape of a tensor. SMALL has the arguments of the model of `timm-ortho compare` for images of 32 x 32.
 TINY = (1, 1, 32)
 SMALL, SMALL_BATCHES = dict(img_size=32, patch_size=8, embed_dim=64, num_heads=4), (1, 32)
 

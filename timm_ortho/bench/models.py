@@ -1,4 +1,4 @@
-"""Measure whole models against the same model with linear connections and the same weights."""
+"""Measure models relative to the same architecture with linear connections and the same weights."""
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial

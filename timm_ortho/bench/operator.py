@@ -1,4 +1,4 @@
-"""Measure the update alone, in several formulas and backends, against `x + f`."""
+"""Measure the update alone, in several formulas and backends, relative to `x + f`."""
 from argparse import Namespace
 from functools import partial
 from itertools import product

@@ -64,7 +64,7 @@ def _sources(function: ast.FunctionDef) -> Set[str]:
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
-    """Return the sources and the variables that are computed from them, except from their shapes and sizes."""
+    """Return the sources, and the variables that depend on more than the shapes and sizes of sources."""
     names: Set[str] = set()
     grown = set(sources)
     while grown - names:

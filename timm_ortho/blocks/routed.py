@@ -1,8 +1,8 @@
 """Routed classes: subclasses of block classes whose additions are calls of connections.
 
 A routed class is an attribute of this module and named after its block class, for example
-``timm__models__vision_transformer__Block``. It is made on first access, so that pickle and ``torch.load`` work in a
-fresh process. If the configuration of a block rules out an addition, the name ends with the kinds of the remaining
+``timm__models__vision_transformer__Block``. It is made on first access. Pickle and ``torch.load`` therefore work
+in a fresh process. If the configuration of a block rules out an addition, the name ends with the kinds of the remaining
 sites: ``timm__models__visformer__Block__mlp``.
 """
 import inspect

@@ -12,7 +12,8 @@ decomposes each group: |f_par|^2 and |f_orth|^2 are sums over the groups, ``cosi
 and ``cosine`` is their mean.
 
 :func:`record` also reports ``parallel_share = parallel / stream`` and ``orthogonal_share = orthogonal / stream``. Both
-are ratios of averages, because a single token may be zero, as the paper's class token is at the start.
+are ratios of averages. A ratio for each token would be undefined for tokens of zeros, such as the paper's class token
+at initialization.
 """
 import math
 import warnings

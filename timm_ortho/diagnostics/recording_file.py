@@ -4,7 +4,7 @@ With ``TIMM_ORTHO_RECORD=FILE.jsonl``, every 50th training pass of every new var
 ``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts that have no option for recording, like
 timm's ``train.py``. Recording is not an argument of the model, because arguments are saved with a model, so loading the
 model would start a recording. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
-record the same name with ``--model-kwargs connection=linear``.
+record this variant with ``--model-kwargs connection=linear``.
 
 Each line is one row. In distributed training, the first process writes the rows of its share of the batch. Rows are
 appended to an existing file. The steps continue after the last step in the file, because the number of passes before a

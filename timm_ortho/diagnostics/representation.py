@@ -211,7 +211,7 @@ def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled)
 
 
 def moments(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Moments:
-    """Return the moments of :func:`features` without keeping all features in memory. The arguments are the same.
+    """Return the moments of :func:`features` without keeping all features in memory, for the same arguments.
 
     >>> moments(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).count
     6

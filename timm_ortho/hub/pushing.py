@@ -40,7 +40,7 @@ def push(
     Args:
         model: A classifier that `timm.create_model` made, also after `connect`; or the path of a checkpoint or of the
             folder of one run of `timm-ortho compare`, `timm-ortho study` or timm's `train.py`. Only the card of a run
-            contains metrics. They are read from the run's files.
+            contains metrics, which are read from the run's files.
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
         labels: Names of the classes. None: the names in the run or its data set.

@@ -163,7 +163,7 @@ class Publication:
         return card
 
     def _save(self, folder: Path, labels: Optional[Sequence[str]], license: Optional[str]) -> dict[str, Any]:
-        """Save weights and config.json as timm does, correct its arguments, and return the configuration."""
+        """Save weights and config.json as timm does, correct the arguments in config.json, and return its content."""
         connection = _connection_arguments(self.model)
         arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
         arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # outdated after a later `connect`

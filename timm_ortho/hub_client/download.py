@@ -1,6 +1,6 @@
 """Download files of the Hub into huggingface_hub's cache.
 
-A download checks the cache and the offline flag, then requests the metadata of the file once, then downloads it.
+A download checks the cache and the offline flag, then requests the metadata of the file once, then downloads the file.
 """
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Report failures of the Hub within seconds, in one line that names the cause and what to do.
+"""Report failures of the Hub within seconds, in one line with the cause and a remedy.
 
 huggingface_hub alone retries for 23 seconds without a network, and for minutes if the server does not answer. It then
 reports "check your connection" for every cause.

@@ -57,8 +57,8 @@ def _fixed(function: FunctionType) -> FrozenSet[str]:
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:
     """Return a copy of an entry point of timm that calls ``build`` instead of ``build_model_with_cfg``, at any depth.
 
-    The copy lets :func:`create` connect a model between its construction and the loading of its weights. No code of
-    timm is copied or changed.
+    The copy lets :func:`create` connect a model between its construction and the loading of its weights. timm's own
+    function does not change.
     """
     namespace = dict(function.__globals__)
     for name in function.__code__.co_names:

@@ -31,7 +31,7 @@ from .transforms import Skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# (block class, kind of site) -> first and last layer of the branch. No norm or activation acts on the stream.
+# (block class, kind of site) -> first and last layer of the branch. These streams have no norm or activation.
 _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("timm.models.vision_transformer.Block", "attention"): ("norm1", "drop_path1"),
     ("timm.models.vision_transformer.Block", "mlp"): ("norm2", "drop_path2"),
@@ -166,7 +166,7 @@ def _rewritten(
         model: A model with connections.
         verb: Name of the rewrite, for errors.
         kind: Required kind of its skips, ``"orthogonal"`` or ``"idempotent"``.
-        bases: Returns the matrices T before each site of a chain and after the last one.
+        bases: Returns the matrices T before each site of a chain and after the last site.
         skip: Returns the new skip of a site, given the site, the matrix T before it, and a parameter of the model for
             the device and dtype.
     """
