@@ -42,7 +42,7 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
-    commit = named.pop() if len(named) == 1 else None  # the runs may come from another machine with an older history
+    commit = named.pop() if len(named) == 1 else None  # the runs may come from another machine with an older commit
     versions = study.get("versions", {})
     commit = commit or versions.get("commit") or commit_before(folder / "study.yaml")
     study["versions"] = {**versions, "commit": commit[:12]}

@@ -19,7 +19,7 @@ from . import linear_floor
 Run = Mapping[str, Any]
 Means = Mapping[str, Mapping[float, float]]  # connection -> rate -> mean
 
-NEARLY, SAME_RECIPE = 0.3, 0.5  # points of accuracy within which two rates, or two recipes, count as equal
+NEARLY, SAME_RECIPE = 0.3, 0.5  # accuracies of two rates, or two recipes, that differ by fewer points are equal
 ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # minimum margins of the gate of S0, in points of accuracy and in training loss
 
 

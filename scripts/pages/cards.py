@@ -97,7 +97,7 @@ def of_shipped(name: str) -> Card:
 
 
 # From the cards of the authors' repositories: top-1 and top-5 on ImageNet-1k in %, and the step of the checkpoint.
-# Weights that other people trained need a function like `of_authors`.
+# Weights that are not from this project need a function like `of_authors`.
 AUTHORS = {
     "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
     "vit_base_linear.authors_in1k": (71.23, 90.29, "after an unknown step"),

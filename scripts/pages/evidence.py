@@ -131,7 +131,7 @@ def slower(contrast: Contrast) -> float:
 
 
 def detectable(pairs: int, power: float = 0.8) -> float:
-    """Return the effect, in standard deviations, that a two-sided paired test at 5 % detects with a given power."""
+    """Return the effect, in standard deviations, that a two-sided paired test at 5 % detects with this power."""
     limit = stats.t.ppf(0.975, pairs - 1)
     return float(optimize.brentq(lambda d: stats.nct.sf(limit, pairs - 1, d * math.sqrt(pairs)) - power, 0.1, 3.9))
 
@@ -201,7 +201,7 @@ def section_width() -> int:
 
 # -------------------------------------------------------------------------------------------- the pictures
 def pictures() -> dict[str, Figure]:
-    """Return the plots of the hypotheses, of all differences of all reports, and of the difference by epoch."""
+    """Return three plots: the hypotheses, all differences in all reports, and F − linear by epoch."""
     asked = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
     asked = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + asked
     every = []

@@ -201,7 +201,7 @@ def _validation_name(options: Namespace, val_split: str, validation: Any) -> str
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
-    # timm passes num_samples to streamed data sets
+    # timm applies num_samples to streamed data sets only, so it is applied here to all further data sets
     part = num_samples is not None and not isinstance(dataset, IterableDataset) and num_samples < len(dataset)
     index = _evenly_spaced(num_samples, len(dataset)) if part else None
     strict = hasattr(dataset, "reader") and not isinstance(dataset, IterableDataset)

@@ -193,7 +193,7 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def work_on(folder: Path) -> Iterator[None]:
-    """Lock a run while its process trains it. Raises a LabError if another process trains it."""
+    """Lock a run while its process trains it. If another process trains the run, raise a LabError."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=5)  # `state` of another process holds the lock for a moment

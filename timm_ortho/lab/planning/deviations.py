@@ -33,7 +33,7 @@ def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int
     try:
         paper = load(design.name, "paper")
         there = paper.variants({"dataset": data, "device": "cpu"} if data else {}, "train.py")
-    except LabError:  # a user's own study without scale paper
+    except LabError:  # a user's study may have no scale `paper`
         return []
     lines = []
     if data != own_data and design.paper_data:

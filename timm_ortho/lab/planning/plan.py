@@ -170,7 +170,7 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
     common = dict(stages=stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
     if request.trainer == "lab":
         return RunPlan("lab", **common)
-    script = str((request.train_py or Path("train.py")).absolute())  # `study list` counts runs without a script
+    script = str((request.train_py or Path("train.py")).absolute())  # `study list` needs no script
     return RunPlan(script, **common, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 

@@ -26,7 +26,7 @@ from .. import LabError, check_names, paper, value_text
 from ..planning.design import read, shipped
 
 Run = Mapping[str, Any]
-Position = tuple[tuple[str, ...], tuple[str, ...]]  # in a table: names of the row, names of the column
+Position = tuple[tuple[str, ...], tuple[str, ...]]  # names of the row and of the column in a table
 
 
 class Measure(NamedTuple):
@@ -123,7 +123,7 @@ class Layout:
             keys = keys if fits else None
         if not isinstance(keys or {}, Mapping):
             raise LabError(f"report must be a mapping, not {keys!r}")
-        keys = {"plots" if key == "figures" else key: value for key, value in (keys or {}).items()}  # older studies
+        keys = {"plots" if key == "figures" else key: value for key, value in (keys or {}).items()}  # the older name
         check_names(keys, set(cls.__dataclass_fields__) - {"study", "generic"}, "report")
         generic = not keys.keys() & {"rows", "columns"}
         layout = cls(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})

@@ -91,7 +91,7 @@ def page(title: str, blocks: Sequence[Block]) -> str:
     """Return the document as one HTML file."""
     environment = Environment(
         loader=PackageLoader(__package__, "."), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    # embedded as images, so that ids of two SVGs cannot clash
+    # SVGs are embedded as images, so that their ids cannot clash
     environment.filters["base64"] = lambda svg: base64.b64encode(svg.encode("utf-8")).decode("ascii")
     environment.filters["width"] = _width
     template = environment.get_template("page.html.jinja")

@@ -123,7 +123,7 @@ def _finished(figure: Figure) -> Figure:
     for axes in figure.axes:
         handles = {**dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)), **handles}
     if handles:
-        column = 50 + 5.5 * max(map(len, handles))  # points: handle, gaps, and letters of size 9
+        column = 50 + 5.5 * max(map(len, handles))  # width of handle, gaps, and text of size 9, in points
         columns = max(1, min(6, len(handles), int(72 * figure.get_figwidth() // column)))
         figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns, frameon=False,
                       fontsize=9)

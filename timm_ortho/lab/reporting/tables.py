@@ -22,7 +22,7 @@ class Entry:
     """One metric of a group of runs."""
 
     group: Group
-    position: Position  # in the table
+    position: Position  # position in the table
     measure: str
     title: str
     values: Mapping[int, float]  # finite values by seed
@@ -173,7 +173,7 @@ def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
 def plain(entry: Entry) -> dict[str, Any]:
     """Return an entry for JSON, rounded because the last digits depend on the versions of libraries."""
     def rounded(difference: Optional[Difference]) -> Optional[dict]:
-        return difference and {**{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # no -0.0
+        return difference and {**{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # -0.0 becomes 0.0
                                   for key, value in asdict(difference).items()}, "p": _short(difference.p)}
 
     mean, std = [*entry.moments, None, None][:2]

@@ -69,10 +69,10 @@ class Training:
         # files that grow with each epoch
         self.growing = [Path(stage.folder, "summary.csv").as_posix(), "probe.jsonl", "records.jsonl"]
         self.device = torch.device(options.device)
-        if self.device.type == "cuda":  # as train.py does
+        if self.device.type == "cuda":  # train.py does the same
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
-        if options.channels_last:  # the outputs of convolutions follow the format of their weights
+        if options.channels_last:  # outputs of convolutions have the memory format of the weights
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader = loaders(

@@ -160,7 +160,7 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     model = build_model(options, options.num_classes, options.in_chans or 3)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
     speeds, memory, seconds = (
-        [row[key] for row in rows if row.get(key)]  # columns of the lab's loop
+        [row[key] for row in rows if row.get(key)]  # only the lab's loop writes such columns
         for key in ("train_images_per_second", "train_peak_memory", "train_seconds"))
     return {
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,

@@ -117,7 +117,7 @@ def _wait_for_epoch(process: subprocess.Popen, checkpoint: Path, epochs: int) ->
     while process.poll() is None:
         time.sleep(0.2)
         changed = checkpoint.stat().st_mtime_ns if checkpoint.exists() else None
-        if changed != seen:  # reading a checkpoint is slow
+        if changed != seen:  # skip an unchanged file, because reading a checkpoint is slow
             seen = changed
             if _epochs(checkpoint) >= epochs:
                 return
