@@ -33,7 +33,7 @@ Weight = Union[float, Tensor]
 TILE = 4096  # elements of each tensor in one tile
 LONGEST_ROW = 8192  # longer rows are split into pieces, one per program
 LONGEST_COLUMN = 512  # channels of a pixel in NCHW; a program reads longer columns twice
-PIXELS = 16  # least number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
+PIXELS = 16  # smallest number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
 PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes; registers hold three tensors
 MOST_PIECES = 1024  # limit on the pieces of a row; one program adds their sums in one step
 
@@ -81,8 +81,10 @@ def _weight(number, pointer, ACC: tl.constexpr):
 def tile_index(
         width, count, step_p, step_w, step_outer, pieces, piece_width, REVERSED: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
-    """Return this program's position: the offset of its first element, the number of its first projection, the indices
-    of its projections relative to the first, whether each exists, the index of its piece, and the piece's width.
+    """Return the position of this program.
+
+    The position consists of the offset of the first element, the number of the first projection, the indices of all
+    projections relative to the first projection, whether each projection exists, and index and width of the piece.
     """
     program = tl.program_id(0)
     if REVERSED:  # begin with the elements that the previous kernel read last, which are still in the cache

@@ -165,7 +165,7 @@ class Recorder:
     model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read, with one transfer for
     each recorded step. In distributed training, each process records its share of the batch.
 
-    Hooks do not run inside a compiled model. Before a pass that is to be recorded, the recorder therefore calls the
+    Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls the
     model once in eager mode, without gradients, and restores random state and buffers. Create the recorder before the
     model's first compiled pass. With ``fullgraph=True``, pass the compiled model: a hook on the inner model would break
     the graph. Call :meth:`close` before you script the model.

@@ -89,12 +89,12 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     return own
 
 
-# Tag of the architecture in an exported config.json. Without timm_ortho, the errors of timm and transformers quote it.
+# Tag of the architecture in an exported config.json. Without timm_ortho, errors of timm and transformers quote it.
 IMPORT_TAG = "import_timm_ortho"
 
 
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
-    """Return the requested configuration, or the variant's own with this tag. timm would use the base model's."""
+    """Return the requested configuration, or the variant's configuration with this tag instead of the base model's."""
     if requested and not isinstance(requested, str):
         return requested
     if requested == IMPORT_TAG:  # transformers passes the architecture's tag here

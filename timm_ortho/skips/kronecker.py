@@ -34,7 +34,7 @@ def hartley(p: int) -> Matrix:
 def rotation(p: int, draw: random.Random) -> Matrix:
     """Draw a rotation uniformly from SO(p).
 
-    For p > 2 it is the Q of the QR decomposition of a matrix of normal draws, with the signs of R's diagonal.
+    For p > 2 the rotation is the Q of the QR decomposition of a matrix of normal draws, with the signs of R's diagonal.
     """
     if p == 2:
         angle = 2 * math.pi * draw.random()
