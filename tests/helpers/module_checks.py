@@ -1,6 +1,6 @@
 """Check that a small model of a timm module trains, compiles and can be exported.
 
-Each check takes the name of a model in `small_models.py` and a connection, or None for timm's own additions, and raises
+Each check takes the name of a model in `small_models.py` and a connection, or None for timm's plain x + f, and raises
 AssertionError on failure. `blocks/test_modules.py` checks a sample of modules, `scripts/checks/modules.py` all modules.
 """
 from functools import cache

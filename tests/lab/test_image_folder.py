@@ -121,7 +121,7 @@ def test_one_linked_image_is_refused(tmp_path, link):
 
 
 def test_copy_of_the_training_images_is_refused(tmp_path):
-    """Splits with equal file names are accepted, even if one image is equal. A copied split is refused."""
+    """Splits may share file names and even one image. Only a copied split is refused. A copied split is refused."""
     root = image_folder(tmp_path, "train", "val")
     shutil.copy(root / "train" / "dog" / "3.png", root / "val" / "dog" / "3.png")
     options_of(root)

@@ -163,7 +163,7 @@ def test_plots_for_runs_of_train_py(name):
 
 
 def test_a_line_has_one_setting():
-    """By default, lines or panels distinguish the values of each axis of a study."""
+    """By default, runs with different settings get separate lines or panels."""
     cells = [{"mixer": mixer, "where": where} for mixer in ("one", "two") for where in ("all", "none")]
     runs = [run_of("feature", 0, cell) for cell in cells]
     study = {**study_of("compare"), "axes": {"mixer": ["one", "two"], "where": ["all", "none"]},

@@ -129,7 +129,7 @@ def arguments_of(command):
 
 @pytest.mark.parametrize("path", BY_HAND, ids=ids)
 def test_commands_are_parsed(path):
-    """The options and the names of studies, recipes and scripts in commands exist."""
+    """Every option, study, recipe and script that a command names exists."""
     parser, options = cli._parser(), text_of(ROOT / "tests" / "helpers" / "timm_train_options.txt").split()
     for command in commands(path):
         arguments = arguments_of(command)

@@ -1,9 +1,9 @@
-"""Routed classes: subclasses of block classes whose additions are calls of connections.
+"""Routed classes: subclasses of blocks in which calls of connections replace ``x + f``.
 
 A routed class is an attribute of this module and named after its block class, for example
 ``timm__models__vision_transformer__Block``. It is made on first access. Pickle and ``torch.load`` therefore work
-in a fresh process. If the configuration of a block rules out an addition, the name ends with the kinds of the remaining
-sites: ``timm__models__visformer__Block__mlp``.
+in a fresh process. Each residual addition is a site. If the configuration of a block never executes some of them,
+the name ends with the kinds of the remaining sites: ``timm__models__visformer__Block__mlp``.
 """
 import inspect
 import re
@@ -84,7 +84,7 @@ def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...]) -> type:
 
 
 def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
-    """Return the kinds of sites that a block has in its configuration.
+    """Return the kinds of sites that this block, as configured, executes.
 
     Example:
         >>> block = timm.models.vision_transformer.Block(8, 2)
