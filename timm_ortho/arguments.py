@@ -2,10 +2,11 @@
 import copy
 import sys
 import warnings
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 from torch import nn
 
+from .blocks import host_class, reached, spec_of, written_class
 from .connections import CONNECTIONS, LinearConnection, Site, sites
 
 
@@ -26,11 +27,15 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         Arguments of ``connect`` by name, without defaults except ``eps``; empty for a model that was not connected.
 
     Raises:
-        ValueError: Parts of the model were connected with different arguments, or the connection is not registered.
+        ValueError: Parts of the model were connected with different arguments or not at all, or the connection is not
+            registered.
     """
     connected = sites(model)
     calls = [getattr(site.connection, "connect_arguments", {}) for site in connected]
     arguments = calls[0] if calls else {}
+    plain = _plain_block(model) if calls else None
+    if plain is not None:
+        raise ValueError(f"{plain} has no connections: connect the whole model with one call")
     if not _reproduces(arguments, connected) and "layers" in arguments:
         arguments = _of_part(arguments, connected)
     if any(call != calls[0] for call in calls) or not _reproduces(arguments, connected):
@@ -39,6 +44,16 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         raise ValueError(f"the model's connection {arguments['connection']} is not registered, so config.json cannot "
                          "store it: register it with timm_ortho.register_connection, and connect the model by its name")
     return dict(arguments)
+
+
+def _plain_block(model: nn.Module) -> Optional[str]:
+    """Return the name of the first block without connections, None if all blocks have connections."""
+    for name, module in model.named_modules():
+        if host_class(module) is written_class(module):
+            spec = spec_of(module)
+            if spec is not None and reached(module, spec):
+                return name or type(module).__name__
+    return None
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:

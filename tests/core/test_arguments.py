@@ -77,6 +77,27 @@ def test_sites_that_differ_have_no_common_arguments():
         connection_arguments(model)
 
 
+def test_a_model_with_a_disconnected_part_has_no_arguments():
+    """The remaining layers are numbered from 0, so the arguments would name other blocks."""
+    model = connect(timm.create_model("vit_test_ortho"), "feature", layers=[1, 2])
+    disconnect(model.blocks[0])
+    with pytest.raises(ValueError, match=r"blocks\.0 has no connections: connect the whole model with one call"):
+        connection_arguments(model)
+
+
+def test_connections_in_the_code_of_a_block_are_not_from_connect():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f, self.join = nn.Linear(4, 4), timm_ortho.create_connection("feature", dim=-1)
+
+        def forward(self, x):
+            return self.join(x, self.f(x))
+
+    with pytest.raises(ValueError, match="connect the whole model with one call"):
+        connection_arguments(nn.Sequential(Block()))
+
+
 def test_parts_count_their_own_layers():
     model = connect(timm.create_model("vit_test_ortho"), "global", layers=[1, 3], kinds="mlp")
     arguments = connection_arguments(model)
