@@ -319,7 +319,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     from .bench import BenchError, bench
     from .runs.provenance import environment
     if parsed.amp and parsed.dtypes:
-        raise UsageError("--amp means --dtypes bfloat16: use one of them")
+        raise UsageError("--amp means --dtypes bfloat16: use either --amp or --dtypes")
     try:
         options = {**_requested(parsed, _MEASURED), "model_kwargs": dict(parsed.model_kwargs)}
         if parsed.amp:

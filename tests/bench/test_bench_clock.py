@@ -1,4 +1,4 @@
-"""Order of measurements, timed intervals, memory, and errors that are reported as notes."""
+"""bench/clock.py: order of measurements, timed intervals, memory, and errors that become notes in the results."""
 import importlib
 import random
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from timm_ortho.bench.report import rows
 
 
 class FakeClock:
-    """Run candidates and return fixed times. `called` lists the calls in order."""
+    """A mock clock that runs candidates and returns fixed times. `called` lists the names of the candidates it ran."""
 
     device = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_out_of_memory_becomes_a_note(clock, error, when):
     pair = [Candidate("linear", lambda _: None), Candidate("torch", fails)]
     linear, failed = measure(pair, 3, clock)
     assert len(linear.ms) == 3
-    assert len(calls) == when  # the candidate is not measured again
+    assert len(calls) == when  # after the error, the candidate is not called again
     assert failed.note == f"{type(error).__name__}: {' '.join(str(error).split())}"
     row = rows({"step": "both"}, 0, [linear, failed])[1]
     assert row["ms_p50"] is None
@@ -81,7 +81,7 @@ def test_other_errors_are_raised(clock):
 
 def test_torch_compile_without_a_compiler(clock):
     torch.compiler.reset()
-    number = random.random()  # a new constant, so no cached code is used
+    number = random.random()  # a new constant, for which torch has no cached code
     compiled = clock_module.compiled(lambda x: (x * number).sin())
     pair = [Candidate("linear", lambda _: None), Candidate("compiled", lambda _: compiled(torch.ones(3, 5)))]
     with importlib.import_module("torch._inductor.config").patch({"cpp.cxx": ("/nowhere/c++",)}):
@@ -103,7 +103,7 @@ def test_preparation_is_not_timed(monkeypatch):
 
 
 def test_cuda_clock(monkeypatch):
-    """With mocked events, only `run` is between the two events of a call."""
+    """Of each call, only `run` is between the two mocked events that measure the time."""
     log = []
 
     class Event:
@@ -128,7 +128,7 @@ def test_cuda_clock(monkeypatch):
 
 
 def test_peak_memory_excludes_other_candidates(monkeypatch):
-    allocated = [1000]  # bytes, including the tensors of the group's other candidates
+    allocated = [1000]  # bytes of all tensors; 200 of them belong to the measured candidate
     peak = [0]
 
     def allocate(amount):
@@ -142,7 +142,7 @@ def test_peak_memory_excludes_other_candidates(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated[0]))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated[0])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
-    allocate(30)  # gradients of the previous call
+    allocate(30)  # gradients of the previous call, which the first `prepare` frees
     freed = iter([-30, 0])
     candidate = Candidate("ortho", step, lambda: allocate(next(freed)), held=200)
     assert clock_module._peak_memory(candidate, torch.device("cuda")) == 270

@@ -1,4 +1,4 @@
-"""`timm-ortho bench --what launch`: tiny tensors and the small model, with one thread and without flushing."""
+"""`timm-ortho bench --what launch`: a tiny tensor and a small model, with one thread and without flushed caches."""
 from argparse import Namespace
 
 import pytest

@@ -1,4 +1,4 @@
-"""`timm-ortho bench --what models`: baselines with equal weights, steps, layouts, backends, and saved bytes."""
+"""`timm-ortho bench --what models`: weights, steps, memory layouts, backends and saved bytes of the timed models."""
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -90,7 +90,7 @@ def same_weights(by_name):
 
 
 def test_a_training_step_is_forward_loss_and_backward():
-    for one in built("training") * 2:  # prepare() removes the gradients of the first call
+    for one in built("training") * 2:  # before the second call, prepare() removes the gradients of the first call
         state = one.prepare()
         assert all(parameter.grad is None for parameter in one.parameters)
         one.run(state)

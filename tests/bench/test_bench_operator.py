@@ -1,4 +1,4 @@
-"""`timm-ortho bench --what operator`: candidates, tensors, metrics, columns about the machine, plot and table."""
+"""`timm-ortho bench --what operator`: candidates, tensors, metrics, columns that describe the machine, plot, table."""
 import io
 import subprocess
 import xml.etree.ElementTree as ElementTree
@@ -67,8 +67,9 @@ def test_operator_metrics(operator_run):
         assert float(copy["gb_per_s"]) == pytest.approx(2 * 2**20 / float(copy["ms_p50"]) / 1e6, rel=1e-4)
     assert by["backward", "linear"]["gb_per_s"] == ""
     assert by["both", "linear"]["saved_bytes"] == "0"
-    # The update keeps x, y and two numbers per token. The plain formula keeps x, f and further tensors.
-    assert 2 * 640 <= int(by["both", "torch"]["saved_bytes"]) <= 2 * 640 + 2 * 64  # storages are padded to 64 bytes
+    # For the backward pass, the update keeps x and y (640 bytes each) and two numbers for each of 10 tokens (40 bytes
+    # each, or 64 with padding). The plain formula keeps x, f and further tensors.
+    assert 2 * 640 <= int(by["both", "torch"]["saved_bytes"]) <= 2 * 640 + 2 * 64
     assert int(by["both", "plain"]["saved_bytes"]) > 2 * 640
 
 
@@ -95,7 +96,7 @@ def test_machine_columns(operator_run):
 
 
 def test_no_commit_outside_a_checkout():
-    assert provenance.commit_of(ROOT / "timm_ortho") == ""  # the parent folder's commit is not used
+    assert provenance.commit_of(ROOT / "timm_ortho") == ""  # this folder has no .git, and its parent's is not used
 
 
 def test_plot(operator_run):
@@ -115,7 +116,7 @@ def test_tables(operator_run):
     triton = next(line for line in lines if line.split()[:1] == ["triton"])
     assert triton.count("not measured") == 6
     assert "cannot run" in triton
-    assert sum(line.startswith("2x5x16") for line in lines) == 1  # a repeated label is left blank
+    assert sum(line.startswith("2x5x16") for line in lines) == 1  # the next rows leave the repeated shape blank
     assert sum(line.split()[:1] == ["plain"] for line in lines) == 3
     assert f"written: {folder / 'bench.csv'}, {folder / 'bench.svg'}" in out
 

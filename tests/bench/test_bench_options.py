@@ -1,4 +1,4 @@
-"""Options of `timm-ortho bench`: defaults, and errors of one line."""
+"""Options of `timm-ortho bench`: defaults, and one-line errors for invalid values."""
 import pytest
 import torch
 
@@ -25,7 +25,7 @@ from timm_ortho.runs import provenance
      "branches must divide the width of the stream, got 5 branches of 384 channels"),
     (["--models", "vit_small", "--groups", "5"], "vit_small cannot be built with {}: "),
     (["--model-kwargs", "depth"], "'depth' is not of the form key=value"),
-    (["--amp", "--dtypes", "float16"], "--amp means --dtypes bfloat16: use one of them"),
+    (["--amp", "--dtypes", "float16"], "--amp means --dtypes bfloat16: use either --amp or --dtypes"),
 ])
 def test_bad_arguments(capsys, tmp_path, arguments, message):
     output = tmp_path / "out"
@@ -48,7 +48,7 @@ def test_an_output_that_is_a_file_is_refused_first(capsys, tmp_path, monkeypatch
         assert capsys.readouterr().err == message
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without a CUDA device")
 def test_no_gpu(capsys):
     assert cli.main(["bench", "--device", "cuda"]) == 2
     assert capsys.readouterr().err.startswith("timm-ortho: error: --device cuda: ")

@@ -1,4 +1,4 @@
-"""Metrics of known times, and the files and tables of `timm-ortho bench`."""
+"""bench/report.py: metrics computed from known times, and the files and tables of `timm-ortho bench`."""
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +10,7 @@ from timm_ortho.bench.report import METRICS, Result, quantiles, rows, tables, wr
 
 
 def group(**candidates):
-    """Return rows by candidate. The arguments are the milliseconds of each repetition."""
+    """Return the row of each candidate. Each argument lists a candidate's milliseconds, one value per repetition."""
     results = [Result(name, moved=6_000_000, ms=ms) for name, ms in candidates.items()]
     measured = rows({"what": "operator", "step": "both"}, 8, results)
     return {row["candidate"]: row for row in measured}
@@ -22,7 +22,7 @@ def test_quantiles():
 
 
 def test_ratios_are_taken_within_a_repetition():
-    # The machine becomes up to ten times slower. In each repetition, the candidate takes twice as long as linear.
+    # The machine becomes up to ten times slower. In each repetition, torch takes twice as long as linear.
     measured = group(linear=[1.0, 10.0, 2.0, 5.0], torch=[2.0, 20.0, 4.0, 10.0])
     assert [measured["torch"][f"ratio_{q}"] for q in ("p20", "p50", "p80")] == [2.0, 2.0, 2.0]
     assert [measured["linear"][f"ratio_{q}"] for q in ("p20", "p50", "p80")] == [1.0, 1.0, 1.0]
@@ -52,7 +52,7 @@ def test_failed_metrics_are_none_and_inapplicable_metrics_are_empty():
     linear, appendix, torch_row = rows({"what": "operator", "step": "backward"}, 0, results)
     assert all(torch_row[metric] is None for metric in METRICS)
     assert torch_row["note"] == "no memory"
-    assert appendix["ratio_p50"] == ""  # the backward pass of linear computes nothing
+    assert appendix["ratio_p50"] == ""  # the backward pass of linear computes nothing, so there is no ratio to linear
     assert linear["peak_memory"] is None
     assert linear["images_per_s"] == linear["gb_per_s"] == ""
     results[0].note = "no memory either"

@@ -1,4 +1,4 @@
-"""costs/measure.py: FLOPs and gamma compared with the paper's tables, and overhead from mocked times."""
+"""costs/measure.py: FLOPs and gamma (width / blocks) compared with the paper's tables, and overhead of mocked times."""
 import pytest
 import timm
 import torch
@@ -10,7 +10,7 @@ from timm_ortho.lab.costs import measure as cost
 from timm_ortho.runs.provenance import device_name
 
 
-# ------------------------------------------------------------------------------------------------- Table 1a
+# ----------------------------------------------------------------------- FLOPs of a block (the paper's Table 1a)
 @pytest.mark.parametrize(("model", "arguments", "s", "d"), [
     ("vit_small", {}, 197, 384),
     ("vit_small", {"img_size": 32, "patch_size": 4}, 65, 384),
@@ -80,7 +80,7 @@ def test_parameters_and_flops_of_whole_models():
         100 * sites * (5 * s * d + 3 * s) / (6 * (24 * s * d**2 + 4 * s**2 * d) + sites * s * d))
 
 
-# ------------------------------------------------------------------------------------------------- Table 11
+# ---------------------------------------------------------------------------------- gamma (the paper's Table 11)
 def test_gamma_is_that_of_table_11():
     table = paper.numbers()["gamma"]["models"]
     given = {model: (row["width"], row["blocks"], row["gamma"]) for model, row in table.items()
@@ -90,9 +90,9 @@ def test_gamma_is_that_of_table_11():
     assert found == {model: pytest.approx(figures, abs=0.006) for model, figures in given.items()}
 
 
-# ------------------------------------------------------------------------------------------------- Table 1b
+# ------------------------------------------------------------------------------- overhead (the paper's Table 1b)
 class GivenTimes:
-    """A mock clock. The orthogonal model takes alternately 25 % and 30 % longer than linear."""
+    """A mock clock. After the warm-up, the orthogonal model takes alternately 25 % and 30 % longer than linear."""
 
     def __init__(self, device):
         self.device = device
@@ -115,7 +115,7 @@ def test_overhead_is_the_throughput_that_is_lost(monkeypatch):
     assert row["device"] == device_name(torch.device("cpu"))
     assert row["linear"] == pytest.approx(4 / 8e-3)
     assert row["feature"] == pytest.approx(4 / 10e-3)
-    assert row["overhead"] == pytest.approx(20)  # % of linear's throughput, as in the paper
+    assert row["overhead"] == pytest.approx(20)  # as in the paper, the % of linear's throughput that is lost
     assert row["overhead_p20"] == pytest.approx(20)
     assert row["overhead_p80"] > 20
 

@@ -1,4 +1,4 @@
-"""costs/report.py and tables.py: `timm-ortho cost`, and its numbers beside those of the paper."""
+"""costs/report.py and tables.py: `timm-ortho cost`, and its tables of measured numbers beside the paper's numbers."""
 import pytest
 import torch
 from helpers.made_up_runs import OVERHEAD, ROWS, runs_of, study_of
@@ -19,7 +19,7 @@ def test_arguments_are_accepted_by_the_measurements(scale):
         assert list(cost_report.load(name, scale)[1]) == ["models"]
     _, arguments = cost_report.load("overhead", scale)
     models = [f"{name}_ortho" for name in arguments["models"]]
-    assert bench.resolve({**arguments, "models": models, "device": "cpu"}).models  # an unknown option is an error
+    assert bench.resolve({**arguments, "models": models, "device": "cpu"}).models  # raises for unknown names
 
 
 def test_changes_of_scale_small():
@@ -68,7 +68,6 @@ def test_a_table_of_costs_cannot_be_combined_with_a_study(tmp_path):
     parts = [dict(zip(keys, part, strict=True)) for part in (costs, trained)]
     with pytest.raises(LabError, match="the table of costs 'gamma' cannot be in a report of several studies"):
         rewrite({"parts": parts}, tmp_path)
-
 
 
 def test_overhead_beside_table_1b(tmp_path):

@@ -14,12 +14,12 @@ def test_a_small_scale_lists_its_changes():
     changed = lines("hybrid", "small", "digits", 3)
     assert {"data set: digits here, tiny_imagenet in the paper", "seeds: 3 here, 5 in the paper",
             "epochs: 15 here, 300 in the paper", "embed_dim: 64 here, 384 in the paper"} <= set(changed)
-    assert not any(line.startswith("RandAugment") for line in changed)  # this scale has no RandAugment
+    assert not any(line.startswith("RandAugment") for line in changed)  # the runs of this scale have none
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "tiny_imagenet", "imagenet1k"])
 def test_the_papers_own_values_are_not_deviations(dataset):
-    """On each of the paper's data sets, a run is compared with the recipe for this data set."""
+    """A run on one of the paper's data sets is compared with the paper's recipe for this data set."""
     changed = lines("accuracy", "paper", dataset)
     assert not any("in the paper" in line for line in changed)
     assert any("RandAugment: " in line for line in changed)
