@@ -147,7 +147,7 @@ def test_detectors_and_segmentation_networks_of_torchvision(build):
 
 
 def test_a_block_of_two_classes_is_one_layer():
-    """In transformers' CvT, a module of the second class is part of a module of the first class."""
+    """In transformers' CvT, CvtLayer adds the attention's output, and its submodule CvtOutput adds the MLP's output."""
     model, _ = made("transformers cvt")
     connected = sites(connect(model, "feature", layers=[0]))
     assert [(site.layer, site.kind) for site in connected] == [
@@ -171,7 +171,7 @@ WITHOUT_STREAM = ("alexnet", "densenet", "googlenet", "inception", "shufflenet",
 @pytest.mark.slow
 def test_every_classification_network_of_torchvision_is_covered():
     for name in torchvision.models.list_models(module=torchvision.models):
-        reads_numbers = name.startswith("regnet")  # the constructor reads values of tensors; meta tensors have none
+        reads_numbers = name.startswith("regnet")  # its constructor needs values of tensors, not meta tensors
         if reads_numbers and name != "regnet_y_400mf":
             continue
         arguments = dict(init_weights=False) if name in ("googlenet", "inception_v3") else {}

@@ -1,4 +1,4 @@
-"""Block classes that users write: registration, connect, disconnect, and errors of one line."""
+"""Block classes that users write: registration, connect, disconnect, and one-line errors."""
 import copy
 import pickle
 import subprocess
@@ -269,7 +269,7 @@ def test_a_block_with_a_forward_on_the_instance(registered):
     del model[0].forward
     routed_forward = connect(model, "feature")[0].forward
     model[0].forward = lambda x: routed_forward(x)
-    connect(model, "global")  # allowed, because only the connections change and not the class
+    connect(model, "global")  # allowed, because it keeps the class of the block
     assert {type(site.connection) for site in sites(model)} == {GlobalConnection}
     with pytest.raises(UnsupportedModelError, match="a MyBlock has an instance attribute forward"):
         disconnect(model)
@@ -297,7 +297,7 @@ def test_a_mask_with_the_opposite_meaning():
         def forward(self, x, attn_mask):
             return x + self.f(x)
 
-    forbidden, x = torch.ones(5, 5, dtype=torch.bool).triu(1), tokens()  # a causal mask of nn.MultiheadAttention
+    forbidden, x = torch.ones(5, 5, dtype=torch.bool).triu(1), tokens()  # True forbids, as in nn.MultiheadAttention
     for name, padding in (("attn_mask", True), ("", False)):
         timm_ortho.register_block(Block, stream="x", kinds=("mlp",), mask=name)
         model = connect(Block(), "global")

@@ -1,4 +1,4 @@
-"""Warnings and errors after a library, for example for token merging, has replaced the classes of connected blocks."""
+"""Warnings and errors if another library, for example for token merging, has replaced the classes of blocks."""
 import warnings
 
 import pytest
@@ -12,7 +12,7 @@ from timm_ortho.diagnostics import show
 
 
 class Merging(Block):
-    """A block whose forward does not call the connections, as in tomesd and ToMe."""
+    """A block whose forward does not call the connections, like the blocks of the libraries tomesd and ToMe."""
 
     def forward(self, x, attn_mask=None, is_causal=False):
         x = x + self.attn(self.norm1(x))
@@ -73,7 +73,7 @@ def test_only_a_subclass_that_bypasses_the_connections_warns(make, warns):
 
 
 def test_connections_in_an_authors_code_cause_no_warning():
-    """The code may compute the attribute's name, so its source need not contain the name."""
+    """A forward may compute the name of the connection's attribute, so its source need not contain the name."""
     class Dynamic(nn.Module):
         def __init__(self):
             super().__init__()

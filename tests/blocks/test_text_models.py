@@ -1,4 +1,4 @@
-"""Text models of transformers: caches, generation, adapters, saving, compilers, and errors of one line."""
+"""Text models of transformers: caches, generation, adapters, saving, compilers, and one-line errors."""
 import copy
 import pickle
 import re
@@ -27,7 +27,7 @@ QUICK = ("GPT-2", "GPT-NeoX", "Llama", "Mixtral", "BERT", "T5")
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TEXT]
 DECODERS = [name for name, text in TEXT.items() if text.task == "decoder"]
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers calls itself with deprecated arguments
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers uses its own deprecated arguments
 
 
 # ---------------------------------------------------------------------------------------------- every model
@@ -76,7 +76,7 @@ def test_the_example_of_the_page(monkeypatch):
     names = {}
     exec(compile(example, str(PAGE), "exec"), names)
     assert set(names["losses"]) == {"linear", "feature"}
-    assert all(loss < 3.5 for loss in names["losses"].values())  # a uniform prediction has log(256) = 5.5
+    assert all(loss < 3.5 for loss in names["losses"].values())  # uniform predictions over 256 tokens: log(256) = 5.5
     assert {site.connection.name for site in sites(names["model"])} == {"feature"}
 
 
@@ -180,7 +180,7 @@ def test_a_config_decides_whether_a_model_is_causal(name, changes, causal):
 
 
 class Decoder(nn.Module):
-    """A user's block, whose attribute sets whether it is causal."""
+    """A user's block with an attribute that can set whether the block is causal."""
 
     def __init__(self, causal):
         super().__init__()
@@ -235,7 +235,7 @@ def test_causal_is_a_bool_or_a_name(restored):
 
 @pytest.mark.parametrize(("name", "excluded"), [("DistilBERT", True), ("ModernBERT", True), ("BERT", False)])
 def test_padding_in_the_global_scope(name, excluded):
-    """In BERT, the module that adds the branch output gets no mask and includes padding. The page states this."""
+    """In BERT, the module that adds the branch output gets no mask, so its projection includes padding."""
     model, ids = connect(made(name), "global"), tokens(6)
     padded, mask = torch.cat([ids, torch.zeros_like(ids[:, :3])], 1), torch.ones(2, 9, dtype=torch.long)
     mask[:, 6:] = 0
@@ -275,7 +275,7 @@ def test_gradient_checkpointing(name):
     calls = []
     sites(model)[0].connection.register_forward_hook(lambda *_: calls.append(1))
     torch.testing.assert_close(gradients(model, ids), expected)
-    assert len(calls) == 2  # in the forward pass, and for the recomputation in the backward pass
+    assert len(calls) == 2  # the second call is the recomputation in the backward pass
 
 
 @pytest.mark.parametrize("first", ["connect", "adapters"])
@@ -371,7 +371,7 @@ def test_cross_attention_is_a_site_of_a_model_that_has_it():
 # ------------------------------------------------------------------------------------------------- bad input
 SMALL = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
              max_position_embeddings=16, pad_token_id=0)
-UNSUPPORTED = {  # unsupported text models: arguments and residual blocks
+UNSUPPORTED = {  # arguments of the config and residual blocks of unsupported text models
     "Electra": (dict(SMALL, embedding_size=16), ["ElectraSelfOutput", "ElectraOutput"]),
     "Deberta": (SMALL, ["DebertaSelfOutput", "DebertaOutput"]),
     "DebertaV2": (SMALL, ["DebertaV2SelfOutput", "DebertaV2Output"]),

@@ -28,7 +28,7 @@ SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name i
 
 @pytest.mark.parametrize("name", MODELS)
 def test_linear_is_timms_model_and_other_connections_train(name):
-    """Linear connections change no bit. Other connections change the output, and each parameter keeps its gradient."""
+    """Linear connections change no bit. Other connections change the output, but no parameter loses its gradient."""
     host, size = build(name)
     model = connect(copy.deepcopy(host), "linear")
     expected = step(host, size)
@@ -152,7 +152,7 @@ def test_folding_a_model_changes_nothing(name):
     """Re-parameterisation folds some additions into convolutions. If these were sites, folding would change outputs."""
     model, size = build(name)
     model = connect(model, "feature").eval()
-    step(model, size)  # changes the initial batch statistics, 0 and 1
+    step(model, size)  # changes BatchNorm's initial mean 0 and variance 1
     x = torch.randn(2, 3, size, size)
     folded = timm.utils.reparameterize_model(model.eval())
     torch.testing.assert_close(folded(x), model(x), rtol=1e-3, atol=1e-3)
@@ -160,16 +160,16 @@ def test_folding_a_model_changes_nothing(name):
 
 
 def test_the_list_of_classes_without_a_stream_is_needed():
-    """Each class in the list looks residual and is not in the table of blocks."""
+    """Each class in NOT_RESIDUAL looks residual and is not in the table of blocks."""
     assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
     names = {cls.__name__ for cls in here if not looks_residual(cls)}
-    assert names <= {"Cell", "CellStem0"}  # listed because docs/coverage.md gives a reason for pnasnet
+    assert names <= {"Cell", "CellStem0"}  # in the list only for pnasnet's reason in docs/coverage.md
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
-    """Otherwise `connect` would refuse supported models with optional modules, such as attention gates."""
+    """`connect` refuses a model if one of its modules, such as an attention gate, looks residual and is in no table."""
     names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
     names |= {f"timm.models.{name}" for name in list_modules() if coverage.architectures(name)}
     in_table = {host(spec) for spec in TIMM} - {None}
@@ -285,7 +285,7 @@ def test_a_gate_of_the_branch_is_not_a_residual_block():
 
 # ---------------------------------------------------------------------------------------------- scope of tokens
 def test_the_global_scope_projects_each_token_of_xcits_class_attention():
-    """The branch output of patch tokens copies their stream, which would dominate a projection over all tokens."""
+    """For patch tokens, the branch output copies the stream, which would dominate a projection over all tokens."""
     model, size = build("xcit_nano_12_p8_224")
     connect(model, "global").eval()
     checked = []
@@ -337,7 +337,7 @@ def test_every_covered_architecture_is_registered():
     assert not {name for row in coverage.timm_modules() for name in row.left_out if name + "_ortho" in names}
 
 
-@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="docs/coverage.md lists another timm")
+@pytest.mark.skipif(timm.__version__ != coverage.load()["timm"], reason="docs/coverage.md is for another timm")
 def test_the_page_has_the_table_of_coverage():
     page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text(encoding="utf-8")
     assert coverage.table() in page

@@ -10,7 +10,7 @@ from timm_ortho import backends
 
 @pytest.fixture
 def no_default_backend(monkeypatch):
-    """Ignore TIMM_ORTHO_BACKEND."""
+    """Ignore the environment variable TIMM_ORTHO_BACKEND."""
     monkeypatch.setattr(backends, "_default", "auto")
 
 

@@ -229,7 +229,7 @@ def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
 def test_training_without_triton():
     code = """
 import sys
-sys.modules["triton"] = None  # as if it were not there
+sys.modules["triton"] = None  # as if Triton were not installed
 import timm, timm_ortho, torch
 model = timm.create_model("resnetv2_18_cifar_ortho", width_factor=0.25, num_classes=10)
 before = [p.clone() for p in model.parameters()]

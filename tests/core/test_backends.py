@@ -1,4 +1,4 @@
-"""The backend `inductor`, arguments under modes and subclasses, and the check of Triton kernels at run time."""
+"""The backend `inductor`, function modes and tensor subclasses, and the run-time check of Triton kernels."""
 import contextlib
 import functools
 import warnings
@@ -29,7 +29,7 @@ def run(backend, x, f, g, **kwargs):
 # ------------------------------------------------------------------------------ function modes and subclasses
 @pytest.fixture(params=["default device", "a mode", "a subclass"])
 def situation(request):
-    """Activate a TorchFunctionMode or convert tensors to a subclass. Neither changes results."""
+    """Activate a default device or a TorchFunctionMode, or return a function that converts tensors to a subclass."""
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -270,7 +270,7 @@ def test_correct_kernels_are_checked_once(auto, monkeypatch, shape, dim, dtype):
         auto(x, f, g, dim=dim)
         assert sorted(case[0] for case in backends._agrees) == ["backward", "forward"]
         assert set(backends._agrees.values()) == {True}
-        monkeypatch.setattr(backends, "_difference", None)  # a second check would fail
+        monkeypatch.setattr(backends, "_difference", None)  # a second check would call None
         auto(*tensors((7, *shape[1:]), dtype), dim=dim)
 
 
@@ -288,7 +288,7 @@ def test_wrong_kernels_are_replaced_with_a_warning(auto, monkeypatch, name, dire
                                                 r".*is inaccurate.*torch backend is used from now on"):
             results = auto(x, f, g)
         torch.testing.assert_close(results, expected)
-        torch.testing.assert_close(auto(x, f, g), expected)  # a second warning would be an error
+        torch.testing.assert_close(auto(x, f, g), expected)  # pytest raises on a second warning
     finally:
         torch.use_deterministic_algorithms(False)
     assert calls == [(3, 5, 20)]

@@ -1,4 +1,4 @@
-"""The command line: output and exit status of each command, and errors of one line."""
+"""The command line: output and exit status of each command, and one-line errors."""
 import subprocess
 import sys
 

@@ -1,4 +1,4 @@
-"""The private names of torch and timm that this package uses work in the installed releases."""
+"""The private names that this package uses exist in the installed torch and timm, and behave as expected."""
 import ast
 from functools import partial
 from pathlib import Path
@@ -97,5 +97,5 @@ def test_is_sharded(shard):
         shard(model)
     finally:
         distributed.destroy_process_group()
-    assert _compat.is_sharded(model[0][0])  # also a submodule of the wrapped module
+    assert _compat.is_sharded(model[0][0])  # submodules of a sharded module count as sharded
     assert not _compat.is_sharded(nn.Linear(2, 2))

@@ -93,7 +93,7 @@ def recording(graphs):
 
 
 # --------------------------------------------------------------------------------------- compiled ahead of time
-# Keys of SIZES in compiled_kernels.py whose kernels can access 16 bytes at once.
+# Keys of SIZES in helpers/compiled_kernels.py whose kernels can access 16 bytes at once.
 ALIGNED = {"tokens", "tokens in float32", "longest row", "channels", "global"}
 
 
@@ -114,7 +114,7 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
-    """No register is spilled. The number of registers depends on Triton."""
+    """Kernels spill no registers. The test does not limit the number of registers, which depends on Triton."""
     assert {row["arch"] for row in compiled_kernels} == {80, 90}
     assert [row for row in compiled_kernels if row["stack"] or row["local"]] == []
 
@@ -133,6 +133,6 @@ def test_compiled_kernels_access_16_bytes_at_once(compiled_kernels):
         for name, streams in STREAMS[row["kernel"]].items():
             assert row[name].get("16", 0) >= 2 * streams, row
             assert set(row[name]) <= {"16", "4"}, row
-            # s, n, the partial sums and the weights take 10 accesses in Triton 3.8 and 6 in other releases. Another
-            # stream-sized tensor would add 8 or more.
+            # s, n, the partial sums and the weights take 10 accesses of 4 bytes in Triton 3.8, and 6 in other releases.
+            # Another stream-sized tensor would add 8 or more.
             assert row[name].get("4", 0) <= 12, row

@@ -32,7 +32,7 @@ def tiny_vit(**kwargs):
     return vit.VisionTransformer(**{**TINY_VIT, **kwargs})
 
 
-BLOCKS = {  # one model per row of the table of blocks
+BLOCKS = {  # one model per block class of vision_transformer.py and resnetv2.py
     "Block": tiny_vit,
     "ResPostBlock": lambda: tiny_vit(block_fn=vit.ResPostBlock),
     "ParallelScalingBlock": lambda: tiny_vit(block_fn=vit.ParallelScalingBlock),
@@ -166,7 +166,7 @@ def decayed(model, **options):
 
 ASKING = [{}, dict(layer_decay=0.7)]
 if "weight_decay_exclude_1d" in inspect.signature(param_groups_weight_decay).parameters:
-    # Older releases of timm ignore no_weight_decay without filter_bias_and_bn.
+    # Older releases of timm ignore no_weight_decay() if filter_bias_and_bn is False.
     ASKING += [dict(filter_bias_and_bn=False), dict(filter_bias_and_bn=False, layer_decay=0.7)]
 
 
@@ -195,7 +195,7 @@ def test_learned_connections_of_quantized_and_meta_blocks():
     assert {site.connection.rho.dtype for site in sites(model)} == {torch.float32}
     made = sites(model)[0].connection
     empty = copy.deepcopy(made).to("meta").to_empty(device="cpu")
-    empty.reset_parameters()  # FSDP calls it after to_empty
+    empty.reset_parameters()  # FSDP calls reset_parameters after to_empty
     assert [one.item() for one in empty.parameters()] == [one.item() for one in made.parameters()]
 
 
@@ -441,7 +441,7 @@ def test_models_that_cannot_be_converted(model, words):
 
 
 class Adapter(nn.Module):
-    """An adapter, which looks residual because it adds a low-rank function of the input to a layer's output."""
+    """An adapter. It looks residual, because it adds a second function of its input to a layer's output."""
 
     def __init__(self, layer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Connections, skips and models have equal outputs and gradients in TorchScript, FX and the other forms of a module."""
+"""Connections, skips and models have equal results in eager mode, TorchScript, FX, torch.export and torch.compile."""
 import io
 
 import pytest
@@ -72,7 +72,7 @@ TABLE = [
 
 
 def results(module, inputs):
-    """Return the output and the gradients of inputs and parameters by name."""
+    """Return a dict of the output ``y`` and of the gradients of inputs (by position) and parameters (by name)."""
     torch.manual_seed(2)  # for connections with a probability
     y = module(*inputs)
     parameters = {name.removeprefix("_orig_mod."): p for name, p in module.named_parameters()}

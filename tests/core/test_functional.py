@@ -411,7 +411,7 @@ def test_compile_keeps_the_closed_form_without_a_graph_break():
         return graph.forward
 
     y = torch.compile(Update(), fullgraph=True, backend=backend)(x, f)
-    if not torch.__version__.startswith("2.6."):  # torch 2.6 differentiates the function's operations
+    if not torch.__version__.startswith("2.6."):  # torch 2.6 records the function's operations instead
         assert [str(node.target) for node in graphs[0].graph.nodes].count("autograd_function_apply") == 2
     torch.testing.assert_close(y, Update()(x, f))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))

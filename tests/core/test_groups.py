@@ -160,7 +160,7 @@ def test_onnx(shape, dim):
 
 # ------------------------------------------------------------------------------------------------- in a model
 class Looped(Connection):
-    """``feature`` connection that calls :func:`looped`."""
+    """A connection that computes the update of ``feature`` with :func:`looped`."""
 
     def __init__(self, dim=-1, eps=1e-6, groups=1):
         super().__init__(dim, eps)

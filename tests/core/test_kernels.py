@@ -46,7 +46,7 @@ def error(result, truth):
 
 
 def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=lambda x, f, a, b: (x, f, a, b)):
-    """Check output and gradients. An error may be at most twice the error of ``oracle.rounded`` in these dtypes."""
+    """Check output and gradients. An error may be twice that of ``oracle.rounded``, plus a few last places."""
     def ours(**inputs):
         x, f, a, b = of(**inputs)
         return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=EPS, keep=keep, backend=backend)
@@ -239,7 +239,7 @@ def test_results_are_reproducible(backend, layout):
 # ------------------------------------------------------------------------------------------ memory in inference
 @pytest.fixture
 def allocations(monkeypatch):
-    """Return a function that counts allocated bytes. Kernels do not run in modes, so the counting mode is hidden."""
+    """Return a function that lists allocations in bytes. Kernels do not run under a mode, so it hides its own mode."""
     def allocated(backend, x, f, **kwargs):
         monkeypatch.setattr(backends, "dispatch_mode_is_active", lambda: False)
         with torch.no_grad(), Allocations() as counted:
@@ -300,7 +300,7 @@ def test_a_cuda_graph_captures_forward_and_backward(layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # a prototype feature of torch
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that this mode is a prototype
 @layouts
 def test_no_synchronisation_with_the_device(layout):
     shape, dim = LAYOUTS[layout]

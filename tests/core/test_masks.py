@@ -20,7 +20,7 @@ def with_gradients(function, x, f, g):
 @pytest.mark.parametrize("padding", [0.0, 3.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.4, 0.7), (1.0, 1.0)])
 def test_each_sample_is_updated_as_without_padding(weights, padding):
-    """The results equal those of a loop over the samples without padding, even if the padding is NaN."""
+    """Each sample has the same results as alone and without padding, even if the padding is NaN."""
     x, f = batch(padding=padding)
     g = torch.randn_like(x)  # upstream gradients of padding are not zero
     arguments = dict(parallel=weights[0], orthogonal=weights[1], dim=(1, 2), eps=1e-3)
@@ -113,7 +113,7 @@ def test_padding_in_integer_masks_of_scores(form, allowed):
 
 
 def test_float_masks_of_scores_are_additive():
-    """Float masks of 0 and 1 exclude no token. Masks with the log sizes of merged tokens also exclude no token."""
+    """Float masks of 0 and 1 exclude no token, and neither do the log sizes of merged tokens."""
     for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
         assert real_tokens(mask, LONG).all()
 
@@ -122,7 +122,7 @@ def test_float_masks_of_scores_are_additive():
     ((8, 8), SQUARE_X, ["can be [B, N] or [N, N]", "[B, 1, 1, N] or as [1, 1, N, N]", "[8, 8]", "[8, 8, 6]"]),
     ((4, 8, 8), LONG, ["samples or heads as its first axis", "[B, 1, N, N] or as [1, heads, N, N]", "[4, 8, 8]"]),
     ((4, 1, 8), LONG, ["samples or heads as its first axis", "[4, 1, 8]"]),
-    ((12, 8, 8), LONG, ["samples or heads as its first axis", "[12, 8, 8]"]),  # the form of nn.MultiheadAttention
+    ((12, 8, 8), LONG, ["samples or heads as its first axis", "[12, 8, 8]"]),  # nn.MultiheadAttention: [B heads, N, N]
     ((3, 8), LONG, ["must be [B, N], [N, N]", "[3, 8]"]),
     ((2, 1, 8, 8), LONG, ["must be [B, N], [N, N]", "[2, 1, 8, 8]"]),
     ((4, 1, 3, 8), LONG, ["must be [B, N], [N, N]", "[4, 1, 3, 8]"]),
@@ -169,7 +169,7 @@ def test_a_token_that_one_head_attends_to_is_real():
 
 
 def test_tokens_need_not_attend_to_themselves():
-    assert torch.equal(real_tokens(OTHERS, torch.zeros(4, 8, 6))[:3], MASK[:3])  # the last sample has one token
+    assert torch.equal(real_tokens(OTHERS, torch.zeros(4, 8, 6))[:3], MASK[:3])  # a single token counts as padding
 
 
 @pytest.mark.parametrize(("mask", "x"), [

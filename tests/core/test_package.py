@@ -64,7 +64,7 @@ def test_the_labs_folders_import_only_from_below():
 
 
 def _within_the_package(node, parts):
-    """Return the files and folders of the package that an import statement in a file names."""
+    """Return the top-level files and folders of the package from which a statement imports."""
     if isinstance(node, ast.Import):
         return [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("timm_ortho.")]
     if not isinstance(node, ast.ImportFrom) or not node.level:

@@ -1,4 +1,4 @@
-"""Routing of small blocks: which additions are replaced, and errors."""
+"""Routing: which additions in the forward of a block become calls of connections, and errors."""
 import importlib
 import inspect
 import linecache
@@ -84,7 +84,7 @@ def test_same_numbers_through_connections(kwargs):
 def test_masks_are_passed_to_connections(mask, handed_on):
     route = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
     source = inspect.getsource(route.subclass(name="Masked", module="tests.somewhere").forward)
-    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # addition `one` is on both sides of an `if`
+    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # addition `two` is on both sides of an `if`
     assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
 
 
@@ -312,7 +312,7 @@ class Expressions(nn.Module):
 
 
 class Sides(nn.Module):
-    """A block with the conditions of timm's blocks. The sum shows which branches have run."""
+    """A block with the conditions of timm's blocks. The added constants show which branches have run."""
 
     def __init__(self, gamma=None, mixer=True, fused=False):
         super().__init__()
@@ -400,7 +400,7 @@ def test_additions_that_an_instance_cannot_reach():
     assert route.reached(Sides()) == [True, True, True]
     assert route.reached(Sides(mixer=False)) == [True, False, True]
     assert route.reached(Sides(fused=True)) == [False, True, True]
-    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # training mode may be set before the call
+    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # the mode may change before a call
 
 
 class Uneven(nn.Module):
@@ -456,7 +456,7 @@ class Early(nn.Module):
 def test_code_after_a_return_counts_as_the_else_side():
     route = Route(Early, sums(("x", "one"), ("x", "two")))
     assert route.reached(Early()) == [False, False]
-    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # both are reached in training mode
+    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # the mode may change before a call
 
 
 def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):

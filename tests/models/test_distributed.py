@@ -147,7 +147,7 @@ def test_a_sharded_model_keeps_its_sites():
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("before", "after"), [("feature", "global"), ("hybrid", "linear")])
 def test_connecting_a_sharded_model_keeps_it_sharded(before, after):
-    """Losses and weights before and after the switch equal those without sharding."""
+    """Before and after the switch, losses and weights equal the results of a model that is not sharded."""
     models = create(before, checkpointing=False), parallel(create(before, checkpointing=False), "FSDP2")
     classes = [type(module) for module in models[1].modules() if not isinstance(module, timm_ortho.Connection)]
     losses = []

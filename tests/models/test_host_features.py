@@ -103,7 +103,7 @@ def test_autocast_trains(arguments, half):
 
 
 def kept_for_backward(model, x):
-    """Return the number of bytes that autograd keeps, without parameters."""
+    """Return the number of bytes that autograd keeps for the backward pass, excluding parameters."""
     kept = {}
 
     def pack(tensor):

@@ -24,7 +24,7 @@ def create(name, connection=None):
 
 
 def images():
-    """Return low-frequency images. Their logits differ more than those of noise images."""
+    """Return low-frequency images, because the logits of noise images would hardly differ between images."""
     return nn.functional.interpolate(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)), size=160)
 
 
@@ -40,7 +40,7 @@ def types(model):
     return [type(site.connection) for site in sites(model)]
 
 
-@pytest.mark.skipif(not hasattr(torch.ao.quantization, "quantize_dynamic"), reason="this release of PyTorch lacks it")
+@pytest.mark.skipif(not hasattr(torch.ao.quantization, "quantize_dynamic"), reason="torch has no quantize_dynamic")
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("name", MODELS)

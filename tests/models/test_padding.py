@@ -1,4 +1,4 @@
-"""Padded token sequences and images in whole models: a sample's outputs equal those without padding."""
+"""Padded token sequences and images in whole models: padding does not change a sample's outputs."""
 import dataclasses
 import inspect
 
@@ -268,7 +268,7 @@ def test_text_towers_of_clip(transformers, attention, samples):
 @pytest.mark.parametrize("samples", [4, 8])
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "packed"])
 def test_siglip_2(transformers, attention, samples):
-    """Images of several shapes have an integer mask."""
+    """SigLIP 2 marks the padding of images of several shapes with an integer mask."""
     torch.manual_seed(0)
     config = transformers.Siglip2VisionConfig(
         **SMALL_TRANSFORMER, num_patches=16, patch_size=2, vision_use_head=False, attn_implementation=attention)

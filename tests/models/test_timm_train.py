@@ -135,7 +135,7 @@ def validate(scripts, images, model, checkpoint, output):
 
 
 def test_the_cards_command_evaluates_the_authors_weights(scripts, images, tmp_path):
-    """Run the command in the cards. The cache contains narrow models in the authors' layout."""
+    """Run the command from the model cards. The cache of the Hub contains narrow models in the authors' layout."""
     card = (Path(__file__).parents[2] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
     command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
     command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]
@@ -256,7 +256,7 @@ SHRUNK = {
 @pytest.mark.parametrize("name", SHRUNK)
 @pytest.mark.parametrize("sibling", ["", "_linear"])
 def test_recipes_train_an_epoch(scripts, images, tmp_path, name, sibling):
-    """The data set, the model's size and the number of epochs differ from those in the recipes."""
+    """Train with a recipe, but with other images, a smaller model and only one epoch."""
     model = yaml.safe_load(shipped()[name].read_text(encoding="utf-8"))["model"]
     if sibling:
         model = model.rsplit("_", 1)[0] + sibling

@@ -16,7 +16,7 @@ from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
 from timm_ortho.models.paper import ARCHITECTURES
 
-# The paper's families. blocks/test_timm.py tests the other families with one model per block class.
+# The paper's families. For further families, blocks/test_timm.py tests one model per block class.
 MODULES = ("vision_transformer", "deit", "resnetv2")
 BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
@@ -26,8 +26,8 @@ SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
 
 # The default tests build one architecture in twelve on the meta device, and run a third of SMALLEST at full width and
-# depth. The tests marked `slow` extend this to one in three, and to all of SMALLEST. Those marked `whole` build all
-# architectures and run SMALLEST up to RUN_UP_TO parameters. scripts/checks/linear.py runs the larger architectures.
+# depth. With the tests marked `slow`, they build one in three and run all of SMALLEST up to RUN_UP_TO parameters. With
+# the tests marked `whole`, they build all architectures. scripts/checks/linear.py runs the larger architectures.
 SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
 
@@ -43,7 +43,7 @@ def test_all_names_are_registered():
 
 
 def whole_but(quick, slow, of=BASES):
-    """Return all architectures: those in ``quick`` unmarked, those in ``slow`` marked slow, the rest marked whole."""
+    """Return the names in ``of`` as test cases: ``quick`` unmarked, ``slow`` marked slow, the rest marked whole."""
     marks = dict.fromkeys(of, pytest.mark.whole) | dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(quick, ())
     return [pytest.param(base, marks=marks[base]) for base in of]
 
@@ -91,7 +91,7 @@ def test_the_tag_determines_the_sizes():
 @pytest.mark.parametrize("base", whole_but(SMALLEST[::3], SMALLEST))
 def test_linear_is_timms_model_bit_for_bit(base):
     if sum(p.numel() for p in model_on_meta(base).parameters()) > RUN_UP_TO:
-        pytest.skip("large: run by scripts/checks/linear.py")
+        pytest.skip("too large for this test; scripts/checks/linear.py runs it")
     compare_with_host(base)
 
 
@@ -185,7 +185,7 @@ def test_connection_arguments():
     assert {s.connection.start for s in sites(model)} == {"linear"}
     model = timm.create_model("test_vit_ortho", connection_layers=1)
     assert [s.layer for s in sites(model) if s.connection.name == "feature"] == [1, 1]
-    for name in ("test_vit_ortho", "test_resnet_orthog"):  # half of these connections keep the branch by default
+    for name in ("test_vit_ortho", "test_resnet_orthog"):  # only the ResNet keeps the branch by default
         model = timm.create_model(name, connection_keep="branch")
         assert {s.connection.keep for s in sites(model)} == {"branch"}
         assert connection_arguments(model)["keep"] == "branch"

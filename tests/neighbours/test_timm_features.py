@@ -58,7 +58,7 @@ def test_weights_from_a_file_with_a_new_classifier(connection, tmp_path):
 
 
 def test_intermediates_under_checkpointing_draw_the_same_connections():
-    """Both passes over a block must draw the same Bernoulli variables, for connection_prob and for DropPath."""
+    """The recomputation of a block must repeat the random draws of connection_prob and of DropPath."""
     model, results = vit(connection_prob=0.5, drop_path_rate=0.3).train(), []
     for checkpointing in (False, True):
         model.set_grad_checkpointing(checkpointing)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: lines in docs/neighbours.md that exclude hybrid's rho and theta from weight decay."""
+"""In Hugging Face's Trainer, the lines in docs/neighbours.md exclude rho and theta of `hybrid` from weight decay."""
 import re
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_learned_connections_are_not_decayed(tmp_path):
     learned = {f"timm_model.blocks.0.connection_{kind}.{name}" for kind in ("attention", "mlp")
                for name in ("rho", "theta")}
     assert with_lines == without - learned
-    assert learned < without  # else the page's lines are no longer needed
+    assert learned < without  # if this fails, the page's lines are no longer needed
     assert "timm_model.blocks.0.attn.qkv.weight" in with_lines
 
 

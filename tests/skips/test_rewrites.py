@@ -1,4 +1,4 @@
-"""absorb and diagonalise replace the skips and keep the outputs. Models are in float64 with perturbed weights."""
+"""absorb and diagonalise replace the skips of a model and keep its outputs, here in float64 with perturbed weights."""
 import pytest
 import timm
 import torch
@@ -78,7 +78,7 @@ def test_diagonalise(kind, connection, skip):
 
 
 def test_theorem_1_for_a_single_q():
-    """Eq. 12 and 13: z_1 = Q^L x_1, and F_i between Q^(i-L-1) and Q^(L-i)."""
+    """Eq. 12 and 13 of the paper: z_1 = Q^L x_1. Q^(i-L-1) is applied before branch F_i, and Q^(L-i) after it."""
     model = build("vit", skip="orthogonal_tp")
     q, count = sites(model)[0].connection.skip.matrix(), len(sites(model))
     other = absorb(model)

@@ -33,7 +33,7 @@ LAYOUTS = {  # shape of a stream of c channels, and its channel axis
 
 
 def dense(name, width, branches=None, **arguments):
-    """Return P in float64 by its definition, Eq. 24 to 26."""
+    """Return P in float64 by its definition in Eq. 24 to 26 of Wang et al. (2017)."""
     eye = torch.eye(width, dtype=torch.float64)
     if name.startswith("idempotent"):
         branches = branches or width
@@ -59,7 +59,7 @@ def _seed():
 @pytest.mark.parametrize("branches", [1, 2, 4, 16])
 @pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
 def test_idempotent_exactly(name, branches):
-    """For integers that are multiples of B, all sums are exact. P P x is then bit-identical to P x."""
+    """If x holds integers that are multiples of the number of branches, all sums are exact and P P x equals P x."""
     skip = create_skip(name, 32, branches=branches)
     x = branches * torch.randint(-100, 100, (5, 32)).float()
     assert torch.equal(skip(skip(x)), skip(x))
@@ -283,7 +283,7 @@ def test_compiled_matrices_are_constants():
 
 @told_from_export
 def test_equal_transforms_share_compiled_code():
-    """Separately compiled blocks with equal transforms share code. Random rotations differ, so each has a graph."""
+    """Separately compiled modules share a graph if their transforms are equal. Random rotations are not equal."""
     torch._dynamo.reset()
     counter, x = CompileCounter(), torch.randn(2, 24)
     for name, expected in (("orthogonal_tp", 1), ("idempotent_cmr", 2), ("orthogonal_random", 4)):
