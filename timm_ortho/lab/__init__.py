@@ -2,15 +2,15 @@
 
 | module | purpose |
 | --- | --- |
-| `commands` | the functions behind `timm-ortho study` and `timm-ortho compare` |
-| `costs` | parameters, FLOPs and throughput; nothing is trained |
+| `commands` | has the functions behind `timm-ortho study` and `timm-ortho compare` |
+| `costs` | measures parameters, FLOPs and throughput of models, and trains nothing |
 | `reporting` | makes tables, plots and a page from run folders |
-| `planning` | makes one folder for each run from a study's YAML |
-| `running` | trains the run in a folder: launchers, the process of a run, the training loop, timm's script |
-| `folder` | the files of a run |
-| `options` | the options of timm's `train.py` |
-| `data`, `image_folder` | data sets, loaders, and the layout of image folders |
-| `paper` | the papers' numbers |
+| `planning` | makes one folder for each run of a study, which is defined by a YAML file |
+| `running` | starts a process for each run, and trains the run in it with the lab's loop or timm's `train.py` |
+| `folder` | reads and writes the files of a run |
+| `options` | lists the options of timm's `train.py` |
+| `data`, `image_folder` | open data sets, create loaders, and check the layout of image folders |
+| `paper` | has the papers' numbers |
 
 Planning, running and reporting share only the folders of the runs. `import timm_ortho` does not import the lab.
 """
@@ -32,7 +32,10 @@ class LabError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line: the operating system's reason, a LabError's message, or otherwise class and message.
+    """Return an error as one line.
+
+    The line of an OSError is the operating system's reason, and the line of a LabError is its message. The line of any
+    further error is its class and message.
 
     >>> one_line(KeyError("epochs"))
     "KeyError: 'epochs'"
@@ -43,14 +46,14 @@ def one_line(error: BaseException) -> str:
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
-    """Raise a LabError that suggests the nearest known name if a name is unknown."""
+    """Raise a LabError if a name is unknown. The message is "OWNER has no NOUN 'NAME'", with the nearest known name."""
     for name in names:
         if name not in known:
             raise LabError(f"{owner} has no {noun} '{name}'; the nearest is '{nearest(name, known)[0]}'")
 
 
 def nearest(name: Any, known: Iterable[Any], count: int = 1) -> list[str]:
-    """Return the known names that are most similar to a name.
+    """Return the `count` known names that are most similar to a name.
 
     >>> nearest("vit_smal", ["vit_small", "vit_base"])
     ['vit_small']
@@ -59,12 +62,12 @@ def nearest(name: Any, known: Iterable[Any], count: int = 1) -> list[str]:
 
 
 def shipped_files(folder: str) -> dict[str, Path]:
-    """Return the YAML files in a folder of this package, by name."""
+    """Return the paths of the YAML files in a folder of this package, by their names without suffix."""
     return {path.stem: path for path in sorted(Path(str(files(__package__).joinpath(folder))).glob("*.yaml"))}
 
 
 def value_text(value: Any) -> str:
-    """Return a value as the paper writes it.
+    """Return a value as text, with small and large numbers in the short form that the paper uses.
 
     >>> value_text(0.1), value_text(1e-06), value_text("none")
     ('0.1', '1e-6', 'none')
@@ -78,7 +81,7 @@ def value_text(value: Any) -> str:
 
 
 def read_user_yaml(path: Path, subject: str) -> Any:
-    """Return the contents of a user's YAML file. `subject` begins the LabError if it is not YAML."""
+    """Return the contents of a user's YAML file. If it is not YAML, raise a LabError that begins with `subject`."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -87,7 +90,7 @@ def read_user_yaml(path: Path, subject: str) -> Any:
 
 @contextmanager
 def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
-    """Yield a temporary path that is renamed to `path` at the end. An incomplete file is therefore never at `path`.
+    """Yield a temporary path, and rename the file there to `path` at the end. `path` never has an incomplete file.
 
     Args:
         path: The final path.
@@ -97,15 +100,15 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
     try:
         yield partial
     except BaseException:
-        if partial.exists():  # free the blocks of a full disk even while torch's writer has the file open
-            os.truncate(partial, 0)
+        if partial.exists():
+            os.truncate(partial, 0)  # frees the space even if torch's writer still has the file open
             partial.unlink()
         raise
     os.replace(partial, path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
+    """Write a text file, which replaces an existing file in one step."""
     with whole_file(path, f".{os.getpid()}") as partial, open(partial, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -113,5 +116,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically; NaN and infinities become null."""
+    """Write a JSON file, which replaces an existing file in one step. NaN and infinities become null."""
     write_text(path, json.dumps(without_nan(value), indent=1, allow_nan=False) + "\n")

@@ -25,7 +25,7 @@ from .running.launch import Slurm
 from .running.loop import build_model
 from .running.timm_script import command as train_command
 
-_SMALL = 1_000_000  # number of parameters below which models train faster with one thread
+_SMALL = 1_000_000  # a model with fewer parameters trains with one thread, see _threads_for
 
 __all__ = [
     "Request", "Slurm", "comparison", "cost", "listing", "load", "make_plan", "report_on", "run", "status",
@@ -33,7 +33,9 @@ __all__ = [
 
 
 def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
-    """Return the study that `timm-ortho compare` runs. It has one cell and no numbers of a paper.
+    """Return the study that `timm-ortho compare` runs: one setting, trained with each connection.
+
+    The baseline of its differences is `linear`, or the first connection if `linear` is missing.
 
     >>> comparison(["linear", "feature"], "digits").baseline
     {'connection': 'linear'}
@@ -48,7 +50,7 @@ def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
 
 
 def listing() -> str:
-    """Return a line for each study: its name, the paper's table, the number of runs at each scale, and its title."""
+    """Return a line for each study: its name, the paper's table, the number of runs at each scale, and its question."""
     rows = [("name", "paper", "runs: " + ", ".join(SCALES), "question")]
     for name in shipped():
         designs = {scale: load(name, scale) for scale in SCALES if has_scale(name, scale)}
@@ -59,14 +61,14 @@ def listing() -> str:
 
 
 def run_count(design: Design) -> str:
-    """Return the number of different runs of a study."""
+    """Return the number of runs of a study as text. Cells with equal settings share a run, which is counted once."""
     options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
     request = Request(design, options)
     return str(len(places_of(request, design.variants(options, request.trainer), range(design.seeds))[1]))
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
-    """Plan a study, write its folders, and print the commands of its runs."""
+    """Plan a study, write its folders, and print the commands of its runs. `slurm` also writes a script for sbatch."""
     planned = _planned(request)
     for name, run_plan in planned.runs.items():
         print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
@@ -78,13 +80,13 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 
 def _planned(request: Request) -> StudyPlan:
     planned = plan(request)
-    Layout.of(planned.study)  # raises the layout's errors before the first run
+    Layout.of(planned.study)  # raises if the report cannot have the study's layout, before the first run
     planned.write()
     return planned
 
 
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
-    """Return the commands of a run, and for timm's script also the division of the batch."""
+    """Return the commands that train a run. For timm's script, a line before them has the division of the batch."""
     if run_plan.trainer_name == "lab":
         return f"python -m timm_ortho.lab.running.run {shlex.quote(str(folder))}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)
@@ -105,14 +107,14 @@ def run(
 
     Args:
         request: The study and its options.
-        slurm: The cluster that trains; this machine by default.
+        slurm: The Slurm cluster that trains the runs. By default, they are trained on this machine.
         parallel: Number of simultaneous runs on this machine.
-        threads: CPU threads of each run. By default one, so that results depend neither on `parallel` nor on the
-            machine's load. `compare` uses PyTorch's default for larger models.
+        threads: Number of CPU threads of each run. The default is one, so that results depend neither on `parallel`
+            nor on the machine's load. `timm-ortho compare` uses PyTorch's default for large models.
         opened: Open the report in the browser at the end.
 
     Returns:
-        The exit status: 0, 130 after Ctrl-C, 143 after SIGTERM.
+        The exit status: 0 if all runs are finished, 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         LabError: The study cannot be run, or a run failed.
@@ -144,7 +146,7 @@ def run(
 
 
 def _opening(planned: StudyPlan) -> list[str]:
-    """Return the lines that describe the runs and their images, before the first run."""
+    """Return the lines that describe the runs and their images. They are printed before the first run."""
     study, epochs = planned.study, sorted({run_plan.epochs for run_plan in planned.runs.values()})
     lines = [f"runs: {len(planned.runs)} in {planned.folder}; model: {study['model']}; connections: "
              f"{', '.join(study['connections'])}; seeds: {', '.join(map(str, study['seeds']))}; epochs: "
@@ -161,10 +163,10 @@ def _opening(planned: StudyPlan) -> list[str]:
 
 
 def _threads_for(run_plan: RunPlan) -> int:
-    """Return the number of threads: 1 for a small model, otherwise PyTorch's default.
+    """Return the number of CPU threads for a run: 1 for a small model, otherwise PyTorch's default.
 
-    A second thread hardly speeds up a small model. On busy cores it slows training down by a factor of eight, because
-    the threads wait for each other (measured: vit_small of width 64, two threads on two busy cores).
+    A second thread hardly speeds up a small model. If all cores are busy, the threads wait for each other: with two
+    threads on two busy cores, the training of a vit_small of width 64 took eight times as long.
     """
     options = Namespace(**run_plan.stages[0].options)
     model = build_model(options, options.num_classes or 1000, options.in_chans or 3)
@@ -172,11 +174,12 @@ def _threads_for(run_plan: RunPlan) -> int:
 
 
 def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bool = False) -> str:
-    """Write the report of all finished runs, and return its table.
+    """Write the report of all finished runs, and return its main table as text.
 
     Args:
-        folders: Outputs of studies, published studies or folders of runs; or one `results.json` of a report.
-        output: Folder of the report; by default the first folder.
+        folders: Output folders of studies, published studies, and folders of runs. Alternatively, the path of one
+            `results.json`, whose report is written again.
+        output: Folder of the report. The default is the first of `folders`, or the folder of the `results.json`.
         opened: Open the report in the browser.
     """
     if len(folders) == 1 and folders[0].suffix == ".json":
@@ -191,7 +194,7 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
 
 
 def rewrite(results: Mapping[str, Any], folder: Path) -> str:
-    """Write the report of the contents of a `results.json` again, and return its table."""
+    """Write a report again from the contents of its `results.json`, and return its main table as text."""
     parts = results.get("parts", [results])
     return _report([(part["study"], part["runs"], part["unfinished"], part.get("recorded")) for part in parts], folder)
 

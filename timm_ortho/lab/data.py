@@ -1,6 +1,6 @@
 """Open data sets and create loaders with timm's factories. scikit-learn's `digits` is also supported.
 
-Loaders draw their random numbers (order, augmentation, mixup) inside `DataStream`, separately from the model's. Runs
+`DataStream` keeps the random numbers of the loaders (order, augmentation, mixup) separate from those of the model. Runs
 with the same seed therefore see the same batches, even if their connections draw random numbers.
 """
 import math
@@ -35,7 +35,7 @@ from .image_folder import (
     refuse_shared_images,
 )
 
-# Folders in which torchvision looks for the files of timm's torch/... data sets.
+# The folder below --data-dir in which torchvision looks for the files of timm's data set torch/NAME, by NAME.
 _FOLDERS = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
@@ -45,13 +45,13 @@ _FOLDERS = {
     "fashion_mnist": "FashionMNIST/raw",
 }
 
-_CACHE_BYTES = 2**30  # limit of the decoded images of a split that are kept in memory
+_CACHE_BYTES = 2**30  # a split is kept in memory only if its decoded images take at most this many bytes
 
 
 class Digits(Dataset):
     """The digits of scikit-learn: grey 8 x 8 images of 10 classes, 1,437 for training and 360 for validation.
 
-    The split is fixed. A fifth of each class is for validation.
+    The split is always the same, with a fifth of each class for validation.
 
     >>> len(Digits(training=True)), len(Digits(training=False))
     (1437, 360)
@@ -82,7 +82,8 @@ class Digits(Dataset):
 class ImageError(LabError):
     """An image cannot be read.
 
-    torch re-raises errors of worker processes with the whole traceback as text, whose last line is the message.
+    If a worker process of a loader raises this error, torch raises it again with the whole traceback as text. The
+    message is the last line of this text.
     """
 
     def __init__(self, text: str) -> None:
@@ -90,9 +91,9 @@ class ImageError(LabError):
 
 
 class _View(Dataset):
-    """The images of a data set at the positions `index` (by default all), converted to `mode` if it is set.
+    """The images of a data set at the positions `index`, by default all. If `mode` is set, images are converted to it.
 
-    An unreadable image raises an ImageError. timm's `ImageDataset` would return another image instead.
+    An unreadable image raises an ImageError. timm's `ImageDataset` would return a different image in its place.
     """
 
     def __init__(self, dataset: Any, index: Optional[np.ndarray] = None, mode: Optional[str] = None) -> None:
@@ -100,7 +101,7 @@ class _View(Dataset):
         self.index = np.arange(len(dataset)) if index is None else index
         self.mode = mode
         self.transform: Optional[Callable] = None
-        self.cache: Optional[dict[int, tuple]] = None  # decoded images and targets; None caches nothing
+        self.cache: Optional[dict[int, tuple]] = None  # decoded images and targets by position; None turns caching off
 
     def __len__(self) -> int:
         return len(self.index)
@@ -127,7 +128,7 @@ class _View(Dataset):
 
 @contextmanager
 def _naming(file: str) -> Iterator[None]:
-    """Turn any error into an ImageError with the name of the file. Pillow raises many kinds for damaged files."""
+    """Turn any error into an ImageError with the file's name. Pillow raises many kinds of errors for damaged files."""
     try:
         yield
     except Exception as error:  # noqa: BLE001
@@ -135,36 +136,36 @@ def _naming(file: str) -> Iterator[None]:
 
 
 def _load(file: str) -> Image.Image:
-    """Load an image like torchvision, but with the name of the file in errors."""
+    """Load an image as torchvision's loader does, but raise an ImageError with the file's name if this fails."""
     with _naming(file):
         return opened(file, "RGB")
 
 
 @dataclass
 class Source:
-    """An opened data set: both splits, and their properties."""
+    """An opened data set: the training and validation images, and their properties."""
 
     train: Any
     validation: Any
     num_classes: int
     in_chans: int
-    val_split: str  # the option `val_split`, or `test` if the default split has no folder
-    validation_name: str  # folder or split of the validation images, or `hold-out`
-    first_size: Optional[tuple[int, int]]  # height and width of the first training image; None for a stream
+    val_split: str  # the option `val_split`, or `test` if this option has its default and no such folder exists
+    validation_name: str  # name of the validation images' folder or split, or `hold-out`
+    first_size: Optional[tuple[int, int]]  # height and width of the first training image; None if images are streamed
     labels: Optional[list[str]] = None  # class names, if the data set has them
     fingerprint: Optional[str] = None  # digest of the files of an image folder
 
 
 def open_source(options: Namespace, hold_out: int = 0) -> Source:
-    """Open both splits of `options.dataset`.
+    """Open the training and validation images of `options.dataset`.
 
     Args:
         options: timm's options.
-        hold_out: Number of evenly spaced training images to validate on; 0 for the validation split. Hold images out to
-            choose settings such as the learning rate, which should not be chosen on the test images.
+        hold_out: Number of training images to validate on, evenly spaced; 0 to use the validation split. Use held-out
+            images to choose settings such as the learning rate, because these must not be chosen on the test images.
 
     Raises:
-        LabError: The data set cannot be opened. The message names the expected files.
+        LabError: The data set cannot be opened. The message lists the expected files.
     """
     kind = options.dataset.partition("/")[0]
     if not options.data_dir and kind not in ("digits", *READERS):
@@ -201,7 +202,7 @@ def _validation_name(options: Namespace, val_split: str, validation: Any) -> str
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
-    # timm applies num_samples to streamed data sets only, so it is applied here to all further data sets
+    # timm applies num_samples to streamed data sets only; apply it to the further data sets here
     part = num_samples is not None and not isinstance(dataset, IterableDataset) and num_samples < len(dataset)
     index = _evenly_spaced(num_samples, len(dataset)) if part else None
     strict = hasattr(dataset, "reader") and not isinstance(dataset, IterableDataset)
@@ -209,7 +210,7 @@ def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
 
 
 def _evenly_spaced(count: int, size: int) -> np.ndarray:
-    """Return `count` evenly spaced positions below `size`. In a data set sorted by class, each class keeps its share.
+    """Return `count` evenly spaced positions below `size`. If images are sorted by class, each class keeps its share.
 
     >>> _evenly_spaced(3, 9).tolist()
     [0, 3, 6]
@@ -218,7 +219,7 @@ def _evenly_spaced(count: int, size: int) -> np.ndarray:
 
 
 def _split(dataset: Any, hold_out: int) -> tuple[_View, _View]:
-    """Return the remaining training images and the held-out images."""
+    """Split training images into those to train on and `hold_out` images to validate on, and return both parts."""
     if isinstance(dataset, IterableDataset):
         raise LabError("images cannot be held out of a streamed data set: set val_split instead")
     if not 0 < hold_out < len(dataset):
@@ -250,7 +251,7 @@ def _open(options: Namespace, split: str, training: bool) -> Any:
 
 
 def _named(options: Namespace, names: str) -> dict[str, Any]:
-    """Return the options whose names are also arguments of timm's factories."""
+    """Return some options as keyword arguments. `names` lists them, separated by spaces."""
     return {name: getattr(options, name) for name in names.split()}
 
 
@@ -269,7 +270,7 @@ def _where(options: Namespace) -> str:
 
 
 def _first_image(dataset: Any) -> Any:
-    """Return the first training image, None for a streamed data set."""
+    """Return the first image of the training set, None for a streamed data set."""
     if isinstance(dataset, IterableDataset):
         return None
     if len(dataset) == 0:
@@ -302,15 +303,16 @@ def _num_classes(options: Namespace, classes: Optional[list[str]]) -> int:
 
 # ---------------------------------------------------------------------------------------------- loaders
 def loaders(options: Namespace, source: Source, data_config: dict, device: torch.device):
-    """Return timm's training and validation loaders, whose batches are on the device, normalised and mixed.
+    """Return timm's training loader and validation loader.
 
-    Workers are restarted for each epoch, because checkpoints do not contain the random states of persistent workers.
+    Their batches are on the device and normalised. Training batches are also mixed, if the options use mixup or cutmix.
+    Workers are restarted for each epoch, because a checkpoint does not contain the random states of running workers.
     """
     if options.batch_size > len(source.train):
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
     for split in (source.train, source.validation):
-        # Workers would lose their caches after each epoch. Pillow uses 4 bytes for an RGB pixel.
+        # Cache only without workers, which would lose their caches after each epoch. Pillow has 4 bytes per RGB pixel.
         if (isinstance(split, _View) and split.cache is None and not options.workers
                 and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
             split.cache = {}
@@ -362,19 +364,19 @@ def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
 
 # ---------------------------------------------------------------------------------------- random numbers
 def epoch_seed(seed: int, epoch: int, stream: int) -> int:
-    """Return an independent seed for each run, epoch and stream of random numbers.
+    """Return a seed that is independent for each run's seed, epoch and stream of random numbers (data or model).
 
-    The seed does not depend on earlier epochs. A continued run therefore draws the same
-    numbers as an uninterrupted run.
+    The result does not depend on the numbers drawn in earlier epochs. A run that is interrupted and continued
+    therefore draws the same numbers as an uninterrupted run.
     """
     return int(np.random.SeedSequence([seed, epoch, stream]).generate_state(1)[0])
 
 
 class DataStream:
-    """The random numbers of the data, separate from the model's.
+    """Keep a state of the random generators for the data, separate from the state for the model.
 
-    timm and torchvision draw from the global generators of Python, NumPy and PyTorch. While a batch is fetched, the
-    generators have the state of the data; afterwards, the model's state is restored.
+    timm and torchvision draw from the global generators of Python, NumPy and PyTorch. While a batch is fetched, these
+    generators have the state for the data. Afterwards, the state for the model is restored.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -382,14 +384,14 @@ class DataStream:
         self.state: Any = None
 
     def reseed(self, seed: int) -> None:
-        """Seed the data's random numbers."""
+        """Seed the random numbers of the data, without a change of the global generators."""
         before = _get_state(self.device)
         random_seed(seed)
         self.state = _get_state(self.device)
         _set_state(before, self.device)
 
     def iterate(self, loader: Any) -> Iterator[Any]:
-        """Yield the loader's batches, fetched with the data's random numbers."""
+        """Yield the batches of a loader. Each batch is fetched with the random numbers of the data."""
         with self.active():
             batches = iter(loader)
         while True:
@@ -401,7 +403,7 @@ class DataStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Use the data's random numbers inside the context."""
+        """Draw from the random numbers of the data inside the context."""
         before = _get_state(self.device)
         try:
             _set_state(self.state, self.device)
@@ -413,7 +415,7 @@ class DataStream:
 
 def _get_state(device: torch.device) -> tuple:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda  # noqa: NPY002 timm draws from it
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda  # noqa: NPY002 timm draws from NumPy's
 
 
 def _set_state(state: tuple, device: torch.device) -> None:

@@ -1,17 +1,21 @@
 """Read and write the folder of a run, which planning, running and reporting share.
 
+A run trains one model with one connection, setting and seed. Its folder has these files:
+
 | file | written by | contents |
 | --- | --- | --- |
-| `run.yaml` | the plan | the trainer, the stages with all their options, and the recorded steps |
-| `args.yaml` | the plan, timm's `train.py` | the options, as input of `train.py -c` |
-| `probe.jsonl` | the lab's loop | norms and cosine of each site on one validation batch, before training and by epoch |
+| `run.yaml` | planning | a `RunPlan`: the trainer, and the stages of the training with all their options |
+| `args.yaml` | planning, timm's `train.py` | the options, as input of `train.py -c` |
+| `probe.jsonl` | the lab's loop | norms and cosine at each residual addition, before training and after each epoch, for
+  one validation batch |
 | `records.jsonl` | both trainers | the rows of :func:`timm_ortho.record` |
-| `summary.csv`, `last.pth.tar` | both trainers | as timm's `train.py` writes them |
-| `sessions.json` | `run` | for each process that trained the run: machine, versions, command, begin, end, error |
-| `result.json` | `run`, at the end | the run's metrics; a run without it is unfinished |
+| `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics, and the last checkpoint, as in timm's `train.py` |
+| `sessions.json` | `running.run` | machine, versions, command, begin, end, error of each process that trained the run |
+| `result.json` | `running.run` | the run's metrics, written when the run is finished |
 | `log.txt` | the launcher | the output of the run's process |
 
-A run that changes its connection during training has a second stage, whose files are in `switched/`.
+A run that changes its connection during training has a second stage. The second stage's `args.yaml`, `summary.csv` and
+`last.pth.tar` are in `switched/`.
 """
 import json
 from contextlib import contextmanager
@@ -27,7 +31,7 @@ from .._text import without_nan
 from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # much faster for plans of many runs
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, if PyYAML has it
 LOG = "log.txt"
 PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
 
@@ -38,10 +42,10 @@ class Stage:
 
     folder: str  # folder of the options and checkpoints, relative to the run's folder
     options: Mapping[str, Any]  # all of timm's options
-    # `weights`: begin with the previous stage's weights, and a new optimizer and schedule (paper, Table 3).
-    # `checkpoint`: begin with its whole checkpoint, optimizer and schedule included (Table 10). Empty for stage one.
+    # Empty for the first stage. `weights`: begin with the first stage's weights, and a new optimizer and schedule
+    # (paper, Table 3). `checkpoint`: begin with the first stage's weights, optimizer and schedule (paper, Table 10).
     begins_with: str = ""
-    stop_epoch: Optional[int] = None  # epoch after which the stage ends before its schedule
+    stop_epoch: Optional[int] = None  # number of epochs after which the stage ends; None for the whole schedule
 
     @property
     def connection(self) -> str:
@@ -50,42 +54,42 @@ class Stage:
 
     @property
     def scheduled_epochs(self) -> int:
-        """The epochs of the whole schedule, as timm counts them."""
+        """The number of epochs of the whole schedule, as timm counts them: with warmup and cooldown epochs."""
         options = self.options
         return options["epochs"] + options["cooldown_epochs"] + options["warmup_prefix"] * options["warmup_epochs"]
 
     @property
     def last_epoch(self) -> int:
-        """The number of epochs at the end of the stage, including epochs of its initial checkpoint."""
+        """The number of epochs at the end of the stage, including the epochs of a checkpoint that it begins with."""
         return self.stop_epoch or self.scheduled_epochs
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The stages, trainer and machines of a run."""
+    """The plan of a run: its stages, its trainer, and its numbers of GPUs and nodes."""
 
     trainer: str  # `lab` for the lab's own loop, or the path of timm's `train.py`
     stages: Sequence[Stage]
-    record: Optional[int] = None  # steps between two records of the connections (:func:`timm_ortho.record`)
-    representation: bool = False  # whether to measure the features of the validation images
-    hold_out: int = 0  # number of training images to validate on, 0 for the validation split
-    gpus: int = 0  # GPUs of `train.py` on each node, one process each; 0 for one process on the CPU
+    record: Optional[int] = None  # steps between two records (:func:`timm_ortho.record`); None for no records
+    representation: bool = False  # whether to measure the features of the validation images after training
+    hold_out: int = 0  # number of training images to validate on; 0 to use the validation split
+    gpus: int = 0  # number of GPUs of `train.py` on each node, with one process for each GPU; 0 for one process
     nodes: int = 1
 
     @property
     def trainer_name(self) -> str:
-        """`lab` or `train.py`."""
+        """`lab` for the lab's own loop, `train.py` for timm's script."""
         return "lab" if self.trainer == "lab" else "train.py"
 
     @property
     def epochs(self) -> int:
-        """The epochs of all stages together."""
+        """The number of epochs of all stages together."""
         last = self.stages[-1]
         return last.last_epoch + self.offset(last)
 
     @property
     def switch_epoch(self) -> Optional[int]:
-        """The number of epochs before the second stage, None without a second stage."""
+        """The number of epochs before the second stage, None if the run has one stage."""
         return self.stages[0].last_epoch if len(self.stages) > 1 else None
 
     @property
@@ -94,11 +98,18 @@ class RunPlan:
         return max(1, self.gpus) * self.nodes
 
     def whole_batch(self, stage: Stage) -> int:
-        """Return the number of images per update of the weights, over all processes."""
+        """Return the number of images of all processes and accumulated steps in one update of the weights."""
         return stage.options["batch_size"] * max(1, stage.options["grad_accum_steps"]) * self.processes
 
     def with_divided_batch(self) -> "RunPlan":
-        """Return the run with each stage's batch divided among processes and accumulated steps."""
+        """Return a plan in which `batch_size` is divided among the processes and accumulated steps.
+
+        `batch_size` of this plan is the number of images in one update of the weights. timm's script instead expects
+        the number of images of one process in one accumulated step.
+
+        Raises:
+            LabError: `batch_size` is not divisible.
+        """
         processes, stages = self.processes, []
         for stage in self.stages:
             whole, steps = stage.options["batch_size"], max(1, stage.options["grad_accum_steps"])
@@ -109,11 +120,11 @@ class RunPlan:
         return replace(self, stages=stages)
 
     def offset(self, stage: Stage) -> int:
-        """Return the number to add to an epoch of the stage to get the epoch of the run."""
+        """Return the number of epochs to add to an epoch's number in the stage for its number in the run."""
         return self.stages[0].last_epoch if stage.begins_with == "weights" else 0
 
     def write(self, folder: Path) -> None:
-        """Create the folder with `run.yaml` and the options of each stage."""
+        """Create the folder, with `run.yaml` and the `args.yaml` of each stage."""
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / PLAN, yaml.safe_dump(_plain(asdict(self)), sort_keys=False))
         self.write_options(folder)
@@ -126,7 +137,7 @@ class RunPlan:
 
     @classmethod
     def read(cls, folder: Path) -> "RunPlan":
-        """Read the `run.yaml` of a folder."""
+        """Read the plan in the `run.yaml` of a folder."""
         values = read_yaml(folder / PLAN)
         try:
             return cls(**{**values, "stages": [Stage(**stage) for stage in values["stages"]]})
@@ -136,12 +147,12 @@ class RunPlan:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with lists in place of tuples, which YAML does not have."""
+    """Return a value with its tuples replaced by lists, because YAML has no tuples."""
     return json.loads(json.dumps(value))
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a file of JSON lines."""
+    """Append rows to a file in JSON Lines format."""
     with open(path, "a", encoding="utf-8") as file:
         file.write("".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows))
 
@@ -155,7 +166,7 @@ def _read(path: Path, parse: Callable[[str], Any], advice: str = " to train the 
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Return the rows of a file of JSON lines without an incomplete last line, [] if the file does not exist."""
+    """Return the complete lines of a JSON Lines file as dicts, [] if the file does not exist."""
     return _read(path, json_lines) if path.is_file() else []
 
 
@@ -170,14 +181,17 @@ def read_yaml(path: Path) -> Any:
 
 
 def history(folder: Path, plan: RunPlan) -> list[dict]:
-    """Return a row for each finished epoch of all stages."""
+    """Return the rows of `summary.csv` of all stages, with the epoch counted from the beginning of the run."""
     rows = [{**row, "epoch": row["epoch"] + plan.offset(stage)}
             for stage in plan.stages for row in read_history(folder / stage.folder)]
     return list({row["epoch"]: row for row in rows}.values())
 
 
 def epochs_done(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of finished epochs. With timm's `val_interval`, some epochs have no row."""
+    """Return the number of finished epochs: the last row's epoch + 1.
+
+    The number of rows may be smaller, because epochs that timm's `val_interval` leaves out have no row.
+    """
     return rows[-1]["epoch"] + 1 if rows else 0
 
 
@@ -196,7 +210,7 @@ def work_on(folder: Path) -> Iterator[None]:
     """Lock a run while its process trains it. If another process trains the run, raise a LabError."""
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=5)  # `state` of another process holds the lock for a moment
+        lock.acquire(timeout=5)  # a process that calls `state` holds the lock for a moment
     except Timeout:
         last = last_session(folder)
         raise LabError(f"another process trains {folder} ({last.get('pid', '?')} on {last.get('host', '?')}): "
@@ -210,7 +224,7 @@ def work_on(folder: Path) -> Iterator[None]:
 
 
 def _is_at_work(folder: Path) -> bool:
-    """Return whether a process trains the run, according to the file system's locks."""
+    """Return whether a process is training the run, according to the lock in its folder."""
     if not (folder / ".lock").exists():
         return False
     try:
@@ -218,21 +232,22 @@ def _is_at_work(folder: Path) -> bool:
             return False
     except (Timeout, NotImplementedError):
         return True
-    except OSError:  # a read-only folder: use the last session
+    except OSError:  # the folder is read-only, so the lock cannot be tried
         session = last_session(folder)
         return bool(session) and "end" not in session
 
 
 def state(folder: Path) -> tuple[str, str]:
-    """Return the state of a run and its epochs, error or top-1, from its files alone.
+    """Return the state of a run according to its files, and a text about it.
 
-    States are `waiting`, `running`, `stopped`, `failed` and `finished`.
+    The state is `waiting`, `running`, `stopped`, `failed` or `finished`. The text has the finished epochs of a running
+    or stopped run, the error of a failed run, and the top-1 accuracy of a finished run.
     """
-    at_work = _is_at_work(folder)  # check before reading the result: a run that ends in between is `finished`
+    at_work = _is_at_work(folder)  # before the result is read, so that a run that ends in between is `finished`
     result = read_json(folder / RESULT)
     if result is not None:
         return "finished", top1_text(result.get("top1"))
-    if not (folder / PLAN).is_file():  # an unfinished run of a study whose finished runs alone were copied
+    if not (folder / PLAN).is_file():  # the user copied only the finished runs of a study to this machine
         return "waiting", ""
     plan, session = RunPlan.read(folder), last_session(folder)
     rows = history(folder, plan)
@@ -246,12 +261,15 @@ def state(folder: Path) -> tuple[str, str]:
 
 
 def last_session(folder: Path) -> dict:
-    """Return the last session, {} before the first. An interrupted session has no `error`."""
+    """Return the entry of the last process that trained the run, {} if there was none.
+
+    The entry has an `error` only if the run failed, not if the user interrupted it.
+    """
     return (read_json(folder / SESSIONS) or [{}])[-1]
 
 
 def with_last_words(folder: Path, reason: str) -> str:
-    """Return why a run failed, with the last line in its log that was not written by the lab."""
+    """Return the reason why a run failed, followed by the last line in its log that the lab did not write."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     words = next((line.strip()[:300] for line in reversed(lines)
@@ -260,7 +278,7 @@ def with_last_words(folder: Path, reason: str) -> str:
 
 
 def top1_text(value: Optional[float]) -> str:
-    """Return accuracy as text.
+    """Return a top-1 accuracy in percent as text.
 
     >>> top1_text(93.456)
     'top-1 93.46 %'

@@ -1,6 +1,7 @@
-"""Find the split folders of an image data set, and reject layouts that give wrong results.
+"""Find the folders of the training and validation images, and reject layouts that give wrong results.
 
-timm takes an image's class from the innermost folder. If a split has no folder, timm reads the whole data set.
+timm's reader takes the class of an image from the innermost folder in its path. If a split (training or validation) has
+no folder, timm reads the images of the whole data set for it.
 """
 import filecmp
 import hashlib
@@ -20,14 +21,14 @@ from .._compat import search_split
 from ..runs.folders import class_names
 from . import LabError, one_line
 
-_TORCHVISION = ("torch/image_folder", "torch/folder")  # the two names that timm has for torchvision's ImageFolder
-READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of data sets that need no folder
+_TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names of torchvision's ImageFolder
+READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that need no --data-dir
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
-_COMPARED = 100  # approximate number of file pairs that are compared to detect a copied folder
+_COMPARED = 100  # to detect a copied folder, about this many pairs of files are compared
 
 
 def is_torchvision_folder(options: Namespace) -> bool:
-    """Return whether torchvision reads the image folder."""
+    """Return whether the data set is an image folder that torchvision reads, instead of timm's own reader."""
     return options.dataset.lower() in _TORCHVISION
 
 
@@ -43,13 +44,18 @@ def is_here(options: Namespace) -> bool:
 
 
 def find_splits(options: Namespace, hold_out: int = 0) -> str:
-    """Return the name of the validation split.
+    """Check that both splits have a folder, and return the name of the validation split.
 
-    This is `val_split`. If `val_split` is the default, `validation`, and has no folder, it is `test`.
+    The name is the option `val_split`. If this option has its default `validation` and there is no such folder, the
+    name is `test`.
+
+    Args:
+        options: timm's options.
+        hold_out: Number of training images to validate on. If it is not 0, no validation folder is needed. If the
+            training images have no folder either, all images of `data_dir` are training images.
 
     Raises:
-        LabError: A split has no folder. With `hold_out`, a folder without splits is allowed: the training split
-            then has all images, from which the validation images are held out.
+        LabError: A split has no folder.
     """
     root = options.data_dir
     if not os.path.exists(root):
@@ -72,9 +78,9 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 
 
 def check_files(options: Namespace, split: str) -> None:
-    """Raise a LabError if a split's folder has hidden images, or images that timm's reader skips.
+    """Raise a LabError if a split's folder has hidden images, or images whose format timm's reader skips.
 
-    Folders whose name is not in a class map are not read.
+    If there is a class map, only folders with the name of one of its classes are checked, because timm reads no others.
     """
     if options.class_map and is_torchvision_folder(options):
         raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
@@ -110,7 +116,11 @@ def _suffix(path: str) -> str:
 
 
 def _class_map(path: Any, root: str) -> dict[str, int]:
-    """Return the classes of a class map; a blank or repeated line in a text file is a LabError."""
+    """Return the class map in a file: index by name. {} without a file.
+
+    Raises:
+        LabError: The file cannot be read, or it is a text file with a blank or repeated line.
+    """
     if not path:
         return {}
     try:
@@ -121,18 +131,18 @@ def _class_map(path: Any, root: str) -> dict[str, int]:
         file = path if os.path.exists(path) else os.path.join(root, path)  # timm looks in these two places
         with open(file, encoding="utf-8") as lines:
             for index, name in enumerate(line.strip() for line in lines):
-                if not name or classes[name] != index:  # timm gives a repeated name the index of its last line
+                if not name or classes[name] != index:  # if a name is in two lines, timm uses the last
                     fault = f"and line {classes[name] + 1} have the same class '{name}'" if name else "is blank"
                     raise LabError(f"line {index + 1} of class_map {file} {fault}: each class needs one line")
     return classes
 
 
 def check_classes(options: Namespace, split: str, dataset: Any, train: Any = None) -> None:
-    """Raise a LabError if a split's labels do not match its classes.
+    """Raise a LabError if the images of a split would get wrong labels, or if all have the same class.
 
     Args:
         options: timm's options.
-        split: Name of the split in the message.
+        split: Name of the split, for the message.
         dataset: The opened split.
         train: The opened training split, which must have the same classes.
     """
@@ -159,7 +169,13 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
 
 
 def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
-    """Return why two folders of images cannot both be class folders. Paths are relative to the split's folder."""
+    """Return why the folders that contain images cannot all be class folders, None if they can.
+
+    No folder with images may be inside another such folder, and no two may have the same name.
+
+    Args:
+        folders: Paths relative to the folder of the split.
+    """
     first: dict[str, str] = {}
     for folder in folders:
         above = folder
@@ -183,7 +199,7 @@ def _labels(dataset: Any) -> Optional[np.ndarray]:
 
 
 def _advice(options: Namespace) -> str:
-    """Return the expected layout, and for the original Tiny ImageNet the commands that create it."""
+    """Return the expected layout as text. For Tiny ImageNet as downloaded, add the commands that create this layout."""
     root = options.data_dir
     if not os.path.isfile(os.path.join(root, "val", "val_annotations.txt")):
         return LAYOUT
@@ -194,8 +210,8 @@ def _advice(options: Namespace) -> str:
 
 
 def refuse_shared_images(train: Any, validation: Any) -> None:
-    """Raise a LabError if two opened splits share images, through links, nested folders or copies."""
-    for key in ("train", "split"):  # attributes of torchvision's data sets and of timm's readers
+    """Raise a LabError if a training image is also a validation image, by a link, a nested folder or a copy."""
+    for key in ("train", "split"):  # attributes in which torchvision's data sets and timm's readers have their split
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:
             raise LabError(f"training and validation images would both come from {key}={mine!r}: change --option "
@@ -219,41 +235,41 @@ def refuse_shared_images(train: Any, validation: Any) -> None:
 
 
 def fingerprint(*datasets: Any) -> Optional[str]:
-    """Return a digest of the names and sizes of the image files, None for a data set without files."""
+    """Return a digest of the names and sizes of all image files, None if the data sets have no files."""
     files = [(name, os.path.getsize(path)) for part in datasets
              for name, path in zip(_names(part), _paths(part), strict=True)]
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:16] if files else None
 
 
 def _paths(dataset: Any) -> list[str]:
-    """Return the image files; [] if the data set has no files."""
+    """Return the paths of the image files of a split, [] if the data set has no files."""
     samples = getattr(getattr(dataset, "reader", dataset), "samples", ())
     return [sample[0] for sample in samples if isinstance(sample[0], str)]
 
 
 def _names(dataset: Any) -> list[str]:
-    """Return the image paths relative to the folder of their split."""
+    """Return the paths of the image files, relative to the folder of their split."""
     root = str(getattr(getattr(dataset, "reader", dataset), "root", ""))
     return [path.removeprefix(root).lstrip(os.sep) for path in _paths(dataset)]
 
 
 def _identity(path: str) -> Any:
-    """Return a key that is equal for all links to a file."""
+    """Return a value that identifies a file: it is equal for all links to the file."""
     try:
         status = os.stat(path)
     except OSError as error:
         raise LabError(f"image {path} cannot be read ({error.strerror}): remove or replace it") from None
     if not status.st_size:
         raise LabError(f"image {path} is empty: remove or replace it")
-    # some file systems have no inode numbers
+    # on a file system without inode numbers, st_ino is 0
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 
 
 def _copies(train: Any, validation: Any) -> tuple[list[str], int]:
-    """Compare validation images, or a sample of them, with the training images of the same names.
+    """Compare a sample of the validation images with the training images of the same names, byte for byte.
 
     Returns:
-        The validation images that equal a training image byte for byte, and the number of images compared.
+        The paths of the compared validation images that equal their training image, and the number of compared images.
     """
     train_files, files = (dict(zip(_names(part), _paths(part), strict=True)) for part in (train, validation))
     both = [name for name in files if name in train_files]

@@ -1,5 +1,6 @@
 """Parameters, FLOPs and throughput of models; nothing is trained (`timm-ortho cost`).
 
-`measure` counts and times, `tables` puts the results beside the paper's, `report` writes the files. `overhead.yaml`,
-`parameters.yaml` and `gamma.yaml` list the models of each scale.
+`measure` counts FLOPs and parameters and times the models. `tables` puts the results beside the paper's numbers, and
+`report` writes the files. For each of the three tables, `overhead.yaml`, `parameters.yaml` and `gamma.yaml` list the
+models of each scale (`smoke`, `small` and `paper`).
 """

@@ -1,13 +1,14 @@
-"""Measure the costs of orthogonal connections, and the width of networks relative to their depth (Tables 1 and 11).
+"""Measure what the paper's Tables 1 and 11 list: the costs of orthogonal connections, and width relative to depth.
 
-FLOPs are counted during a forward pass of one image, as the paper counts them. A multiplication with its addition in a
-matrix product or convolution counts 2. An elementwise operation counts 1 per element of its result, 2 if it multiplies
-and adds. A sum counts 1 per summed element. Copies and conversions count 0. In branches only matrix products and
-convolutions count, as in Table 1a; in connections everything counts, and an unknown operation is an error.
+FLOPs are counted during a forward pass of one image, as the paper counts them. Matrix products and convolutions count 2
+per multiplication and addition. An elementwise operation counts 1 per element of its result, or 2 if it multiplies and
+adds. A sum counts 1 per summed element. Copies and conversions count 0. In branches, only matrix products and
+convolutions count, as in Table 1a. In connections, all operations count, and an unknown operation is an error.
 
-For s tokens of d channels, the paper's form of the update takes 7sd + 2s FLOPs, which is 6sd + 2s more than the sd of
-the plain addition. x.x and x.f take 2sd each, and adding eps and dividing take s each. With c = x.f / (x.x + eps),
-c x, f - c x and x + f_orth take sd each. This package computes f + (1 - c) x, and its update takes 6sd + 3s.
+The update of s tokens x with d channels, by a branch output f, takes 7sd + 2s FLOPs as the paper writes it. The plain
+addition x + f takes sd, so the update adds 6sd + 2s. The sums x.x and x.f take 2sd each, and adding eps and dividing
+take s each. With c = x.f / (x.x + eps), the three steps c x, f - c x and x + (f - c x) take sd each. This package
+computes f + (1 - c) x instead, in 6sd + 3s FLOPs.
 """
 from contextlib import ExitStack
 from statistics import fmean
@@ -40,7 +41,7 @@ _FREE = {aten._to_copy, aten.detach, aten.alias, aten.empty_like, aten.select, a
 
 
 class PaperConnection(Connection):
-    """The orthogonal update in the steps of the paper's Algorithm 1, which Table 1a counts."""
+    """The orthogonal update, computed in the steps of the paper's Algorithm 1. Table 1a counts these steps."""
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         return x + decompose(x, f, self.dim, self.eps)[1]
@@ -52,19 +53,20 @@ class SiteFlops(NamedTuple):
     layer: int
     kind: str
     name: str
-    tokens: int  # number of tokens or pixels, s
-    width: int  # channels, d
-    branch: int  # matrix products and convolutions since the start of the block, or since its previous site
-    update: int  # FLOPs of the connection, with its addition
+    tokens: int  # s, the number of tokens or pixels
+    width: int  # d, the number of channels
+    branch: int  # FLOPs of matrix products and convolutions since the start of the block or since its previous site
+    update: int  # FLOPs of the connection, including the addition to the stream
 
 
 def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> list[Row]:
-    """Return the rows of a table of costs.
+    """Return the rows of one of the three tables of costs, each a dict from column to value.
 
     Args:
         name: `overhead`, `parameters` or `gamma`.
-        arguments: Arguments of the functions below. `models` are names without suffix.
-        device: The device of `overhead`.
+        arguments: Arguments of the function that measures the table. `models` lists architectures without the suffix
+            `_ortho`.
+        device: The device of `overhead`. The two counted tables need none.
     """
     if name == "gamma":
         return gamma_table(**arguments)
@@ -75,7 +77,7 @@ def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> 
 
 
 class _Counter(TorchDispatchMode):
-    """Count matrix products and convolutions, and inside connections all operations, while a model runs."""
+    """Count a running model's FLOPs: of matrix products and convolutions, and inside connections of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class _Counter(TorchDispatchMode):
         return result
 
     def watch(self, model: nn.Module, site: Site, counts: list[SiteFlops]) -> Iterator[Any]:
-        """Register hooks that append the counts of a site, and yield their handles."""
+        """Register hooks that append the FLOPs of a site to `counts`, and yield the handles of these hooks."""
         def begin_block(*_: Any) -> None:
             self.products = 0
 
@@ -122,7 +124,7 @@ def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
 def site_flops(model: nn.Module) -> list[SiteFlops]:
     """Count the FLOPs of each site's branch and connection during a forward pass of one image.
 
-    A model on the meta device has the same counts, and computes nothing.
+    A model on the meta device has the same counts, and computes no numbers.
     """
     counts: list[SiteFlops] = []
     channels, *size = model.pretrained_cfg["input_size"]
@@ -138,13 +140,14 @@ def site_flops(model: nn.Module) -> list[SiteFlops]:
 
 
 def flop_table(model: str, **arguments: Any) -> list[Row]:
-    """Return the paper's Table 1a for one architecture, for its first block of each shape.
+    """Return the paper's Table 1a for one architecture, with the first site of each kind of branch and shape.
 
     Returns:
-        Rows for each connection (``linear``; ``paper``, the paper's Algorithm 1; ``feature``, this package's) with the
-        FLOPs ``branch``, ``update`` and ``extra``, the difference to the linear update.
+        A row for each site with each connection: ``linear``, ``paper`` (the paper's Algorithm 1) and ``feature`` (as
+        this package computes it). ``branch`` and ``update`` are FLOPs. ``extra`` is ``update`` minus the ``update`` of
+        ``linear``.
 
-    >>> [row["extra"] for row in flop_table("vit_small")[:2]]  # 6sd + 2s more than an addition
+    >>> [row["extra"] for row in flop_table("vit_small")[:2]]  # linear: 0; the paper's algorithm: 6sd + 2s
     [0, 454282]
     """
     counts = {connection: site_flops(_on_meta(model, connection, **arguments))
@@ -163,8 +166,8 @@ def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
     """Count parameters and FLOPs of whole models with each connection.
 
     Returns:
-        Rows with ``branches`` and ``updates``, the FLOPs of all sites for one image. Columns that begin with
-        ``extra_`` are differences to the linear model.
+        A row for each model with each connection. ``branches`` and ``updates`` are the FLOPs of all sites for one
+        image. Columns that begin with ``extra_`` are differences from the same model with linear connections.
     """
     table = []
     for name in models:
@@ -186,7 +189,7 @@ def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
 
 
 def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
-    """Create a model on the meta device. The connection ``paper`` is :class:`PaperConnection`."""
+    """Create a model with a connection on the meta device. ``paper`` is :class:`PaperConnection`."""
     with on_meta():
         model = timm.create_model(f"{name}_ortho", **arguments)
         connect(model, "feature" if connection == "paper" else connection)
@@ -197,10 +200,10 @@ def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
 
 
 def gamma_table(models: Sequence[str]) -> list[Row]:
-    """Return the paper's Table 11: gamma is the mean width of the stream divided by the number of blocks (Appendix E).
+    """Return the paper's Table 11, a row with gamma for each model (Appendix E).
 
-    For a transformer gamma is width / blocks, for a ResNet sum_k(B_k C_k) / (sum_k B_k)^2, where stage k has B_k blocks
-    of C_k channels.
+    gamma is the mean width of the stream over the blocks, divided by the number of blocks. For a transformer this is
+    width / blocks. For a ResNet it is sum_k(B_k C_k) / (sum_k B_k)^2, where stage k has B_k blocks of C_k channels.
 
     >>> gamma_table(["vit_small"])
     [{'model': 'vit_small', 'width': 384.0, 'blocks': 6, 'gamma': 64.0}]
@@ -216,16 +219,16 @@ def gamma_table(models: Sequence[str]) -> list[Row]:
 def overhead(models: Sequence[str], **options: Any) -> list[Row]:
     """Measure the paper's Table 1b: training images per second with linear connections and with Orthogonal-F.
 
-    Both models are timed in turns: forward, cross entropy and backward.
+    The two models of an architecture are timed in turns. The time covers forward pass, cross entropy and backward pass.
 
     Args:
-        models: Architectures without suffix.
+        models: Architectures without the suffix `_ortho`.
         options: Options of `timm-ortho bench`.
 
     Returns:
-        Rows with the medians ``linear`` and ``feature`` in images per second; ``overhead`` in percent of the linear
-        throughput, as the median over the repetitions, with the quantiles ``overhead_p20`` and ``overhead_p80``; and a
-        ``note`` if something could not be measured.
+        A row for each timed setting of a model. ``linear`` and ``feature`` are median images per second. ``overhead``
+        is the lost share of the linear throughput in percent, as the median over the repetitions; ``overhead_p20`` and
+        ``overhead_p80`` are its quantiles. ``note`` has the reason if something could not be measured.
     """
     requested = {"compile": False, **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
     try:
@@ -243,7 +246,7 @@ def _overhead_row(group: bench.Group, results: Sequence[bench_report.Result]) ->
     linear, feature = bench_report.rows(group.labels, group.images, results)
     labels = {name: linear[name] for name in ("model", "shape", "layout", "dtype", "mode")}
     note = linear["note"] or feature["note"]
-    # the lost share of the throughput is 1 - 1 / ratio of the times
+    # ratio = time of feature / time of linear, so the lost share of the throughput is 1 - 1 / ratio
     lost = {q: None if note else 100 * (1 - 1 / feature[f"ratio_{q}"]) for q in bench_report.QUANTILES}
     return {
         **labels, "linear": linear["images_per_s"], "feature": feature["images_per_s"], "overhead": lost["p50"],

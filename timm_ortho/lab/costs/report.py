@@ -1,11 +1,12 @@
 """Measure one of the paper's tables of costs, and write it as a report.
 
-The output folder has `report.html`, `report.md` and `results.json` with the measured rows under `runs`:
+The output folder has `report.html`, `report.md` and `results.json`. The measured rows are in `results.json` under the
+key `runs`. These functions measure the rows of each table:
 
-| table | functions that return the rows |
+| table | functions |
 | --- | --- |
 | `overhead` (Table 1b) | `measure.overhead` |
-| `parameters` (Table 1a) | `measure.flop_table` for each transformer, with an additional column `module`; then
+| `parameters` (Table 1a) | `measure.flop_table` for each transformer, whose rows alone have a column `module`; then
   `measure.parameter_table` |
 | `gamma` (Table 11) | `measure.gamma_table` |
 """
@@ -26,13 +27,13 @@ from .tables import content
 def cost(
         name: str, scale: str = "small", device: Optional[str] = None, threads: Optional[int] = None,
         output: Optional[Path] = None, command: str = "") -> str:
-    """Measure a table of costs, write its report, and return it as text.
+    """Measure a table of costs, write its report, and return the table as text.
 
     Args:
         name: `overhead`, `parameters` or `gamma`.
         scale: `smoke`, `small` or `paper`.
-        device: The device of `overhead`; by default CUDA if this machine has it.
-        threads: CPU threads; PyTorch's choice by default.
+        device: The device of `overhead`. The default is CUDA if this machine has a GPU.
+        threads: Number of CPU threads. The default is PyTorch's.
         output: Folder of the report, by default `output/cost/NAME-SCALE`.
         command: The command line that the report shows.
     """
@@ -50,7 +51,7 @@ def cost(
 
 
 def load(name: str, scale: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the description of a table of costs, and the arguments of its measurement.
+    """Return the description of a table of costs for its report, and the arguments that measure it.
 
     >>> study, arguments = load("gamma", "smoke")
     >>> study["paper"], arguments["models"]
@@ -78,7 +79,7 @@ def write(study: Mapping[str, Any], rows: Sequence[measure.Row], folder: Path) -
     """Write `report.html`, `report.md` and `results.json`, and return the table as text.
 
     Args:
-        study: The description of the table, as from `load` or from a `results.json`.
+        study: The description of the table, from `load` or from the key `study` of a `results.json`.
         rows: The measured rows.
         folder: Output folder.
     """
@@ -98,7 +99,7 @@ def _about(study: Mapping[str, Any]) -> str:
 
 
 def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]:
-    """Return the blocks of a report."""
+    """Return the texts and tables of a report in order, without its title."""
     shown = content(study["name"], rows)
     properties = {"device": ", ".join(dict.fromkeys(row["device"] for row in rows if row.get("device"))),
                   **report.made_with(study, rows)}
