@@ -1,7 +1,7 @@
 """Open data sets and create loaders with timm's factories. scikit-learn's `digits` is also supported.
 
-`DataStream` keeps the random numbers of the loaders (order, augmentation, mixup) separate from those of the model. Runs
-with the same seed therefore see the same batches, even if their connections draw random numbers.
+`DataStream` separates the random numbers of the loaders (order, augmentation, mixup) from the model's random numbers.
+Runs with the same seed therefore see the same batches, even if their connections draw random numbers.
 """
 import math
 import random

@@ -9,7 +9,7 @@ A run trains one model with one connection, setting and seed. Its folder has the
 | `probe.jsonl` | the lab's loop | norms and cosine at each residual addition, before training and after each epoch, for
   one validation batch |
 | `records.jsonl` | both trainers | the rows of :func:`timm_ortho.record` |
-| `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics, and the last checkpoint, as in timm's `train.py` |
+| `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics and the last checkpoint, as in `train.py` |
 | `sessions.json` | `running.run` | machine, versions, command, begin, end, error of each process that trained the run |
 | `result.json` | `running.run` | the run's metrics, written when the run is finished |
 | `log.txt` | the launcher | the output of the run's process |
