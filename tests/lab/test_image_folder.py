@@ -25,7 +25,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
 
 def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
-    """Write class folders with random images, different in each split."""
+    """Write splits with class folders of random images. No image is in two splits. Return the folder of the splits."""
     rng = np.random.default_rng(list("/".join(splits).encode()))
     for split in splits:
         for label in classes:
@@ -43,7 +43,7 @@ def samples(split):
 
 
 def options_of(root, **options):
-    """Return the options of a planned run on an image folder, without writing it."""
+    """Return the options of a planned run on an image folder, without writing the run's folder."""
     experiment = plan.plan(compared("unused", ["linear"], **{"dataset": "", "data_dir": str(root), **WHOLE, **options}))
     return experiment.runs["linear-seed0"].stages[0].options
 
@@ -68,12 +68,12 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
     assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
-    assert known_options()["val_split"]["default"] == "validation"  # this default split has no folder here
+    assert known_options()["val_split"]["default"] == "validation"  # a split for which this test has no folder
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 def test_missing_split_is_refused(tmp_path, dataset):
-    """If a split is missing, timm reads the whole folder instead."""
+    """If a split has no folder, timm would use all images of the data set for this split."""
     refused("has no folder for the validation images", image_folder(tmp_path / "a", "train"), dataset=dataset)
     refused("has no folder for the training images", image_folder(tmp_path / "b", "test", "other"), dataset=dataset)
     named = image_folder(tmp_path / "c", "train", "test")
@@ -81,7 +81,10 @@ def test_missing_split_is_refused(tmp_path, dataset):
 
 
 def test_flat_folder_requires_a_hold_out(tmp_path):
-    """A hold-out needs only one split. If a folder has a test split, it must also have a training split."""
+    """Held-out images come from the training split. If a folder has no splits, all its images are training images.
+
+    If it has a test split, it must also have a training split.
+    """
     def hold_out(root):
         path = written(tmp_path, grid={}, hold_out=4, representation=False)
         return plan.plan(request(path, dataset="", data_dir=str(root), **WHOLE))
@@ -121,7 +124,7 @@ def test_one_linked_image_is_refused(tmp_path, link):
 
 
 def test_copy_of_the_training_images_is_refused(tmp_path):
-    """Splits may share file names and even one image. Only a copied split is refused. A copied split is refused."""
+    """Splits may share file names and even one image. A copied split is refused."""
     root = image_folder(tmp_path, "train", "val")
     shutil.copy(root / "train" / "dog" / "3.png", root / "val" / "dog" / "3.png")
     options_of(root)
@@ -131,7 +134,7 @@ def test_copy_of_the_training_images_is_refused(tmp_path):
 
 
 def test_half_a_copy_is_refused(tmp_path):
-    """Copies are detected even if the validation split also has images with different names."""
+    """Copies in the validation split are detected even if other validation images have no copy."""
     root = image_folder(image_folder(tmp_path, "train", count=4), "val", count=20)
     shutil.copytree(root / "train" / "cat", root / "val" / "cat", dirs_exist_ok=True)
     refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
@@ -206,7 +209,7 @@ def test_description_of_a_studys_data(tmp_path):
 
 
 def test_description_of_train_pys_data(tmp_path):
-    """train.py ignores train_num_samples. A plan that is made on a machine without the data has no description."""
+    """train.py ignores train_num_samples. A plan made on a machine without the data has no description of the data."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(for_train_py(tmp_path, root, train_num_samples=4))
     assert (experiment.study["data"]["train"], experiment.study["data"]["validation_split"]) == (12, "test")
@@ -220,7 +223,7 @@ def for_train_py(tmp_path, root, **options):
 
 
 def test_train_py_validates_on_the_test_split(tmp_path):
-    """The split does not depend on whether num_classes is set."""
+    """The choice of the validation split does not depend on whether num_classes is set."""
     root = image_folder(tmp_path / "data", "train", "test")
     for options in ({}, {"num_classes": None}):
         experiment = plan.plan(for_train_py(tmp_path, root, **options))
@@ -233,7 +236,7 @@ def test_shared_images_are_refused_for_train_py(tmp_path):
 
 
 def test_shared_images_are_refused_when_train_py_starts(tmp_path):
-    """The machine on which a plan is made need not have the data."""
+    """A plan may be made on a machine without the data, so the splits are checked again when train.py starts."""
     experiment = planned(for_train_py(tmp_path, tmp_path / "data"))
     folder = experiment.folder / next(iter(experiment.runs))
     stage = RunPlan.read(folder).stages[0]
@@ -245,7 +248,7 @@ def test_shared_images_are_refused_when_train_py_starts(tmp_path):
 
 # -------------------------------------------------------------------------------------------- the data set
 def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
-    """The option also works in a study whose default data set is digits."""
+    """--data-dir selects an image folder even in a study whose default data set is digits."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
     assert (experiment.study["dataset"], experiment.study["data"]["classes"]) == ("data", 2)
@@ -296,7 +299,7 @@ def test_the_commands_in_the_error_sort_tiny_imagenet(tmp_path, dataset):
 
 @pytest.mark.parametrize("scale", ["lab", "train.py"])
 def test_one_class_is_refused(tmp_path, scale):
-    """A folder with one class is refused even if num_classes is set, as in the paper's recipes."""
+    """A folder with one class is refused even if num_classes is set. The paper's recipes set num_classes."""
     def refused_by(root, message):
         with pytest.raises(LabError, match=message):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
@@ -332,14 +335,14 @@ def test_class_map_must_have_one_class_on_each_line(tmp_path, text, message):
 
 
 def test_class_map_is_refused_with_torchvision(tmp_path):
-    """timm does not pass class_map to torchvision."""
+    """timm does not pass class_map to torchvision's data sets."""
     (tmp_path / "classes.txt").write_text("dog\ncat\n")
     refused("class_map has no effect on data set torch/image_folder", image_folder(tmp_path, "train", "val"),
             dataset="torch/image_folder", class_map=str(tmp_path / "classes.txt"))
 
 
 def test_splits_of_different_classes_are_refused(tmp_path):
-    """timm numbers the classes of each split separately. The same label would denote different classes."""
+    """timm numbers the classes of each split separately. A label would denote different classes in the two splits."""
     root = image_folder(image_folder(tmp_path, "train", classes="abcd"), "val", classes="bcd")
     refused(r"has other classes than split 'train', .*: 1 only in 'train' \(a\)", root)
     (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
@@ -363,7 +366,7 @@ def test_image_between_class_folders_is_refused(tmp_path, path, message):
 
 
 def test_wrong_number_of_classes_is_refused(tmp_path):
-    """The paper's recipes set the number of classes of the paper's data sets."""
+    """The paper's recipes set num_classes for the paper's data sets. An image folder may have fewer classes."""
     root = image_folder(tmp_path / "data", "train", "val")
     refused("num_classes is 200, but data set '.*' has 2 classes: use --option num_classes=2", root, num_classes=200)
     with pytest.raises(LabError, match="num_classes is 200, but"):
@@ -371,7 +374,7 @@ def test_wrong_number_of_classes_is_refused(tmp_path):
 
 
 def test_classes_in_groups_are_allowed(tmp_path):
-    """timm ignores the folders above the innermost one."""
+    """The innermost folder of an image is its class. Folders may group class folders, as `pets` and `birds` here."""
     root = image_folder(image_folder(tmp_path, "train/pets", "val"), "train/birds", classes=("owl",))
     image_folder(root, "val", classes=("owl",))
     assert options_of(root)["num_classes"] == 3
@@ -390,7 +393,7 @@ def broken(tmp_path):
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, dataset):
-    """timm's ImageDataset returns the next image instead, which would then count twice."""
+    """timm's ImageDataset would replace a corrupt image by the next image, which would then count twice."""
     root, path = broken
     folder = one_run(tmp_path / "out", dataset=dataset, data_dir=str(root), workers=workers, **WHOLE)
     with pytest.raises(LabError, match=rf"^image {path} cannot be used \(.*\): remove or replace it$"):
@@ -400,7 +403,7 @@ def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, data
 
 
 def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
-    """timm 1.0.31 reads TIMM_DATASET_MAX_RETRIES. By default, it trains on the next image instead."""
+    """The lab sets TIMM_DATASET_MAX_RETRIES to 1, since timm 1.0.31 otherwise replaces a corrupt image by the next."""
     seen = tmp_path / "seen"
     script = tmp_path / "script.py"
     script.write_text(STAND_IN.read_text().replace(
@@ -414,7 +417,7 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
 
 
 def test_other_images_under_the_same_output_are_refused(tmp_path):
-    """The report would mix results on old and new images."""
+    """If the same folder had runs on old and new images, its report would mix their results."""
     root = image_folder(tmp_path / "data", "train", "val")
 
     def plan_again():
@@ -472,7 +475,7 @@ def saved_as(path, suffix):
 
 
 def test_images_that_timms_reader_skips_are_refused(tmp_path):
-    """A class that has only such images would be missing. Files in formats that are not for photographs are allowed."""
+    """A class with only skipped images would be missing. Files that are no images, such as text, are allowed."""
     root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
     for name in ("a.txt", "b.csv", "c.json", "d.pdf", "e.mpg", "f.h5", "Thumbs.db", ".DS_Store"):
         (root / "train" / "cat" / name).write_text("")
@@ -517,7 +520,7 @@ def test_channels_are_one_or_three(tmp_path, key, value):
 
 @pytest.mark.parametrize(("changes", "mode"), [({}, "RGB"), ({"in_chans": 1}, "L")])
 def test_grey_and_colour_images_mix(tmp_path, changes, mode):
-    """All images are converted to the model's number of channels. The first image's mode does not matter."""
+    """All images are converted to the number of channels that the run uses. The first image's mode does not matter."""
     root = image_folder(tmp_path, "train", "val")
     for label in ("cat", "dog"):
         path = root / "train" / label / "0.png"
@@ -530,7 +533,7 @@ def test_grey_and_colour_images_mix(tmp_path, changes, mode):
 
 # ------------------------------------------------------------------------------------------------- the cache
 def epochs_of(options, count=2, after_first=None):
-    """Return the data set and the training batches of epochs with different random numbers."""
+    """Return the data set, and the training batches of each epoch. The epochs use different random numbers."""
     source, stream, batches = data.open_source(options), data.DataStream(torch.device("cpu")), []
     config = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear",
               "crop_pct": 1.0}
@@ -544,7 +547,7 @@ def epochs_of(options, count=2, after_first=None):
 
 
 def test_small_images_are_read_once(tmp_path, monkeypatch):
-    """The second epoch reads no files. Batches equal those of a loader without a cache."""
+    """The second epoch reads no files. The batches are those of a loader without a cache."""
     root = image_folder(tmp_path, "train", "val")
     options = Namespace(**options_of(root, aa="rand-m9-n4", color_jitter=0.4, reprob=0.5, workers=0))
     monkeypatch.setattr(data, "_CACHE_BYTES", 0)

@@ -37,13 +37,13 @@ from timm_ortho.lab.reporting import collect
 from timm_ortho.lab.running import features, launch, run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="requires Linux: /proc does not exist")
 
 
 # --------------------------------------------------------------------------------------- from plan to report
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Train a study in this process. Return its file and its output folder."""
+    """Train the runs of a study in this process. Return the study's file and its output folder."""
     folder = tmp_path_factory.mktemp("study")
     path = written(folder)
     return path, trained(request(path, folder / "out"))
@@ -132,7 +132,7 @@ def test_shipped_study_from_run_to_report(tmp_path, monkeypatch):
 
 # -------------------------------------------------------------------------------------------------- status
 def test_status(tmp_path, monkeypatch, capsys):
-    """The status of a run comes from its files. The five runs have different states."""
+    """`study status` reads the state of each run from the run's files. The five runs have different states."""
     values = yaml.safe_load(STUDY)
     path = written(tmp_path, grid={"lr": [1e-3, 1e-2, 1e-1, 1.0, 2.0]}, connections=["linear"], representation=False,
                    scales=values["scales"])
@@ -212,7 +212,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
-    """Progress is a bar on a terminal and lines elsewhere. One run is continued, and one run has a loss of nan."""
+    """Progress is a bar on a terminal, and lines of text elsewhere. One run is continued, one has a loss of nan."""
     experiment = planned(compared(tmp_path / "out", epochs=4))
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
@@ -228,10 +228,10 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
     lines.update(experiment.runs)
     assert capsys.readouterr().err == ""  # there is no new epoch
     epoch("linear-seed0", 1, 1.23456, 67.891)
-    lines.update(experiment.runs)  # after 5 seconds and one of the seven remaining epochs
+    lines.update(experiment.runs)  # after 5 seconds, in which one of the seven remaining epochs was finished
     lines.update(experiment.runs)
     epoch("feature-seed0", 0, "nan", 10.0)
-    lines.update(experiment.runs)  # less than 20 seconds after the last line
+    lines.update(experiment.runs)  # prints nothing: less than 20 seconds after the last line
     epoch("feature-seed0", 1, "nan", 10.0)
     for _ in range(3):
         next(clock)
@@ -268,7 +268,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
             started.append(self.folder.name)
             times = started.count(self.folder.name)
             if self.folder.name.startswith(("linear", "feature")) and times == 1:
-                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # records no error, as if killed
+                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # like a kill, records no error
                 self.exitcode = -signal.SIGKILL
             elif self.folder.name.startswith("feature"):
                 self.exitcode = -signal.SIGKILL
@@ -296,7 +296,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
 
 
 def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
-    """One process fails at an unreadable checkpoint, one with an unexpected error. Neither process is started again."""
+    """One process cannot read its checkpoint, and one has an unexpected error. Neither process is started again."""
     requested = compared(tmp_path / "out", ["linear", "feature", "global"])
     experiment = planned(requested)
     for name in ("linear", "feature"):
@@ -355,7 +355,7 @@ def wait_for(condition, seconds=120):
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_command(sent, tmp_path):
-    """After Ctrl-C or SIGTERM, the command reports the finished runs. SIGKILL of the command also ends its runs."""
+    """After Ctrl-C or SIGTERM, the command writes a report. After each signal, the processes of its runs end too."""
     output, path = tmp_path / "out", written(tmp_path)
     one = planned(request(path, output, epochs=100_000))  # the runs take longer than this test
     (output / next(iter(one.runs)) / RESULT).write_text("{}")  # the first run counts as finished
@@ -366,7 +366,7 @@ def test_no_process_outlives_the_command(sent, tmp_path):
         if sent != signal.SIGKILL:
             (output / next(iter(one.runs)) / RESULT).unlink()
         if sent == signal.SIGINT:
-            os.killpg(process.pid, sent)  # a terminal also sends SIGINT to the whole group
+            os.killpg(process.pid, sent)  # for Ctrl-C, a terminal sends SIGINT to the whole process group
         else:
             process.send_signal(sent)
         _, errors = process.communicate(timeout=60)
@@ -385,7 +385,7 @@ def test_ctrl_c_and_sigterm_report_finished_runs(tmp_path, monkeypatch, capsys, 
     requested = compared(tmp_path / "out")
     run.run(planned(requested).folder / "linear-seed0")
     before = signal.getsignal(signal.SIGTERM)
-    # If pytest runs in a shell's background, SIGINT is ignored.
+    # If a shell started pytest in the background, this process ignores SIGINT.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(launch, "local", lambda *_: signal.raise_signal(sent))
     try:
@@ -404,7 +404,7 @@ def test_ctrl_c_and_sigterm_report_finished_runs(tmp_path, monkeypatch, capsys, 
 @linux
 @pytest.mark.slow
 def test_killed_runs_have_the_results_of_undisturbed_runs(tmp_path):
-    """Kill both training processes with SIGKILL while two runs wait."""
+    """Both training processes are killed with SIGKILL while two runs of the study are waiting."""
     path, output = written(tmp_path, representation=False), tmp_path / "out"
     with started(path, output, epochs=25) as process:
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
@@ -421,7 +421,7 @@ def test_killed_runs_have_the_results_of_undisturbed_runs(tmp_path):
 
 
 def test_sigterm_ends_a_run_without_an_error(tmp_path, monkeypatch):
-    """Slurm sends SIGTERM at a time limit."""
+    """Slurm sends SIGTERM when a job reaches its time limit."""
     folder = one_run(tmp_path / "out")
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(run, "_train", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(10))
@@ -457,7 +457,7 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
     stage = Stage(".", {"device": "cuda"})
     runs = {"one": RunPlan("train.py" if gpus else "lab", [stage], gpus=gpus)}
     assert launch._slots(runs, parallel) == [{"CUDA_VISIBLE_DEVICES": slot} for slot in slots]
-    with pytest.raises(LabError, match="a run needs 3 GPUs on each of 1 nodes, and this machine has 2"):
+    with pytest.raises(LabError, match="a run needs 3 GPUs per node and 1 node, but this machine has 2 GPUs"):
         launch._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
     named = {"one": RunPlan("lab", [Stage(".", {"device": "cuda:1"})])}
     assert launch._slots(named, 2) == [{}, {}]
@@ -501,7 +501,10 @@ def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("status", "waits"), [(143, True), (-15, True), (-12, True), (-9, False), (1, False), (0, False)])
 def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, status, waits):
-    """Slurm sends SIGTERM to the run and its task. If the task ended too, Slurm would count it as completed."""
+    """Slurm sends SIGTERM to all processes of a preempted job. If the task ended at once, Slurm would not requeue it.
+
+    A status of 143, -15 or -12 means that a signal of Slurm ended the run.
+    """
     job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))

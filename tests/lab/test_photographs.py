@@ -1,7 +1,7 @@
 """`timm-ortho compare` and timm's train.py on a few photographs at 224 x 224, for one epoch.
 
-The environment variable IMAGENETTE must be a folder with train/CLASS/ and val/CLASS/ of ten classes. The test of
-train.py also requires TIMM_DIR, the folder of this script.
+The environment variable IMAGENETTE must name a folder with train/CLASS/ and val/CLASS/ for ten classes. The test of
+train.py also requires the environment variable TIMM_DIR, which names the folder of train.py.
 """
 import os
 import shutil
@@ -37,7 +37,7 @@ def test_compare(tmp_path, capsys):
 
 @pytest.mark.skipif(not TIMM_DIR, reason="TIMM_DIR, the folder of timm's train.py, is not set")
 def test_train_py(tmp_path):
-    """The folder has links to a few images of each class, because train.py uses all images of a folder."""
+    """train.py uses all images of a folder, so the test makes a folder with links to a few images of each class."""
     shutil.copy(Path(TIMM_DIR, "train.py"), tmp_path)  # the copy imports the installed timm
     for split, count in (("train", 4), ("val", 2)):
         for label in sorted(path for path in Path(IMAGENETTE, split).iterdir() if path.is_dir()):

@@ -1,4 +1,4 @@
-"""planning/: planning the runs of studies and comparisons, and their folders. Nothing is trained."""
+"""planning/: plan the runs of studies and of `timm-ortho compare`, and write the runs' folders. Nothing is trained."""
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ def test_grid_is_cells_times_connections_seed_by_seed(tmp_path):
 
 
 def test_equal_runs_are_shared(tmp_path):
-    """Linear connections ignore eps, so all values of eps share a run."""
+    """Linear connections ignore eps, so all cells that differ only in eps share one run."""
     path = written(tmp_path, grid={"connection_eps": [1e-8, 1e-6, 1e-4]})
     found = plan.plan(request(path, tmp_path / "out", seeds=2))
     assert len(found.places) == 2 * 2 * 3
@@ -50,7 +50,10 @@ def test_arguments_equal_to_defaults_are_left_out():
 
 
 def test_switches(tmp_path):
-    """With `kept`, the switch is in the middle of one schedule. With `reinitialised`, a run always trains twice."""
+    """A switch replaces the connections during a run, here after half of its epochs.
+
+    If the optimizer is kept, both halves share one schedule. If it is reinitialised, each half has a whole schedule.
+    """
     def stages(optimizer, epochs):
         grid = {"switch": {first + second: {"connection": first, "switch": {"to": second, "optimizer": optimizer}}
                            for first in ("linear", "feature") for second in ("linear", "feature")}}
@@ -93,7 +96,7 @@ def test_only_some_cells(tmp_path):
 
 @pytest.mark.parametrize("study", NAMES)
 def test_every_cell_can_be_selected(study):
-    """Values may contain commas: `layers=0,1`."""
+    """`--only` can select a value that contains a comma, such as `layers=0,1`."""
     found = design.load(study, "smoke")
     variants = found.variants({"dataset": "digits", "device": "cpu"})
     for axis, values in found.grid.items():
@@ -221,7 +224,7 @@ def test_other_settings_are_refused(tmp_path):
 
 
 def test_a_run_of_other_options_is_refused(tmp_path):
-    """The folder contains a run that was planned with another learning rate."""
+    """The output folder already contains a run, `linear-seed1`, that was planned with another learning rate."""
     for name, lr in (("one", 0.5), ("other", 0.1)):
         planned(compared(tmp_path / name, ["linear"], lr=lr))
     (tmp_path / "one" / "linear-seed0").rename(tmp_path / "other" / "linear-seed1")

@@ -86,7 +86,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("given", "message"), [
     (dict(model="vit_smal"), r"no orthogonal variant of 'vit_smal'; the nearest are vit_small,"),
     (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
-    (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': there is no 'gleu'"),
+    (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': unknown name 'gleu'"),
     (dict(model_kwargs={"connection_eps": 0}), r"eps must be positive"),
     (dict(model_kwargs={"connection": "feature"}), r"use --connections"),
     (dict(connections=["linear", "featur"]),
@@ -108,7 +108,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(dataset="", data_dir="x"), r"there is no folder x: the images must be in train/CLASS/ and in val/CLASS/"),
 ])
 def test_bad_options(tmp_path, monkeypatch, given, message):
-    """Nothing is written. The corrected command can therefore use the same folder."""
+    """A refused command writes nothing, so the corrected command can use the same folder."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LabError, match=message) as caught:
         planned(compared(tmp_path / "out", **given))

@@ -47,7 +47,7 @@ def test_bad_files(tmp_path, text, message):
 
 
 def test_color_jitter_is_a_number_or_a_list():
-    """timm's parser takes one number, but its data module also takes a list, which YAML allows."""
+    """train.py's parser accepts one number. A recipe may also contain a list, which timm's transforms accept."""
     assert recipe.resolve({"color_jitter": 0.3}).color_jitter == 0.3
     assert recipe.resolve({"color_jitter": [0.4, 0.4, 0.4, "1e-1"]}).color_jitter == [0.4, 0.4, 0.4, 0.1]
     with pytest.raises(LabError, match="option 'color_jitter' is 'much', but must be a number"):
@@ -70,7 +70,7 @@ def test_bad_values(key, value, message):
 
 
 def test_every_option_of_timm_is_handled(capsys):
-    """The lab's loop uses an option, ignores it with a warning, or refuses it. train.py uses all options."""
+    """The lab's own loop uses an option, ignores it with a warning, or refuses it. Runs of train.py accept all."""
     other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
     for key, option in known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]

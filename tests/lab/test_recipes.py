@@ -1,4 +1,4 @@
-"""lab/recipes: keys, values and headers agree with the paper, and so do optimizers, schedules and crops."""
+"""lab/recipes: keys, values, headers, optimizers, schedules and augmentation of each recipe agree with the paper."""
 import csv
 import math
 import random
@@ -46,7 +46,7 @@ def values(name):
 
 
 def cell(name):
-    """Return architecture, data set and study from the name of a recipe."""
+    """Return the architecture, the data set, and `_initialisation` or None, which are the parts of a recipe's name."""
     architecture, data, study = re.fullmatch(
         r"(vit_[sb]|resnetv2_\d+)_(cifar100?|tiny_imagenet|imagenet1k)(_initialisation)?", name).groups()
     return architecture, data, study
@@ -75,7 +75,7 @@ def test_a_recipe_has_options_of_timm_that_the_lab_uses(name, capsys):
 def expected_vit(name):
     given = table(name)
     erasing, jitter = given["random_erasing"], given["color_jitter"]
-    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # similar to timm's fixed values
+    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # timm's fixed values are similar
     return {
         "model_kwargs": {"img_size": given["resolution"], "patch_size": given["patch"]},
         "opt": given["optimizer"].lower(), "opt_betas": given["betas"], "sched": given["schedule"],
@@ -113,7 +113,7 @@ def test_values_are_the_papers_or_explained(name):
     }
     assert {key: found.get(key) for key in expected} == expected
     assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
-    # A comment beside or above each key that is not in the paper gives a reason. Some keys share a comment.
+    # Each key that is not in the paper, or the key that it `follows`, has a comment beside or above it.
     rest = set(found) - set(expected) - {"device_modules"}
     follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
                "clip_mode": "clip_grad", "train_crop_mode": "scale"}
@@ -179,7 +179,10 @@ def test_headers_are_the_papers(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_train_the_papers_batch(name):
-    """The batch is images per step x accumulated steps x processes, on one GPU and on two nodes with four GPUs each."""
+    """The header has a command for one GPU and one for two nodes with four GPUs each.
+
+    In both, the product of images per step, accumulated steps and processes is the paper's batch.
+    """
     header = text(name).split("\ndevice_modules")[0].replace(" \\\n#      ", "")
     batch = values(name)["batch_size"]
     one, several = (re.search(start + r".*train\.py -c .*", header).group() for start in ("  python", "  torchrun"))
@@ -241,7 +244,7 @@ def options(name):
 
 @pytest.mark.parametrize("name", ["vit_s_cifar10", "resnetv2_50_cifar100_initialisation"])
 def test_optimizer(name):
-    """The optimizers have no Nesterov momentum. Weight decay applies to all weights."""
+    """SGD has no Nesterov momentum. Weight decay applies to all four parameters, including biases and normalisation."""
     given = options(name)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = create_optimizer_v2(model, **optimizer_kwargs(given), **given.opt_kwargs)
@@ -306,7 +309,7 @@ def test_vits_are_augmented(name):
     augment, jitter = steps["RandAugment"], steps["ColorJitter"]
     assert (augment.num_layers, augment.choice_weights) == (given["randaugment"]["operations"], None)
     assert {op.magnitude for op in augment.ops} == {round(given["randaugment"]["magnitude"] / 3)}
-    assert {op.prob for op in augment.ops} == {0.93}  # 13 of the 14 operations are not the identity
+    assert {op.prob for op in augment.ops} == {0.93}  # 13 / 14: one of torchvision's 14 operations is the identity
     assert len(augment.ops) == 15
     assert {"PosterizeIncreasing", "SolarizeIncreasing", "ColorIncreasing"} <= {op.name for op in augment.ops}
     assert jitter.brightness == jitter.contrast == jitter.saturation == pytest.approx((0.6, 1.4))
@@ -332,12 +335,12 @@ def test_crops_have_the_mean_area_of_the_papers_crops():
     assert all(height == width for height, width in sides)
     assert {height for height, _ in sides} == {28, 29, 30, 31, 32}
     assert sum(height * width for height, width in sides) / 32 ** 2 / len(sides) == pytest.approx(0.88, abs=0.005)
-    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of the image along one axis
+    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean visible share of an axis
     assert padded ** 2 == pytest.approx(0.87, abs=0.005)
 
 
 def test_commands_for_tiny_imagenets_archive(tmp_path):
-    """The two commands in the header turn the archive's folders into class folders."""
+    """The two commands in the recipe's header sort the images of the archive into class folders."""
     for label in ("n01", "n02"):
         (tmp_path / "train" / label / "images").mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / "train" / label / "images" / f"{label}_0.JPEG")

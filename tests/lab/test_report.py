@@ -1,4 +1,4 @@
-"""reporting/report.py and page.py: pages and files of reports of made-up runs."""
+"""reporting/report.py and page.py: the page, the Markdown and the other files of reports on made-up runs."""
 import math
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def written(request, tmp_path_factory):
 
 
 def test_every_shipped_study_is_tested():
-    general = ("confirm_", "cifar_", "tiny_imagenet_")  # studies of hypotheses have the general layout
+    general = ("confirm_", "cifar_", "tiny_imagenet_")  # studies without their own layout
     laid_out = {name for name in design.shipped() if not name.startswith(general)}
     assert set(GRIDS) == {*laid_out, "compare"}
     assert set(ROWS) == set(design.COST_STUDIES)
@@ -41,7 +41,7 @@ def test_page_is_well_formed_and_self_contained(written):
     images = list(root.iter("img"))
     assert bool(images) == (name not in ROWS)
     boxes = [child for box in root.iter("div") if box.get("class", "").startswith("scroll") for child in box]
-    assert all(table in boxes for table in root.iter("table"))  # the boxes scroll on narrow screens
+    assert all(table in boxes for table in root.iter("table"))  # on narrow screens, a table scrolls inside its box
     for image in images:
         assert image.get("src").startswith("data:image/svg+xml;base64,")
         assert len(image.get("alt")) > 20
@@ -76,13 +76,13 @@ def test_command_changes_and_unfinished_runs_are_named(written):
         assert ("epochs: 3 here, 300 in the paper" in told) == (name not in ("families", "compare"))
         assert ("Not finished: a-seed9." in told) == (name not in ROWS)
         assert ("Method and terms" in told) == (name not in ROWS)
-        assert "validation" not in told.partition("The paper:")[0]  # these runs are evaluated on test images
+        assert "validation" not in told.partition("The paper:")[0]  # the made-up runs are evaluated on test images
     assert ("not finished: a-seed9" in text) == (name not in ROWS)
     assert text.endswith(f"report: {folder / 'report.html'}")
 
 
 def test_the_papers_numbers_are_complete(written):
-    """The table contains each of the paper's numbers in its cell. Cells without runs have a note."""
+    """The table shows each of the paper's numbers in its row and column, and a note in each cell without runs."""
     name, folder, _ = written
     if name == "compare":
         return
@@ -111,7 +111,7 @@ def test_a_rewritten_report_has_the_same_bytes(name, tmp_path):
 
 
 def test_runs_of_train_py(tmp_path):
-    """These runs have data about their machines, but no probes, records, seconds or memory."""
+    """Runs of train.py have data about their machines, but no probes, records, times or peak memory."""
     runs = [train_py_run(connection, seed, top1=90.0 + seed)
             for seed in range(2) for connection in ("linear", "feature")]
     runs += [run_of("linear", 2), run_of("feature", 2)]
@@ -129,7 +129,7 @@ def test_runs_of_train_py(tmp_path):
 
 
 def test_the_reporting_machine_is_not_named(tmp_path):
-    """If runs have no provenance, the report does not show the versions of the machine that writes the report."""
+    """If runs have no versions, the report does not show the versions of the machine that writes the report."""
     import torch
     write(*accuracy(BOTH), [], tmp_path)
     assert "| versions |" not in texts(tmp_path)[1]

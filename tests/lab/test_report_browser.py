@@ -1,4 +1,4 @@
-"""reporting/page.html.jinja in a browser, at phone and desktop widths: nothing is cut off, and nothing is logged.
+"""A report's page in a browser, at phone and desktop widths: nothing is cut off, and the console logs nothing.
 
 The tests need Chromium (Debian: `apt-get install chromium`).
 """
@@ -17,7 +17,8 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 WIDTHS = (400, 1200)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium in PATH")
 
-# A browser's window is at least 500 pixels wide, so frames set the width. Contents of a scrolling box may be wider.
+# A browser's window is at least 500 pixels wide, so the page is opened in an iframe of each width. Only contents of a
+# box that scrolls may be wider than the iframe.
 WRAPPER = """<!DOCTYPE html>
 <body>
 {frames}
@@ -45,7 +46,7 @@ addEventListener("load", () => {{
 
 
 def opened(text, folder):
-    """Return the sizes of elements at each width, and the messages of the browser's console."""
+    """Open a page. Return measurements at each width in pixels, and the messages in the browser's console."""
     frames = "\n".join(f'<iframe width="{width}" height="800" style="border: 0" srcdoc="{html.escape(text)}"></iframe>'
                        for width in WIDTHS)
     wrapper = folder / "wrapper.html"
@@ -73,9 +74,9 @@ def test_nothing_is_cut_off(name, tmp_path):
         assert frame["cut"] == []
         assert all(frame["images"])
         assert bool(frame["images"]) == (name != "parameters")
-        assert all(share > 0.7 for share in frame["shares"])  # shares of the page's width
-        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # text of 8 points is legible
-        assert all(height < 90 for height in frame["headers"])  # pixels of three lines
+        assert all(share > 0.7 for share in frame["shares"])  # image width / page width
+        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # text of 8 points stays legible
+        assert all(height < 90 for height in frame["headers"])  # 90 pixels: three lines of text
 
 
 def test_the_checks_detect_errors(tmp_path):

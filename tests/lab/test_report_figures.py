@@ -1,4 +1,4 @@
-"""reporting/plots.py: contents of the plots. No text is cut off or overlaps."""
+"""reporting/plots.py: the contents of the plots. Texts are neither cut off nor overlap each other."""
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ COMMITTED = ["accuracy-digits-small", "switch_kept-digits-small", "learning_rate
 
 
 def drawn(study, runs):
-    """Return all plots of a report by name."""
+    """Return the drawn matplotlib figure of each plot of a report, by name."""
     return {drawing.name: drawing.draw() for drawing in drawings(study, runs)}
 
 
@@ -30,7 +30,7 @@ def extents(artists):
 
 
 def assert_fits(name, figure):
-    """Check that legends, titles and tick labels are inside the figure, and that labels of an axis do not overlap."""
+    """Check that legends, titles and axis labels are inside the figure, and that neighbouring texts do not overlap."""
     figure.draw_without_rendering()
     width, height = figure.bbox.width, figure.bbox.height
     texts = [text for axes in figure.axes for text in (axes.title, axes._left_title, axes.xaxis.label)]
@@ -97,7 +97,7 @@ def test_lines_are_means_and_shades_ranges_with_gaps():
 
 
 def test_the_axes_fit_the_second_half_of_training():
-    runs = [run_of(connection, 0, epochs=11) for connection in ("linear", "feature")]  # top-1 grows by 10 per epoch
+    runs = [run_of(connection, 0, epochs=11) for connection in ("linear", "feature")]  # top-1: -10, 0, ..., 90
     axes = drawn(study_of("dynamics"), runs)["training"].axes[1]
     assert axes.lines[0].get_ydata()[0] == -10.0
     assert axes.get_ylim() == (40.0 - 2.5, 90.0 + 2.5)
@@ -138,7 +138,7 @@ def test_differences_without_variance_have_a_point_without_a_bar():
     bars = [segment for segment in paired.lines[2][0].get_segments() if len(segment)]
     assert [list(bar[:, 1]) for bar in bars] == [[0.88, 0.88]]
     assert list(paired.lines[0].get_xdata()) == [1.0, 1.5]
-    assert len(pooled.lines[2][0].get_segments()) == 2  # the pooled variance comes from the residuals of cell 1
+    assert len(pooled.lines[2][0].get_segments()) == 2  # the residuals of cell 1 give both cells a pooled variance
     assert "A point without a bar has no interval." in drawing.caption
 
 
@@ -175,7 +175,7 @@ def test_a_line_has_one_setting():
 
 
 def test_two_probes_make_no_curve():
-    """Published runs contain only some of their probes. A curve requires more than the first and the last."""
+    """A published run contains only some of its probes. Two probes, the first and the last, are too few for a curve."""
     runs = [{**run, "probe": [run["probe"][0], run["probe"][-1]]} for run in runs_of("compare")]
     assert "stream_by_epoch" in drawn(study_of("compare"), runs_of("compare"))
     assert "stream_by_epoch" not in drawn(study_of("compare"), runs)
@@ -204,9 +204,9 @@ def test_forest_has_the_intervals_and_the_papers_effects():
         "ViT-S, Orthogonal-F, CIFAR-10", "ResNetV2-18, Orthogonal-F, CIFAR-10"]
     paired, pooled = axes.containers
     assert list(paired.lines[0].get_xdata()) == pytest.approx([1.5, 0.25])
-    half = scipy.stats.t.ppf(0.975, 1) * 0.5  # the differences are 1.0 and 2.0
+    half = scipy.stats.t.ppf(0.975, 1) * 0.5  # the standard error of the differences 1.0 and 2.0 is 0.5
     assert [end[0] for end in paired.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
-    half = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.5 + 0.125) / 2 / 2)  # mean variance of the differences, two pairs
+    half = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.5 + 0.125) / 2 / 2)  # mean of the two variances / two pairs
     assert [end[0] for end in pooled.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
     assert axes.collections[-1].get_offsets().tolist() == [[pytest.approx(0.79), 0.0], [pytest.approx(0.2), 1.0]]
     assert "differences" not in drawn(study_of("accuracy"), runs[:1])
@@ -224,7 +224,7 @@ def test_points_are_runs_with_mean_and_deviation():
 def test_stream_is_that_of_the_probes():
     found = drawn(study_of("compare"), runs_of("compare"))
     norm, cosine = found["profile"].axes
-    assert list(norm.lines[0].get_ydata()) == [math.sqrt(7.0)] * 4  # after the last of three epochs
+    assert list(norm.lines[0].get_ydata()) == [math.sqrt(7.0)] * 4  # the probe after epoch 3, the last
     assert [label.get_text() for label in norm.get_xticklabels()] == ["0 attention", "0 mlp", "1 attention", "1 mlp"]
     assert all(math.isnan(value) for value in cosine.lines[1].get_ydata())
     linear = found["stream_by_epoch"].axes[0]

@@ -1,4 +1,4 @@
-"""reporting/layout.py: rows, columns and the paper's numbers in reports of made-up runs."""
+"""reporting/layout.py: rows, columns and the paper's numbers in the tables of reports on made-up runs."""
 import copy
 import math
 import statistics
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("undrawn_module")
 
 
 def test_paper_numbers_of_each_table():
-    """Check the number of the paper's values in each layout, and some of the values."""
+    """Check how many of the paper's numbers each layout contains, and four of these numbers."""
     stated = {name: layout.Layout.of(study_of(name)).stated for name in GRIDS}
     assert {name: len(found) for name, found in stated.items() if found} == {
         "accuracy": 56, "switch_reinitialised": 24, "switch_kept": 24, "layer_pattern": 16, "learning_rate": 32,
@@ -136,7 +136,7 @@ def test_cka_has_no_baseline(tmp_path):
 
 
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):
-    """The transition and the maximum are at steps that results.json, with 100 of the 500 steps, does not contain."""
+    """results.json contains 100 of the 500 recorded steps. The transition and the maximum are at other steps."""
     runs = [run_of(connection, seed, dynamics=recorded(connection, seed, 500))
             for connection in ("linear", "feature") for seed in range(3)]
     for run in runs:
@@ -144,7 +144,7 @@ def test_transitions_and_maxima_are_of_all_steps(tmp_path):
         next(row for row in run["dynamics"] if row["step"] == 1230 and row["name"] == "blocks.1.mlp")["parallel"] = 1e6
     whole = copy.deepcopy(runs)
     write(study_of("dynamics"), runs, [], tmp_path / "one")
-    assert runs == whole  # the passed study is unchanged
+    assert runs == whole  # writing the report has not changed the runs
     values = results(tmp_path / "one")
     steps = {row["step"] for row in values["runs"][0]["dynamics"]}
     assert len(steps) == 100
@@ -173,7 +173,7 @@ def test_last_branch_and_learned_weights_are_those_of_the_records(tmp_path):
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_report_without_runs_of_the_baseline(name, tmp_path):
-    """If no run of the baseline is finished, the report lacks only the differences."""
+    """If no run of the baseline is finished, the report lacks the differences and is otherwise complete."""
     runs = [run for run in runs_of(name, seeds=(0,), epochs=1) if run["connection"] != "linear"]
     write(study_of(name), runs, ["the others"], tmp_path)
     of_linear = study_of(name)["baseline"].get("connection") == "linear"

@@ -1,4 +1,4 @@
-"""reporting/tables.py: means, differences and their interpretation in reports of made-up runs."""
+"""reporting/tables.py: means, differences and the readings of the differences in reports on made-up runs."""
 import math
 import random
 import statistics
@@ -55,7 +55,7 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
 
 
 def test_differences_are_paired_by_seed(tmp_path):
-    """A seed that only one connection has contributes to this connection's mean, but not to the difference."""
+    """If only one connection has a run with a seed, this run counts in the connection's mean, but in no difference."""
     study, runs = accuracy({"linear": [90.0, 80.0], "feature": [91.0, 82.0]}, seeds=[0, 1, 2])
     runs.append(run_of("feature", 2, top1=10.0, epochs=1))
     random.Random(0).shuffle(runs)
@@ -75,14 +75,14 @@ def test_single_seed_has_no_interval(tmp_path):
 
 @pytest.mark.usefixtures("drawn")
 def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
-    """If F is correct on one image fewer for each seed, a t test would give p = 0."""
+    """If all seeds have the same difference, such as one image, the variance is zero and a t test would give p = 0."""
     study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0], "global": [89.0, 92.0]},
                            name="mine", paper="", table="", report={"measures": ["top1"]})
     text = write(study, runs, [], tmp_path)
     found = {entry["cell"]["connection"]: entry["difference"] for entry in results(tmp_path)["summary"]}
     assert [found["feature"][key] for key in ("half_width", "p", "p_holm", "pairs")] == [None, None, None, 2]
     assert (found["feature"]["mean"], found["feature"]["reading"]) == (-1.0, "no interval: 2 equal differences")
-    assert found["global"]["p_holm"] == pytest.approx(min(1, 2 * found["global"]["p"]))  # adjusted for two comparisons
+    assert found["global"]["p_holm"] == pytest.approx(min(1, 2 * found["global"]["p"]))  # two comparisons
     row = differences(tmp_path)["Orthogonal-F", "top-1 %"]
     assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
     assert row["reading"] == "no interval: 2 equal differences"
@@ -99,7 +99,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
 
 
 def test_detected_differences_are_counted_among_all(tmp_path):
-    """One difference is tested and detected. The other differences are equal for all seeds, or not finite."""
+    """Orthogonal-F differs detectably, Orthogonal-G by the same amount for all seeds. Hybrid runs are not finite."""
     study, runs = accuracy(
         {"linear": [90.0, 91.0, 92.0], "feature": [80.0, 81.01, 82.0], "global": [89.0, 90.0, 91.0],
          "hybrid": [math.nan] * 3}, name="mine", paper="", table="", report={"measures": ["top1"]})
@@ -108,7 +108,7 @@ def test_detected_differences_are_counted_among_all(tmp_path):
     assert lead.startswith("1 of 3 differences between the connections was detected: Orthogonal-F -10.00 [")
     assert "Orthogonal-G (-1.00 in top-1 %) could not be tested: 3 equal differences." in lead
     assert " (top-1 %) could not be tested: no pair of finite runs." in lead
-    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # diverged runs do not count
+    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # hybrid does not count
 
 
 def test_many_untested_differences_are_counted(tmp_path):
@@ -143,7 +143,7 @@ def test_the_answer_names_what_was_detected(tmp_path, gains, told):
 
 
 def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
-    """One of 20 intervals excludes zero, but not after adjustment."""
+    """One of 20 confidence intervals excludes zero. After Holm's adjustment of p, the difference is not detected."""
     axis = {"index": list(range(20))}
     runs = [run_of(connection, seed, {"index": index}, epochs=1, top1=50.0 + (connection == "feature") * gain)
             for index in range(20) for connection in ("linear", "feature")

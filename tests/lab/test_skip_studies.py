@@ -1,4 +1,4 @@
-"""Recipes and studies of Wang et al. (2017): agreement with the paper, and two studies from run to report."""
+"""Recipes and studies of skip transforms: agreement with Wang et al. (2017), and two studies from run to report."""
 import json
 
 import pytest
@@ -20,7 +20,7 @@ TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
 def test_recipe_is_the_papers(data):
     path = recipe.shipped()[f"skipnet_{data}"]
     values, given = yaml.safe_load(path.read_text()), {**NUMBERS["skip_recipe"], **NUMBERS["skip_recipe"][data]}
-    # timm's "sgd" has Nesterov momentum.
+    # In timm, "sgd" has Nesterov momentum, and "momentum" has none.
     assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])
     assert (values["weight_decay"], values["batch_size"]) == (given["weight_decay"], given["batch"])
     assert (values["epochs"], values["decay_rate"]) == (given["epochs"], given["decay_factor"])
@@ -35,7 +35,7 @@ def test_recipe_is_the_papers(data):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_study_has_the_cells_of_the_table(name):
-    """Check the depths and skips of the grid, and the depth, branches and transforms of the networks."""
+    """Check the depths and skip transforms of the grid, and the depth, branches and transforms of the networks."""
     found, table = design.load(name, "paper"), NUMBERS[name]
     depths = [depth for depth in table if depth.isdecimal()]
     assert [str(depth) for depth in found.axes["depth"]] == depths
@@ -66,7 +66,7 @@ def test_ranks_equal_the_values_of_the_axis(scale):
 
 
 def test_the_papers_numbers_are_beside_the_runs():
-    """Runs on the table's data set are shown beside the paper's numbers."""
+    """If the paper's table has a run's data set, the layout contains the paper's number for this run."""
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
              "dataset": "torch/cifar100"}
     run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}

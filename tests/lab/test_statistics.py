@@ -39,9 +39,9 @@ def test_the_sign_of_zero_does_not_depend_on_rounding():
 @pytest.mark.parametrize("shift", [-1.0, 0.0, 0.1])
 @pytest.mark.parametrize("seeds", [2, 3, 17])
 def test_without_variance_there_is_no_interval_and_no_verdict(shift, seeds):
-    """Two networks of equal accuracy can differ by the same number of images for each seed."""
+    """Two equally good networks can differ by the same number of test images for each seed."""
     baseline = [90.0 + seed / 3 for seed in range(seeds)]
-    found = paired_difference([value + shift for value in baseline], baseline)  # equal up to float64 rounding
+    found = paired_difference([value + shift for value in baseline], baseline)  # equal differences, up to rounding
     assert (found.mean, found.half_width, found.p) == (pytest.approx(shift), None, None)
     assert found.ends == (-math.inf, math.inf)
     assert reading(found) == f"no interval: {seeds} equal differences"
@@ -50,7 +50,7 @@ def test_without_variance_there_is_no_interval_and_no_verdict(shift, seeds):
 
 
 def test_float32_accuracies_of_the_same_images_are_equal():
-    """Averages of float32 percentages over batches of 12 differ in the last digits even if counts are equal."""
+    """Both seeds differ by one image, but means of float32 percentages over batches of 12 differ in the last digits."""
     def top1(correct):
         return [float(np.mean([np.float32(count) * np.float32(100) / np.float32(12) for count in batches]))
                 for batches in correct]
@@ -58,11 +58,14 @@ def test_float32_accuracies_of_the_same_images_are_equal():
     values, baseline = top1([[11, 11, 8], [5, 7, 11]]), top1([[10, 11, 8], [5, 7, 10]])
     assert len({value - base for value, base in zip(values, baseline, strict=True)}) == 2
     assert paired_difference(values, baseline).half_width is None
-    assert paired_difference([97.221, 98.33], [97.22, 98.33]).half_width > 0  # they differ by one image of 100,000
+    assert paired_difference([97.221, 98.33], [97.22, 98.33]).half_width > 0  # 0.001 % is one image of 100,000
 
 
 def test_equal_networks_are_seldom_called_different():
-    """With 100 test images, 4.3 % of pairs of equal networks have the same difference for two seeds."""
+    """With 100 test images and two seeds, 4.3 % of equally good networks differ by the same number for both seeds.
+
+    Differences without variance therefore must not count as detected.
+    """
     random, called = np.random.default_rng(0), 0
     for _ in range(2000):
         values, baseline = random.binomial(100, 0.9, (2, 2)).astype(float)
@@ -71,7 +74,7 @@ def test_equal_networks_are_seldom_called_different():
 
 
 def test_reach():
-    """With two pairs, the half-width is nine standard deviations of the differences."""
+    """`reach` is the half-width in standard deviations of the differences, about nine for two pairs."""
     assert reach(2) == pytest.approx(8.98, abs=0.01)
     assert reach(3) == pytest.approx(2.48, abs=0.01)
     differences = [1.0, 2.0, 4.0]
@@ -80,7 +83,7 @@ def test_reach():
 
 
 def test_holm():
-    """A worked example from encyclopaedias: H4 and H1 are rejected at 5 %, H3 and H2 are not."""
+    """A worked example from encyclopaedias: hypotheses 4 and 1 are rejected at 5 %, 3 and 2 are not."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
     assert holm([0.9, 0.8]) == [1.0, 1.0]
@@ -100,7 +103,10 @@ def test_holm_keeps_the_order_and_never_lowers_p():
 
 
 def test_pooled_is_the_analysis_of_randomised_blocks():
-    """A complete cell has residuals y_ts - mean_t - mean_s + mean and (T - 1)(S - 1) degrees of freedom."""
+    """A cell with T connections t and S seeds s has residuals y_ts - mean_t - mean_s + mean.
+
+    They have (T - 1)(S - 1) degrees of freedom.
+    """
     table = np.array([LINEAR, FEATURE, GLOBAL])
     residuals = table - table.mean(1, keepdims=True) - table.mean(0, keepdims=True) + table.mean()
     half = scipy.stats.t.ppf(0.975, 6) * math.sqrt((residuals ** 2).sum() / 6 * 2 / 4)
@@ -144,7 +150,7 @@ def test_pooled_without_residuals_has_no_interval():
     block = dict(zip("LF", by_seed([90.1, 91.3], [89.1, 90.3]), strict=True))  # F - L = -1 for each seed
     found, = pooled_differences([block], [(0, "F", "L")])
     assert (found.mean, found.half_width, found.p, found.pairs) == (pytest.approx(-1.0), None, None, 2)
-    other = dict(zip("LF", by_seed(LINEAR, FEATURE), strict=True))  # its residuals give both cells a variance
+    other = dict(zip("LF", by_seed(LINEAR, FEATURE), strict=True))  # has residuals, so there is a pooled variance
     found = pooled_differences([block, other], [(0, "F", "L"), (1, "F", "L")])
     assert all(difference.half_width > 0 for difference in found)
 
@@ -179,7 +185,7 @@ def test_an_interval_in_words(difference, said, effects, seen):
 
 @pytest.mark.parametrize(("mean", "half"), [*itertools.product([-0.5, 0.5], [0.4, 0.6])])
 def test_words_agree_with_p(mean, half):
-    # The half-width is t(0.975, 2) s / sqrt(3), and t(0.975, 2) is 4.30265.
+    # The half-width is t(0.975, 2) s / sqrt(3) with the standard deviation s of the values; t(0.975, 2) is 4.30265.
     values = [mean - half / 4.30265, mean, mean + half / 4.30265]
     scaled = [mean + (value - mean) * math.sqrt(3) for value in values]
     found = paired_difference(scaled, [0.0] * 3)

@@ -1,4 +1,4 @@
-"""lab/studies: every shipped study loads, expands and builds its models."""
+"""lab/studies: every shipped study loads, expands to runs, and builds its models."""
 import json
 import re
 from argparse import Namespace
@@ -46,7 +46,7 @@ def scales(name):
 def test_shipped_study_expands_to_runs_that_can_be_built(name, scale):
     """Build each architecture with each connection on the meta device."""
     if scale not in scales(name):
-        pytest.skip("the study has no such scale")
+        pytest.skip(f"study {name} has no scale {scale}")
     found = design.load(name, scale)
     data = found.paper_data[0] if scale == "paper" and found.paper_data else "digits"
     variants = found.variants({"dataset": data, "device": "cpu"}, "train.py" if scale == "paper" else "lab")
@@ -77,7 +77,7 @@ def takes_img_size(name):
 
 
 def test_numbers_of_runs_in_the_list_and_in_headers_agree(capsys):
-    """Headers contain text such as `smoke: 4 runs`."""
+    """The header of a study's YAML file contains text such as `smoke: 4 runs`."""
     assert cli.main(["study", "list"]) == 0
     rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == NAMES
@@ -91,7 +91,7 @@ def test_numbers_of_runs_in_the_list_and_in_headers_agree(capsys):
 
 
 def test_runs_of_a_family_differ_only_in_the_connection():
-    """Check this at every scale. Models at scale small have fewer than 300,000 parameters."""
+    """Check all scales. At scale small, also check that the models have fewer than 300,000 parameters."""
     for scale in design.SCALES:
         variants = design.load("families", scale).variants({"dataset": "digits", "device": "cpu"})
         families = {variant.cell["family"] for variant in variants}

@@ -1,4 +1,4 @@
-"""Runs of timm's train.py, which is mocked: planning, launching, continuing, switching and collecting."""
+"""Runs of a mock of timm's train.py: planning, launching, continuing, switching connections, collecting results."""
 import shutil
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ def tiny(folder, output, *, train_py=STAND_IN, gpus=0, seeds=1, only=(), changes
 
 
 def switched(folder, output, optimizer, **options):
-    """Return a request for one run with two stages."""
+    """Return a request for one run with two stages, linear and then feature connections."""
     changes = dict(
         grid={"switch": {"LO": {"connection": "linear", "switch": {"to": "feature", "optimizer": optimizer}}}},
         baseline={"switch": "LO"})
@@ -35,7 +35,7 @@ def switched(folder, output, optimizer, **options):
 
 @pytest.fixture
 def stopping(tmp_path):
-    """Return a script that has the option --stop-epoch."""
+    """Return a mock of train.py that has the option --stop-epoch, as newer releases of timm do."""
     path = tmp_path / "train.py"
     path.write_text(STAND_IN.read_text().replace("# MORE", STOPS))
     return path
@@ -44,7 +44,7 @@ def stopping(tmp_path):
 # ---------------------------------------------------------------------------------------- trained and collected
 @pytest.fixture(scope="module")
 def two_by_two(tmp_path_factory):
-    """Train two connections with two seeds. One run is killed in its second epoch."""
+    """Train two connections with two seeds. The run `feature-seed0` is killed in its second epoch."""
     folder = tmp_path_factory.mktemp("train_py")
     experiment = planned(tiny(folder, folder / "out", seeds=2))
     killed = experiment.folder / "feature-seed0" / "killed"
@@ -79,7 +79,7 @@ def test_two_connections_and_two_seeds(two_by_two):
 
 @pytest.mark.slow
 def test_a_killed_script_is_continued(two_by_two):
-    """The script resumes from its last checkpoint. summary.csv gets a second header."""
+    """After a kill, the script resumes from its last checkpoint and writes a second header into summary.csv."""
     folder = two_by_two / "feature-seed0"
     assert state(folder)["optimizer"] == {"epochs": 2}
     assert (folder / "summary.csv").read_text().count("epoch,") == 2
@@ -102,7 +102,7 @@ def unfinished(one_finished, tmp_path):
 
 
 def manual_run(study_folder, folder, **changes):
-    """Write the folder of a run of train.py. Its options are those of a planned run, with changes."""
+    """Write the folder of a run as if a user had started train.py with a planned run's options and some changes."""
     folder.mkdir()
     args = {**read_yaml(study_folder / "feature-seed0" / "args.yaml"), "seed": 7, **changes}
     (folder / "args.yaml").write_text(yaml.safe_dump(args))
@@ -123,14 +123,14 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
 
 
 def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
-    """Without --seed, every run of train.py has timm's default seed."""
+    """Two runs that a user starts without --seed have the same seed, timm's default."""
     manual = [manual_run(unfinished, tmp_path / name) for name in ("one", "two")]
     with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: remove one"):
         collect.collect([unfinished, *manual])
 
 
 def test_epochs_without_validation(unfinished, tmp_path):
-    """With train.py's `val_interval`, some epochs have no metrics, in runs of a study and in manual runs."""
+    """If train.py's option val_interval is set, some epochs have no metrics. Planned and manual runs may set it."""
     folder = unfinished / "linear-seed0"
     hand = manual_run(unfinished, tmp_path / "hand")
     for path in (folder / "summary.csv", hand / "summary.csv"):
@@ -167,7 +167,7 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------- switches
 def epochs_seen(folder):
-    """Return the epochs counted by the weights, the optimizer and the last checkpoint."""
+    """Return the numbers of epochs that the mock has counted in the weights, the optimizer and the checkpoint."""
     saved = state(folder)
     return round(saved["state_dict"]["head.bias"].mean().item()), saved["optimizer"]["epochs"], saved["epoch"] + 1
 
@@ -175,7 +175,7 @@ def epochs_seen(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("with_option", [False, True])
 def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
-    """The first stage ends by --stop-epoch, or is stopped by the lab. The second stage resumes the first stage."""
+    """The lab stops the first stage, by --stop-epoch if the script has it. The second stage resumes the checkpoint."""
     if not with_option:
         monkeypatch.setenv("STAND_IN_SECONDS", "4")
     folder = only_run(switched(
@@ -191,7 +191,7 @@ def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
 
 @pytest.mark.slow
 def test_switch_reinitialised(tmp_path):
-    """The second stage starts with only the weights of the first."""
+    """The second stage starts with the first stage's weights, but with a new optimizer."""
     folder = only_run(switched(tmp_path, tmp_path / "out", "reinitialised", epochs=1))
     result = run.run(folder)
     assert epochs_seen(folder) == (1, 1, 1)
@@ -201,7 +201,7 @@ def test_switch_reinitialised(tmp_path):
 
 
 def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
-    """The checkpoint of the first stage is from an epoch after the switch."""
+    """The first stage's checkpoint has three epochs, but the connection should have been switched after two."""
     folder = only_run(switched(tmp_path, tmp_path / "out", "kept", epochs=4))
     (folder / "last.pth.tar").touch()
     monkeypatch.setattr(train_py, "_epochs", lambda _: 3)
@@ -210,7 +210,7 @@ def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
 
 
 def test_commands_of_the_stages(tmp_path, stopping):
-    """The checkpoints in a run's folder determine its next command."""
+    """The checkpoints in a run's folder determine the options of the next command of a stage."""
     def words(stage):
         python, script, *rest = train_py.command(one, one.stages[stage], folder)
         assert (python, script) == (sys.executable, str(stopping))
@@ -258,7 +258,7 @@ def test_the_batch_is_divided_among_processes(tmp_path, capsys, gpus, nodes, ste
 
 
 def test_the_division_of_the_batch_does_not_change_the_run(tmp_path):
-    """A run on two GPUs can continue on four."""
+    """A run that was planned for two GPUs can be planned again for four."""
     for gpus in (2, 4):
         folder = only_run(tiny(
             tmp_path, tmp_path / "out", gpus=gpus, only=[("connection", "feature")], batch_size=64, device="cuda"))
@@ -269,7 +269,7 @@ def test_the_division_of_the_batch_does_not_change_the_run(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- errors
 def test_errors(tmp_path):
-    """Errors are raised before anything is written."""
+    """A refused plan writes nothing."""
     def refused(message, changes=None, **options):
         with pytest.raises(LabError, match=message):
             planned(tiny(tmp_path, tmp_path / "out", changes=changes, **options))
@@ -283,7 +283,7 @@ def test_errors(tmp_path):
     script.write_text("import argparse\nparser = argparse.ArgumentParser()\n")
     refused("script.py is older than timm's option device_modules: use timm's train.py", train_py=script)
     refused("timm's train.py has no option 'mixpu'; the nearest is 'mixup'", mixpu=1)
-    refused("train.py has no option stop_epoch: it is from another release of timm", stop_epoch=1)
+    refused("train.py has no option stop_epoch: the script is of another timm release", stop_epoch=1)
     refused("train.py cannot hold images out: remove --train-py, or set", changes={"hold_out": 8})
     refused("train.py has no data set digits: choose another --dataset, or remove", dataset="digits", data_dir=None)
     refused("vit_small_ortho with connection 'linear': .*depht", model_kwargs={"depht": 3})
@@ -296,7 +296,7 @@ def test_args_have_only_options_of_the_script(tmp_path, stopping):
 
 
 def test_warning_that_train_py_takes_all_images(tmp_path, capsys):
-    """train.py uses train_num_samples for streamed data sets only."""
+    """train.py ignores train_num_samples unless the data set is streamed, such as `wds/...`."""
     warning = "train.py uses train_num_samples for streamed data sets only, and takes all images of"
     for dataset, warns in (("torch/fashion_mnist", True), ("wds/somewhere", False)):
         planned(tiny(tmp_path, tmp_path / dataset, dataset=dataset, train_num_samples=256, val_num_samples=None))
@@ -331,5 +331,5 @@ def test_errors_of_a_script_are_reported(tmp_path):
 
 def test_more_nodes_need_slurm(tmp_path):
     requested = tiny(tmp_path, tmp_path / "out", gpus=2, batch_size=64)
-    with pytest.raises(LabError, match="a run needs 2 GPUs on each of 1 nodes, and this machine has 0: change"):
+    with pytest.raises(LabError, match="a run needs 2 GPUs per node and 1 node, but this machine has 0 GPUs: change"):
         study.run(requested)

@@ -1,4 +1,4 @@
-"""The lab's training loop: data, files, and continued runs. Tiny models train in this process."""
+"""The lab's training loop: its data, its files, and continued runs. Tiny models train in this process."""
 import errno
 import json
 import os
@@ -43,7 +43,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None)
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """Write 48 images of two classes, bright and dark, in class folders."""
+    """Write 48 images of two classes, bright and dark, in class folders. Return the folder of the two splits."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 16), ("val", 8)):
@@ -57,7 +57,7 @@ def images(tmp_path_factory):
 
 
 def planned_options(**options):
-    """Return the options of a planned run without writing it."""
+    """Return the options of a planned run without writing the run's folder."""
     experiment = plan.plan(compared("unused", ["linear"], **options))
     return Namespace(**experiment.runs["linear-seed0"].stages[0].options)
 
@@ -126,7 +126,7 @@ def test_finished_runs_are_not_repeated(study, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ pairing
 def batches(connection, seed, **changes):
-    """Return a run's initial weights and its batches of two epochs."""
+    """Return the initial weights of a run, and the batches of its first two epochs."""
     experiment = plan.plan(compared("unused", [connection], [seed], **changes))
     (planned_run,) = experiment.runs.values()
     options = Namespace(**planned_run.stages[0].options)
@@ -144,7 +144,7 @@ def batches(connection, seed, **changes):
 
 
 def test_runs_of_one_seed_are_paired():
-    """Weights and augmented batches depend only on seed and epoch, even if a connection draws random numbers."""
+    """Initial weights depend only on the seed, and batches only on seed and epoch, even if connections are random."""
     options = dict(mixup=0.4, cutmix=1.0, reprob=0.5, drop_path=0.2)
     start, seen = batches("linear", 0, **options)
     other_start, other_seen = batches("feature", 0, model_kwargs={"connection_prob": 0.5}, **options)
@@ -186,7 +186,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def switches(tmp_path_factory):
-    """Return, for both kinds of switch, the study's file and the folder of a run that was not interrupted."""
+    """Return a study's file and the folder of an uninterrupted run, for switches with a kept and a new optimizer."""
     runs = {}
     for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
                                ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
@@ -209,7 +209,7 @@ def test_a_switch_continues_from_any_epoch(optimizer, epoch, tmp_path, switches,
 
 
 def test_schedules_of_kept_and_reinitialised_switches(switches):
-    """With `kept`, one cosine spans all epochs. With `reinitialised`, each stage has its own cosine."""
+    """If the optimizer is kept, one cosine schedule spans all epochs. If it is new, each stage has its own cosine."""
     again, kept = (rates(switches[optimizer][1]) for optimizer in ("reinitialised", "kept"))
     assert len(again) == 8
     assert again[:4] == again[4:]
@@ -219,12 +219,12 @@ def test_schedules_of_kept_and_reinitialised_switches(switches):
     assert kept == pytest.approx(again[:4], rel=0.2)
     for optimizer, updates in (("reinitialised", 4 * BATCHES), ("kept", 4 * BATCHES // 2)):
         groups = state(switches[optimizer][1] / "switched")["optimizer"]["state"].values()
-        assert {group["step"].item() for group in groups} == {updates}  # updates since the optimizer's start
+        assert {group["step"].item() for group in groups} == {updates}  # updates since the optimizer was created
 
 
 @pytest.mark.parametrize("optimizer", ["kept", "reinitialised"])
 def test_a_published_switch_has_the_metrics_of_its_last_weights(optimizer, switches):
-    """A new optimizer restarts the count of epochs. Both stages then have a row with the last epoch's number."""
+    """The metrics are those of the second stage, although both stages of a switch with a new optimizer count from 0."""
     folder = switches[optimizer][1]
     published = CheckpointRun(folder, ema=True)
     assert published.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
@@ -323,14 +323,14 @@ def test_variables_of_a_cluster_do_not_affect_the_lab(tmp_path, monkeypatch, who
 
 
 def test_peak_memory_without_the_module_resource(monkeypatch):
-    """Windows lacks the module resource."""
+    """Windows lacks Python's module `resource`, which measures peak memory on other systems."""
     assert train._peak_memory(torch.device("cpu")) > 2**27
     monkeypatch.setitem(sys.modules, "resource", None)
     assert train._peak_memory(torch.device("cpu")) is None
 
 
 def fill_disk(context, file, error):
-    """Raise ``error`` at the end of writing a file."""
+    """Make ``error`` occur at the end of writing ``file``."""
     def full(*_, **__):
         raise error
 
@@ -349,7 +349,7 @@ def fill_disk(context, file, error):
 
 
 def test_an_open_partial_file_is_emptied(tmp_path):
-    """torch's writer keeps the file open as long as its exception exists."""
+    """After an error, torch's writer holds the partial file open, so deleting the file alone frees no disk space."""
     def write():
         with whole_file(tmp_path / "a") as partial:
             held.write(b"x" * 100_000)
@@ -423,7 +423,7 @@ def test_grey_images_have_the_channels_of_the_model(changes, channels):
 
 @pytest.mark.parametrize("model", ["vit_test", "resnetv2_18_cifar"])
 def test_grey_images_have_the_size_of_the_model(model):
-    """A recipe's image size applies to its own model only."""
+    """For another model than the recipe's, images have the model's default size instead of the recipe's size."""
     changes = dict(model=model, img_size=None, in_chans=1, model_kwargs={})
     request = commands.Request(commands.comparison(["linear"], None), {"device": "cpu", **changes}, seeds=1)
     (planned_run,) = plan.plan(request).runs.values()
@@ -437,7 +437,7 @@ def test_grey_images_have_the_size_of_the_model(model):
 
 @pytest.mark.parametrize("changes", [{}, {"dataset": ""}], ids=["digits", "folder"])
 def test_fewer_images_are_evenly_spaced(images, changes):
-    """The first images of a folder would all have the same class."""
+    """Subsets are evenly spaced, because the first images of a folder all have the same class."""
     changes = {"batch_size": 8, **changes, **({"data_dir": str(images)} if changes else {})}
     whole = data.open_source(planned_options(**changes, **WHOLE))
     part = data.open_source(planned_options(**changes, train_num_samples=8, val_num_samples=1000))
@@ -462,7 +462,7 @@ def test_held_out_images_are_excluded_from_training(images):
 
 
 def test_hold_out_of_a_study(tmp_path, monkeypatch):
-    """Runs are evaluated on images of the training split."""
+    """If a study holds images out, its runs are evaluated on images of the training split."""
     path = written(tmp_path, grid={}, connections=["feature"], hold_out=40)
     experiment = planned(request(path, tmp_path / "out", val_num_samples=None))
     assert experiment.study["validation"] == "hold-out"

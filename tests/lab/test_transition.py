@@ -1,4 +1,4 @@
-"""reporting/transition.py: traces that diverge at a known step, traces that do not diverge, and noisy traces."""
+"""reporting/transition.py: the step from which the traces (metrics by step) of two connections differ, or None."""
 import math
 
 import numpy as np
@@ -10,7 +10,7 @@ STEPS = 200
 
 
 def rise(point, slope, seeds=3, noise=0.0, seed=0):
-    """Return two traces that rise together to 100, and have different slopes from `point` on."""
+    """Return one trace per seed, [seeds, steps], that approaches 100 and has an additional slope after step `point`."""
     steps = np.arange(STEPS)
     trace = 100 * (1 - np.exp(-steps / 10)) + slope * np.clip(steps - point, 0, None)
     return trace + noise * np.random.default_rng(seed).standard_normal((seeds, STEPS))
@@ -24,7 +24,7 @@ def test_a_known_point(point, noise, seeds, sign):
     linear, orthogonal = (rise(point, slope * sign, seeds, noise, i) for i, slope in enumerate((-1.0, 1.0)))
     found = transition_point(linear, orthogonal)
     height = np.ptp(np.stack([linear.mean(0), orthogonal.mean(0)]))
-    visible = point + 0.1 * height / 2  # the distance grows by 2 per step and reaches a tenth of the height here
+    visible = point + 0.1 * height / 2  # here the distance, which grows by 2 per step, is a tenth of the height
     assert found == pytest.approx(visible, abs=1.01 if noise == 0 else 5)
 
 
@@ -41,7 +41,7 @@ def test_flat_traces_have_no_transition():
 
 def test_a_small_offset_of_every_seed_is_not_a_transition():
     linear = rise(0, 0)
-    assert transition_point(linear, linear + 5) is None  # a twentieth of the height, equal for all seeds
+    assert transition_point(linear, linear + 5) is None  # 5 % of the traces' height
     assert transition_point(linear, linear + 20) == 0
 
 
@@ -52,13 +52,13 @@ def test_an_offset_whose_sign_depends_on_the_seed_is_not_a_transition():
 
 
 def test_runs_are_paired_by_seed():
-    base = rise(50, 0) + np.array([[0.0], [200.0], [400.0]])  # seeds differ more than connections
+    base = rise(50, 0) + np.array([[0.0], [200.0], [400.0]])  # seeds differ more than connections do
     assert transition_point(base, base + 4 * np.clip(np.arange(STEPS) - 50, 0, None)) == pytest.approx(69, abs=5)
 
 
 def test_a_later_crossing_does_not_hide_the_transition():
     linear = rise(0, 0)
-    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # the traces diverge, cross, and diverge again
+    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # 40 at first, 0 in the middle, -40 at last
     assert transition_point(linear, linear + difference) == 0
 
 

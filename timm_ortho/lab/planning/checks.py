@@ -72,7 +72,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
         for key, option in known_options().items():
             if getattr(variant.options, key) != option["default"]:
                 if key not in defaults:
-                    raise LabError(f"{request.train_py} has no option {key}: it is from another release of timm")
+                    raise LabError(f"{request.train_py} has no option {key}: the script is of another timm release")
             elif key in defaults:
                 setattr(variant.options, key, defaults[key])  # another release may have changed the default
             else:
@@ -150,7 +150,7 @@ def _refused(subject: str) -> Iterator[None]:
     except LabError:
         raise
     except KeyError as error:  # timm's tables of layers raise KeyError
-        raise LabError(f"{subject}: there is no {error}") from None
+        raise LabError(f"{subject}: unknown name {error}") from None
     except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
         raise LabError(f"{subject}: {error_text(error)}") from None
 

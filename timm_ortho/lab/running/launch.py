@@ -179,8 +179,8 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     each, nodes = (max(getattr(run, attribute) for run in runs.values()) for attribute in ("gpus", "nodes"))
     there = torch.cuda.device_count()
     if each > there or nodes > 1:
-        raise LabError(f"a run needs {each} GPUs on each of {nodes} nodes, and this machine has {there}: change --gpus "
-                       "and --nodes, or use --launcher slurm")
+        raise LabError(f"a run needs {each} GPUs per node and {nodes} node{'s' * (nodes > 1)}, but this machine has "
+                       f"{there} GPUs: change --gpus and --nodes, or use --launcher slurm")
     named = any(":" in str(run.stages[0].options["device"]) for run in runs.values())
     if not there or named:
         return [{}] * parallel
