@@ -1,8 +1,8 @@
 """Set the number of threads and select Triton's interpreter before tests are imported. Define shared fixtures."""
 import os
 
-# Tests and the processes that they start use one thread. With a second thread, operations on the small tensors are
-# slower, and the rounding of sums that tests compare across processes changes.
+# Tests and the processes that they start use one thread. A second thread slows down operations on small tensors. It
+# also changes the rounding of sums, which some tests compare across processes.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from helpers.hub_client import HubClient
 from helpers.hub_server import HubServer
 
-torch.set_num_threads(1)  # a plugin may already have imported torch
+torch.set_num_threads(1)  # torch ignores the variables above if a pytest plugin has already imported it
 
 if not torch.cuda.is_available():
     # Triton's interpreter runs the kernels on the CPU. Triton reads this variable when it is imported. Importing timm
@@ -25,7 +25,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
-    """Start a mock Hub, and the real client in a separate process that runs the test module's IMPORTS."""
+    """Yield a mock Hub and a huggingface_hub client, a separate process that has run the test module's IMPORTS."""
     folder = tmp_path_factory.mktemp("hub")
     imports = request.module.IMPORTS
     with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:
@@ -48,5 +48,5 @@ def client(served):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Skip the layout and writing of plots, which is slow, in tests of a report's numbers."""
+    """Write an empty picture instead of each plot. Drawing plots is slow, and tests of a report's numbers need none."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write("<svg/>"))

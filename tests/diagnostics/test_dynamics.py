@@ -1,4 +1,4 @@
-"""record_dynamics: comparison with explicit sums, and no side effects."""
+"""Test that record_dynamics equals explicit sums and has no side effects."""
 import math
 
 import pytest
@@ -29,7 +29,7 @@ def test_every_connection_is_measured_over_channels(connection, dim):
 
 def test_measuring_has_no_side_effects():
     model = timm.create_model("test_vit_ortho", drop_path_rate=0.5).train()
-    model.blocks[0].eval()  # like a frozen block
+    model.blocks[0].eval()  # users do this with a frozen block
     modes = [module.training for module in model.modules()]
     sites = timm_ortho.sites(model)
     records = record_dynamics(model, torch.randn(2, 3, 160, 160), sites)
@@ -43,7 +43,7 @@ def test_measuring_has_no_side_effects():
 
 
 class Unused(nn.Module):
-    """A model with a connection that runs only in training mode."""
+    """A model with two connections. The first runs in evaluation mode, the second in training mode."""
 
     def __init__(self):
         super().__init__()

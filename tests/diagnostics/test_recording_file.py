@@ -1,4 +1,4 @@
-"""TIMM_ORTHO_RECORD: the file that an unmodified training script writes."""
+"""Test the file that an unmodified training script writes if TIMM_ORTHO_RECORD is set."""
 import json
 import os
 import re

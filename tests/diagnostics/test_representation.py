@@ -1,4 +1,4 @@
-"""Effective rank, spectral entropy, standard deviation and linear CKA: known values, and batches from a loader."""
+"""Test effective rank, spectral entropy, standard deviation and CKA on known values and on batches from a loader."""
 import math
 
 import pytest
@@ -20,7 +20,7 @@ def orthogonal(size, seed=0):
 
 
 def isotropic(dimension, width=None):
-    """Return plus and minus the unit vector of each axis. Their covariance is a multiple of the identity."""
+    """Return the unit vector of each axis and its negative as rows. Their covariance is a multiple of the identity."""
     return torch.cat([torch.eye(dimension, width or dimension), -torch.eye(dimension, width or dimension)])
 
 
@@ -39,7 +39,7 @@ def test_an_isotropic_covariance_has_its_dimension(dimension):
 
 
 def test_entropy_of_two_known_eigenvalues():
-    features = isotropic(2) * torch.tensor([3.0, 1.0])  # variances 9 : 1
+    features = isotropic(2) * torch.tensor([3.0, 1.0])  # the variances have the ratio 9 to 1
     expected = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1))
     assert representation.spectral_entropy(features) == pytest.approx(expected)
     assert representation.effective_rank(features) == pytest.approx(math.exp(expected))
@@ -81,7 +81,7 @@ def test_cka_of_orthogonal_features_is_0():
 
 
 def test_cka_is_the_ratio_of_gram_matrices():
-    """Compare with Kornblith et al. 2019, Eq. 3 and 4. The package does not compute these n x n matrices."""
+    """Compare with the n x n matrices of Kornblith et al. 2019, Eq. 3 and 4, which the package does not compute."""
     x, y = randn(30, 8) + 5, (randn(30, 8).relu() @ randn(8, 5, seed=1))
     centre = torch.eye(30) - 1 / 30
 

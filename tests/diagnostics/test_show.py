@@ -1,4 +1,4 @@
-"""`timm-ortho show`: table, plot, sources of models and weights, and errors."""
+"""Test the table and the plot of `timm-ortho show`, the sources of its models and weights, and its errors."""
 import math
 import xml.etree.ElementTree as ElementTree
 
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 
 
 def test_every_source_that_push_accepts(run, tmp_path, capsys):
-    """A run's folder, a checkpoint, a variant with these weights and an export give the same table."""
+    """A run's folder, its checkpoint, a variant with the checkpoint's weights and an exported folder give one table."""
     hub.export(run, tmp_path / "out", "me/model")
     last = str(run / "last.pth.tar")
     tables = []
@@ -105,7 +105,7 @@ def test_an_image_and_a_plot(tmp_path, capsys):
 
 
 def test_a_grey_image_of_16_bits(tmp_path, capsys):
-    """Pillow clips 16-bit images at 255."""
+    """Such an image is refused, because Pillow clips its values to 255."""
     path = tmp_path / "g16.png"
     Image.new("I;16", (40, 30), 3000).save(path)
     assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2

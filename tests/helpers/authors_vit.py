@@ -1,4 +1,4 @@
-"""The authors' ViT in plain PyTorch. It has the layout of their checkpoints and does not use timm or timm_ortho."""
+"""The ViT of Oh et al. in plain PyTorch, with the parameter names of their checkpoints and without timm."""
 from pathlib import Path
 
 import torch
@@ -8,7 +8,7 @@ REPOSITORY = "BootsofLagrangian/{}-vit-b-imagenet1k-hf"
 
 
 class Layer(nn.Module):
-    """One layer, with the checkpoints' parameter names. `AuthorsViT.forward` applies the parameter-free LayerNorms."""
+    """The parameters of one layer. `AuthorsViT.forward` applies them, and LayerNorms without parameters."""
 
     def __init__(self, width):
         super().__init__()
@@ -21,7 +21,7 @@ class Layer(nn.Module):
 
 
 class AuthorsViT(nn.Module):
-    """The authors' model. `add` is the residual connection, by default orthogonal over the channels."""
+    """The model. ``add(x, f)`` is the residual connection, by default orthogonal over the channels."""
 
     def __init__(self, size=224, patch=16, width=768, depth=12, heads=12, classes=1000, add=None):
         super().__init__()
@@ -64,7 +64,7 @@ def add_orthogonal(x, f):
 
 
 def authors_vit(**sizes):
-    """Return the model with random weights so large that attention is not uniform and branches are not negligible."""
+    """Return the model with random weights. They are so large that attention is not uniform and branches matter."""
     with torch.device("meta"):
         model = AuthorsViT(**sizes)
     model.to_empty(device="cpu").requires_grad_(False)
@@ -80,7 +80,7 @@ SMALL_ARGUMENTS = dict(img_size=64, patch_size=16, embed_dim=48, depth=2, num_he
 
 
 def put_into_cache(home, file, kind="ortho"):
-    """Copy a file to where huggingface_hub caches downloads."""
+    """Put a weights file into huggingface_hub's cache, as if it had been downloaded from the authors' repository."""
     commit = "0" * 40
     folder = home / "hub" / f"models--{REPOSITORY.format(kind).replace('/', '--')}"
     (folder / "snapshots" / commit).mkdir(parents=True)

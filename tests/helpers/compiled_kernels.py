@@ -1,4 +1,4 @@
-"""Compile the kernels for NVIDIA GPUs on a machine without a GPU. Print ptxas's resource usage as JSON lines.
+"""Compile the kernels for NVIDIA GPUs on a machine without a GPU. Print each kernel's resource usage as a JSON line.
 
     python tests/helpers/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
 
@@ -22,7 +22,7 @@ from timm_ortho import kernels
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-SIZES = {  # [outer, width, inner] and the dtype of stream, branch and gradients
+SIZES = {  # outer, width, inner of the view that the kernels read; dtype of stream, branch and gradients
     "tokens": (256 * 197, 768, 1, "bf16"),
     "tokens in float32": (256 * 197, 768, 1, "fp32"),
     "odd tokens": (1000, 1000, 1, "bf16"),
@@ -38,8 +38,8 @@ LEARNED = ("tokens", "channels", "global")  # sizes that are also compiled with 
 def compile_kernel(kernel, pointers, numbers, constants, arch):
     """Compile a kernel for an architecture.
 
-    As in a launch, pointers are aligned to 16 bytes, integers equal to 1 are constants, and multiples of 16 are marked.
-    Pointers that are not listed are None.
+    As in a launch, pointers are aligned to 16 bytes, integers equal to 1 are constants, and multiples of 16 are marked
+    as divisible. Pointers that ``pointers`` does not contain are None.
     """
     numbers, options = dict(numbers), {}
     for name in ("num_warps", "enable_fp_fusion"):
@@ -64,7 +64,7 @@ def compile_kernel(kernel, pointers, numbers, constants, arch):
 
 
 def resources(compiled):
-    """Return a kernel's registers and memory from ptxas, and the number of loads and stores of each size in bytes."""
+    """Return a kernel's registers and memory, and its global loads and stores as ``{bytes per access: count}``."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -77,13 +77,13 @@ def resources(compiled):
 
 
 def accesses(ptx, instruction):
-    """Count the instructions in PTX that load from or store to global memory: ``{bytes: count}``."""
+    """Count the instructions in PTX that access global memory: ``{bytes: count}``. ``instruction`` is ld or st."""
     sizes = re.findall(rf"{instruction}\.global[\w:.]*?(?:\.v(\d))?\.[bfsu](\d+)", ptx)
     return Counter(int(vector or 1) * int(bits) // 8 for vector, bits in sizes)
 
 
 def launches(size, learned):
-    """Yield name, kernel, pointers, numbers and constants of each kernel of a forward and a backward pass."""
+    """Yield a name and the first arguments of `compile_kernel` for each kernel of a forward and a backward pass."""
     *view, dtype = SIZES[size]
     _, where = kernels.launch_of(*view)
     cut = where["BLOCK_PIECES"] > 0

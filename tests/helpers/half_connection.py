@@ -1,4 +1,4 @@
-"""A connection that a user has written."""
+"""A user's connection."""
 from typing import Optional
 
 import torch
@@ -7,7 +7,7 @@ from timm_ortho import Connection
 
 
 class HalfConnection(Connection):
-    """Keep half of the parallel component. README shows this class, which has no constructor."""
+    """Keep half of the parallel component. README shows this class without a constructor."""
 
     def forward(self, x: torch.Tensor, f: torch.Tensor, attn_mask: Optional[torch.Tensor] = None) -> torch.Tensor:
         return self.join(x, f, 0.5, 1.0, attn_mask)

@@ -1,4 +1,4 @@
-"""Compare a variant with linear connections with timm's model, bit for bit."""
+"""Check that a variant whose connections are linear equals timm's model bit for bit."""
 import gc
 
 import timm
@@ -15,13 +15,14 @@ def model_on_meta(name, **kwargs):
 
 
 def compare_with_host(base, batch=2):
-    """Compare the outputs and gradients of a training step of timm's model ``base`` and its variant.
+    """Check that timm's model ``base`` and its variant have the same outputs and gradients in one training step.
 
-    Both models get the same random weights, because the initialization of large models takes longer than the step.
+    Both models get the same uniform random weights, because timm's initialization of a large model takes longer than
+    the step.
     """
     kwargs, size = small_input(base)
     x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
-    on_cpu = has_unsaved_buffers(model_on_meta(base, **kwargs))  # non-persistent buffers need values
+    on_cpu = has_unsaved_buffers(model_on_meta(base, **kwargs))  # to_empty would leave these buffers without values
     host = timm.create_model(base, **kwargs) if on_cpu else model_on_meta(base, **kwargs).to_empty(device="cpu")
     torch.manual_seed(0)
     for name, tensor in host.state_dict().items():
@@ -49,7 +50,7 @@ def compare_with_host(base, batch=2):
 
 
 def small_input(name):
-    """Return arguments and image size for a cheap run at full depth and width."""
+    """Return arguments and an image size with which a model runs cheaply at full depth and width."""
     cfg = get_pretrained_cfg(name)
     patch = to_2tuple(getattr(getattr(model_on_meta(name), "patch_embed", None), "patch_size", 0))[0]
     sizes = [3 * patch] * bool(patch) + [64, 96, 112, 128]

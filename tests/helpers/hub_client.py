@@ -5,8 +5,8 @@
         result.answer, result.error, result.output, result.seconds
 
 huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_TOKEN when it is imported. Each client is therefore a separate process
-with its own environment and an empty home. It imports torch, timm and timm_ortho once and forks for each `run`, so that
-every run has a new process without a new import.
+with its own environment and an empty HF_HOME. This process imports torch, timm and timm_ortho once. It forks for each
+`run`, so that a run has a new process but does not repeat the imports.
 """
 import json
 import os
@@ -40,12 +40,12 @@ class Result:
 
 
 class HubClient:
-    """A process in which code talks to the Hub at ``endpoint``.
+    """A process whose code uses the Hub at ``endpoint``.
 
     Args:
-        folder: The client's home is created in this folder.
-        endpoint: HF_ENDPOINT.
-        token: HF_TOKEN, if any.
+        folder: The client's HF_HOME is created in this folder.
+        endpoint: Value of HF_ENDPOINT, the Hub's URL.
+        token: Value of HF_TOKEN, if any.
         imports: Code that runs once, before the forks.
         environment: Further environment variables. HF_HUB_DISABLE_XET=0 enables xet.
     """
@@ -81,7 +81,7 @@ class HubClient:
         self._process.stdout.close()
 
     def run(self, code: str) -> Result:
-        """Run code in a new process; `answer(value)` in the code returns a JSON value."""
+        """Run code in a new process. If the code calls `answer(value)`, the result contains this JSON value."""
         self._process.stdin.write(json.dumps(code) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -90,7 +90,7 @@ class HubClient:
         return Result(**json.loads(line))
 
     def forget(self) -> None:
-        """Empty the home, including the cache."""
+        """Empty HF_HOME, which contains the cache."""
         shutil.rmtree(self.home)
         self.home.mkdir()
 
@@ -128,7 +128,7 @@ def _main() -> None:
 
 
 def _run(code: str, names: dict[str, Any], folder: Path) -> None:
-    """Run code in the forked process; write its output and its result to files."""
+    """Run code in the forked process. Write the code's output and result to files."""
     result: dict[str, Any] = {"answer": None, "error": None}
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)

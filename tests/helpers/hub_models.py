@@ -12,7 +12,7 @@ from timm_ortho import sites
 from .hub_client import SOON
 
 needs_hub = pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="this timm cannot use the installed huggingface_hub; 1.0.24 can")
+    not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 cannot use the installed huggingface_hub")
 
 VIT = dict(img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5, connection_eps=1e-4)
 RESNET = dict(layers=[1, 1, 1, 1], channels=[8, 16, 24, 32], num_classes=5, connection="feature", connection_layers=[1])
@@ -84,7 +84,7 @@ def fill_cache(client, files):
 
 
 def check_refused(result, text, token=None):
-    """Check that a run failed soon, with a one-line error that matches ``text`` and does not contain the token."""
+    """Check that a run failed within SOON seconds. Its error is one line, matches ``text`` and has no token."""
     assert result.error, f"no error, but {result.answer}"
     assert result.error.startswith("WeightsError: "), result.output
     assert "\n" not in result.error

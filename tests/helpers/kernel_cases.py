@@ -1,4 +1,4 @@
-"""Inputs, layouts and marks for the tests of the kernels."""
+"""Inputs, layouts and pytest marks for the tests of the kernels."""
 import pytest
 import torch
 from torch import Tensor
@@ -40,7 +40,9 @@ def inputs_with_gradients(shape=(3, 5, 20)):
     return x.requires_grad_(), f.requires_grad_()
 
 
-LAYOUTS = {  # shape and axes; the kernels read a projection as a row or a column, whole or in pieces
+# Shape of the stream and axes of one projection. The kernels read a projection as a row or a column, and cut a long row
+# into pieces.
+LAYOUTS = {
     "row": ((7, 13, 197), -1),
     "cut row": ((2, 70, 300), None),
     "column": ((5, 33, 9, 11), 1),

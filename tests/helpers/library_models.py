@@ -1,4 +1,4 @@
-"""Functions that return a small model and images, for each row of torchvision's and transformers' tables of blocks."""
+"""Functions that return a small model and images, for the block classes of torchvision and transformers."""
 import torch
 
 VIT = dict(
@@ -54,7 +54,7 @@ TORCHVISION = {
 
 
 def transformers(name, size=32, head="ForImageClassification", config=None, **arguments):
-    """Return a function that creates a model. ``name`` is the prefix of its classes: ``ViT`` for ``ViTConfig``."""
+    """Return a function that creates a model and images. ``name`` is the prefix of its classes: ViT for ViTConfig."""
     def make():
         import transformers
 

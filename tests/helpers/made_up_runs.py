@@ -3,7 +3,7 @@ import itertools
 import random
 
 SITES = [(layer, kind) for layer in range(2) for kind in ("attention", "mlp")]
-GRIDS = {  # study: table of the paper, axes, baseline
+GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseline
     "accuracy": ("accuracy", {"model": ["vit_s", "resnetv2_18"]}, {"connection": "linear"}),
     "switch_reinitialised": ("connection_switch_reinitialised", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
     "switch_kept": ("connection_switch_continuous", {"switch": ["LL", "LO", "OL", "OO"]}, {"switch": "LL"}),
@@ -19,8 +19,8 @@ GRIDS = {  # study: table of the paper, axes, baseline
     **{name: (name, {"depth": [20], "skip": ["identity", "orthogonal_tp"]}, {"skip": "identity"})
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
-    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # the study reproduces no paper's table
-    "compare": ("", {}, {"connection": "linear"}),  # `timm-ortho compare` makes this study; it has no YAML file
+    "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # no table of a paper
+    "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`, without a YAML file
 }
 RECORDED = ("head_norm", "hybrid", "dynamics")
 OVERHEAD = {
@@ -46,7 +46,7 @@ ROWS = {  # rows as `timm-ortho cost` writes them
 def study_of(name, **changes):
     table, axes, baseline = GRIDS.get(name, (name, {}, {"connection": "linear"}))
     return {
-        "name": name, "title": f"What of {name}?", "paper": "Table 0" if table else "", "table": table,
+        "name": name, "title": f"What about {name}?", "paper": "Table 0" if table else "", "table": table,
         **({"kind": name} if name in ROWS else {}), "scale": "small", "dataset": "digits", "model": "vit_small",
         "axes": axes, "connections": ["linear", "feature"], "seeds": [0, 1, 2], "baseline": baseline,
         "changed": ["epochs: 3 here, 300 in the paper"] if table else [],
@@ -54,7 +54,7 @@ def study_of(name, **changes):
 
 
 def run_of(connection, seed, cell=None, *, top1=90.0, name="", epochs=3, **changes):
-    """Return a run of the lab, with the records that the study `name` writes."""
+    """Return the results of a run, with the records that runs of the study `name` write."""
     history = [{
         "epoch": epoch, "train_loss": 2.0 / (epoch + 1), "eval_loss": 1.0 / (epoch + 1), "lr": 1e-3,
         "eval_top1": top1 - 10.0 * (epochs - 1 - epoch), "eval_top5": 99.0, "seconds": 2.0} for epoch in range(epochs)]
@@ -70,7 +70,7 @@ def run_of(connection, seed, cell=None, *, top1=90.0, name="", epochs=3, **chang
 
 
 def train_py_run(connection, seed, cell=None, *, top1=90.0, epochs=3):
-    """Return a run of timm's train.py, read from its summary.csv and args.yaml."""
+    """Return the results of a run of timm's train.py, as read from its summary.csv and args.yaml."""
     history = [{"epoch": epoch, "train_loss": 1.0, "eval_loss": 1.0, "eval_top1": top1 - epochs + epoch + 1,
                 "eval_top5": 99.0, "lr": 1e-3} for epoch in range(epochs)]
     return {"cell": cell or {}, "connection": connection, "seed": seed, "top1": top1, "top5": 99.0, "loss": 1.0,
@@ -87,7 +87,7 @@ def probe(connection, epoch):
 
 
 def recorded(connection, seed, steps=6):
-    """Return traces that are equal up to noise until step 20 and then diverge."""
+    """Return recorded rows. Until step 20, linear and other connections differ by noise only. Then they diverge."""
     rows = []
     for index in range(steps):
         apart = max(0, index - 2) * (1.0 if connection == "linear" else -1.0)

@@ -1,7 +1,8 @@
 """Check that a small model of a timm module trains, compiles and can be exported.
 
-Each check takes the name of a model in `small_models.py` and a connection, or None for timm's plain x + f, and raises
-AssertionError on failure. `blocks/test_modules.py` checks a sample of modules, `scripts/checks/modules.py` all modules.
+The arguments of each check are the name of a model in `small_models.py` and a connection, or None for timm's plain
+x + f. A failed check raises an AssertionError. `blocks/test_modules.py` checks a sample of the modules,
+`scripts/checks/modules.py` all of them.
 """
 from functools import cache
 
@@ -58,13 +59,13 @@ def digits(count=64):
 
 
 def exports(name, connection):
-    """Check torch.export."""
+    """Check the program that torch.export returns."""
     model, size = model_of(name, connection)
     same(model, size, lambda x: torch.export.export(model, (x,)).module())
 
 
 def compiles(name, connection, backend="aot_eager"):
-    """Check torch.compile without graph breaks, forward and backward."""
+    """Check the forward and backward pass of a model that torch.compile compiles without graph breaks."""
     model, size = model_of(name, connection)
     torch._dynamo.reset()
     same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend), grad=True)

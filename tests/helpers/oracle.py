@@ -61,7 +61,7 @@ class _Update(torch.autograd.Function):
 def rounded(x, f, a, b, dims, eps, mask=None):
     """Return y, computed in float32 or float64 and cast once at the end. Autograd differentiates the operations.
 
-    The error of an implementation should be about as large as the error of this function.
+    An implementation's error should be about as large as the error of this function.
     """
     result = torch.promote_types(x.dtype, f.dtype)
     x, f = (t.to(torch.promote_types(result, torch.float32)) for t in (x, f))

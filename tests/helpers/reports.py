@@ -21,7 +21,7 @@ def results(folder):
 
 
 def texts(folder):
-    """Return the text of the page, and the Markdown without escapes."""
+    """Return the text of report.html, and the content of report.md without backslash escapes."""
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     return "".join(parsed(folder).itertext()), re.sub(r"\\(.)", r"\1", markdown)
 
@@ -37,7 +37,7 @@ def tables_of(folder):
 
 
 def side_by_side(folder):
-    """Return {(names of the row, column): (paper, here)} for the first table of the page."""
+    """Return {(cells that name the row, column): (paper's value, measured value)} for the first table of the page."""
     groups, _, *rows = tables_of(folder)[0]
     names = next(index for index, group in enumerate(groups) if groups.count(group) == 2)
     return {(tuple(row[:names]), groups[at]): (row[at], row[at + 1])
@@ -45,7 +45,7 @@ def side_by_side(folder):
 
 
 def differences(folder):
-    """Return {(names, metric): columns by title} for the table of differences."""
+    """Return {cells that name the row: {title of a column: cell}} for the table of differences."""
     table = next(table for table in tables_of(folder) if "p (Holm)" in table[0])
     names = table[0].index("against")
     return {tuple(row[:names]): dict(zip(table[0][names:], row[names:], strict=True)) for row in table[1:]}

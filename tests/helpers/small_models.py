@@ -1,4 +1,4 @@
-"""A small model for each row of the table of timm's blocks, and for each module of timm that the package covers."""
+"""Small models that contain each block class and each module of timm that the package covers."""
 import dataclasses
 import importlib
 from functools import cache
@@ -24,7 +24,7 @@ from timm.models import (
 from timm.models._registry import _model_to_module
 from torch import nn
 
-# Image size and arguments of timm's architectures. Blocks are fewer and narrower where the arguments allow it.
+# Image size and arguments of timm's architectures. Models have fewer and narrower blocks if the arguments allow it.
 SMALL = {
     "test_vit": (64, dict(img_size=64)),
     "vit_small_patch16_18x2_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
@@ -67,7 +67,7 @@ SMALL = {
     "fasternet_t0": (64, dict()),
     "mobilenetv4_conv_small_035": (64, dict()),
 }
-LARGER = {  # slow: many different convolutions, over ten million parameters, or large images
+LARGER = {  # slow models, with many different convolutions, over ten million parameters, or large images
     "coat_tiny": (64, dict(img_size=64, serial_depths=(1, 1, 1, 1), parallel_depth=1, embed_dims=(32, 32, 32, 32))),
     "levit_128s": (64, dict(img_size=64, embed_dim=(32, 48, 64), depth=(1, 1, 1))),
     "swinv2_tiny_window8_256": (64, dict(img_size=64, embed_dim=24, depths=(2, 1, 1, 1))),
@@ -154,7 +154,7 @@ def mixer(**kwargs):
 
 
 def around(block, channels):
-    """Return a network that contains one block. Use it for blocks that no small model contains."""
+    """Return a network around one block. Use this function for blocks that no small model contains."""
     return nn.Sequential(nn.Conv2d(3, channels, 4, 4), block, nn.Flatten(2), nn.AdaptiveAvgPool1d(1))
 
 
@@ -200,7 +200,7 @@ OF_MODULES_MADE = dict(  # modules whose small model is in MADE
 
 
 def of_modules():
-    """Return the name of a small model for each module."""
+    """Return ``{name of a timm module: name of its small model}``."""
     names = {_model_to_module.get(name): name for name in reversed([*SMALL, *LARGER, *SHARED_BLOCKS])}
     names.pop(None, None)  # models that this release of timm lacks
     return dict(sorted({**names, **OF_MODULES_MADE}.items()))

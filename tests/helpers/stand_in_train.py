@@ -1,7 +1,7 @@
 """A mock of timm's train.py with the same options and output files. An epoch adds 1 to the bias of the head.
 
-Top-1 after epoch n is 10 (n + 1) + seed. STAND_IN_SECONDS is the duration of an epoch. STAND_IN_KILL=n kills the
-process in epoch n, but not again after a resume.
+Top-1 after epoch n is 10 (n + 1) + seed. Two environment variables control a run: STAND_IN_SECONDS is the duration of
+an epoch, and STAND_IN_KILL=n kills the process in epoch n. The resumed run is not killed again.
 """
 import argparse
 import importlib

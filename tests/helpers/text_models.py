@@ -1,4 +1,4 @@
-"""Tiny text models of transformers with random weights, for each row of the table of blocks, and comparisons."""
+"""Tiny text models of transformers with random weights, and comparisons of connected with original models."""
 import inspect
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -99,7 +99,7 @@ def tokens(length: int = 9, count: int = 2) -> torch.Tensor:
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Return the logits of a text model; the encoder of an encoder-decoder reads :func:`tokens`."""
+    """Return the logits of a text model. If it has an encoder and a decoder, the encoder reads :func:`tokens`."""
     if model.config.is_encoder_decoder:
         return model(input_ids=tokens(), decoder_input_ids=ids, **arguments).logits
     return model(input_ids=ids, **arguments).logits
@@ -111,7 +111,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) -> torch.Tensor:
-    """Return the logits of a decoder with a key-value cache. The decoder reads a prompt at once, then single tokens."""
+    """Return a decoder's logits with a key-value cache. The decoder reads ``prompt`` tokens, then single ones."""
     both = model.config.is_encoder_decoder
     arguments = {"encoder_outputs": model.get_encoder()(input_ids=tokens())} if both else {}
     parts, cache = [], None
@@ -132,8 +132,8 @@ class Measured(NamedTuple):
     sites: int
     kinds: str
     linear: bool  # whether the model with linear connections has the original logits, bit for bit
-    linear_cached: Optional[bool]  # whether these logits are equal with the key-value cache too; None for an encoder
-    cache: Optional[bool]  # whether `feature` has equal logits, within rounding, with the cache and in a single pass
+    linear_cached: Optional[bool]  # the same with the key-value cache; None for an encoder
+    cache: Optional[bool]  # whether `feature` has the same logits, within rounding, with and without the cache
 
     def row(self) -> str:
         words = {True: "yes", False: "no", None: "no cache"}
@@ -143,7 +143,7 @@ class Measured(NamedTuple):
 
 
 def measured(name: str) -> Measured:
-    """Compare a connected text model with the original model. Compare decoding from a cache with a single pass."""
+    """Compare a text model with linear connections with the original. Compare `feature` with and without the cache."""
     host, model, ids = made(name), connect(made(name), "linear"), tokens()
     cached, same = None, None
     with torch.no_grad():

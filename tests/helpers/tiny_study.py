@@ -1,4 +1,4 @@
-"""A study whose runs take seconds, and functions that train them in the process of the test."""
+"""A study whose runs take seconds, and functions that train these runs in the process of the test."""
 import json
 from pathlib import Path
 
@@ -42,7 +42,7 @@ TIMED = ("seconds", "images_per_second", "peak_memory")
 
 
 def written(folder, text=STUDY, **changes):
-    """Write a study's file, with these keys changed, and return its path."""
+    """Write a study's file, in which ``changes`` replace keys of ``text``, and return the path."""
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(text), **changes}, sort_keys=False))
     return str(path)
@@ -125,7 +125,7 @@ def stopped(folder, monkeypatch, step, error=Stop):
 
 
 def switching(optimizer, **options):
-    """Return the keys of a study of one run that switches connections and uses everything that checkpoints restore."""
+    """Return changes for `written`: one run that switches connections and uses all state that checkpoints restore."""
     values = yaml.safe_load(STUDY)
     values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
     return dict(
@@ -147,7 +147,7 @@ def rates(folder):
 
 
 def assert_same_run(one, other):
-    """Check that the weights, optimizers, EMAs and records of two runs are bit-identical in each stage."""
+    """Check that the weights, optimizers, EMAs and records of two runs' folders are bit-identical in each stage."""
     files = [{path.relative_to(folder) for path in folder.rglob("*.pth.tar")} for folder in (one, other)]
     assert files[0] == files[1]
     for stage in (file.parent for file in files[0]):

@@ -1,4 +1,4 @@
-"""Run folders of the lab and of timm's train.py that are written in seconds."""
+"""Write folders of runs of the lab and of timm's train.py within seconds."""
 from argparse import Namespace
 from pathlib import Path
 
@@ -21,9 +21,9 @@ def lab_grid(folder, seeds=3):
 
 
 def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
-    """Write args.yaml, summary.csv and checkpoints of random weights, as train.py does.
+    """Write args.yaml, summary.csv and checkpoints of random weights, as train.py does, and return the folder.
 
-    Top-1 in row n of summary.csv is 10 n + 0.25.
+    Top-1 in row n of summary.csv is 10 n + 0.25, where the first row is n = 1.
     """
     folder = Path(folder)
     folder.mkdir(parents=True)

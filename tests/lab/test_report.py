@@ -37,7 +37,7 @@ def test_every_shipped_study_is_tested():
 def test_page_is_well_formed_and_self_contained(written):
     name, folder, _ = written
     root = parsed(folder)
-    assert root.find("body/main/h1").text.startswith(f"What of {name}?")
+    assert root.find("body/main/h1").text.startswith(f"What about {name}?")
     images = list(root.iter("img"))
     assert bool(images) == (name not in ROWS)
     boxes = [child for box in root.iter("div") if box.get("class", "").startswith("scroll") for child in box]
@@ -157,7 +157,7 @@ def test_several_studies_in_one_report(tmp_path):
     for said in (told, markdown, text):
         assert said.count("No difference could be tested (3 equal differences)") == 1
     headings = [element.text for element in parsed(tmp_path / "one").iter("h2")]
-    assert headings == ["What of switch_kept? (Table 0), digits", "What of switch_kept? (Table 0), torch/cifar10",
+    assert headings == ["What about switch_kept? (Table 0), digits", "What about switch_kept? (Table 0), torch/cifar10",
                         "Method and terms"]
     names = {path.name for path in (tmp_path / "one" / "figures").iterdir()}
     assert {"all_differences.svg", "switch_kept-digits_switch.svg", "switch_kept-torch_cifar10_switch.svg"} <= names

@@ -69,7 +69,7 @@ def test_nothing_is_cut_off(name, tmp_path):
     assert console == []
     assert [frame["width"] for frame in frames] == list(WIDTHS)
     for frame in frames:
-        assert frame["title"].startswith(f"What of {name}?")
+        assert frame["title"].startswith(f"What about {name}?")
         assert frame["scrollWidth"] <= frame["width"]
         assert frame["cut"] == []
         assert all(frame["images"])

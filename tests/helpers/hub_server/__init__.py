@@ -3,24 +3,24 @@
     with HubServer(folder, uploads="lfs") as hub:
         token = hub.add_user("me")
         hub.create_repo("me/model", private=True)
-        hub.commit("me/model", {"config.json": b"{}"})          # or from a client: hub.endpoint is its HF_ENDPOINT
+        hub.commit("me/model", {"config.json": b"{}"})          # a client has HF_ENDPOINT=hub.endpoint
         hub.fail(503, path="model.safetensors", times=2)        # the next two requests for that file
         hub.files("me/model"), hub.requests
 
 The mock has repositories with branches, tags and pull requests, private and gated repositories, and read and write
-tokens. It supports preupload, three upload modes, commits, and downloads of ranges. It can simulate failures. All data
-is in memory, except the files that hf_xet's simulator writes to ``folder``. `hub_client.py` runs the client.
+tokens. It supports three upload modes, commits, and downloads of ranges. It can simulate failures. All data is in
+memory, except the files that hf_xet writes to ``folder``. `hub_client.py` runs the client.
 
-The upload modes, argument ``uploads``:
-  * ``regular``: each file is part of its commit. The real Hub accepts this for small text files only.
-  * ``lfs``: large files are PUT first, in parts if they are larger than ``part_size``. The client must set
-    HF_HUB_DISABLE_XET=1, because it does not fall back to LFS.
-  * ``xet``: hf_xet writes large files to ``folder``, since the server's xet URL is ``local://``. Only hf_xet can read
-    them, because their chunks are compressed.
+The argument ``uploads`` selects the upload mode:
+  * ``regular``: a commit contains its files. The real Hub accepts this for small text files only.
+  * ``lfs``: the client uploads large files with PUT before the commit. HF_HUB_DISABLE_XET=1 must be set, because a
+    client with xet does not fall back to LFS.
+  * ``xet``: hf_xet writes large files to ``folder``, because the mock's xet URL is ``local://`` and this folder. Only
+    hf_xet can read these files, because their chunks are compressed.
 
-As on the real Hub, the host names of the blobs (``localhost``) and of the API (``127.0.0.1``) differ. A token that is
-sent to the blobs' host has leaked. Status codes and headers follow the client's source. They were not compared with
-the real Hub.
+As on the real Hub, the contents of large files have another host name (``localhost``) than the API (``127.0.0.1``). A
+token that is sent to this host name has leaked. Status codes and headers follow the client's source. They were not
+compared with the real Hub.
 """
 import hashlib
 import threading
@@ -40,7 +40,7 @@ class HubServer:
     """Serve the Hub in a thread of this process, inside a ``with`` statement. The module's docstring has an example.
 
     Args:
-        folder: Folder of hf_xet's simulator.
+        folder: Folder to which hf_xet writes large files.
         uploads: Upload mode of large files: ``regular``, ``lfs`` or ``xet``.
     """
 
@@ -54,7 +54,7 @@ class HubServer:
         self.requests: list[Recorded] = []
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
-        self.over = threading.Event()  # ends requests that get no answer
+        self.over = threading.Event()  # set to end requests that wait without an answer
 
     def __enter__(self) -> "HubServer":
         self.over.clear()
@@ -77,7 +77,7 @@ class HubServer:
 
     @property
     def storage(self) -> str:
-        """Return the URL of the blobs. It has a host name of this server that must not receive a token."""
+        """Return the URL of the contents of large files. Requests to its host name must not contain a token."""
         return f"http://localhost:{self.port}"
 
     # ------------------------------------------------------------------------------------ used by tests
@@ -94,7 +94,7 @@ class HubServer:
         return repository
 
     def commit(self, repo_id: str, files: dict[str, bytes], revision: str = "main", title: str = "files") -> str:
-        """Add files to a branch without a client and return the commit. Create the repository if it is missing."""
+        """Add files to a branch without a client and return the commit's hash. Create a missing repository."""
         repository = self.repositories.get(repo_id) or self.create_repo(repo_id)
         head = repository.find(revision) or repository.find("main")
         stored = {path: self.store(content, path.endswith(LARGE)) for path, content in files.items()}
@@ -119,7 +119,7 @@ class HubServer:
             method: HTTP method; None for all.
             times: Number of requests that fail; None for all.
             after: For ``"cut"``: number of bytes that arrive.
-            code: ``X-Error-Code``: RepoNotFound, RevisionNotFound, EntryNotFound or GatedRepo.
+            code: Value of the header ``X-Error-Code``: RepoNotFound, RevisionNotFound, EntryNotFound or GatedRepo.
         """
         fault = Fault(what, method, path, times, after, code)
         self.faults.append(fault)
@@ -137,7 +137,7 @@ class HubServer:
             held.clear()
 
     def leaks(self, token: str) -> list[str]:
-        """Return requests that contain the token outside the authorization header, or that send it to another host."""
+        """Return requests that contain the token outside the authorization header, or send it to the blobs' host."""
         found = []
         for request in self.requests:
             headers = " ".join(v for k, v in request.headers.items() if k != "authorization")
@@ -154,14 +154,14 @@ class HubServer:
         return describe(content, sha256, len(content), large and self.uploads != "regular")
 
     def uploaded(self, sha256: str, size: int) -> Optional[File]:
-        """Return a large file if its upload, by LFS or xet, is complete."""
+        """Return a large file if its upload by LFS or xet is complete, otherwise None."""
         if sha256 in self.blobs and len(self.blobs[sha256]) == size:
             return describe(None, sha256, size, True)
         xet = self.xet_files().get(sha256)
         return xet and replace(describe(None, sha256, size, True), xet=xet)
 
     def xet_files(self) -> dict[str, str]:
-        """Return ``{SHA-256: xet hash}`` of the files that hf_xet's simulator has completed."""
+        """Return ``{SHA-256: xet hash}`` of the files that hf_xet has completely written to the folder."""
         shards = self.folder.glob("xet/xorbs/shards/*.mdb")
         return dict(pair for shard in sorted(shards) for pair in files_of_shard(shard.read_bytes()))
 

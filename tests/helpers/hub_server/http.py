@@ -1,4 +1,4 @@
-"""HTTP of the mock Hub: requests, errors, access rights and simulated failures. `routes` computes the answers."""
+"""Receive the mock Hub's requests, check rights, and simulate failures. `routes.py` computes the answers."""
 import json
 import re
 import sys
@@ -133,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
             if match:
                 function(self, **{key: unquote(value) for key, value in match.groupdict().items()})
                 return
-        raise Answer(404, f"this Hub has no {self.command} {path}")
+        raise Answer(404, f"the mock Hub has no route {self.command} {path}")
 
     @property
     def body(self) -> bytes:
@@ -174,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
         return user
 
     def repository(self, repo: str, content: bool = False) -> Repository:
-        """Return a repository that the user may see. With ``content``, the user must also have the right to read it."""
+        """Return a repository that the user may see. If ``content`` is true, the user must also have file access."""
         user, found = self.user(), self.hub.repositories.get(repo)
         if found is None or (found.private and (user is None or user[0] != found.owner)):
             raise Answer(404 if user else 401, "Repository not found", "RepoNotFound")

@@ -1,4 +1,4 @@
-"""Answers of the mock Hub, one function for each route."""
+"""Compute the mock Hub's answers. Each route has a function."""
 import base64
 import hashlib
 import json
@@ -157,7 +157,7 @@ def _commit(http: Handler, repo: str, revision: str) -> None:
 
 
 def _apply(hub: Any, files: dict[str, File], key: str, value: dict[str, Any]) -> None:
-    """Apply one line of a commit to the files of its parent."""
+    """Apply one line of a commit to ``files``, which begins as the parent commit's files."""
     path = value["path"]
     if key == "file":
         files[path] = hub.store(base64.b64decode(value["content"]), large=False)
@@ -191,7 +191,7 @@ def _resolve(http: Handler, repo: str, revision: str, path: str) -> None:
 @route("HEAD GET", "/blobs/(?P<oid>[0-9a-f]{64})")
 def _get_blob(http: Handler, oid: str) -> None:
     if oid not in http.hub.blobs:
-        raise Answer(501, "a file that was uploaded by xet can be read by xet only")
+        raise Answer(501, "a file that was uploaded with xet can only be downloaded with xet")
     _send_blob(http, describe(None, oid, len(http.hub.blobs[oid]), True), ETag=f'"{oid}"')
 
 

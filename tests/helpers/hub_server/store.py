@@ -10,7 +10,7 @@ LARGE = (".safetensors", ".bin", ".pth", ".npz")  # such files are uploaded befo
 
 @dataclass(frozen=True)
 class File:
-    """A file of one commit."""
+    """Description of a file in a commit. The Hub's ``blobs`` contain the content."""
 
     size: int
     sha256: str
@@ -67,10 +67,10 @@ def describe(content: Optional[bytes], sha256: str, size: int, large: bool) -> F
 def files_of_shard(shard: bytes) -> Iterator[tuple[str, str]]:
     """Yield (SHA-256, xet hash) of each file in a xet shard.
 
-    A shard consists of a header of 48 bytes and records of 48 bytes. The first record of a file contains its hash, its
-    flags and its number of segments. One record per segment follows. If bit 31 of the flags is set, one verification
+    A shard consists of a header of 48 bytes and records of 48 bytes. The first record of a file contains the xet hash,
+    flags and the number of segments. One record per segment follows. If bit 31 of the flags is set, one verification
     record per segment comes next. If bit 30 is set, the file's last record begins with the SHA-256. A hash whose bits
-    are all 1 ends the list.
+    are all 1 ends the list of files.
     """
     size, at = 48, 48
     while shard[at:at + 32] != b"\xff" * 32:
