@@ -1,1 +1,1 @@
-"""Turn a study's YAML file into the folders of its runs."""
+"""Plan a study, which is a YAML file that defines an experiment: create one folder for each of its runs."""

@@ -1,6 +1,6 @@
-"""Checks before the first training step: data sets, models, optimizers, schedules, and timm's script.
+"""Check a study before its first run: data sets, models, optimizers, schedules, and timm's `train.py`.
 
-Every problem raises a LabError. Nothing is written.
+Every problem raises a LabError. The checks write no files.
 """
 import inspect
 import sys
@@ -27,10 +27,12 @@ Size = tuple[list[int], str]  # height and width of the model's images, and wher
 
 
 def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
-    """Check the data set and the models of a request, and complete the variants' options in place.
+    """Check the data set and the models of a request.
+
+    Options that follow from the data set, such as `num_classes`, are set in place in the variants.
 
     Returns:
-        The opened data set (None if it is not on this machine), and the image size of each variant.
+        The opened data set, or None if it is not on this machine; and the image size of each variant.
     """
     return (_check_for_lab if request.trainer == "lab" else _check_for_script)(request, variants)
 
@@ -44,7 +46,7 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> tuple[Sourc
 
 
 def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
-    """Check that timm's script has every option. Data and GPUs are not checked if they are on another machine."""
+    """Check that the user's `train.py` has all requested options. An image folder is checked if this machine has it."""
     if request.train_py is None:
         raise LabError("scale paper trains with timm's train.py: add --train-py FILE, or set TIMM_DIR to its folder")
     parser = recipe.of_script(request.train_py)
@@ -58,7 +60,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
     if ignored:
         print(f"timm-ortho: train.py uses {' and '.join(ignored)} for streamed data sets only, and takes all "
               f"images of '{dataset or first.data_dir}'", file=sys.stderr)
-    unknown = first.num_classes is None  # the paper's recipes set the number of classes
+    unknown = first.num_classes is None  # then the data set must be opened; the paper's recipes set num_classes
     if unknown or is_here(first):
         source = open_source(Namespace(**{**vars(first), **ignored}))
         for options in (variant.options for variant in variants):
@@ -74,14 +76,14 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
                 if key not in defaults:
                     raise LabError(f"{request.train_py} has no option {key}: the script is of another timm release")
             elif key in defaults:
-                setattr(variant.options, key, defaults[key])  # another release may have changed the default
+                setattr(variant.options, key, defaults[key])  # the script's release of timm may have another default
             else:
                 delattr(variant.options, key)
     return source, sizes
 
 
 def check_runs(runs: Mapping[str, RunPlan], places: Sequence[dict], seed: int, source: Source) -> None:
-    """Build the optimizer, schedule and loaders of each run of one seed."""
+    """Check the runs of one seed: build the model, optimizer, schedule and loaders of each run's last stage."""
     for name in dict.fromkeys(place["run"] for place in places if place["seed"] == seed):
         stage = runs[name].stages[-1]
         options = Namespace(**stage.options)
@@ -99,7 +101,7 @@ def _check_models(request: Request, variant: Variant) -> Size:
 
 
 def _origin_of_size(request: Request, variant: Variant) -> str:
-    """Return where the image size comes from. Call it before `_check_model`, which completes the options."""
+    """Return the origin of the image size as text. Call this before `_check_model`, which changes the options."""
     def sets(options: Mapping[str, Any]) -> bool:
         return any(options.get(key) is not None for key in ("img_size", "input_size"))
 
@@ -115,13 +117,13 @@ def _origin_of_size(request: Request, variant: Variant) -> str:
 
 
 def _check_model(options: Namespace, connection: str) -> list[int]:
-    """Build the model, run it on two blank images, and return their height and width.
+    """Build the model, run it on two blank images, and return the height and width of these images.
 
-    If the model's class takes the image size as an argument, the size is added to `options.model_kwargs`.
+    If the model's class has an argument `img_size`, the image size is added to `options.model_kwargs`.
     """
     channels = options.in_chans or 3
 
-    def build() -> torch.nn.Module:  # timm 1.0.16 reads drop path rates from tensors, which fails on the meta device
+    def build() -> torch.nn.Module:  # on the CPU: timm 1.0.16 reads drop path rates from tensors, which fails on meta
         kwargs = {**options.model_kwargs, "connection": connection}
         trial = {"pretrained": False, "initial_checkpoint": "", "seed": 0, "model_kwargs": kwargs}
         return build_model(Namespace(**{**vars(options), **trial}), options.num_classes, channels)
@@ -144,7 +146,7 @@ def _check_model(options: Namespace, connection: str) -> list[int]:
 
 @contextmanager
 def _refused(subject: str) -> Iterator[None]:
-    """Turn errors of timm and torch into a LabError that begins with a subject."""
+    """Turn an error of timm or torch into a LabError whose message begins with `subject`."""
     try:
         yield
     except LabError:
@@ -156,7 +158,7 @@ def _refused(subject: str) -> Iterator[None]:
 
 
 def _takes_img_size(model: torch.nn.Module) -> bool:
-    """Return whether a constructor of the model takes `img_size`, as models with position embeddings do."""
+    """Return whether the model's class or a base class has an argument `img_size`, as for position embeddings."""
     constructors = [vars(cls)["__init__"] for cls in type(model).__mro__
                     if "__init__" in vars(cls) and cls is not object]
     return any("img_size" in inspect.signature(init).parameters for init in constructors)

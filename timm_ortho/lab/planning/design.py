@@ -1,30 +1,36 @@
-"""Read, check and expand a study: one YAML file becomes the runs of one scale.
+"""Read and check a study, and expand it into the variants that are trained.
 
-The keys of a file:
+A study is a YAML file that defines an experiment. Its grid has axes, each with some values. A cell of the grid is one
+combination of values. Each cell is trained with some connections and seeds. A study has up to three scales: `smoke` is
+a quick test, `small` is for one machine, and `paper` is the experiment of the paper. The keys of the file:
 
 | key | meaning |
 | --- | --- |
-| `extends` | another study, by name or file; mappings are merged, and this file's values win |
-| `title` | the question |
+| `extends` | another study, by name or file, whose keys this file inherits; mappings are merged, values here win |
+| `title` | the question that the study answers |
 | `paper`, `table` | the paper's table or figure, and its key in `paper.json` or `skips.json`; none by default |
-| `model` | architecture, without suffix |
-| `recipe` | name of the recipe of default options, or `paper` for the paper's recipes; by default as in `compare` |
+| `model` | architecture, without the suffix `_ortho` |
+| `recipe` | recipe with the default options, or `paper` for the paper's recipe for each model and data set. By default
+  `digits` for the data set `digits`, and `small_images` for all other data sets |
 | `options` | timm's options, which override the recipe's |
-| `connections` | the connections of each cell |
+| `connections` | the connections that each cell is trained with |
 | `seeds` | number of seeds |
-| `grid` | axis -> value -> changes; a list of values sets the option with the axis's name |
-| `baseline` | the baseline of differences: `connection: linear`, or a value of an axis |
-| `record` | steps between two records of the connections, see `timm_ortho.record` |
+| `grid` | a mapping from axis to value to changes, such as `{lr: {high: {lr: 0.01}}}`. If an axis has a list in place
+  of this mapping, its values are set for the option with the axis's name: `{lr: [0.01, 0.001]}` |
+| `baseline` | the runs from which differences are computed: `connection: linear`, or an axis with its value |
+| `record` | number of steps between two records of the connections, see `timm_ortho.record` |
 | `hold_out` | number of training images to validate on instead of the validation split, for choosing settings |
-| `representation` | whether to measure the features at the end |
-| `paper_data` | the paper's data sets for this table; runs on further data sets are compared with the first |
-| `report` | layout of tables and plots, see `layout` |
-| `scales` | `smoke`, `small` and `paper`, or some of them. Each may override `model`, `recipe`, `options`,
-  `connections`, `seeds`, `grid` and `record`; a list in place of an axis keeps only these values |
+| `representation` | whether to measure the model's features after training |
+| `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the first of them |
+| `report` | layout of the report's tables and plots, see `reporting.layout` |
+| `scales` | a mapping with `smoke`, `small`, `paper` or some of them. Each may override `model`, `recipe`, `options`,
+  `connections`, `seeds`, `grid` and `record`. If an axis in this `grid` is a list of some of the study's values, only
+  these values remain |
 
-A value of an axis may change timm's options, `model`, `recipe` and `connections`. It may also set `connection` (the
-only connection of its cell) and `switch` (`{to: feature, optimizer: kept}` or `reinitialised`). Options that begin with
-`connection_` are model arguments. The `model_kwargs` of scales and values are merged with the study's.
+A value of an axis may change timm's options, `model`, `recipe` and `connections`. It may instead set `connection`,
+which is then the only connection of its cells. Its key `switch` changes the connection during training, for example
+`{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`. Keys that begin with `connection_` are
+arguments of the model. Entries of `model_kwargs` in scales and values are added to the study's `model_kwargs`.
 """
 import itertools
 import re
@@ -39,7 +45,7 @@ from ..paper import architecture
 from . import recipe
 
 COMPARISON = "compare"
-COST_STUDIES = ("overhead", "parameters", "gamma")  # see `lab.costs`
+COST_STUDIES = ("overhead", "parameters", "gamma")  # tables of costs, which `lab.costs` measures without training
 SCALES = ("smoke", "small", "paper")
 _TYPES = {dict: "a mapping", list: "a list", int: "a whole number of at least {}", bool: "true or false", str: "text"}
 _KEYS = {
@@ -48,11 +54,11 @@ _KEYS = {
     **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-# Defaults of model arguments; a run that sets such a value equals a run without the argument.
+# Defaults of model arguments. A run that sets an argument to its default equals a run without the argument.
 _MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal",
                    "connection_keep": "output", "connection_groups": 1}
 
-# timm's names of the paper's data sets; an empty name is an image folder.
+# timm's names of the paper's data sets. The empty name is an image folder in --data-dir.
 _TIMM_NAMES = {
     "cifar10": "torch/cifar10", "cifar100": "torch/cifar100", "svhn": "", "tiny_imagenet": "", "imagenet1k": ""}
 
@@ -63,11 +69,11 @@ class Variant:
 
     cell: Mapping[str, Any]  # axis -> value
     connection: str  # the connection at the start of training
-    options: Namespace  # timm's options; the connection is in `model_kwargs`, the seed is not set
-    recipe: str  # name or file
-    switch_to: str = ""  # the connection of the second stage
+    options: Namespace  # timm's options, with the connection in `model_kwargs` and the recipe's seed
+    recipe: str  # name or file of the recipe
+    switch_to: str = ""  # the connection of a second stage of the training; empty for one stage
     # True: the second stage has a new optimizer, a new schedule and as many epochs as the first (paper, Table 3).
-    # False: the connection changes after half of the epochs, and training continues (Table 10).
+    # False: the connection changes after half of the epochs, and training continues (paper, Table 10).
     reinitialise: bool = False
 
     @property
@@ -83,7 +89,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Design:
-    """A study at one scale. The attributes are the keys of its file, as plain values."""
+    """A study at one scale. The attributes are the keys of the study's file, with the changes of the scale applied."""
 
     name: str
     scale: str
@@ -105,7 +111,7 @@ class Design:
 
     @property
     def is_comparison(self) -> bool:
-        """Whether the study is from `timm-ortho compare`, with one cell and a recipe of the user's choice."""
+        """Whether the study is from `timm-ortho compare`, which has one cell, and a recipe that the user chooses."""
         return self.name == COMPARISON
 
     @property
@@ -114,23 +120,23 @@ class Design:
         return {axis: list(values) for axis, values in self.grid.items()}
 
     def variants(self, requested: Mapping[str, Any], trainer: str = "lab") -> list[Variant]:
-        """Return the variants that can be run; a LabError if there are none."""
+        """Return the variants that can be run, see `expand`. Raise a LabError if there are none."""
         variants, left_out = self.expand(requested, trainer)
         if not variants:
             raise LabError(f"nothing of study '{self.name}' can be run: {left_out[0]}")
         return variants
 
     def expand(self, requested: Mapping[str, Any], trainer: str = "lab") -> tuple[list[Variant], list[str]]:
-        """Return the variants of all cells in order, and a line for each cell that is left out, with the reason.
+        """Return the variants of all cells in order, and the reasons why cells are left out.
 
         Args:
-            requested: timm's options of the command line; they override the study's.
+            requested: timm's options from the command line, which override the study's.
             trainer: `lab`, or `train.py` to allow options that the lab's loop does not have.
 
         Raises:
             LabError: A requested option is unknown, or the study varies it.
         """
-        recipe.resolve(requested, "train.py")  # checks names and types before options are merged
+        recipe.resolve(requested, "train.py")  # checks names and types, before options are merged
         self._refuse_varied(requested)
         variants, left_out = [], []
         for labels in itertools.product(*self.grid.values()):
@@ -155,7 +161,7 @@ class Design:
         if model:
             values["model"] = model
         dataset, base = str(values.get("dataset", "digits")), changes.get("recipe", self.recipe)
-        if "dataset" in values:  # without this option, the recipe's data set is used
+        if "dataset" in values:  # otherwise keep the recipe's data set
             values["dataset"] = timm_name(dataset)
         if base is None:
             base = "digits" if dataset == "digits" else "small_images"
@@ -180,7 +186,7 @@ class Design:
 
 # ------------------------------------------------------------------------------------------ reading a file
 def shipped() -> dict[str, Path]:
-    """Return the studies of this package, by name."""
+    """Return the files of the studies in this package, by name."""
     return shipped_files("studies")
 
 
@@ -192,7 +198,7 @@ def load(name: str, scale: str) -> Design:
         scale: `smoke`, `small` or `paper`.
 
     Raises:
-        LabError: The study or the scale does not exist, or the file is wrong.
+        LabError: The study or the scale does not exist, or the file has an error.
 
     >>> load("accuracy", "smoke").title
     'Does the orthogonal connection raise accuracy, and in which architectures?'
@@ -207,12 +213,17 @@ def load(name: str, scale: str) -> Design:
 
 
 def has_scale(name: str, scale: str) -> bool:
-    """Return whether a study has a scale."""
+    """Return whether the study with this name has a scale, `smoke`, `small` or `paper`."""
     return scale in read(name)["scales"]
 
 
 def read(name: str, extending: Sequence[Path] = ()) -> Any:
-    """Return the contents of a study's file, merged with the contents of the studies named by `extends`."""
+    """Return the contents of a study's file, merged with the contents of the studies that it extends.
+
+    Args:
+        name: Name of a study of this package, or a YAML file.
+        extending: Files of the studies that extend this study, to detect a study that extends itself.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped().get(name)
     if path is None or not path.is_file():
         if name in COST_STUDIES:
@@ -258,7 +269,7 @@ def _design(name: str, scale: str, values: Any) -> Design:
 
 
 def _axis(axis: str, entry: Any) -> dict:
-    """Return an axis as value -> changes. Changes of timm's options are under `options`."""
+    """Return an axis of a file as a mapping from value to changes, with timm's options under the key `options`."""
     if isinstance(entry, list):
         entry = {value: {axis: value} for value in entry}
     if not isinstance(entry, dict):
@@ -311,7 +322,7 @@ def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
 
 
 def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
-    """Check the types of values. null means the default, so a study can reset an inherited key."""
+    """Raise a LabError if a value has a wrong type. None is allowed: with null, a study resets an inherited key."""
     for key, kind in kinds.items():
         value, least = values.get(key), int(key != "hold_out")
         if value is not None and (type(value) is not kind or (kind is int and value < least)):
@@ -320,7 +331,7 @@ def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -
 
 # ------------------------------------------------------------------------------------------------ variants
 def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, Any]:
-    """Return the arguments of `Variant` for a file's `switch`."""
+    """Return the arguments `switch_to` and `reinitialise` of `Variant` for a value of `switch`, {} for no switch."""
     if switch is None:
         return {}
     _check_keys(switch, {"to", "optimizer"}, "switch")
@@ -335,7 +346,7 @@ def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, A
 
 
 class _NoRecipe(LabError):
-    """The paper has no recipe for a cell. Such cells are left out."""
+    """The paper has no recipe for the model and data set of a cell. The cell is left out."""
 
 
 def _paper_recipe(model: str, dataset: str) -> str:
@@ -347,7 +358,7 @@ def _paper_recipe(model: str, dataset: str) -> str:
 
 
 def timm_name(dataset: str) -> str:
-    """Return timm's name of a data set that is named as in timm or in the paper. Unknown names are a LabError.
+    """Return timm's name of a data set. The given name is timm's or the paper's; any other name raises a LabError.
 
     >>> timm_name("cifar10"), timm_name("tiny_imagenet"), timm_name("torch/mnist")
     ('torch/cifar10', '', 'torch/mnist')
@@ -362,14 +373,14 @@ def timm_name(dataset: str) -> str:
 
 
 def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:
-    """Drop the arguments that have no effect, so that equal runs have equal arguments."""
+    """Return the model arguments that have an effect with these connections. Equal runs then have equal arguments."""
     linear = connections == {"linear"}
     return {key: value for key, value in model_kwargs.items()
             if (key, value) not in _MODEL_DEFAULTS.items() and not (linear and key.startswith("connection_"))}
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two mappings recursively; the values of `above` win."""
+    """Return two mappings merged recursively, with the values of `above` where both have a key."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -1,4 +1,8 @@
-"""Describe how a study's runs differ from the paper's: by scale, by the user's options, and by necessity."""
+"""Describe how a study's runs differ from the paper's runs.
+
+They may differ because of the scale, because of the user's options, or because the paper's recipe cannot be reproduced
+exactly.
+"""
 from typing import Any, Iterator, Mapping, Sequence
 
 from ...models import skip_networks
@@ -9,22 +13,26 @@ from ..options import known_options, options_with
 from ..paper import architecture, recipe_deviations
 from .design import Design, Variant, load
 
-# Each of these options has a line of its own. All further options that differ share one line.
+# If one of these options differs from the paper's, it has a line of its own. All other options share one line.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
 
 
 def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab") -> list[str]:
-    """Return lines such as "epochs: 15 here, 300 in the paper", and the deviations of the recipes themselves.
+    """Return a line for each difference from the paper, such as "epochs: 15 here, 300 in the paper".
 
-    Runs are compared with the paper's recipe for their data set. If the paper does not have their data set, they are
-    compared with the recipe for the paper's first data set.
+    Runs are compared with the study at scale `paper`, on the same data set. If the paper does not have this data set,
+    they are compared with the runs on the first of the paper's data sets. Further lines tell in which options the
+    package's recipes necessarily differ from the paper.
 
     Args:
-        design: The study at its scale.
-        requested: timm's options of the command line, as for `Design.expand`.
+        design: The study at the scale of the runs.
+        requested: timm's options from the command line, as for `Design.expand`.
         seeds: The seeds of the runs.
         trainer: `lab` or `train.py`.
+
+    Returns:
+        The lines. The list is empty if the study has no table of the paper, or no scale `paper`.
     """
     if not design.paper:
         return []
@@ -52,7 +60,7 @@ def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int
 
 
 def comparison(subject: str, here: Any, there: Any) -> str:
-    """Return a line that compares a value of this study with the paper's.
+    """Return a line that compares a value of this study with the paper's value.
 
     >>> comparison("epochs", 15, 300)
     'epochs: 15 here, 300 in the paper'
@@ -63,12 +71,16 @@ def comparison(subject: str, here: Any, there: Any) -> str:
 
 
 def _prefix(models: Sequence[str], pairs: Sequence) -> str:
-    """Return the names of the models that a line describes, or an empty string for all models."""
+    """Return the beginning of a line: the models that it describes, or an empty string if it describes all models."""
     return f"{', '.join(models)}: " if len(models) < len(pairs) else ""
 
 
 def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[str, Variant, Variant]]:
-    """Yield each architecture with its first variant and the paper's variant of the same architecture."""
+    """Yield each architecture with its first variant in `here`, and the variant in `there` to compare it with.
+
+    This is the variant of the same architecture and cell. If there is none, it is the first variant of the
+    architecture, or else the first of all variants.
+    """
     models = list(dict.fromkeys(variant.options.model for variant in here))
     for model in models:
         first = next(variant for variant in here if variant.options.model == model)
@@ -78,7 +90,7 @@ def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[
 
 
 def _options(variant: Variant) -> dict[str, Any]:
-    """Return the options to compare: the architecture, its arguments, and timm's options."""
+    """Return the settings to compare: architecture, arguments of the model, and timm's options of the training."""
     model = base_name(variant.options.model)
     own = ARCHITECTURES[model][2] if model in ARCHITECTURES else skip_networks.ARCHITECTURES.get(model, {})
     kwargs = {key: value for key, value in variant.options.model_kwargs.items()
@@ -97,7 +109,7 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]
 
 
 def _of_recipe(here: Variant, partner: Variant, data: str | None) -> list[str]:
-    """Return the deviations of the package's version of the paper's recipe, for the options that these runs use."""
+    """Return why options of the package's recipe differ from the paper's, for the options that `here` has unchanged."""
     model = base_name(partner.options.model)
     network = "skipnet" if model.startswith("skipnet_") else architecture(model)
     own = "_initialisation" if "weight_init" in partner.options.model_kwargs else ""

@@ -1,4 +1,4 @@
-"""Identify studies and runs: the settings that decide a result, and the folder that is named after them."""
+"""Find the settings that decide the results of studies and runs, and derive the output folder from these settings."""
 import hashlib
 import json
 from dataclasses import asdict
@@ -13,12 +13,12 @@ from ..folder import RunPlan, Stage
 from ..options import options_with
 from .design import Design, Variant
 
-# Options that do not change a result. A run that moves to another machine therefore keeps its folder.
+# Options that do not change a result, such as the device. A run can therefore continue on another machine.
 _MACHINE = options_with("about", "machine")
 
 
 def run_identity(run: RunPlan) -> dict:
-    """Return the settings that decide a run's result: equal settings give equal results."""
+    """Return the settings that decide a run's result. Runs with equal settings have equal results."""
     def of_stage(stage: Stage) -> dict:
         options = {key: value for key, value in stage.options.items() if key not in _MACHINE | {"grad_accum_steps"}}
         return {**asdict(stage), "options": {**options, "batch_size": run.whole_batch(stage)}}
@@ -26,23 +26,23 @@ def run_identity(run: RunPlan) -> dict:
     values = {**asdict(run), "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
               "trainer": run.trainer_name}  # without the path of train.py
     del values["gpus"], values["nodes"]
-    return json.loads(json.dumps(values))  # turns tuples into lists; YAML is a hundred times slower
+    return json.loads(json.dumps(values))  # turns tuples into lists; as_yaml_values would be a hundred times slower
 
 
 def study_settings(design: Design, requested: Mapping[str, Any], first: Variant) -> dict:
-    """Return the settings that decide a study's results.
+    """Return the settings that decide the results of a study's runs.
 
-    Seeds and connections are left out, because later calls may add seeds and connections.
+    Seeds and connections are left out, because a later command may add seeds and connections to the study.
 
     Args:
         design: The study.
-        requested: timm's options of the command line.
+        requested: timm's options from the command line.
         first: The first variant of the grid.
     """
     keys = {key: value for key, value in asdict(design).items()
             if key not in ("seeds", "connections", "baseline", "report")}
     settings = {"design": keys, "given": {key: value for key, value in requested.items() if key not in _MACHINE}}
-    if design.is_comparison:  # the recipe may be a file that the user edits later
+    if design.is_comparison:  # store the recipe's options, because the recipe may be a file that the user edits later
         options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}
         kwargs = {key: value for key, value in options["model_kwargs"].items() if key != "connection"}
         settings["options"] = {**options, "model_kwargs": kwargs}
@@ -50,7 +50,7 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
 
 
 def output_folder(design: Design, settings: Mapping[str, Any], data: str, first: Variant) -> Path:
-    """Return the default output folder. Its name has a hash of the settings, so that equal commands share a folder."""
+    """Return the default output folder. Its name has a hash of the settings: equal commands have the same folder."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     data = data.replace("/", "_")
     if design.is_comparison:
@@ -59,7 +59,7 @@ def output_folder(design: Design, settings: Mapping[str, Any], data: str, first:
 
 
 def data_name(requested: Mapping[str, Any], first: Variant) -> str:
-    """Return the name of the data set. An image folder's name is that of the folder."""
+    """Return the name of the data set. For an image folder, this is the name of the folder."""
     return (str(requested.get("dataset") or first.options.dataset)
             or Path(str(requested.get("data_dir") or "images")).name)
 
@@ -76,7 +76,7 @@ def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with keys such as `model_kwargs.depth`."""
+    """Return a mapping without nested mappings: keys are joined by dots, as in `model_kwargs.depth`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
@@ -84,5 +84,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_yaml_values(value: Any) -> Any:
-    """Return a value as YAML loads it. Tuples become lists, and numeric keys remain numbers, unlike in JSON."""
+    """Return a value as YAML loads it after writing it. Tuples become lists. Unlike in JSON, keys stay numbers."""
     return yaml.safe_load(yaml.safe_dump(value, sort_keys=False))

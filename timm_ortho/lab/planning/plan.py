@@ -1,14 +1,14 @@
-"""Plan a study: from its design, options and seeds to one folder for each run.
+"""Plan a study: decide its runs, and write one folder for each run.
 
-The output folder:
+The output folder of a study contains:
 
-    study.yaml      settings, description for the report, and the run of each place in the grid
-    <run>/          one folder for each run, see `folder`: `<axis>=<value>-<connection>-seed<k>`
+    study.yaml      the settings, a description for the report, and the places
+    <run>/          a folder for each run, see `folder`, with the name `<axis>=<value>-<connection>-seed<k>`
     results.json, report.html, report.md
 
-A place is one cell of the grid with one connection and one seed. Runs with the same seed are paired: they start from
-the same weights and see the same batches. Runs are ordered by seed, so that an interrupted study has complete pairs.
-Places with equal settings share a run.
+A place is one cell of the study's grid with one connection and one seed. Places with equal settings share a run. Runs
+with the same seed are paired: they start from the same weights and see the same batches. Runs are ordered by seed, so
+that the first seeds of an interrupted study have complete pairs.
 """
 import json
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ from .identity import as_yaml_values, data_name, output_folder, refuse_differenc
 from .request import Request
 
 STUDY = "study.yaml"
-_OF_IMAGES = ("classes", "train", "validation", "validation_split", "fingerprint")  # keys of a study's `data`
+# A later command may continue a study only if these properties of its data set are the same.
+_OF_IMAGES = ("classes", "train", "validation", "validation_split", "fingerprint")
 
 
 @dataclass
@@ -38,17 +39,17 @@ class StudyPlan:
     """A planned study."""
 
     folder: Path
-    settings: dict  # the settings that decide the results; a folder with different settings is refused
-    study: dict  # description for the report, see `report`
-    places: list[dict]  # cell, connection, seed and run of each place in the grid
-    runs: dict[str, RunPlan]  # by name; runs of earlier calls are in `places` only
-    left_out: list[str]  # the cells that are not run, with the reason
+    settings: dict  # the settings that decide the results; `write` refuses a folder with different settings
+    study: dict  # the description of the study for its report
+    places: list[dict]  # each with `cell`, `connection`, `seed`, and `run`, the name of its run
+    runs: dict[str, RunPlan]  # the runs of this command by name; runs of earlier commands are in `places` only
+    left_out: list[str]  # reasons why cells are not run
 
     def write(self) -> None:
-        """Write the folders. Places of earlier calls are kept.
+        """Write `study.yaml` and the folders of the runs. Places that earlier commands wrote are kept.
 
         Raises:
-            LabError: The folder contains another study.
+            LabError: The folder contains files of something else, or a study with other settings or images.
         """
         def key(place: Mapping[str, Any]) -> tuple:
             return place["cell"], place["connection"], place["seed"]
@@ -70,7 +71,7 @@ class StudyPlan:
             run.write(self.folder / name)
 
     def _stored(self) -> dict:
-        """Return the contents of the folder's `study.yaml`, {} for a new folder."""
+        """Return the contents of an existing `study.yaml`, {} for a new folder. See `write` for the errors."""
         advice = "choose another --output, or remove that folder"
         if self.folder.exists() and not self.folder.is_dir():
             raise LabError(f"{self.folder} is not a folder: choose another --output")
@@ -93,7 +94,7 @@ def read(folder: Path) -> dict:
     """Return the contents of the `study.yaml` of an output folder.
 
     Raises:
-        LabError: The folder has no such file, or it is damaged.
+        LabError: The folder has no `study.yaml`, or the file is damaged.
     """
     if not (folder / STUDY).is_file():
         raise LabError(f"{folder} has no {STUDY}: use the --output of timm-ortho study or compare")
@@ -104,14 +105,14 @@ def read(folder: Path) -> dict:
 
 
 def plan(request: Request) -> StudyPlan:
-    """Plan a study and check everything that can be checked before the first training step. Nothing is written.
+    """Plan a study, and check its data, models and options. No files are written.
 
     Raises:
         LabError: The study cannot be run as requested.
     """
     request.check_machines()
     design, requested = request.design, dict(request.options)
-    if not design.is_comparison:  # the data set of a comparison is in its recipe
+    if not design.is_comparison:  # `timm-ortho compare` takes its data set from the recipe
         default = "" if requested.get("data_dir") else "digits"
         requested.setdefault("dataset", design.options.get("dataset", default))
     requested["device"] = request.device()
@@ -141,7 +142,7 @@ def plan(request: Request) -> StudyPlan:
 
 def places_of(
         request: Request, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
-    """Return the places of the grid, ordered by seed, and the runs by name. Places with equal settings share a run."""
+    """Return the places ordered by seed, and the runs by name. Places with equal settings share a run."""
     places, runs, names = [], {}, {}
     for seed in seeds:
         for variant in variants:
@@ -170,14 +171,14 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
     common = dict(stages=stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
     if request.trainer == "lab":
         return RunPlan("lab", **common)
-    script = str((request.train_py or Path("train.py")).absolute())  # `study list` needs no script
+    script = str((request.train_py or Path("train.py")).absolute())  # `study list` counts runs without a script
     return RunPlan(script, **common, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 
 # ------------------------------------------------------------------------------------------ description
 def _description(
         request: Request, requested: Mapping[str, Any], seeds: Sequence[int], variants: Sequence[Variant]) -> dict:
-    """Return the description of a study for its report, see `report`."""
+    """Return the description of a study that its report shows, as values of YAML."""
     design = request.design
     models = list(dict.fromkeys(base_name(variant.options.model) for variant in variants))
     return as_yaml_values({
@@ -194,7 +195,7 @@ def _description(
 
 
 def _data_of(source: Source, sizes: Sequence[Size]) -> dict:
-    """Describe the data for a report. `image_size` is None if the models differ."""
+    """Return the properties of the data set for a report. `image_size` is None if the models' image sizes differ."""
     (size, origin), *others = sizes
     alike = all(other == size for other, _ in others)
     return {
@@ -211,6 +212,6 @@ def _data_of(source: Source, sizes: Sequence[Size]) -> dict:
 
 
 def _qualified(dataset: str, classes: int) -> str:
-    """Return the name of a data set, with the number of classes if the paper's data set has a different number."""
+    """Return the name of a data set. If the paper's data set has a different number of classes, append the number."""
     expected = numbers()["datasets"].get(dataset, {}).get("classes", classes)
     return dataset if classes == expected else f"{dataset} ({classes} classes)"

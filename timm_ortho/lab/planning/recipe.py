@@ -1,6 +1,7 @@
-"""Read recipes. A recipe is a training YAML of timm's `train.py`, with the same keys, defaults and types.
+"""Read recipes. A recipe is a YAML file with options of timm's `train.py`, which can also be passed to `train.py -c`.
 
-The module `options` lists the options of `train.py`. If timm's script is available, its parser is used too.
+The options, their defaults and their types are in the module `options`. If the user has timm's script, its parser
+decides which options are allowed.
 """
 import argparse
 import importlib
@@ -17,16 +18,16 @@ from ...runs.folders import import_modules
 from .. import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
 from ..options import defaults, known_options, options_with
 
-_BY_MODEL = ("model_kwargs", "img_size", "input_size")  # options that apply to the recipe's own model only
+_BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
 
 
 def shipped() -> dict[str, Path]:
-    """Return the recipes of this package, by name."""
+    """Return the files of the recipes in this package, by name."""
     return shipped_files("recipes")
 
 
 def find(name: str) -> Path:
-    """Return the file of a recipe of this package. Unknown names raise a LabError."""
+    """Return the file of a recipe in this package. An unknown name raises a LabError."""
     known = shipped()
     if name in known:
         return known[name]
@@ -35,7 +36,7 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Read a recipe by name or file. Keys that timm's train.py does not have raise a LabError.
+    """Return the options in a recipe, by its name or file. An option that timm's train.py lacks raises a LabError.
 
     >>> load("vit_s_cifar10")["opt"]
     'adamw'
@@ -48,14 +49,14 @@ def load(name: str) -> dict[str, Any]:
 
 
 def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
-    """Return all of timm's options with timm's types; missing options have their defaults.
+    """Return all options of timm's `train.py`, with the requested values or else the defaults.
 
     Args:
-        values: Options by name, from a recipe or the command line.
-        trainer: `lab` or `train.py`. The lab's loop has fewer options.
+        values: Options by name, from a recipe or the command line. They are converted to the options' types.
+        trainer: `lab` or `train.py`. The lab's loop has fewer options than `train.py`.
 
     Raises:
-        LabError: An option is unknown, has a wrong type, or is not in the lab's loop.
+        LabError: An option is unknown or has a wrong type, or the trainer is `lab` and its loop lacks the option.
     """
     check_names(values, known_options(), "the options: timm's train.py", "option")
     typed = {key: _typed(key, value) for key, value in values.items()}
@@ -76,10 +77,10 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
 
 
 def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab") -> Namespace:
-    """Return all of timm's options for a recipe, with the orthogonal variant as the model.
+    """Return all options of timm's `train.py` for a recipe. `model` is replaced by its variant with suffix `_ortho`.
 
     Args:
-        requested: timm's options by name; they override the recipe's.
+        requested: timm's options by name, which override the recipe's.
         name: File or name of the recipe.
         trainer: `lab` or `train.py`.
     """
@@ -96,7 +97,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
     import_modules(options.device_modules, LabError)
     options.model = _variant(base)
     if "amp_dtype" not in values and options.device == "cpu":
-        options.amp_dtype = "bfloat16"  # timm's default, float16, needs a loss scaler, which is for GPUs only
+        options.amp_dtype = "bfloat16"  # timm's default is float16, whose loss scaler works on GPUs only
     if "connection" in options.model_kwargs:
         raise LabError("the connection is not a model argument of a study or comparison: use --connections")
     return options
@@ -112,7 +113,7 @@ def _variant(base: str) -> str:
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:
-    """Return the parser of a `train.py`. A script that is not timm's, or too old, raises a LabError."""
+    """Return the argument parser of a `train.py`. If the script is not timm's or is too old, raise a LabError."""
     advice = ("use timm's train.py with --train-py, or set TIMM_DIR to its folder: git clone "
               "https://github.com/huggingface/pytorch-image-models")
     if not script.is_file():
@@ -132,7 +133,7 @@ def of_script(script: Path) -> argparse.ArgumentParser:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Convert a value to its option's type. As in timm, 1e-3 becomes a number, although YAML loads it as text."""
+    """Return a value converted to its option's type. YAML loads 1e-3 as text; as in timm, it becomes a number."""
     option = known_options()[key]
     if value is None:
         return option["default"]

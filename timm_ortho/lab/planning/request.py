@@ -1,4 +1,4 @@
-"""Define the user's request: a study, options, seeds, cells, and the trainer that follows from these."""
+"""Define the request that a command line makes: which study to run, with which options, seeds, cells and trainer."""
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
@@ -14,18 +14,19 @@ class Request:
     """The arguments of `timm-ortho study` or `compare`."""
 
     design: Design  # the study at its scale
-    options: Mapping[str, Any]  # timm's options of the command line, including `dataset` and `data_dir`
-    seeds: Sequence[int] | int | None = None  # the seeds or their number; None for the scale's number
-    output: Optional[str] = None  # folder; None for a folder below `output/` whose name depends on the settings
-    only: Sequence[tuple[str, str]] = ()  # pairs of an axis and comma-separated values; all cells if empty
+    options: Mapping[str, Any]  # timm's options from the command line, including `dataset` and `data_dir`
+    seeds: Sequence[int] | int | None = None  # a list of seeds, or their number; None for the study's number
+    output: Optional[str] = None  # output folder; None for a folder below `output/` whose name depends on the settings
+    # Pairs of an axis and comma-separated values: only cells with one of these values are run. Empty for all cells.
+    only: Sequence[tuple[str, str]] = ()
     train_py: Optional[Path] = None  # timm's train.py, required at scale `paper`; None for the lab's own loop
-    gpus: int = 0  # number of GPUs of each run of `train.py` on each node; 0 for the device of `--device`
-    nodes: int = 1
-    command: str = ""  # the command line, for the report
+    gpus: int = 0  # number of GPUs of each run of `train.py` on each node; 0 to use `--device`
+    nodes: int = 1  # number of machines of each run of `train.py`
+    command: str = ""  # the command line, which the report shows
 
     @property
     def trainer(self) -> str:
-        """`train.py`, or `lab` for the lab's own training loop."""
+        """The trainer of all runs: `train.py`, or `lab` for the lab's own training loop."""
         return "train.py" if self.train_py is not None or self.design.scale == "paper" else "lab"
 
     def check_machines(self) -> None:
@@ -36,7 +37,7 @@ class Request:
             raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use --device cuda alone")
 
     def device(self) -> str:
-        """Return the device of the runs. The default is CUDA if this machine has it, or if GPUs are requested."""
+        """Return the device of the runs. The default is `cuda` if this machine has a GPU or if GPUs are requested."""
         name = self.options.get("device")
         if name is None:
             return "cuda" if self.gpus or torch.cuda.is_available() else "cpu"
@@ -49,7 +50,7 @@ class Request:
         return str(device)
 
     def seed_list(self, first: int) -> list[int]:
-        """Return the seeds. A number of seeds means consecutive seeds from `first`, the recipe's seed."""
+        """Return the requested seeds. A number of seeds means this many integers from `first`, the recipe's seed."""
         seeds = self.design.seeds if self.seeds is None else self.seeds
         seeds = list(range(first, first + seeds)) if isinstance(seeds, int) else list(dict.fromkeys(seeds))
         if not seeds:
@@ -57,7 +58,7 @@ class Request:
         return seeds
 
     def select(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants in the cells that `only` names. `connection` counts as an axis of the grid."""
+        """Return the variants in the cells that `only` selects. `only` may have `connection` as an axis, too."""
         cells = [{axis: value_text(value)
                   for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
                  for variant in variants]
