@@ -14,7 +14,7 @@ def test_a_small_scale_lists_its_changes():
     changed = lines("hybrid", "small", "digits", 3)
     assert {"data set: digits here, tiny_imagenet in the paper", "seeds: 3 here, 5 in the paper",
             "epochs: 15 here, 300 in the paper", "embed_dim: 64 here, 384 in the paper"} <= set(changed)
-    assert not any(line.startswith("RandAugment") for line in changed)  # the runs of this scale have none
+    assert not any(line.startswith("RandAugment") for line in changed)  # scale small does not use it
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "tiny_imagenet", "imagenet1k"])

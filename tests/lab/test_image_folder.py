@@ -83,7 +83,7 @@ def test_missing_split_is_refused(tmp_path, dataset):
 def test_flat_folder_requires_a_hold_out(tmp_path):
     """Held-out images come from the training split. If a folder has no splits, all its images are training images.
 
-    If it has a test split, it must also have a training split.
+    A folder with a test split must also have a training split.
     """
     def hold_out(root):
         path = written(tmp_path, grid={}, hold_out=4, representation=False)
@@ -299,7 +299,7 @@ def test_the_commands_in_the_error_sort_tiny_imagenet(tmp_path, dataset):
 
 @pytest.mark.parametrize("scale", ["lab", "train.py"])
 def test_one_class_is_refused(tmp_path, scale):
-    """A folder with one class is refused even if num_classes is set. The paper's recipes set num_classes."""
+    """A folder with one class is refused even if the option num_classes is 2."""
     def refused_by(root, message):
         with pytest.raises(LabError, match=message):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
@@ -475,7 +475,7 @@ def saved_as(path, suffix):
 
 
 def test_images_that_timms_reader_skips_are_refused(tmp_path):
-    """A class with only skipped images would be missing. Files that are no images, such as text, are allowed."""
+    """If timm's reader skipped all images of a class, the class would be missing. Files of other kinds are allowed."""
     root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
     for name in ("a.txt", "b.csv", "c.json", "d.pdf", "e.mpg", "f.h5", "Thumbs.db", ".DS_Store"):
         (root / "train" / "cat" / name).write_text("")
@@ -547,7 +547,7 @@ def epochs_of(options, count=2, after_first=None):
 
 
 def test_small_images_are_read_once(tmp_path, monkeypatch):
-    """The second epoch reads no files. The batches are those of a loader without a cache."""
+    """The second epoch reads no files. The batches equal the batches of a loader without a cache."""
     root = image_folder(tmp_path, "train", "val")
     options = Namespace(**options_of(root, aa="rand-m9-n4", color_jitter=0.4, reprob=0.5, workers=0))
     monkeypatch.setattr(data, "_CACHE_BYTES", 0)

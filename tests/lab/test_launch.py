@@ -224,18 +224,18 @@ def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, c
             file.write(f"{head}{number},{loss},1.0,{top1},99.0,0.001\n")
 
     epoch("linear-seed0", 0, 2.5, 10.0)
-    lines = launch._Progress(experiment.folder, experiment.runs)  # after 0 seconds
+    lines = launch._Progress(experiment.folder, experiment.runs)  # the mocked clock is at 0 seconds
     lines.update(experiment.runs)
     assert capsys.readouterr().err == ""  # there is no new epoch
     epoch("linear-seed0", 1, 1.23456, 67.891)
-    lines.update(experiment.runs)  # after 5 seconds, in which one of the seven remaining epochs was finished
+    lines.update(experiment.runs)  # at 5 seconds, after one of the seven remaining epochs
     lines.update(experiment.runs)
     epoch("feature-seed0", 0, "nan", 10.0)
     lines.update(experiment.runs)  # prints nothing: less than 20 seconds after the last line
     epoch("feature-seed0", 1, "nan", 10.0)
     for _ in range(3):
         next(clock)
-    lines.update(experiment.runs)  # after 30 seconds
+    lines.update(experiment.runs)  # at 30 seconds
     assert capsys.readouterr().err.splitlines() == [
         "linear-seed0: epoch 2/4, loss 1.235, top-1 67.89 %; 2/8 epochs, 00:30 left",
         "feature-seed0: epoch 2/4, loss nan, top-1 10.00 %; 4/8 epochs, 00:40 left"]
@@ -355,7 +355,7 @@ def wait_for(condition, seconds=120):
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_command(sent, tmp_path):
-    """After Ctrl-C or SIGTERM, the command writes a report. After each signal, the processes of its runs end too."""
+    """If the command gets SIGINT (Ctrl-C) or SIGTERM, it writes a report. After these or SIGKILL, its runs also end."""
     output, path = tmp_path / "out", written(tmp_path)
     one = planned(request(path, output, epochs=100_000))  # the runs take longer than this test
     (output / next(iter(one.runs)) / RESULT).write_text("{}")  # the first run counts as finished

@@ -1,4 +1,4 @@
-"""reporting/report.py and page.py: the page, the Markdown and the other files of reports on made-up runs."""
+"""reporting/report.py and page.py: HTML, Markdown, plot and result files of reports on made-up runs."""
 import math
 import re
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_runs_of_train_py(tmp_path):
 
 
 def test_the_reporting_machine_is_not_named(tmp_path):
-    """If runs have no versions, the report does not show the versions of the machine that writes the report."""
+    """If runs have no recorded versions, the report does not show the versions of the machine that writes it."""
     import torch
     write(*accuracy(BOTH), [], tmp_path)
     assert "| versions |" not in texts(tmp_path)[1]
@@ -189,7 +189,7 @@ def test_the_images_are_described(tmp_path):
     del several["first_image"]
     write({**study, "data": several}, runs, [], tmp_path)
     assert "Images of several sizes (from each model's default), 3 channels" in texts(tmp_path)[0]
-    write(study, runs, [], tmp_path)  # earlier versions wrote no key `data`
+    write(study, runs, [], tmp_path)  # earlier versions of timm-ortho wrote no key `data`
     assert "Images of" not in texts(tmp_path)[0]
 
 

@@ -75,7 +75,7 @@ def test_nothing_is_cut_off(name, tmp_path):
         assert all(frame["images"])
         assert bool(frame["images"]) == (name != "parameters")
         assert all(share > 0.7 for share in frame["shares"])  # image width / page width
-        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # text of 8 points stays legible
+        assert all(0.75 < scale <= 2 for scale in frame["scales"])  # keeps text of 8 points legible
         assert all(height < 90 for height in frame["headers"])  # 90 pixels: three lines of text
 
 

@@ -1,4 +1,4 @@
-"""reporting/plots.py: the contents of the plots. Texts are neither cut off nor overlap each other."""
+"""reporting/plots.py: the contents of the plots. Texts are not cut off and do not overlap."""
 import math
 from itertools import pairwise
 from pathlib import Path

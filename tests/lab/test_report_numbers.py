@@ -55,7 +55,7 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
 
 
 def test_differences_are_paired_by_seed(tmp_path):
-    """If only one connection has a run with a seed, this run counts in the connection's mean, but in no difference."""
+    """If only one connection has a run with seed 2, the run counts in its connection's mean, but in no difference."""
     study, runs = accuracy({"linear": [90.0, 80.0], "feature": [91.0, 82.0]}, seeds=[0, 1, 2])
     runs.append(run_of("feature", 2, top1=10.0, epochs=1))
     random.Random(0).shuffle(runs)
@@ -99,7 +99,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
 
 
 def test_detected_differences_are_counted_among_all(tmp_path):
-    """Orthogonal-F differs detectably, Orthogonal-G by the same amount for all seeds. Hybrid runs are not finite."""
+    """Orthogonal-F differs detectably. Orthogonal-G differs equally for all seeds. Hybrid runs are not finite."""
     study, runs = accuracy(
         {"linear": [90.0, 91.0, 92.0], "feature": [80.0, 81.01, 82.0], "global": [89.0, 90.0, 91.0],
          "hybrid": [math.nan] * 3}, name="mine", paper="", table="", report={"measures": ["top1"]})
@@ -108,7 +108,7 @@ def test_detected_differences_are_counted_among_all(tmp_path):
     assert lead.startswith("1 of 3 differences between the connections was detected: Orthogonal-F -10.00 [")
     assert "Orthogonal-G (-1.00 in top-1 %) could not be tested: 3 equal differences." in lead
     assert " (top-1 %) could not be tested: no pair of finite runs." in lead
-    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # hybrid does not count
+    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # hybrid is not counted
 
 
 def test_many_untested_differences_are_counted(tmp_path):

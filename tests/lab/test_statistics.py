@@ -62,7 +62,7 @@ def test_float32_accuracies_of_the_same_images_are_equal():
 
 
 def test_equal_networks_are_seldom_called_different():
-    """With 100 test images and two seeds, 4.3 % of equally good networks differ by the same number for both seeds.
+    """With 100 test images and two seeds, 4.3 % of pairs of equally good networks differ equally for both seeds.
 
     Differences without variance therefore must not count as detected.
     """
@@ -103,9 +103,9 @@ def test_holm_keeps_the_order_and_never_lowers_p():
 
 
 def test_pooled_is_the_analysis_of_randomised_blocks():
-    """A cell with T connections t and S seeds s has residuals y_ts - mean_t - mean_s + mean.
+    """Connection t = 1 ... T with seed s = 1 ... S has the residual y_ts - mean_t - mean_s + mean.
 
-    They have (T - 1)(S - 1) degrees of freedom.
+    The residuals have (T - 1)(S - 1) degrees of freedom.
     """
     table = np.array([LINEAR, FEATURE, GLOBAL])
     residuals = table - table.mean(1, keepdims=True) - table.mean(0, keepdims=True) + table.mean()

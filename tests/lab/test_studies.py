@@ -30,8 +30,8 @@ def test_shipped_study_is_complete(name):
 def scales(name):
     """Return the scales of a study.
 
-    Studies of hypotheses may lack the scale `paper`. Studies with held-out images always lack this scale, because
-    train.py cannot hold images out.
+    Studies of hypotheses (`confirm_*`) may lack the scale `paper`. Studies with held-out images always lack this scale,
+    because train.py cannot hold images out.
     """
     found = [scale for scale in design.SCALES if design.has_scale(name, scale)]
     assert found == [*design.SCALES[:len(found)]]

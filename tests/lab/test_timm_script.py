@@ -175,7 +175,10 @@ def epochs_seen(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("with_option", [False, True])
 def test_switch_kept(tmp_path, stopping, monkeypatch, with_option):
-    """The lab stops the first stage, by --stop-epoch if the script has it. The second stage resumes the checkpoint."""
+    """If the script has --stop-epoch, it ends the first stage itself. Otherwise the lab stops the script.
+
+    The second stage resumes from the first stage's checkpoint.
+    """
     if not with_option:
         monkeypatch.setenv("STAND_IN_SECONDS", "4")
     folder = only_run(switched(
@@ -210,7 +213,7 @@ def test_a_stage_with_too_many_epochs_is_refused(tmp_path, monkeypatch):
 
 
 def test_commands_of_the_stages(tmp_path, stopping):
-    """The checkpoints in a run's folder determine the options of the next command of a stage."""
+    """The command of a stage depends on the checkpoints in the run's folder."""
     def words(stage):
         python, script, *rest = train_py.command(one, one.stages[stage], folder)
         assert (python, script) == (sys.executable, str(stopping))

@@ -144,7 +144,7 @@ def batches(connection, seed, **changes):
 
 
 def test_runs_of_one_seed_are_paired():
-    """Initial weights depend only on the seed, and batches only on seed and epoch, even if connections are random."""
+    """Initial weights depend on the seed, and batches on seed and epoch, even if a connection draws random numbers."""
     options = dict(mixup=0.4, cutmix=1.0, reprob=0.5, drop_path=0.2)
     start, seen = batches("linear", 0, **options)
     other_start, other_seen = batches("feature", 0, model_kwargs={"connection_prob": 0.5}, **options)
@@ -209,7 +209,7 @@ def test_a_switch_continues_from_any_epoch(optimizer, epoch, tmp_path, switches,
 
 
 def test_schedules_of_kept_and_reinitialised_switches(switches):
-    """If the optimizer is kept, one cosine schedule spans all epochs. If it is new, each stage has its own cosine."""
+    """A kept optimizer has one cosine schedule over all epochs. A reinitialised optimizer has one in each stage."""
     again, kept = (rates(switches[optimizer][1]) for optimizer in ("reinitialised", "kept"))
     assert len(again) == 8
     assert again[:4] == again[4:]
@@ -224,7 +224,7 @@ def test_schedules_of_kept_and_reinitialised_switches(switches):
 
 @pytest.mark.parametrize("optimizer", ["kept", "reinitialised"])
 def test_a_published_switch_has_the_metrics_of_its_last_weights(optimizer, switches):
-    """The metrics are those of the second stage, although both stages of a switch with a new optimizer count from 0."""
+    """If the optimizer is reinitialised, both stages number epochs from 0. The second stage's metrics are published."""
     folder = switches[optimizer][1]
     published = CheckpointRun(folder, ema=True)
     assert published.evaluated["eval_top1"] == read(folder / "result.json")["top1"]
@@ -245,7 +245,7 @@ def test_a_switch_replaces_only_the_connections(switches):
         one = train.Training(planned_run, stage, folder, data.open_source(options), options)
         assert {(site.connection.name, site.connection.prob) for site in one.sites} == {("feature", 0.7)}
         if optimizer == "reinitialised":
-            before = state(folder)["state_dict_ema"]  # timm loads a checkpoint's EMA weights
+            before = state(folder)["state_dict_ema"]  # timm prefers a checkpoint's EMA weights
             assert all(torch.equal(value, before[key]) for key, value in one.model.state_dict().items())
 
 
@@ -423,7 +423,7 @@ def test_grey_images_have_the_channels_of_the_model(changes, channels):
 
 @pytest.mark.parametrize("model", ["vit_test", "resnetv2_18_cifar"])
 def test_grey_images_have_the_size_of_the_model(model):
-    """For another model than the recipe's, images have the model's default size instead of the recipe's size."""
+    """If the model is not the recipe's, images have the model's default size instead of the recipe's size."""
     changes = dict(model=model, img_size=None, in_chans=1, model_kwargs={})
     request = commands.Request(commands.comparison(["linear"], None), {"device": "cpu", **changes}, seeds=1)
     (planned_run,) = plan.plan(request).runs.values()

@@ -58,7 +58,7 @@ def test_runs_are_paired_by_seed():
 
 def test_a_later_crossing_does_not_hide_the_transition():
     linear = rise(0, 0)
-    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # 40 at first, 0 in the middle, -40 at last
+    difference = 40 * np.cos(np.arange(STEPS) * np.pi / STEPS)  # from 40 through 0 to -40
     assert transition_point(linear, linear + difference) == 0
 
 
