@@ -149,14 +149,15 @@ def answers() -> dict[str, str]:
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     sweeps = [Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
-        "ViTs": f"{verdict(vits, f' F − linear is {of_data}.{missing}')} A run of H1 took "
-                f"{slower(h1['hypothesis'].contrast):.0f} % longer with F.",
-        "ResNets": f"expect little. F − linear is {RESNET} on Fashion-MNIST; in the paper it is {RESNET.of_paper}.",
+        "ViTs": f"{verdict(vits, f' F − linear is {of_data}.{missing}')} In H1, training with "
+                f"F took {slower(h1['hypothesis'].contrast):.0f} % longer than with linear.",
+        "ResNets": f"expect little gain. F − linear is {RESNET} on Fashion-MNIST, and {RESNET.of_paper} in the paper.",
         "Learning rates":
-            f"F loses less accuracy if the rate is far too high. F − linear grows by {digits[0]} points per tenfold "
-            f"rate on digits (H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST. Without the highest rate, "
-            f"it grows by {digits[1]} and {fashion[1]}. Up to linear's best rate, F − linear is "
-            f"{sweeps[0].up_to_best()} on digits and {sweeps[1].up_to_best()} on Fashion-MNIST. {lead(sweeps)}",
+            f"F loses less accuracy than linear if the rate is far too high. Each tenfold increase of the rate raises "
+            f"F − linear by {digits[0]} points on digits (H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST. "
+            f"Without the highest tested rate, the increase is {digits[1]} on digits and {fashion[1]} on "
+            f"Fashion-MNIST. At the rates up to linear's best rate, F − linear is {sweeps[0].up_to_best()} on digits "
+            f"and {sweeps[1].up_to_best()} on Fashion-MNIST. {lead(sweeps)}",
     }
 
 
@@ -168,7 +169,8 @@ def lead(sweeps: Sequence[Sweep]) -> str:
             f"at {of} times linear's best rate on {data}" if of else f"at no rate on {data}"
             for of, data in zip(times, ("digits", "Fashion-MNIST"), strict=True))
 
-    return f"After Holm's adjustment within each study, F is more accurate {at(1)}, and less accurate {at(-1)}."
+    return (f"With Holm's adjustment within each study, F is significantly more accurate {at(1)}, "
+            f"and less accurate {at(-1)}.")
 
 
 def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:
