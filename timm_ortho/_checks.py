@@ -1,4 +1,4 @@
-"""Check arguments, and raise a ValueError with the value and the allowed values."""
+"""Check arguments. For an invalid argument, raise a ValueError with its value and the allowed values."""
 import math
 from numbers import Real
 from typing import Any, Collection, List, Optional
@@ -11,7 +11,7 @@ from ._text import did_you_mean
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is finite and at least the smallest normal float32, 2**-126."""
-    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # torch.compile can trace comparisons
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # torch.compile can trace these operations
         raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
 
 
@@ -29,7 +29,7 @@ def check_groups(groups: int) -> int:
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Raise ValueError unless ``weight`` is a number or a 0-d tensor."""
+    """Raise ValueError unless ``weight``, which the message calls ``name``, is a number or a 0-d tensor."""
     if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.dtype == torch.bool):
         raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight.dtype} of shape {tuple(weight.shape)}")
     if not isinstance(weight, (Tensor, Real)):
@@ -37,7 +37,9 @@ def check_weight(name: str, weight: Any) -> None:
 
 
 def check_tensors(x: Tensor, f: Tensor, dims: Optional[List[int]]) -> List[int]:
-    """Check the tensors and return the axes of a projection: ``dims``, or for None all axes except the first.
+    """Check stream ``x`` and branch output ``f``, and return the axes over which ``f`` is projected onto ``x``.
+
+    The axes are ``dims``, or all axes except the first if ``dims`` is None.
 
     Raises:
         ValueError: The tensors differ in shape or device or are not floating-point, or the axes are invalid.
@@ -72,8 +74,8 @@ def known_name(kind: str, name: str, known: Collection[str], hint: str = "") -> 
 
     Args:
         kind: Noun for the message, for example ``backend``.
-        name: The name.
-        known: Known names.
+        name: The name to check.
+        known: The allowed names.
         hint: Text to append to the message.
 
     Raises:

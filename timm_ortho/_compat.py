@@ -1,11 +1,11 @@
-"""Wrap private names of torch, timm and submitit. No other module uses them; tests also cover old releases."""
+"""Wrap private names of torch, timm and submitit. All other modules import these wrappers, never a private name."""
 from typing import Any, ItemsView, Optional
 
 import timm
 import torch
-from timm.data.dataset_factory import _search_split as search_split  # the folder that timm reads for a split
+from timm.data.dataset_factory import _search_split as search_split  # finds the folder of a split
 from timm.models._features import feature_take_indices  # resolves the argument `indices` of forward_intermediates
-from timm.models._prune import adapt_model_from_file  # narrows the layers of pruned models
+from timm.models._prune import adapt_model_from_file  # gives layers the widths of a pruned model
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
@@ -18,7 +18,7 @@ __all__ = [
     "search_split", "submission_script", "TorchDispatchMode",
 ]
 
-# Return the arguments that rebuild a model, also after reset_classifier() and set_input_size(). Requires timm 1.0.31.
+# Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
 current_arguments = getattr(timm.models, "get_model_args", lambda model: {})
 
 # Return whether a transform of torch.func is active. torch has no public function for this.
@@ -27,7 +27,8 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
-# Public since torch 2.7. torch 2.6, and compiled code in 2.7, cannot distinguish export from compilation.
+# is_exporting is public since torch 2.7. torch 2.6 cannot distinguish export from compilation, and compiled code in
+# torch 2.7 cannot do so either.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
@@ -47,9 +48,9 @@ def dispatch_mode_is_active() -> bool:
 
 
 def is_observed(*tensors: Tensor) -> bool:
-    """Return whether operations on these tensors may be recorded. Recorded operations must not work in place.
+    """Return whether a compiler, tracer, transform or dispatch mode may record operations on these tensors.
 
-    Recording by autograd does not count; see ``torch.is_grad_enabled()``.
+    Recorded operations must not work in place. Recording by autograd does not count; see ``torch.is_grad_enabled()``.
     """
     return (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
             or dispatch_mode_is_active() or has_torch_function_variadic(*tensors)
@@ -67,17 +68,17 @@ def is_recorded() -> bool:
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Return whether the module of an error belongs to a compiler. The class of such errors depends on the release."""
+    """Return whether ``torch.compile`` or Triton defines the class of an error. Class names depend on the release."""
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton."))
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Return whether an error is ``torch.compile``'s recompilation limit. Its class name depends on the release."""
+    """Return whether an error reports that ``torch.compile`` reached its recompilation limit, in any release."""
     return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP manages a module's parameters. The public FSDPModule only marks the root of each call."""
+    """Return whether FSDP manages a module's parameters. The public class FSDPModule does not mark submodules."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
@@ -87,7 +88,7 @@ def compiled_model(module: nn.Module) -> Optional[nn.Module]:
 
 
 def named_children(module: nn.Module) -> ItemsView[str, Optional[nn.Module]]:
-    """Return a module's children by name, like ``module.named_children()``, but with duplicates."""
+    """Return a module's children by name. ``module.named_children()`` would omit None and repeated modules."""
     return module._modules.items()
 
 

@@ -7,24 +7,24 @@ from torch import nn
 
 
 def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional[int] = None) -> Dict[str, Any]:
-    """Return timm's ``resolve_data_config`` for any number of channels; without an input size timm assumes three.
+    """Return the result of timm's ``resolve_data_config``, adapted to images of any number of channels.
 
     Args:
         model: The model. Its ``pretrained_cfg`` contains the defaults.
         options: timm's options, such as ``img_size`` and ``mean``.
-        channels: Channels of the images; None for the model's input channels.
+        channels: Number of channels of the images; None for the number of input channels of the model.
     """
     channels = channels or _channels(model)
     config = resolve_data_config({**options, "in_chans": channels}, model=model)
     config["input_size"] = (channels, *config["input_size"][1:])
     for key in ("mean", "std"):
-        if len(config[key]) != channels:  # as in timm's loaders
+        if len(config[key]) != channels:  # use the average for each channel, as timm's loaders do
             config[key] = (sum(config[key]) / len(config[key]),) * channels
     return config
 
 
 def opened(file: Any, mode: str) -> Image.Image:
-    """Open an image file and convert it to a mode of Pillow.
+    """Return the image of a file, converted to a Pillow mode such as ``RGB``.
 
     Raises:
         OSError: The file is not an image.
@@ -32,12 +32,12 @@ def opened(file: Any, mode: str) -> Image.Image:
     """
     with Image.open(file) as image:
         if image.mode != mode and image.mode.startswith(("I", "F")):
-            raise ValueError("Pillow clips its 16 or 32 bits to 255; convert it to 8 bits first")
+            raise ValueError("Pillow clips images of 16 or 32 bits to 255; convert the image to 8 bits first")
         return image.convert(mode)
 
 
 def _channels(model: nn.Module) -> int:
-    """Return the input channels of the first convolution, or of the configuration if there is no first convolution."""
+    """Return the number of input channels of the first convolution, or of ``pretrained_cfg`` if there is none."""
     names = model.pretrained_cfg.get("first_conv") or ()
     parameters = dict(model.named_parameters())
     weights = [parameters.get(f"{name}.weight") for name in ([names] if isinstance(names, str) else names)]

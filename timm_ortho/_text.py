@@ -1,4 +1,4 @@
-"""Format text: aligned columns, suggestions, errors in one line, and values for JSON."""
+"""Format text: aligned columns, suggestions for unknown names, errors in one line, and values for JSON."""
 import difflib
 import math
 from typing import Any, Collection, List, Optional, Sequence
@@ -26,7 +26,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:
 def error_text(error: BaseException, named: bool = False) -> str:
     """Return the text of an error in one line of at most 300 characters, or the name of its class if it has no text.
 
-    With ``named``, the name of the class precedes the text.
+    If ``named`` is true, the name of the class precedes the text.
     """
     name, text = type(error).__name__, " ".join(str(error).split())
     text = text if len(text) <= 300 else f"{text[:297]}..."

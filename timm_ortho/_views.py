@@ -1,8 +1,9 @@
-"""View a tensor of any shape and memory format as ``[outer, width, inner]``, with a projection over ``width``.
+"""View a tensor of any shape and memory format with three axes: ``[outer, width, inner]``.
 
-In common layouts the axes of one projection are adjacent in memory. Tokens, NHWC and channels-last have ``inner = 1``
-and one row per projection. Contiguous NCHW has ``inner`` pixels. The global scope has one long row per sample. Tensors
-in any other layout (expanded, sliced, or with separate axes of a projection) are copied first.
+The update projects the branch output of a block onto the stream. ``width`` joins the axes of one projection, which are
+adjacent in memory in common layouts. Tokens, NHWC and channels-last tensors have ``inner = 1``, and each row is one
+projection. In contiguous NCHW, ``inner`` is the number of pixels. For one projection per sample, a row is a sample.
+Tensors in any other layout (expanded, sliced, or with separate axes of a projection) are copied first.
 """
 import functools
 import itertools
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class View(NamedTuple):
-    """A view ``[outer, width, inner]``: the order of the tensor's axes, outermost in memory first, and three sizes."""
+    """The sizes of a view, and ``order``: the axes of the tensor, from the outermost to the innermost in the view."""
 
     order: Tuple[int, ...]
     outer: int
@@ -27,10 +28,10 @@ class View(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
-    """Return the view of a tensor of this shape and these strides for a projection over ``dims``.
+    """Return the view of a tensor with this shape and these strides, for a projection over ``dims``.
 
-    The view has the order of the axes in memory if the tensor is dense and the axes ``dims`` are adjacent in memory.
-    Otherwise :func:`arranged` copies the tensor into the order of the view.
+    The axes keep their order in memory if the axes ``dims`` are adjacent there. If the tensor has another order or gaps
+    in memory, :func:`arranged` copies it.
     """
     reduced = {d % len(shape) for d in dims}
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
@@ -51,22 +52,22 @@ def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, .
 
 
 def arranged(tensor: Tensor, view: View) -> Tensor:
-    """Permute a tensor to the order of the view; copy it if it is then not contiguous."""
+    """Return a tensor with its axes in the order of the view, copied unless it is contiguous in this order."""
     return tensor.permute(view.order).contiguous()
 
 
 def put_back(result: Tensor, target: Tensor, view: View) -> None:
-    """Copy the result to the target, unless :func:`arranged` made no copy and both share their memory."""
+    """Copy ``result`` to ``target``, unless they share memory because :func:`arranged` did not copy ``target``."""
     if result.data_ptr() != target.data_ptr():
         target.copy_(result.permute(view.inverse))
 
 
 def folded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backend function so that it receives three-axis views, which limits the layouts that are compiled.
+    """Wrap a backend function so that it receives views with three axes. Fewer layouts then need compiling.
 
     Args:
-        function: Compiled ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`. Empty tensors go to
-            its uncompiled ``__wrapped__``.
+        function: Compiled ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`. Empty tensors are
+            passed to the uncompiled function, ``function.__wrapped__``.
 
     Returns:
         A function for tensors of any shape, whose results have the memory format of the stream.
@@ -91,7 +92,7 @@ def folded(function: Callable[..., Any]) -> Callable[..., Any]:
             result = result.view([1 if axis in reduced else x.shape[axis] for axis in view.order]).permute(view.inverse)
             if reduced or result.stride() == x.stride():
                 return result
-            return torch.empty_like(x, dtype=result.dtype).copy_(result)  # x was copied into another order
+            return torch.empty_like(x, dtype=result.dtype).copy_(result)  # the memory of x has another order
 
         return tuple(map(unfold, function(*map(fold, (x, *args)))))
 

@@ -1,4 +1,4 @@
-"""Return the arguments with which a model was connected, and store them in the configs of transformers' models."""
+"""Return the arguments of ``connect`` that made a model's connections, and store them in transformers' configs."""
 import copy
 import sys
 import warnings
@@ -24,7 +24,8 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         model: Any module.
 
     Returns:
-        Arguments of ``connect`` by name, without defaults except ``eps``; empty for a model that was not connected.
+        Arguments of ``connect`` by name. Arguments equal to their default are omitted, except ``eps``. Empty for a
+        model without connections.
 
     Raises:
         ValueError: Parts of the model were connected with different arguments or not at all, or the connection is not
@@ -57,7 +58,7 @@ def _plain_block(model: nn.Module) -> Optional[str]:
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether a call of ``connect`` with these arguments makes the same sites linear."""
+    """Return whether ``connect`` with these arguments would make exactly those sites linear that are linear now."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
         isinstance(site.connection, LinearConnection) != (
@@ -83,7 +84,7 @@ def keep_in_config(model: nn.Module) -> None:
     share the object.
     """
     transformers = sys.modules.get("transformers.modeling_utils")
-    copies: Dict[int, Any] = {}  # id of a config -> its copy, also for the configs of submodules inside that config
+    copies: Dict[int, Any] = {}  # id of a config -> its copy, also for configs of submodules, which a config contains
     for module in model.modules() if transformers else ():
         config = vars(module).get("config")
         if isinstance(module, transformers.PreTrainedModel) and id(config) not in copies:

@@ -1,13 +1,13 @@
-"""Choose a backend for the update, compile its operations, and verify the Triton kernels at run time.
+"""Choose the backend (implementation) that computes the residual update, and verify the Triton kernels at run time.
 
 | backend | implementation | chosen by ``auto`` |
 | --- | --- | --- |
 | ``torch`` | the operations of :mod:`timm_ortho.functional` | on the CPU |
-| ``inductor`` | the same operations under ``torch.compile``, called from eager mode | never: compiling takes 30 s |
+| ``inductor`` | the same operations, compiled and called from eager mode | never, because compiling takes 30 s |
 | ``triton`` | the kernels of :mod:`timm_ortho.kernels` | on CUDA, as long as their results agree with ``torch`` |
 
-Under ``torch.compile`` and inside a dispatch mode the backend is always ``torch``. A compiler can then fuse the
-operations with their neighbours, and a mode can record them. A backend is a pair of functions, see :class:`Backend`.
+Under ``torch.compile`` and inside a dispatch mode of torch, such as a FLOP counter, the backend is always ``torch``. A
+compiler can then fuse its operations with neighbouring operations, and a dispatch mode can record them.
 """
 import functools
 import importlib.util
@@ -39,7 +39,7 @@ def accumulate_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Backend(NamedTuple):
-    """The functions of a backend, with the arguments of ``update`` and ``gradients`` in :mod:`timm_ortho.kernels`."""
+    """The two functions of a backend, with the same arguments as the two functions in :mod:`timm_ortho.kernels`."""
 
     update: Callable[..., Any]
     gradients: Callable[..., Any]
@@ -99,8 +99,8 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     if name == "torch" or (name == "auto" and x.is_cpu):
         return "torch"
     if name == "auto":
-        # The choice depends on memory traffic, not on a measurement: Triton's kernels read or write 3 tensors of the
-        # stream's size in the forward pass and 5 in the backward pass, PyTorch's operations 9 and 15.
+        # Triton is preferred because of its memory traffic, not because of a measurement. Its kernels read or write 3
+        # tensors of the stream's size in the forward pass and 5 in the backward pass; PyTorch's operations 9 and 15.
         takes_triton = x.is_cuda and is_plain(x) and is_plain(f) and _why_not("triton", x, f) is None
         return "triton" if takes_triton and not _is_recorded() else "torch"
     source = BACKEND_VARIABLE if backend is None else "backend"
@@ -116,7 +116,7 @@ def _is_recorded() -> bool:
 
 
 def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
-    """Return why ``"triton"`` or ``"inductor"`` cannot run on these tensors, or None."""
+    """Return why ``"triton"`` or ``"inductor"`` cannot run on these tensors, or None if it can."""
     device = x.device.type
     if name == "triton" and not TRITON_IS_INSTALLED:
         return "Triton is not installed"
@@ -124,7 +124,7 @@ def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
         return f"there are no kernels for tensors on '{device}'"
     if device == "cpu" and name == "triton" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         return "the tensors are on the CPU, which requires TRITON_INTERPRET=1 in the environment before Python starts"
-    # compiled code skips the search for a compiler, because torch.compile cannot trace it
+    # compiled code skips the search for a C++ compiler, because torch.compile cannot trace that search
     if device == "cpu" and name == "inductor" and not (torch.compiler.is_compiling() or _cpp_compiler_is_installed()):
         return "there is no C++ compiler: install one (apt install g++), or set CXX in the environment"
     if not {x.dtype, f.dtype} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
@@ -143,14 +143,14 @@ def _cpp_compiler_is_installed() -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a backend function with dynamic sizes, for calls from eager mode without gradients.
 
-    A case is a combination of dtypes, sizes of 1 and constant arguments. If a case reaches torch's recompilation limit,
-    a RuntimeWarning is issued, and further calls of this case run in eager mode.
+    A case is a combination of dtypes, axes of size 1 and constant arguments. If a case reaches torch's recompilation
+    limit, a RuntimeWarning is issued, and further calls of this case run in eager mode.
     """
     in_eager_mode = set()  # cases that reached the limit
 
     @functools.cache
     def compiled_for(*case: Any) -> Callable[..., Any]:
-        # each case needs its own code object, for which torch.compile limits recompilations
+        # torch.compile limits the recompilations of one code object, so each case has its own code object
         fresh = types.FunctionType(function.__code__.replace(), function.__globals__, argdefs=function.__defaults__)
         return torch.compile(fresh, fullgraph=True, dynamic=True)
 
@@ -179,14 +179,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _static(argument: Any) -> Any:
-    """Return the properties of an argument that compiled code depends on; torch.compile makes sizes of 1 constants."""
+    """Return the properties of an argument on which compiled code depends. torch.compile treats size 1 as constant."""
     if isinstance(argument, Tensor):
         return argument.dtype, tuple(size == 1 for size in argument.shape)
     return tuple(map(_static, argument)) if isinstance(argument, list) else argument
 
 
 # ---------------------------------------------------------------------------------- "triton", chosen by "auto"
-_SAMPLE = 2 ** 22  # elements of the stream to check, which takes well under a millisecond on a GPU
+_SAMPLE = 2 ** 22  # number of elements that one check compares, in well under a millisecond on a GPU
 _agrees: Dict[Tuple[Any, ...], bool] = {}  # case -> whether the kernels agreed with "torch" in this process
 
 
@@ -194,8 +194,9 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
     """Wrap a kernel so that the first call of each case is compared with the torch backend.
 
     A case is a combination of direction, device, dtypes, layout and sizes of the projected axes. If the results differ
-    beyond tolerance or the launch fails, this call issues a RuntimeWarning, and later calls use the reference. Calls
-    during the capture of a CUDA graph are not compared. If results are not finite, the next call is compared.
+    beyond tolerance or the launch fails, this call issues a RuntimeWarning and returns the results of the reference, as
+    all later calls do. Calls during the capture of a CUDA graph are not compared. If a result is not finite, the
+    comparison is repeated at the next call.
 
     Args:
         direction: ``"forward"`` or ``"backward"``, for the warning.
@@ -236,7 +237,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
 def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ...], whole: bool) -> Optional[str]:
     """Return how the results differ from the reference, "" if they agree, None if they are not finite.
 
-    The comparison covers evenly spaced samples of the batch, or the whole batch if ``whole``.
+    The comparison covers evenly spaced samples of the batch, or the whole batch if ``whole`` is true.
     """
     x = args[0]
     count = len(x) if whole or not len(x) else min(len(x), max(2, _SAMPLE * len(x) // max(1, x.numel())))

@@ -1,4 +1,4 @@
-"""Parse the command line, call the package and print. An error in the user's input is one line, with exit status 2."""
+"""Parse the command line, call the package and print. An error in the user's input prints one line and returns 2."""
 import argparse
 import importlib.util
 import os
@@ -18,14 +18,14 @@ _LAB = {**_PLOTTING, "sklearn": "scikit-learn", "scipy": "scipy", "filelock": "f
 
 
 class UsageError(Exception):
-    """An error in the user's input, as one line."""
+    """An error in the user's input. Its message is one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `timm-ortho` or `python -m timm_ortho`, and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # not with argparse: all words after SCRIPT belong to the script, including --help
+        # argparse is not used here, because all words after SCRIPT belong to the script, including --help
         if arguments[:1] == ["run"] and len(arguments) > 1 and not arguments[1].startswith("-"):
             return run_script(arguments[1], arguments[2:])
         parsed = _parser().parse_args(arguments)
@@ -71,13 +71,13 @@ def _add_compare(commands: Any) -> None:
         description="Trains the same architecture with different connections on the same data, pairing runs by seed. "
                     "Ctrl-C and SIGTERM write a report of the finished runs. The same command continues training.")
     add = parser.add_argument
-    add("--model", metavar="NAME", help="architecture, without suffix: vit_small, resnetv2_50, ...")
-    add("--dataset", metavar="NAME", help="digits, or timm's name: torch/cifar10, torch/fashion_mnist, ... "
-                                          "or '' for an image folder (default: digits, '' with --data-dir)")
+    add("--model", metavar="NAME", help="architecture without the suffix of a variant: vit_small, resnetv2_50, ...")
+    add("--dataset", metavar="NAME", help="digits, a data set's name in timm (torch/cifar10, ...), or '' for an "
+                                          "image folder (default: digits, or '' if --data-dir is set)")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--recipe", metavar="FILE", help="YAML file for timm's train.py, or the name of a shipped recipe")
     add("--connections", nargs="+", default=["linear", "feature", "global"], metavar="NAME",
-        help="default: linear feature global")
+        help="connections to compare (default: linear feature global)")
     add("--seeds", nargs="+", default=["3"], metavar="N", help="number of seeds (default: 3), or several seeds: 0 4 7")
     add("--epochs", type=int, metavar="N")
     add("--batch-size", "-b", type=int, metavar="N")
@@ -94,7 +94,7 @@ def _add_compare(commands: Any) -> None:
     add("--model-kwargs", nargs="+", type=_assignment, metavar="KEY=VALUE", help="arguments of the model")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any other option of timm's train.py")
-    add("--output", metavar="DIR", help="default: output/compare/ with a name that depends on the settings")
+    add("--output", metavar="DIR", help="default: a folder in output/compare/, named after the settings")
     add("--open", dest="opened", action="store_true", help="open the report in the browser at the end")
     parser.set_defaults(call=_compare)
 
@@ -139,7 +139,7 @@ def _add_study(commands: Any) -> None:
     report = actions.add_parser(
         "report", help="report finished runs, without training",
         description="Writes one report of the outputs of one or several studies, finished or not, and of runs that "
-                    "you trained with timm's train.py. For a results.json, writes its report again.")
+                    "you trained with timm's train.py. If FOLDER is a results.json, writes its report again.")
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER",
                         help="outputs of studies, folders of runs, or one results.json")
     report.add_argument("--output", type=Path, metavar="DIR", help="default: the first folder")
@@ -153,22 +153,24 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", help="a name from timm-ortho study list, or a YAML file")
     add("--dataset", metavar="NAME",
-        help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, or timm's name: torch/fashion_mnist, ... "
-             "or '' for an image folder (default: the study's data set, otherwise digits, '' with --data-dir)")
+        help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, a data set's name in timm "
+             "(torch/fashion_mnist, ...), or '' for an image folder (default: the study's data set; if the study has "
+             "none, digits, or '' if --data-dir is set)")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
-    add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
-    add("--seeds", nargs="+", metavar="N", help="number of seeds (default: the scale's), or several seeds: 0 4 7")
+    add("--scale", default="small", metavar="SCALE", help="size of the study: smoke, small (default) or paper")
+    add("--seeds", nargs="+", metavar="N",
+        help="number of seeds (default: depends on --scale), or several seeds: 0 4 7")
     add("--only", action="append", default=[], type=_cells, metavar="AXIS=VALUE[,VALUE]",
-        help="run only these cells: model=vit_b, connection=linear,feature")
+        help="restrict the study to runs with these values: model=vit_b, connection=linear,feature")
     add("--device", metavar="NAME", help="default: cuda if available, otherwise cpu")
     add("--option", "-o", action="append", default=[], type=_assignment, metavar="KEY=VALUE",
         help="any option of timm's train.py that the study does not vary")
-    add("--output", metavar="DIR", help="default: output/study/ with a name that depends on the settings")
+    add("--output", metavar="DIR", help="default: a folder in output/study/, named after the settings")
     add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
-        help="train with timm's train.py instead of the lab's own loop; required at scale paper (default there: "
-             "train.py in TIMM_DIR)")
+        help="train with this copy of timm's train.py instead of the lab's own loop; required for --scale paper, "
+             "where the default is train.py in the folder that the environment variable TIMM_DIR names")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
     add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
@@ -216,7 +218,7 @@ def _slurm(lab: Any, parsed: argparse.Namespace) -> Any:
 
 @contextmanager
 def _lab(command: str) -> Iterator[Any]:
-    """Import the lab's commands, and turn the lab's errors into usage errors inside the context."""
+    """Import and yield the module :mod:`timm_ortho.lab.commands`. Raise its errors as usage errors."""
     _require(command, _LAB)
     from .lab import LabError, commands
     try:
@@ -260,13 +262,13 @@ def _seeds(values: Sequence[str]) -> list[int] | int:
 # ------------------------------------------------------------------------------------------------- cost
 def _add_cost(commands: Any) -> None:
     parser = commands.add_parser(
-        "cost", help="measure one of the paper's tables of costs; nothing is trained",
-        description="Measures one table, and reports it beside the paper's. overhead: throughput (Table 1b); "
-                    "parameters: parameters and FLOPs (Table 1a); gamma: width divided by depth (Table 11).")
+        "cost", help="measure one of the paper's tables of costs, without training",
+        description="Measures one table, and reports it beside the paper's table. overhead: throughput (Table 1b). "
+                    "parameters: parameters and FLOPs (Table 1a). gamma: width divided by depth (Table 11).")
     add = parser.add_argument
     add("name", choices=["overhead", "parameters", "gamma"])
     add("--scale", default="small", metavar="SCALE", help="smoke, small (default) or paper")
-    add("--device", metavar="NAME", help="device of overhead (default: cuda if available, otherwise cpu)")
+    add("--device", metavar="NAME", help="device for overhead (default: cuda if available, otherwise cpu)")
     add("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
     add("--output", type=Path, metavar="DIR", help="default: output/cost/NAME-SCALE")
     parser.set_defaults(call=_cost)
@@ -293,17 +295,17 @@ def _add_bench(commands: Any) -> None:
     add("--skips", nargs="+", metavar="NAME", help="measure models with these skip transforms (orthogonal_tp, ...) and "
                                                    "with the identity, instead of orthogonal variants")
     add("--groups", nargs="+", metavar="N",
-        help="also measure models with N channel groups; heads: one group per attention head")
+        help="also measure models with N channel groups; N = heads means one group per attention head")
     add("--img-size", type=int, metavar="N", help="default: each architecture's own")
     add("--batch-size", "-b", type=int, metavar="N", help="default: 256 on a GPU, otherwise 8 (vit_small_ortho: 16)")
-    add("--shapes", nargs="+", metavar="SHAPE", help="of the operator's tensors: 16x197x384 is tokens, 8x256x56x56 is "
-                                                     "NCHW, which is measured in both memory formats")
+    add("--shapes", nargs="+", metavar="SHAPE", help="shapes of tensors for the operator: 16x197x384 (tokens), "
+                                                     "8x256x56x56 (NCHW, measured in both memory formats)")
     add("--dtypes", nargs="+", metavar="DTYPE", help="float32, bfloat16, float16; models use the last two in autocast "
                                                      "(default: float32, on a GPU also bfloat16)")
     add("--amp", action="store_true", help="the same as --dtypes bfloat16")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
     add("--compile", action=argparse.BooleanOptionalAction, help="also measure with torch.compile (default: yes)")
-    add("--repeats", type=int, metavar="N", help="repetitions of each group (default: 11, on a GPU 20)")
+    add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
     add("--quick", action="store_true", help="small shapes, short models, few repetitions: under two minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
     parser.set_defaults(call=_bench)
@@ -391,7 +393,7 @@ def _add_push(commands: Any) -> None:
     add("repo_id", metavar="REPO_ID", help="owner/name")
     add("--ema", action="store_true", help="publish the EMA weights")
     add("--labels", type=_lines, metavar="FILE",
-        help="class names, one per line (default: those of the run)")
+        help="file with one class name per line (default: the class names of the run)")
     add("--license", metavar="NAME", help="the Hub's name of the license: apache-2.0, mit, ... (default: none)")
     add("--private", action="store_true", default=None, help="make a new repository private")
     add("--revision", metavar="BRANCH", help="branch, created if it does not exist (default: main)")
@@ -431,9 +433,9 @@ def _lines(file: str) -> list[str]:
 # ------------------------------------------------------------------------------------------- list, env
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="list the registered variants")
-    parser.add_argument("pattern", nargs="?", help="names, as in timm.list_models: 'vit_small*' (default: the "
-                                                    "coverage of each of timm's modules, and the supported blocks of "
-                                                    "torchvision and transformers)")
+    parser.add_argument("pattern", nargs="?", help="pattern of names, as for timm.list_models: 'vit_small*' (default: "
+                                                    "list the coverage of each of timm's modules, and the supported "
+                                                    "blocks of torchvision and transformers)")
     parser.add_argument("--weights", action="store_true", help="list variants with weights, their size and source")
     parser.set_defaults(call=_list)
 
@@ -458,7 +460,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _list_weights(pattern: str) -> int:
-    """List weights without network access. The size of a missing file is estimated from the parameters in float32."""
+    """List weights without network access. For a missing file, the size is 4 bytes for each parameter."""
     import timm
 
     from .models.names import is_variant
@@ -522,13 +524,13 @@ def _add_show(commands: Any) -> None:
                     "are measured on one batch: squared norms of the stream and of both components of the branch "
                     "output, and the cosine of stream and branch output.")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho), a checkpoint or the folder of a "
-                                       "run as for push, or a repository on the Hub (hf-hub:me/my-model)")
+    add("model", metavar="MODEL", help="a variant (vit_small_patch16_224_ortho), a checkpoint, the folder of one "
+                                       "run, or a repository on the Hub (hf-hub:me/my-model)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the model")
     add("--pretrained", action="store_true", help="load the weights of a variant")
     add("--checkpoint", default="", metavar="FILE", help="load the weights of this checkpoint into a variant")
     add("--ema", action="store_true", help="load the EMA weights of a run")
-    add("--image", type=Path, metavar="FILE", help="your own image (default: four images of noise)")
+    add("--image", type=Path, metavar="FILE", help="image to measure on (default: four images of noise)")
     add("--svg", type=Path, metavar="FILE", help="also draw a plot")
     parser.set_defaults(call=_show)
 
@@ -551,7 +553,7 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the model that `show` prints, and options that describe its images."""
+    """Return the model that `show` prints, and the options that describe the model's input images."""
     import timm
 
     from .hub import pull
@@ -606,7 +608,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """Parse `key=value` with a YAML value. 1e-6, which is text in YAML, becomes a number as in timm."""
+    """Parse `key=value` with a YAML value. 1e-6 becomes a number as in timm, although it is text in YAML."""
     import yaml
 
     key, sign, value = text.partition("=")

@@ -1,6 +1,7 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
-Blocks that receive an attention mask pass it to the connection: ``forward(x, f, attn_mask=mask)``.
+Blocks that receive an attention mask pass the mask to the connection: ``forward(x, f, attn_mask=mask)``. The projection
+of f onto x splits f into f_par, which is parallel to x, and f_orth, which is orthogonal to x.
 
 | name | y | parameters |
 | --- | --- | --- |
@@ -9,14 +10,14 @@ Blocks that receive an attention mask pass it to the connection: ``forward(x, f,
 | ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
 | ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
 
-:mod:`timm_ortho.functional` implements the formula. Arguments are checked when a connection is made. To add a
+:mod:`timm_ortho.functional` computes y. Arguments are checked when a connection is made. To add a
 connection, subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for it
 with :func:`register_connection`.
 
 Groups: ``feature`` and ``hybrid`` can split the channel axis into ``groups`` equal parts, each with its own projection.
 
 Padding: in a batch of token sequences of several lengths (NaFlex), a token is padding if the mask lets no token attend
-to it (:func:`real_tokens`). The global scope excludes padding, so that padding does not change the result of a sample.
+to it (:func:`real_tokens`). ``global`` excludes padding, so that padding does not change the result of a sample.
 The projections of ``feature`` and ``hybrid`` cover one token each and need no mask.
 
 Skip transforms: a connection can have a transform P of the stream, its attribute ``skip`` (:mod:`timm_ortho.skips`). It
@@ -45,7 +46,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     """Return which tokens are real and not padding.
 
     A token is real if the mask lets any token attend to it, including itself. Under a causal mask every token is real,
-    because each may attend to itself. If the mask lets no token attend to a real token, that token counts as padding.
+    because each may attend to itself. A token to which no token may attend counts as padding, even if it has content.
 
     | mask | reading |
     | --- | --- |
@@ -54,8 +55,8 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | ``[B, N]`` | one value for each key of each sample |
     | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
-    | floating-point | added to the scores; values of -1000 or less forbid attention, 0 and 1 allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 forbids attention; otherwise added to the scores |
+    | floating-point | added to the scores; values of -1000 or less forbid attention, all others allow it |
+    | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 forbids attention; otherwise as floating-point |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
@@ -65,7 +66,8 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
             ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash attention reads it.
 
     Returns:
-        Boolean tensor ``[B or 1, N, 1]``. None without a mask, or for a mask over the keys of another stream.
+        Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None without a mask, or for a mask over the keys of
+        another stream.
 
     Raises:
         ValueError: The shape is unsupported, or ambiguous without a ``layout``.
@@ -78,9 +80,9 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
         return None
     if not torch.jit.is_scripting():
         if has_torch_function_variadic(attn_mask, x):
-            if type(attn_mask).__name__ == "CausalBias":  # every token may attend to itself
+            if type(attn_mask).__name__ == "CausalBias":  # every token attends to itself: no padding
                 return None
-            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX calls it at run time
+            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX records this call
         if not isinstance(attn_mask, Tensor):
             attn_mask = _evaluated(attn_mask, x)
     if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
@@ -195,7 +197,7 @@ class Connection(nn.Module):
 
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
-        """Return the update with weights ``parallel`` and ``orthogonal``, in eager mode or in TorchScript."""
+        """Return ``P x + parallel f_par + orthogonal f_orth``, in eager mode or in TorchScript."""
         if self.skip is not None:
             x = self.carried(x)
         if self.groups > 1:
@@ -209,8 +211,8 @@ class Connection(nn.Module):
             return checked_update(x, f, parallel, orthogonal, self.dims, self.eps, mask, self.keep_branch)
 
     def _join_groups(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
-        """Return the update with one projection per group of channels, on views ``[..., groups, C / groups, ...]``."""
-        if isinstance(x, Tensor) and x.shape[self.dim] % self.groups != 0:  # FX has no sizes
+        """Return the result of :meth:`join` with one projection per group of channels. ``x`` is already P x."""
+        if isinstance(x, Tensor) and x.shape[self.dim] % self.groups != 0:  # a proxy of FX has no sizes
             raise ValueError(f"groups={self.groups} does not divide the {x.shape[self.dim]} channels of the stream")
         x, f = x.unflatten(self.dim, [self.groups, -1]), f.unflatten(self.dim, [self.groups, -1])
         first = self.dim if self.dim >= 0 else self.dim - 1  # axis of the groups; the next axis has the channels
@@ -227,7 +229,7 @@ class Connection(nn.Module):
 class LinearConnection(Connection):
     """The plain residual connection: y = x + f.
 
-    The arguments have no effect on y, but diagnostics read ``dim`` and ``eps``.
+    The arguments of the constructor have no effect on y, but diagnostics read ``dim`` and ``eps``.
     """
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
@@ -324,7 +326,7 @@ class HybridConnection(Connection):
         super().__init__(dim, eps)
         self.groups = check_groups(groups)
         self.start = known_name("start", start, STARTS)
-        # of shape [1], because FSDP2 does not support 0-d parameters
+        # the parameters have shape [1], because FSDP2 does not support 0-d parameters
         self.rho = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.theta = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.reset_parameters()
@@ -455,7 +457,7 @@ def create_connection(
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
     kept = "branch" if in_place else keep
     arguments = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
-    accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial binds keywords
+    accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
     if make is GlobalConnection and groups != 1:
         raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
                          "feature or hybrid")
@@ -512,7 +514,7 @@ class Site(NamedTuple):
     Attributes:
         layer: Index of the block's layer in the model, from 0.
         kind: Kind of the branch, such as ``attention``, ``mlp`` or ``conv``, see :class:`timm_ortho.blocks.BlockSpec`.
-            If the block's own code contains the connection, the name of its attribute.
+            If the block's own code contains the connection, the kind is the name of the attribute with the connection.
         name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
         connection: The connection, a module with ``forward(x, f)``.
     """
@@ -562,7 +564,7 @@ def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
 
 @cache
 def _uses(cls: type, attribute: str) -> bool:
-    """Return whether the code of a class uses an attribute; overridden methods do not count."""
+    """Return whether the code of a class uses an attribute. Overridden methods count only if ``super`` calls them."""
     overridden: Set[str] = set()
     for base in cls.__mro__:
         for name, value in vars(base).items():

@@ -34,7 +34,7 @@ class _Block(NamedTuple):
     Attributes:
         name: Name in ``named_modules()``.
         spec: Description of the block's class; None if the block's own code contains the connections.
-        kinds: Kinds of the block's sites; without ``spec``, the names of the attributes that hold the connections.
+        kinds: Kinds of the block's sites. If ``spec`` is None, the names of the attributes that hold the connections.
     """
 
     name: str
@@ -78,7 +78,7 @@ class _Block(NamedTuple):
                                  f"({type(self.module).__name__}); divisors are {divisors}. The model is unchanged.")
 
     def heads(self, model: nn.Module) -> int:
-        """Return the number of heads of the attention in the block's layer, from its modules or else their configs."""
+        """Return the number of attention heads in the block's layer, from its modules or else from their configs."""
         modules = list(model.get_submodule(self.layer).modules())
         configs = [module.config for module in modules if "config" in vars(module)]
         counts = _numbers_of_heads(modules) or _numbers_of_heads(configs)
@@ -128,23 +128,23 @@ def connect(
     """Give every residual addition of a model a connection, in place. Present connections are replaced.
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
-    do not change. Only ``hybrid`` adds parameters, two per site. Each call makes new parameters. Add them to an
-    existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call, contains their names. Connect with
-    ``hybrid`` before DistributedDataParallel, which does not synchronise parameters that are added later. After
+    do not change. Only ``hybrid`` adds parameters, two per site. Each call makes new parameters, which must be added
+    to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call, returns their names. Connect
+    with ``hybrid`` before DistributedDataParallel, which does not synchronise parameters that are added later. After
     ``fully_shard``, connections can only be replaced by connections without parameters.
 
     Args:
-        model: Any module that contains supported blocks, with or without adapters. A supported block comes from timm
-            (including ``features_only``), torchvision or transformers, or its class was passed to
-            :func:`timm_ortho.register_block`, or its own code contains a :class:`Connection`.
+        model: Any module that contains supported blocks, with or without adapters such as LoRA. A block is supported if
+            it comes from timm (including ``features_only``), torchvision or transformers, if its class was passed to
+            :func:`timm_ortho.register_block`, or if its own code contains a :class:`Connection`.
         connection: ``linear``, ``feature``, ``global``, ``hybrid`` or another registered name, a connection class, or
             a function that returns a connection. A class or function is called with ``dim``, ``eps``, ``prob``,
             ``start``, ``keep``, ``groups``, ``device`` and ``dtype``, as far as its signature contains them.
         eps: Added to |x|^2.
         prob: Probability pi of the orthogonal form. In training, each site draws the orthogonal or the linear form at
             each step. Must be 1 for ``hybrid``.
-        layers: Index or indices of the blocks with the connection; all other blocks are linear. None for all blocks. A
-            block inside another block belongs to the layer of the outer block.
+        layers: Index or indices of the blocks with the connection, counted from 0; all other blocks are linear. None
+            for all blocks. A block inside another block has the index of the outer block.
         kinds: Kind or kinds of branches with the connection, as :func:`timm_ortho.sites` lists them; all other branches
             are linear. For example, ``"mlp"`` leaves the attention of a ViT linear. None for all kinds.
         start: Start of ``hybrid``: ``orthogonal`` or ``linear``.
@@ -159,8 +159,9 @@ def connect(
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
             the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
-        skip_branches: Number of branches B of an idempotent P; None for the number of channels.
-        skip_rank: Rank of an idempotent P, instead of ``skip_branches``. All widths of the model must allow it.
+        skip_branches: Number of equal parts of the channel axis over which an idempotent P averages; None for the
+            number of channels.
+        skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
     Returns:
@@ -269,12 +270,12 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).p
 
 
 def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return, as JSON values, the arguments of :func:`connect` that have an effect. Defaults except eps are omitted."""
+    """Return the arguments of :func:`connect` that have an effect, as JSON values, and omit all defaults except eps."""
     effective = dict(arguments) if connection != "linear" else {}
     if skip_arguments["skip"] != "identity":
         effective.update(skip_arguments)
     changed = {name: value for name, value in effective.items() if name == "eps" or value != _DEFAULTS[name]}
-    scalars = {name: value.item() if hasattr(value, "item") else value for name, value in changed.items()}  # e.g. NumPy
+    scalars = {name: value.item() if hasattr(value, "item") else value for name, value in changed.items()}  # NumPy
     return {"connection": connection, **scalars}
 
 
@@ -285,7 +286,7 @@ def _spare_from_weight_decay(model: nn.Module) -> None:
     names = {f"{site.name}.{name}" for site in sites(model) for name, _ in site.connection.named_parameters()}
     if names:
         names.update(getattr(model, "no_weight_decay", tuple)())
-        vars(model)["no_weight_decay"] = partial(set, names)  # no reference to the model, hence no cycle
+        vars(model)["no_weight_decay"] = partial(set, names)  # holds no reference to the model
 
 
 def _blocks(model: nn.Module) -> list[_Block]:
@@ -328,7 +329,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
 
 
 def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """Yield the modules whose own code contains connections: name, module, and the attributes of the connections."""
+    """Yield each module whose own code contains connections: its name, the module, and the connections' attributes."""
     for name, module in model.named_modules():
         if host_class(module) is written_class(module):
             kinds = tuple(kind for kind, child in named_children(module)
@@ -419,7 +420,7 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
         ValueError: The name is unknown, or an argument does not fit a width of the model.
     """
     if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
-        create_skip(skip, 1, **arguments)  # checks the arguments without the widths of the blocks
+        create_skip(skip, 1, **arguments)  # checks the arguments; the widths of the blocks may be unknown
         return repeat(None)
     streams = [(block.widths()[kind], detail["dim"]) for block in blocks for kind, detail in block.details().items()]
     skips = [

@@ -13,7 +13,7 @@ The gradients, with g = dL/dy and t = <x, g> / n::
 
 ``a = b = 1`` is the linear residual connection. ``a = 0, b = 1`` is the orthogonal update, Eq. 4 of "Revisiting
 Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks" (Oh et al., NeurIPS 2025). The
-channel axis as ``dim`` gives Algorithm 1, and all axes but the batch give Algorithm 2.
+channel axis as ``dim`` gives the paper's Algorithm 1, and all axes but the batch give Algorithm 2.
 
 Numerics: float16 and bfloat16 inputs are multiplied, summed and divided in float32, and float64 stays float64. The
 result is cast once, to the dtype of ``x + f``. ``eps`` has the units of |x|^2 and is added before that cast. For x = 0
@@ -52,10 +52,10 @@ def _formula(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Return ``y, <x, f>, n``. Both sums keep ``dims`` as axes of size 1; y has the memory format of ``x + f``.
 
-    ``1 + k s`` is computed as ``(n + k <x, f>) / n``, which needs no addition of a Python number. Such operations are
-    slower to launch, and launches dominate the time of small models. With ``reuse`` the products and the result share
-    one buffer, because allocations cost as much as arithmetic in large models on a CPU. Autograd and tracers do not
-    support ``reuse``.
+    ``1 + k s`` is computed as ``(n + k <x, f>) / n``, because adding a Python number to a tensor is slower to launch
+    than adding two tensors, and launches dominate the time of small models. If ``reuse`` is true, the products and the
+    result share one buffer, because allocations cost as much as arithmetic in large models on a CPU. Autograd and
+    tracers do not support ``reuse``.
     """
     result = x.dtype
     if x.dtype != torch.float32 or f.dtype != torch.float32:
@@ -76,7 +76,7 @@ def _formula(
 
 
 def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
-    """Return ``1 + k s`` and ``b f``. The branches give each variable a fixed type, which TorchScript requires."""
+    """Return ``1 + k s`` and ``b f``. Each case gives every variable one type, as TorchScript requires."""
     if isinstance(a, Tensor):
         return (n + a * xf - _times(b, xf)) / n, _times(b, f)
     elif isinstance(b, Tensor):
@@ -93,7 +93,7 @@ def _times(weight: Weight, x: Tensor) -> Tensor:
 
 
 def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast if needed. After a cast to the same dtype, torch 2.6 cannot export an in-place activation."""
+    """Cast ``y`` if its dtype differs. torch 2.6 cannot export an in-place activation after other casts."""
     return y if y.dtype == dtype else y.to(dtype)
 
 

@@ -1,6 +1,6 @@
 """Triton kernels for the residual update and its gradients; :mod:`timm_ortho.functional` imports them on first use.
 
-The docstring of :mod:`timm_ortho.functional` has the equations. Products, sums and divisions are in the accumulation
+The docstring of :mod:`timm_ortho.functional` lists the equations. Products, sums and divisions are in the accumulation
 dtype (float32, or float64 for float64 inputs). Results are rounded once, when they are stored.
 
 Memory traffic for a stream of S bytes (k S means k tensors of that size):
@@ -30,8 +30,8 @@ from .backends import accumulate_in
 
 Weight = Union[float, Tensor]
 
-TILE = 4096  # elements of each tensor in one tile
-LONGEST_ROW = 8192  # longer rows are split into pieces, one per program
+TILE = 4096  # elements of each tensor in one tile, which a program loads at once
+LONGEST_ROW = 8192  # longest projection of adjacent elements that is not split into pieces, one per program
 LONGEST_COLUMN = 512  # channels of a pixel in NCHW; a program reads longer columns twice
 PIXELS = 16  # smallest number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
 PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes; registers hold three tensors
@@ -75,7 +75,7 @@ def _weight(number, pointer, ACC: tl.constexpr):
 
 
 # ------------------------------------------------------------------------------------------- tiles of a program
-# A tile is [BLOCK_P projections, BLOCK_W elements of each] with strides `step_p` and `step_w`. One stride is 1, and
+# A tile has the shape [BLOCK_P projections, BLOCK_W elements] and strides `step_p` and `step_w`. One stride is 1, and
 # Triton orders the threads along that axis. A program's start is a 64-bit offset; offsets from the start have 32 bits.
 @triton.jit
 def tile_index(
@@ -168,7 +168,8 @@ def _update_kernel(
     """Forward: ``n = <x, x> + eps``, ``s = <x, f> / n``, ``y = b f + (1 + (a - b) s) x``.
 
     If ONCE, a tile contains the whole projection. If not ONCE and BLOCK_PIECES is 0, a program reads its projection
-    twice. If BLOCK_PIECES is not 0, a program reads one piece, and the sums of all pieces from `xx_ptr` and `xf_ptr`.
+    twice. If BLOCK_PIECES is not 0, a program reads one piece, and it reads the sums of all pieces from `xx_ptr` and
+    `xf_ptr`.
     If STORE, the kernel stores s and n.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
@@ -304,7 +305,7 @@ def update(
     """Compute the update for checked arguments of :func:`timm_ortho.functional.residual_update`, with any strides.
 
     Args:
-        keep: Whether to return s and n; otherwise only y is allocated.
+        keep: Whether to return s and n. If False, only y is allocated.
 
     Returns:
         ``(y, s, n)``. y has the shape and memory format of ``x``. s and n have size 1 along ``dims`` and the

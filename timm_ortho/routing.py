@@ -16,8 +16,8 @@ A subclass is built once per host, from the source of the installed release. The
 generated source is registered with ``linecache``, where tracebacks, debuggers and TorchScript look it up.
 
 Additions are numbered in call order. The two sides of an ``if`` share numbers, because a call reaches only one side. A
-side may have no addition. Some instances never reach an addition, for example after ``if self.has_skip:``.
-:meth:`Route.reached` evaluates such conditions.
+side may have no addition. Some instances never reach an addition, for example an addition inside
+``if self.has_skip:``. :meth:`Route.reached` evaluates such conditions.
 """
 import __future__
 
@@ -82,7 +82,7 @@ class Route:
         block: The host. The source of its method must be available.
         sums: The expected additions, in source order.
         method: Name of the method.
-        mask: Argument of the method that is passed to connections as ``attn_mask``; ignored if the method has none.
+        mask: Argument of the method that is passed to connections as ``attn_mask``; ignored if the method lacks it.
         library: Library of the block, for errors: ``"timm 1.0.31"``.
         sides_differ: Whether the sides of an ``if`` have different additions, which then do not share numbers.
 
@@ -156,7 +156,7 @@ class Route:
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         local = dict(vars(self.owner))  # default arguments may use names of the class body
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # no other feature is optional
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the only optional feature
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
             exec(code, self.method.__globals__, local)
@@ -276,7 +276,7 @@ class _Router(ast.NodeTransformer):
             ends.append(start if _leaves(side) else self.position)
         if start not in ends and ends[0] != ends[1] and not self.sides_differ:
             self.problem = (f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} "
-                            "additions but must have equally many, or one side none")
+                            "additions; both must have the same number, or one of them none")
         self.position = max(ends)
         return visited[0], visited[1]
 
@@ -307,7 +307,7 @@ def _locals(code: CodeType) -> Set[str]:
 def _may_hold(condition: CodeType, namespace: Dict[str, Any], own: Dict[str, Any]) -> bool:
     try:
         return bool(eval(condition, namespace, own))
-    except Exception:  # noqa: BLE001 undecidable, for example because it needs the value of a meta tensor
+    except Exception:  # noqa: BLE001 the condition cannot be evaluated, for example on a meta tensor
         return True
 
 

@@ -109,7 +109,7 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
     path = tmp_path / "g16.png"
     Image.new("I;16", (40, 30), 3000).save(path)
     assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2
-    assert f"image {path} cannot be used: Pillow clips its 16 or 32 bits to 255" in capsys.readouterr().err
+    assert f"image {path} cannot be used: Pillow clips images of 16 or 32 bits to 255" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -465,8 +465,8 @@ def test_16_bit_images_are_refused(tmp_path, dataset):
     path = root / "train" / "cat" / "0.png"
     pixels = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
     Image.fromarray(pixels).save(path)
-    refused(f"image {path} cannot be used .*Pillow clips its 16 or 32 bits to 255; convert it to 8 bits first", root,
-            dataset=dataset)
+    refused(f"image {path} cannot be used .*Pillow clips images of 16 or 32 bits to 255; convert the image to 8 bits "
+            "first", root, dataset=dataset)
 
 
 def saved_as(path, suffix):

@@ -1,6 +1,7 @@
 """Residual blocks of timm, torchvision and transformers, and block classes that users register.
 
-To support another block class, add the class to its library's table, and add its architecture to the tests.
+To support another block class of these libraries, add the class to the library's table, and add an architecture with
+such blocks to the tests.
 """
 from .registry import is_residual, not_residual, register_block, spec_of
 from .routed import branch_first, host_class, library_of, reached, routed_class, written_class

@@ -12,12 +12,13 @@ from ..routing import syntax_tree
 def looks_residual(cls: type) -> bool:
     """Return whether a class looks like a residual block.
 
-    A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or a tensor
-    method. Every tensor argument is an input: ``BertOutput`` gets branch and stream as two arguments. Arguments and
-    summands whose names refer to masks, biases, positions or losses do not count. Sums of lists or tuples do not count.
+    A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or ``x.add(f)``.
+    Every tensor argument is an input: ``BertOutput`` gets branch and stream as two arguments. Arguments and summands
+    whose names refer to masks, biases, positions or losses do not count. Sums of lists or tuples do not count.
 
-    The rule prefers false positives, so that no model is converted only in part. :func:`timm_ortho.not_residual`
-    excludes a class. The rule misses sums outside ``forward``, calls of ``sum``, and classes without source.
+    The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
+    call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``, and
+    classes without source.
 
     Example:
         >>> looks_residual(timm.models.vision_transformer.Block), looks_residual(timm.layers.Mlp)
@@ -42,7 +43,7 @@ def calls_forward_of_base(cls: type) -> bool:
 def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
     try:
         function = syntax_tree(inspect.unwrap(cls.forward)).body[0]
-    except (OSError, TypeError, SyntaxError, AttributeError):  # built-in or generated code, or no forward
+    except (OSError, TypeError, SyntaxError, AttributeError):  # built-in code, generated code, or no forward
         return None
     return function if isinstance(function, ast.FunctionDef) else None
 
@@ -64,7 +65,7 @@ def _sources(function: ast.FunctionDef) -> Set[str]:
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
-    """Return the sources, and the variables that depend on more than the shapes and sizes of sources."""
+    """Return the names of the sources, and of variables computed from their values, not only from their shapes."""
     names: Set[str] = set()
     grown = set(sources)
     while grown - names:
@@ -84,7 +85,7 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
         summands = [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
         by_name = [keyword.value for keyword in node.keywords]
-        summands = [node.func.value, *node.args[:2], *by_name]  # func.value of torch.add is ``torch``, no variable
+        summands = [node.func.value, *node.args[:2], *by_name]  # of torch.add, func.value is the module torch
     else:
         return False
     return sum(_mentions(summand, derived) for summand in summands) >= 2 and not any(map(_is_no_branch, summands))

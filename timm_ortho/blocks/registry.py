@@ -24,25 +24,27 @@ def register_block(
 ) -> type:
     """Register a class of residual blocks for :func:`timm_ortho.connect`.
 
-    ``connect`` then replaces the additions in its instances by connections. The class itself stays unchanged.
-    Subclasses need their own registration.
+    A residual block adds the output of its branch to the stream, the tensor that the block receives and returns. After
+    the registration, ``connect`` replaces this addition in instances of the class by a connection. The class itself
+    stays unchanged. Subclasses need their own registration.
 
     Args:
-        block: An ``nn.Module`` class with a method that adds to its stream, ``return x + self.f(self.norm(x))``.
+        block: An ``nn.Module`` class with a method that contains the addition, ``return x + self.f(self.norm(x))``.
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
             A sequence of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
             ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
             two sides of an ``if`` count as one.
-        dim: Channel axis of the stream, -1 for tokens, 1 for B C H W: one for all additions, or one for each.
-        keep: ``"branch"`` if the block changes the sum in place, for example by an activation.
-        method: The method with the additions.
-        mask: Name of that method's argument with the attention mask. The global scope uses it to exclude padding (see
-            :func:`timm_ortho.connections.real_tokens`). It must have the meaning of ``scaled_dot_product_attention``:
-            True allows attention. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""`` for them.
-        causal: True if a token must not depend on later tokens, as in a language model; ``connect`` then refuses
-            connections with the global scope. A string names an attribute that is true in such blocks. The attribute is
-            read from the block, or from the nearest module around the block that has it.
+        dim: Channel axis of the stream: -1 for tokens, 1 for B C H W. One axis for all additions, or one for each.
+        keep: ``"branch"`` if the block changes the sum in place, for example by an activation; otherwise ``"output"``.
+        method: Name of the method with the additions.
+        mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
+            mask to exclude padding (see :func:`timm_ortho.connections.real_tokens`). True must allow attention, as in
+            ``scaled_dot_product_attention``. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""``
+            for them.
+        causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
+            connections with one projection per sample. A string names an attribute that is true in such blocks. It is
+            read from the block, or from the nearest module around the block that has the attribute.
 
     Returns:
         The class.
@@ -74,7 +76,7 @@ def register_block(
     if not named or len(set(named)) < len(named) or not all(str(kind).isidentifier() for kind in named):
         raise ValueError(f"kinds must be different identifiers, one for each addition, got {kinds!r}")
     known_name("keep", keep, ("output", "branch"))
-    expected = "stream must be an expression or a sequence of them"
+    expected = "stream must be an expression or a sequence of expressions"
     streams = stream if isinstance(stream, str) else tuple(
         each if isinstance(each, str) else _tuple(expected, each, str) for each in _tuple(expected, stream, object))
     for expression in _flat(streams):
@@ -110,7 +112,7 @@ def not_residual(block: type, reason: str) -> type:
 
     Args:
         block: The class.
-        reason: What the addition computes: ``"the sum of two encoders"``.
+        reason: What the addition computes, for example ``"the sum of two encoders"``.
 
     Returns:
         The class.
@@ -132,7 +134,7 @@ def not_residual(block: type, reason: str) -> type:
 
 
 def spec_of(module: nn.Module) -> Optional[BlockSpec]:
-    """Return the spec of a block, with or without connections; None for any other module.
+    """Return the :class:`BlockSpec` of a block, with or without connections; None for any other module.
 
     Example:
         >>> spec_of(timm.create_model("vit_test_ortho").blocks[0]).kinds
@@ -142,7 +144,7 @@ def spec_of(module: nn.Module) -> Optional[BlockSpec]:
 
 
 def is_residual(module: nn.Module) -> bool:
-    """Return whether a module without a spec looks like a residual block.
+    """Return whether a module without a :class:`BlockSpec` looks like a residual block.
 
     Example:
         >>> is_residual(torch.nn.TransformerEncoderLayer(8, 2)), is_residual(torch.nn.Linear(8, 8))

@@ -1,9 +1,10 @@
-"""Routed classes: subclasses of blocks in which calls of connections replace ``x + f``.
+"""Routed classes: subclasses of residual blocks in which calls of connection modules replace ``x + f``.
 
 A routed class is an attribute of this module and named after its block class, for example
-``timm__models__vision_transformer__Block``. It is made on first access. Pickle and ``torch.load`` therefore work
-in a fresh process. Each residual addition is a site. If the configuration of a block never executes some of them,
-the name ends with the kinds of the remaining sites: ``timm__models__visformer__Block__mlp``.
+``timm__models__vision_transformer__Block``. The class is made when the attribute is first read, so pickle and
+``torch.load`` work in a fresh process. Each residual addition is a site, and each site has a kind, such as ``mlp``. If
+the configuration of a block excludes some sites, the name of the routed class ends with the kinds of the remaining
+sites: ``timm__models__visformer__Block__mlp``.
 """
 import inspect
 import re
@@ -20,7 +21,7 @@ from .spec import BlockSpec
 
 
 def written_class(module: nn.Module) -> type:
-    """Return the class of a module, without subclasses that ``fully_shard`` or parametrizations make.
+    """Return the class of a module. Subclasses that ``fully_shard`` or parametrizations assign are ignored.
 
     Example:
         >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
@@ -60,7 +61,7 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
 
     Args:
         host: The block class.
-        spec: Its spec.
+        spec: Description of the block class.
         kinds: Kinds of sites that get connections, as :func:`reached` returns them; None for all kinds.
 
     Raises:
@@ -132,7 +133,7 @@ def library_of(cls: type) -> str:
 
 
 def __getattr__(name: str) -> type:
-    if name.startswith("__") and name.endswith("__"):  # from Python's import system, not a class of __main__
+    if name.startswith("__") and name.endswith("__"):  # read by Python's import system; no routed class has such a name
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base, _, ending = name.rpartition("__")
     for class_name, kinds in ((name, None), (base, tuple(ending.split("_and_")))):

@@ -6,7 +6,7 @@ from torch import nn
 
 
 class BlockSpec(NamedTuple):
-    """One class of residual blocks.
+    """Description of one class of residual blocks. The stream is the tensor that a block receives and returns.
 
     Attributes:
         name: Full name of the class, for example ``timm.models.vision_transformer.Block``.
@@ -14,24 +14,24 @@ class BlockSpec(NamedTuple):
             A tuple of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
             ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel`` (attention and MLP in one
-            sum) or ``branch`` (a wrapper around any module). Several additions of one kind have numbered names. None
-            leaves an addition unchanged.
-        dim: Channel axis of the stream: one for all additions, one for each, or a function of the block.
+            sum) or ``branch`` (a wrapper around any module). Several additions of one kind have names such as ``mlp_2``
+            and ``mlp_3``. None leaves an addition unchanged.
+        dim: Channel axis of the stream: one axis for all additions, one for each, or a function of the block.
         keep: ``"branch"`` if the block changes the sum in place, so that autograd cannot keep the sum (see
             :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
-        mask: Argument of that method that connections receive as ``attn_mask``. Ignored if the method lacks it.
-        mask_layout: Layout of masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
+        mask: Argument of the method that connections receive as ``attn_mask``. Ignored if the method does not have it.
+        mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
-        tokens_apart: Whether the global scope projects each token separately in this block.
+        tokens_apart: Whether connections with one projection per sample project each token separately in this block.
         width: Function of a block that returns the number of channels of its stream: one number for all additions, or
             one for each. The default is the output width of the last linear layer or convolution.
-        causal: Whether a token must not depend on later tokens, which rules out the global scope. A string names an
-            attribute with this value, of the block or of the nearest module around the block that has it.
+        causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
+            names an attribute with this value, of the block or of the nearest module around the block that has it.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. Sites of one layer have the same index.
-        sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both, for a
-            block whose two sides have different kinds of additions.
+        sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both
+            additions, for a block whose two sides have different kinds.
 
     Example:
         >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))
@@ -96,6 +96,6 @@ def last_width(block: nn.Module) -> int:
     layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
     last = next((module for module in reversed([*block.modules()]) if isinstance(module, layers)), None)
     if last is None:
-        raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the stream width that the "
-                         "skip needs is unknown")
+        raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the width of the stream, "
+                         "which a skip transform needs, is unknown")
     return last.out_features if isinstance(last, nn.Linear) else last.out_channels

@@ -8,17 +8,17 @@ from .spec import BlockSpec
 _TABLES = (timm, torchvision, transformers)
 SPECS: Dict[str, BlockSpec] = {spec.name: spec for table in _TABLES for spec in table.BLOCKS}
 NOT_RESIDUAL: Dict[str, str] = {name: reason for table in _TABLES for name, reason in table.NOT_RESIDUAL.items()}
-REGISTERED: Dict[str, type] = {}  # classes from register_block; the libraries' classes are imported by name
+REGISTERED: Dict[str, type] = {}  # from register_block; class_of imports all other classes by name
 
 
 def class_name(cls: type) -> str:
-    """Return the full name of a class, which is the same in a script and in the processes that it spawns."""
+    """Return the full name of a class, which is the same in a script and in processes that the script spawns."""
     module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
     return f"{module}.{cls.__qualname__}"
 
 
 def spec_of_class(cls: type) -> Optional[BlockSpec]:
-    """Return the spec of a block class, None for any other class.
+    """Return the spec of a block class; None for any other class.
 
     A subclass has no spec, because its ``forward`` may differ. If a registered class is defined again, for example in a
     notebook cell, the new class has no spec until it is registered.

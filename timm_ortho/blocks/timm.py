@@ -1,26 +1,27 @@
 """List timm's residual blocks: the stream variable of each class, and its additions.
 
-An addition is a site if one summand is the stream and the other summand is the branch output, which the block computes
-from the stream. The stream is the input of the block, or the block's own shortcut applied to that input. The branch
-output includes its norm, LayerScale and drop path. An activation or a norm may follow the sum. Special cases:
+A site is an addition of the stream and the branch output, which the block computes from the stream. The stream is the
+input of the block, or the output of the block's shortcut. The branch output includes its norm, LayerScale and drop
+path. An activation or a norm may follow the sum. In the global scope, a connection has one projection per sample, over
+all axes but the first. Special cases:
 
   * A LayerScale of 1e-6, or a last norm with zero weights, makes the branch output small or zero at initialization.
     The connections work as usual, because the projection is linear in the branch output and ``eps`` is added only to
     the square of the stream.
-  * Class and register tokens count as tokens. The global scope sums over all axes but the first, without padding.
+  * Class and register tokens count as tokens. Padding does not count.
   * Some models cut the stream into pieces along the batch axis (the patches of ``mobilevit``, the pixels of ``tnt``).
-    The global scope then has one projection per piece. Swin, MaxViT and SAM cut inside the branch, so their global
-    scope is the whole stream.
-  * The class attention of ``xcit`` changes only the class token, and its branch output contains copies of the patch
-    tokens. In a projection over all tokens, these copies would dominate the sums and remove the class token's own
-    stream. There the global scope projects each token separately.
+    The global scope then has one projection per piece. Swin, MaxViT and SAM cut inside the branch, so one projection
+    covers the whole sample.
+  * The class attention of ``xcit`` changes only the class token. Its branch output contains copies of the patch tokens.
+    In a projection over all tokens, these copies would dominate the sums, and the update would remove the stream of the
+    class token. In this block the global scope therefore projects each token separately.
 
 These additions are not sites:
 
-  * parallel branches that a re-parameterisation folds into one convolution, which would remove the connection
-  * sums inside a branch, except in transformers (the attention of ``edgenext``, the blocks of ``mobilevit``)
+  * sums of parallel branches that a re-parameterisation folds into one convolution, which would remove the connection
+  * sums inside a branch, except in transformer blocks inside a branch (``edgenext``, ``mobilevit``)
   * additions to a stream of one channel, which has no orthogonal component
-  * sums of resolutions, position embeddings, and concatenations
+  * sums of feature maps of different resolutions, additions of position embeddings, and concatenations
 
 ``NOT_RESIDUAL`` lists classes that have only such additions.
 """
@@ -47,7 +48,7 @@ def _shortcut_width(block: nn.Module) -> int:
 
 
 def _of_bn3(block: nn.Module) -> int:
-    """Return the stream width of a block whose last convolution may be a mixture of kernels or experts."""
+    """Return the stream width of a block from its last norm. The last convolution may be a mixture of kernels."""
     return len(block.bn3.weight)
 
 
@@ -128,14 +129,14 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("edgenext.ConvBlock", "shortcut", ("conv",), _NCHW),
     *_blocks(  # the first addition is a position encoding, the second is on tokens, the third on the feature map
         "edgenext.SplitTransposeBlock", ("x", "x", "shortcut"), (None, "attention", "mlp"), (_TOKENS, _TOKENS, _NCHW)),
-    # cross-attention has its own addition, on the second side of an if
+    # self-attention adds to x; the second side of an if is cross-attention, which adds to res
     *_blocks("mobilevit.LinearTransformerBlock", (("x", "res"), "x"), _TRANSFORMER, _NCHW),
     *_blocks("efficientformer.MetaBlock1d", "x", _TRANSFORMER, _TOKENS),
     *_blocks("efficientformer.MetaBlock2d", "x", ("mixer", "mlp"), _NCHW),
     *_blocks(
         "efficientformer_v2.EfficientFormerV2Block swiftformer.Block visformer.Block fastvit.AttentionBlock",
         "x", _TRANSFORMER, _NCHW),
-    *_blocks("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # its convolution is the shortcut
+    *_blocks("efficientformer_v2.Downsample", "out", ("attention",), _NCHW),  # the stream is a convolution's output
     *_blocks("efficientvit_mit.ResidualBlock lowformer.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
     *_blocks("efficientvit_msra.ResidualDrop", "x", ("branch",), _NCHW),
     *_blocks("cpubone.ResidualBlock", "self.shortcut(x)", ("branch",), _NCHW),
@@ -145,11 +146,12 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks(
         "nextvit.NextTransformerBlock", ("x", "out", "x"), ("attention", "conv", "mlp"), _NCHW,
         width=lambda block: (block.mhsa_out_chs, block.mhca_out_chs, block.out_chs)),
-    *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),  # its mixer is folded into one convolution
-    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),  # its mixer is folded into one convolution
+    # in the next two blocks the mixer has no site, because it is folded into one convolution
+    *_blocks("fastvit.RepMixerBlock", "x", ("mlp",), _NCHW),
+    *_blocks("repvit.RepViTBlock", "identity", ("mlp",), _NCHW),
     *_blocks("repvit.RepVitDownsample", "identity", ("mlp",), _NCHW),
     *_blocks("shvit.Residual iformer.Residual", "x", ("branch",), _NCHW, unless=_is_folded),
-    *_blocks(  # its depthwise convolutions and their shortcuts are folded
+    *_blocks(  # None: an addition that is folded into a depthwise convolution
         "efficientvim.EfficientViMBlock", ("x", "x_prev", "x", "x"), (None, "mixer", None, "mlp"), _NCHW),
     *_blocks("csatv2.Block", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.pwconv2)),
     *_blocks("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
@@ -183,7 +185,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("vovnet.OsaBlock", "output[0]", ("conv",), _NCHW),
     *_blocks(  # the input is added to the first channels of a wider branch output
         "rexnet.LinearBottleneck", "shortcut", ("conv",), _NCHW, width=lambda block: block.in_channels),
-    *_blocks(  # the residual path; the dense path is concatenated
+    *_blocks(  # the stream is the residual path; the dense path of the block is concatenated
         "dpn.DualPathBlock", "x_s1", ("conv",), _NCHW, width=lambda block: block.num_1x1_c),
     *_blocks("ghostnet.GhostBottleneck", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
     *_blocks("ghostnet.GhostBottleneckV3", "self.shortcut(shortcut)", ("conv",), _NCHW, width=_shortcut_width),
@@ -197,7 +199,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 
-# Classes that look residual but have no site, by reason.
+# Classes that look residual but have no site, with the reason: what their additions are.
 NOT_RESIDUAL: Dict[str, str] = {
     f"timm.{name}": reason
     for reason, names in {
@@ -225,7 +227,7 @@ NOT_RESIDUAL: Dict[str, str] = {
             layers.global_context.GlobalContext layers.grn.GlobalResponseNorm layers.squeeze_excite.SEModule
             layers.squeeze_excite.EffectiveSEModule""",
         "a stream of one channel": "models.csatv2.SpatialTransformerBlock",
-        "a sum of resolutions": "models.hrnet.HighResolutionModule",
+        "a sum of feature maps of different resolutions": "models.hrnet.HighResolutionModule",
         "the mean of two classifiers": "models.iformer.RepVitClassifier models.repvit.RepVitClassifier",
         "pools for the head, after the last block": """
             layers.adaptive_avgmax_pool.FastAdaptiveAvgMaxPool layers.attention_pool.AttentionPoolLatent

@@ -1,7 +1,7 @@
 """List the residual blocks of torchvision's classification networks for images and videos.
 
 :mod:`timm_ortho.blocks.timm` defines which additions are sites. In MaxViT's partitioned attention the stream has the
-shape [B, windows, tokens, C], so the global scope is the whole sample.
+shape [B, windows, tokens, C], so a projection in the global scope covers the whole sample.
 """
 from typing import Dict, Tuple
 
@@ -39,8 +39,8 @@ BLOCKS: Tuple[BlockSpec, ...] = (
 )
 
 NOT_RESIDUAL: Dict[str, str] = {
-    **{f"torchvision.{name}": "a sum of resolutions" for name in (
+    **{f"torchvision.{name}": "a sum of feature maps of different resolutions" for name in (
         "models.detection.retinanet.RetinaNet", "models.segmentation.lraspp.LRASPPHead",
         "ops.feature_pyramid_network.FeaturePyramidNetwork")},
-    "torchvision.models.detection.anchor_utils.DefaultBoxGenerator": "corners of boxes",
+    "torchvision.models.detection.anchor_utils.DefaultBoxGenerator": "the corners of boxes",
 }

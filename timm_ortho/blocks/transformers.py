@@ -19,7 +19,7 @@ def _name(short: str) -> str:
 
 
 def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
-    return [  # the models expand a mask [B, N] to four axes, except for flash attention
+    return [  # the models pass masks with four axes to their blocks, but masks [B, N] if they use flash attention
         BlockSpec(_name(short), *columns, mask="attention_mask", mask_layout="keys", **more) for short in names.split()]
 
 
@@ -48,7 +48,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("pvt_v2.PvtV2BlockLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("focalnet.FocalNetLayer", ("shortcut", "hidden_state"), ("mixer", "mlp"), _TOKENS),
     *_blocks("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
-    # each layer consists of two block classes: a module of one class contains a module of the other class
+    # in these layers the attention and the MLP have separate block classes
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
     # the patches are along the batch axis, as in timm's mobilevit
@@ -87,7 +87,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("opt.OPTDecoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=True),
     *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
              width=lambda block: len(block.ln_1.weight)),
-    *_blocks(  # one side of an if adds attention and MLP in one sum, the other side in two
+    *_blocks(  # config.use_parallel_residual selects one sum for attention and MLP, or two sums
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
         ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
     *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal="self_attn.is_causal"),
@@ -106,7 +106,7 @@ NOT_RESIDUAL: Dict[str, str] = {
     _name(name): reason
     for reason, names in {
         "mask tokens replace masked tokens": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
-        "a sum of resolutions": "hiera.HieraMultiScaleHead",
+        "a sum of feature maps of different resolutions": "hiera.HieraMultiScaleHead",
         "parallel branches, folded into one convolution by a re-parameterisation": "textnet.TextNetRepConvLayer",
         "inside a branch": """
             focalnet.FocalNetModulation swiftformer.SwiftFormerEfficientAdditiveAttention
