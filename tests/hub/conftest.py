@@ -1,4 +1,4 @@
-"""Fixtures for the tests of pulling: saved small models, and a mock Hub that serves them."""
+"""Fixtures for the tests of `pull`: saved small models, and a mock Hub from which clients download them."""
 import pytest
 from helpers.hub_models import saved_models
 

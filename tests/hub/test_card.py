@@ -1,4 +1,4 @@
-"""Model cards, whose metrics come from the files of a run."""
+"""Test model cards. Their metrics come from the files of a run."""
 import csv
 import json
 import re
@@ -52,7 +52,7 @@ def write_rows(folder, rows):
 
 
 def figures(card):
-    """Return ``{name: (value, arguments)}`` of the metrics in a card's metadata."""
+    """Return ``{name: (value, arguments)}`` for the metrics in a card's metadata."""
     results = ModelCard(str(card)).data.eval_results or []
     return {result.metric_name: (result.metric_value, result.metric_args) for result in results}
 
@@ -222,7 +222,7 @@ def test_a_limited_number_of_images_is_stated(copied):
 
 
 def test_made_with_has_no_empty_values_and_no_host(tmp_path):
-    """A continued run records a host and a command for each of its sessions."""
+    """A continued run records the host and the command of each session. The card shows one command and no host."""
     session = {
         "torch": "2", "host": "node7", "pid": 4711, "cpu": "EPYC", "gpu": "", "driver": "", "job": None,
         "command": "'/home/me/my venv/bin/timm-ortho' compare --data-dir '/data/of me/cifar10' --output=/home/me/out/ "

@@ -1,4 +1,4 @@
-"""Exported folders: their files, and bit-identical logits of the models that are loaded from them."""
+"""Test the files of exported folders. Models that are loaded from such a folder have bit-identical logits."""
 import json
 import shutil
 from pathlib import Path
@@ -111,10 +111,10 @@ def test_a_connected_model_of_timm_becomes_a_variant(tmp_path):
     assert torch.equal(logits(loaded(tmp_path / "out"), size=32), logits(model, size=32))
 
 
-KEEPS_ARGUMENTS = hasattr(timm.models._hub, "get_model_args")  # timm 1.0.31
+KEEPS_ARGUMENTS = hasattr(timm.models._hub, "get_model_args")  # as in timm 1.0.31
 
 
-@pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this timm stores no arguments")
+@pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this release of timm does not store the arguments of a model")
 @pytest.mark.parametrize("change", [
     lambda model: model.reset_classifier(3), lambda model: model.reset_classifier(0),
     lambda model: model.reset_classifier(5, "avg"), lambda model: model.set_input_size(32)])
@@ -146,7 +146,7 @@ def test_a_variant_after_disconnect_is_linear(tmp_path, name):
     assert torch.equal(logits(loaded(tmp_path / "out"), size=size), logits(model, size=size))
 
 
-@pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this timm stores no arguments")
+@pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this release of timm does not store the arguments of a model")
 def test_timms_save_for_hf_stores_the_arguments_of_create_model(tmp_path):
     """save_for_hf does not store the arguments of a later `connect`. docs/hub.md states this."""
     model = tiny(connection="hybrid", connection_start="linear")
@@ -202,7 +202,7 @@ def test_wrappers_and_memory_formats_change_nothing(tmp_path):
     hub.export(torch.compile(model), tmp_path / "b", "me/model")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
     assert config(tmp_path / "a") == config(tmp_path / "b")
-    assert model.training  # the exported model is a copy
+    assert model.training  # `export` does not change the mode of the model
 
 
 def test_a_run_adds_data_labels_and_curve(grid, tmp_path):
@@ -231,7 +231,7 @@ def test_a_run_of_timms_script(tmp_path):
 
 
 def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeypatch):
-    """The model may have started from the authors' weights in a run of train.py or in this process."""
+    """The authors' weights have such a license. A run of train.py or a model of this process may start from them."""
     base = "BootsofLagrangian/ortho-vit-b-imagenet1k-hf"
     source = timm.create_model("vit_base_ortho", **TINY)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")
@@ -244,7 +244,7 @@ def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeyp
     overlay = dict(file=str(file))
     other = timm.create_model("vit_base_ortho", pretrained=True, pretrained_cfg_overlay=overlay, **TINY)
     revised = timm.create_model("vit_base_ortho", **TINY)
-    revised.began_with = {**started.began_with, "hf_hub_id": f"{base}@v1"}  # set by `pull` of a revision
+    revised.began_with = {**started.began_with, "hf_hub_id": f"{base}@v1"}  # `pull` sets this value for a revision
     runs = [timm_run(tmp_path / f"run{number}", model="vit_base_ortho", **options) for number, options in enumerate([
         dict(pretrained=True), dict(pretrained=False), dict(pretrained=True, pretrained_path="mine.safetensors"),
         dict(pretrained=True, initial_checkpoint="mine.pth.tar")])]
@@ -312,7 +312,7 @@ def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypa
 
 
 class Lazy(timm_ortho.Connection):
-    """A connection with a gate per token. The first input determines the gate's width."""
+    """A connection with a gate per token. The first input determines the shape of the gate's weights."""
 
     def __init__(self, dim=-1, eps=1e-6, device=None, dtype=None):
         super().__init__(dim, eps)
@@ -328,7 +328,7 @@ def test_a_connection_with_lazy_parameters_is_restored(tmp_path, monkeypatch):
     expected = logits(model)
     hub.export(model, tmp_path / "out", "me/model")
     assert torch.equal(logits(loaded(tmp_path / "out")), expected)
-    # The checkpoint does not contain the connections' parameters.
+    # This checkpoint can be loaded although it lacks the connections' parameters.
     started = timm.create_model("vit_test_linear.digits", pretrained=True, connection="lazy")
     timm.create_model("vit_test_linear", connection="lazy").load_state_dict(started.state_dict())
 

@@ -1,7 +1,7 @@
 """Pull models by repository, folder and registered name.
 
 The models are built in the client's process, which can reach only the mock Hub. Their logits must be bit-identical to
-the logits in this process.
+the logits of the same models in this process.
 """
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pickles, wrong configurations and weights that do not fit are refused."""
+"""Test that pickles, wrong configurations and weights that do not fit are refused."""
 import json
 import pickle
 import re
@@ -150,7 +150,7 @@ WEIGHTS = {
 }
 
 
-# If num_classes differs from the checkpoint's, timm may silently load unsuitable weights or leave a layer random.
+# If num_classes differs from the checkpoint's, timm alone might load wrong weights or leave a layer random, silently.
 @pytest.mark.parametrize(("kind", "way"), [
     *product(WEIGHTS, [BY_NAME, BY_TIMM]),
     *product(["missing", "surplus", "misshapen", "NaN"], ["small(num_classes=3)"]),

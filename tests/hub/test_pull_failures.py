@@ -1,4 +1,4 @@
-"""Failures of the Hub, the network and the cache are reported soon in one line that states the cause."""
+"""Test that failures of the Hub, the network and the cache are reported soon, in one line with the cause."""
 import re
 from pathlib import Path
 
@@ -134,7 +134,7 @@ def test_a_cut_download_leaves_nothing_and_the_next_call_completes_it(hub, clien
 
 
 def test_storage_that_does_not_answer(hub, client):
-    """The Hub answers, but the blobs' host does not. huggingface_hub's timeout applies."""
+    """The API answers, but the host of large files does not. huggingface_hub's timeout for downloads applies."""
     hub.fail("silence", path="/blobs/")
     check_refused(
         client.run(f"huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.2\n{BY_NAME}"),

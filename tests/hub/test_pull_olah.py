@@ -17,7 +17,7 @@ OLAH = os.environ.get("OLAH") or shutil.which("olah-cli")
 
 @pytest.fixture(scope="module")
 def olah(tmp_path_factory, saved):
-    """Start olah with the ViT as a local Git LFS repository and return the endpoint."""
+    """Start olah with the ViT of `saved` as a local Git LFS repository. Yield the endpoint."""
     if OLAH is None:
         pytest.skip("install olah in a separate environment and set OLAH=.../bin/olah-cli")
     folder = tmp_path_factory.mktemp("olah")

@@ -1,4 +1,4 @@
-"""`timm_ortho.hub.push` and `timm-ortho push`: push to the mock Hub, and load in a new process with an empty cache."""
+"""Push models to the mock Hub, from Python and the command line, and load them in new processes without a cache."""
 import json
 import re
 
@@ -30,7 +30,7 @@ def logits(model, chans=3, size=32):
 def pull(name):
     return timm.create_model("hf-hub:" + name, pretrained=True).eval()
 """
-MODELS = {  # the ViT is larger than 10 MB, the limit for content inside a commit
+MODELS = {  # the weights of the ViT exceed 10 MB, the limit for a file inside a commit
     "me/vit": ("vit_small_orthog", dict(img_size=32, patch_size=8, depth=2, num_classes=7, connection_prob=0.5)),
     "me/resnet": ("resnetv2_18_cifar_ortho", dict(
         channels=[16, 16, 32, 32], head_norm=True, num_classes=5, connection_layers=[0, 3])),
@@ -100,7 +100,7 @@ def test_a_revision_is_a_branch(server, client):
     assert client.run("answer(logits(pull('me/model@v2'), 3, 16))").answer == pushed.answer
     assert client.run("answer(logits(pull('me/model'), 3, 16) == logits(tiny(), 3, 16))").answer is True
     assert 'hf-hub:me/model@v2"' in server.files("me/model", "v2")["README.md"].decode()
-    assert client.run("hub.push(tiny(2), 'me/model', revision='v2')").error is None  # an existing branch
+    assert client.run("hub.push(tiny(2), 'me/model', revision='v2')").error is None  # the branch exists
 
 
 def test_a_pull_request_does_not_change_main(server, client):
@@ -130,7 +130,7 @@ def test_private(server, client):
 def test_an_interrupted_upload_changes_nothing(server, client, what, path, method):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
-    # The PUT is refused instead of cut, because the client repeats cut uploads for half a minute.
+    # The upload (PUT) is refused and not cut, because the client would repeat a cut upload for half a minute.
     server.fail(what, path, method, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
     refusals = r"PublishError: the (Hub refuses this token write access|upload was interrupted \(Rem)"
@@ -183,7 +183,7 @@ def test_failures_of_the_hub(server, client, what):
     result = client.run("hub.push(tiny(), 'me/model')")
     assert result.error.startswith("PublishError: " + FAILURES[what].format(server.endpoint))
     assert result.seconds < SOON
-    assert "During handling" not in result.output  # the output has no traceback of the client
+    assert "During handling" not in result.output  # there is no traceback from huggingface_hub
 
 
 @pytest.mark.parametrize(("status", "path"), [
@@ -207,7 +207,7 @@ def test_tokens_are_only_in_the_header(server, client):
         assert token not in result.output + result.error
         assert server.leaks(token) == []
     assert server.files("me/model") == before
-    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # the stored token
+    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # HF_TOKEN
     assert stored.error is None, stored.output
     anonymous = client.run("hub.push(tiny(), 'me/model', token=False)")
     assert anonymous.error.startswith("PublishError: the Hub does not accept requests without a token (401 from ")

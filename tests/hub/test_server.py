@@ -19,7 +19,7 @@ def test_a_cut_download_is_continued_where_it_was_cut(server, client):
                         ".hexdigest())")
     assert result.answer == hashlib.sha256(LARGE).hexdigest(), result.output
     parts = [(r.headers.get("range"), r.status) for r in server.requests if "/blobs/" in r.path]
-    assert parts == [(None, 0), ("bytes=10485760-", 206)]  # the client writes blocks of 10 MiB
+    assert parts == [(None, 0), ("bytes=10485760-", 206)]  # the client keeps whole blocks of 10 MiB
 
 
 def test_a_commit_needs_complete_uploads(server, client):
@@ -38,7 +38,7 @@ def test_leaked_tokens_are_reported(server):
     token = server.add_user("me")
     server.commit("me/model", {"model.safetensors": b"1" * 100})
     headers = {"Authorization": f"Bearer {token}"}
-    urllib.request.urlopen(urllib.request.Request(  # urllib also sends this header to the blobs' host
+    urllib.request.urlopen(urllib.request.Request(  # urllib sends the header to the blobs' host too
         f"{server.endpoint}/me/model/resolve/main/model.safetensors", headers=headers)).close()
     urllib.request.urlopen(f"{server.endpoint}/api/agent-harnesses?token={token}").close()
     assert server.leaks(token) == [

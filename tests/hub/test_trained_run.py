@@ -1,4 +1,4 @@
-"""Training runs read from their folders."""
+"""Test reading training runs from their folders."""
 import shutil
 from argparse import Namespace
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def copied(grid, tmp_path):
 @pytest.mark.parametrize("allowed", [[], [Namespace]])
 @pytest.mark.parametrize("read", [CheckpointRun, lambda folder: load_checkpoint(folder / "last.pth.tar")])
 def test_reading_a_checkpoint_does_not_change_torch(tmp_path, read, allowed):
-    """torch's list of safe globals stays the same."""
+    """torch's list of classes that checkpoints may contain (safe globals) stays the same."""
     folder, before = timm_run(tmp_path / "run", epochs=1), torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:

@@ -1,4 +1,4 @@
-"""The evidence page: scripts/pages/contrasts.py, hypotheses.py, provenance.py and evidence.py."""
+"""Test the modules of the evidence page in scripts/pages: contrasts, hypotheses, provenance and evidence."""
 import functools
 import itertools
 import json
@@ -23,7 +23,7 @@ def runs(monkeypatch):
     made = {}
 
     def put(study, settings, axis="lr"):
-        """Replace the runs. A setting is a value of the axis and a connection, or only a connection."""
+        """Replace the runs. A setting is a tuple: a value of the axis and a connection, or only a connection."""
         made[study] = [
             {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
              "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
@@ -70,7 +70,7 @@ def test_main_effects(runs):
 
 
 def test_equal_differences_decide_no_hypothesis(runs, only_study):
-    """The variance of a few equal differences is unknown and not zero."""
+    """If all differences are equal, their variance is treated as unknown, not as zero."""
     runs("study", {("linear",): [80.0, 81.0], ("feature",): [81.0, 82.0]})
     equal = contrast({("feature",): 1.0, ("linear",): -1.0})
     assert str(equal) == "+1.00"
@@ -93,7 +93,7 @@ def test_incomplete_seeds_are_ignored(runs):
 
 
 def test_pooled_variance_covers_all_cells(runs):
-    """The variance is pooled over all cells after removing each seed's mean. A third connection contributes to it."""
+    """After removing each seed's mean, the variance is pooled over all cells, including those of a third connection."""
     other = [79.0, 82.5, 80.0, 79.5]
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
     result = contrast(contrasts.difference()).pooled
@@ -111,7 +111,7 @@ def test_pooled_variance_of_two_equal_studies(runs):
     runs("one", settings)
     runs("two", settings)
     one, both = contrast(contrasts.difference(), "one").pooled, contrast(contrasts.difference(), "one", "two").pooled
-    # Both studies together have twice the values and degrees of freedom.
+    # Two studies together have twice as many values and degrees of freedom as one study.
     scale = stats.t.ppf(0.975, 6) / stats.t.ppf(0.975, 3) / 2 ** 0.5
     assert both.half_width == pytest.approx(one.half_width * scale)
 
@@ -140,7 +140,7 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
 
 
 def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
-    """The slope is highest if F reaches 100 % at rates above the mean rate, and only equals linear at lower rates."""
+    """The slope is highest if F is 100 % accurate at rates above the mean rate and equals linear at lower rates."""
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     result = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
     assert result.room == pytest.approx(1.5)  # points per tenfold rate
@@ -186,7 +186,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, expected):
     other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = hypotheses.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (expected, "not run yet")
-    # For Holm's adjustment, a hypothesis without runs has p = 1.
+    # Holm's adjustment covers two hypotheses, because the one without runs counts with p = 1.
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.difference.p))
 
 
@@ -207,7 +207,7 @@ def test_effects_of_the_paper():
 
 
 def test_comparisons_outside_the_families_are_never_confirmed():
-    """The preregistration calls all comparisons outside its families exploratory."""
+    """In the preregistration, all comparisons outside its families are exploratory."""
     assert {result.claims for result in hypotheses.BESIDE} == {"different", "equal"}
 
 
@@ -237,7 +237,7 @@ def sign(cell, factor):
 
 
 def test_the_half_fraction_has_its_defining_relation():
-    """The relation is I = ABCDE: the product of the five signs is +1 in each of the 16 cells."""
+    """The cells are half of the 32 combinations of five factors: those whose product of signs is +1 (I = ABCDE)."""
     assert len(CELLS) == 16
     for cell in CELLS:
         product = 1
@@ -257,7 +257,7 @@ def test_the_half_fraction_has_its_defining_relation():
 
 
 def test_effects_of_the_half_fraction(runs):
-    """Main effects equal least-squares estimates. Their variance is computed after subtracting cell and seed means."""
+    """A main effect is the least-squares estimate. Its variance is computed after subtracting cell and seed means."""
     noise = random.Random(0)
     lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
             for cell in CELLS}
@@ -301,7 +301,7 @@ def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
 def test_recorded_commits_match_the_history():
     result = provenance.read_history()
     if result is None:
-        pytest.skip("a checkout without its history")
+        pytest.skip("the checkout has no git history")
     recorded = json.loads(provenance.FILE.read_text(encoding="utf-8"))
     assert {part: values["commits"] for part, values in result.items()} == {
         part: values["commits"] for part, values in recorded.items()}
@@ -334,12 +334,12 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
 
 
 def sweep(runs, monkeypatch, leads):
-    """Return a made-up learning-rate study in which linear is best at 1e-3 and F − linear is `leads`."""
+    """Return a made-up learning-rate study. Linear is best at 1e-3. `leads` contains F − linear by rate and seed."""
     levels = {5e-4: 80.0, 1e-3: 82.0, 4e-3: 75.0}
     made = {rate: [levels[rate] + value for value in lead] for rate, lead in leads.items()}
     runs("study-digits-small", {setting: values for rate in leads for setting, values in (
         ((rate, "linear"), [levels[rate]] * 5), ((rate, "feature"), made[rate]))})
-    adjusted = holm([paired_difference(lead, [0.0] * 5).p for lead in [*leads.values()] * 2])  # top-1 and top-5
+    adjusted = holm([paired_difference(lead, [0.0] * 5).p for lead in [*leads.values()] * 2])  # for top-1 and for top-5
     summary = [{"measure": "top1", "cell": {"lr": rate}, "difference": {"p_holm": p}}
                for rate, p in zip(leads, adjusted, strict=False)]
     monkeypatch.setattr(hypotheses, "summary_of", lambda study: [
@@ -349,7 +349,7 @@ def sweep(runs, monkeypatch, leads):
 
 
 def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
-    """Holm's method covers all differences of the study, as in its report."""
+    """Holm's method adjusts the p-values of all differences of a study, as in the study's report."""
     weak = [0.05, 0.3, 0.1, 0.25, 0.2]
     result = sweep(runs, monkeypatch, {5e-4: [-value for value in weak], 1e-3: WIDE, 4e-3: [3.0, 3.1, 2.9, 3.05, 3.2]})
     assert result.best == 1e-3
@@ -393,7 +393,7 @@ def forget_values():
 
 @pytest.fixture
 def part_two(tmp_path, monkeypatch):
-    """Publish made-up results of S0 to S4 in a copy of the results."""
+    """Publish made-up results of part two's studies (S0 to S4) in a copy of the published results."""
     studies = tmp_path / "studies"
     studies.mkdir()
     for path in pages.RESULTS.iterdir():

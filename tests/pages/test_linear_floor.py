@@ -1,4 +1,4 @@
-"""scripts/checks/linear_floor.py: the accuracy of a linear classifier on a run's images."""
+"""Test scripts/checks/linear_floor.py, which measures a linear classifier on the images of a run."""
 import json
 
 import numpy as np
@@ -19,7 +19,7 @@ def test_ridge_regression_on_the_images_of_a_run(tmp_path):
     assert {key: found[key] for key in ("train", "validation", "held_out")} == {
         "train": 64, "validation": 32, "held_out": True}
 
-    digits = Digits(True)  # held-out and training images are evenly spaced
+    digits = Digits(True)  # held-out and training images are chosen at even distances
     held = np.arange(300) * len(digits) // 300
     train = np.setdiff1d(np.arange(len(digits)), held)
     train, held = train[np.arange(64) * len(train) // 64], held[np.arange(32) * 300 // 32]

@@ -1,4 +1,4 @@
-"""README and docs: length, links, commands and code."""
+"""Test the length, links, commands and code of README and docs."""
 import argparse
 import inspect
 import re
@@ -65,13 +65,13 @@ def test_readme_has_every_argument_with_its_default():
     assert {argument: of_connect for argument, of_connect, _ in rows} == arguments.VARIANT_ARGUMENTS
     defaults = {name: one.default for name, one in inspect.signature(timm_ortho.connect).parameters.items()}
     assert defaults.keys() - {of_connect for _, of_connect, _ in rows} == {"model"}
-    for argument, of_connect, text in rows[1:]:  # the suffix of a variant sets the default of `connection`
+    for argument, of_connect, text in rows[1:]:  # rows[0] is `connection`; its default depends on the variant
         default = defaults[of_connect]
         assert default is None or yaml.safe_load(text.strip(" `").replace("1e-6", "1.0e-6")) == default, argument
 
 
 def test_model_kwargs_of_train_py():
-    """timm's action for `--model-kwargs` parses the arguments."""
+    """The arguments are parsed with timm's argparse action, as in train.py."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-kwargs", nargs="*", default={}, action=timm.utils.ParseKwargs)
     options_used = parser.parse_args([
@@ -100,7 +100,7 @@ def test_link_targets_exist(path):
         assert target_page.exists(), f"there is no {target}"
         assert target_page.is_relative_to(ROOT)
         if anchor:
-            assert anchor in anchors(target_page), f"{target}: the anchors there are {anchors(target_page)}"
+            assert anchor in anchors(target_page), f"{target}: the page has only the anchors {anchors(target_page)}"
 
 
 def test_anchors_equal_githubs(tmp_path):
@@ -187,7 +187,7 @@ def test_every_page_with_snippets_is_run():
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_snippets_run(name, server, client, tmp_path):
-    """The snippets of a page run in a process that uses the mock Hub. Large weights are not loaded."""
+    """Run the snippets of a page in a process that uses the mock Hub. Large weights are not loaded."""
     path = ROOT / name
     begin = f"import os, timm, timm_ortho, torch; os.chdir({str(tmp_path)!r})"
     code = "\n".join([begin, BEFORE[name], *snippets(path)])

@@ -1,4 +1,4 @@
-"""scripts/publish.py: publishing the numbers of finished studies."""
+"""Test scripts/publish.py, which publishes the numbers of finished studies."""
 import itertools
 import json
 import os
@@ -21,8 +21,8 @@ COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, mod
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """Return the root of an empty checkout, in which no pages are written."""
-    monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")  # a checkout may have no .git
+    """Return the root of an empty checkout. `publish` writes results into it, but no pages."""
+    monkeypatch.setattr(publish, "commit_before", lambda file: "0123456789ab")  # this checkout has no .git
     monkeypatch.setattr(provenance, "record", lambda: None)
     monkeypatch.setattr(pages, "main", lambda arguments, root: 0)
     (tmp_path / "checkout").mkdir()

@@ -1,4 +1,4 @@
-"""docs/quickstart.ipynb: the notebook runs from top to bottom, and its outputs are small."""
+"""Test that the notebook docs/quickstart.ipynb runs from top to bottom and has small outputs."""
 import json
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""scripts/pages/speed.py: the tables of costs in README and docs/speed.md."""
+"""Test scripts/pages/speed.py, which writes the tables of costs in README and docs/speed.md."""
 import csv
 
 import pytest
@@ -154,7 +154,7 @@ def test_both_pages_get_the_rows(tmp_path):
         assert text.startswith("before\n")
         assert text.endswith("\nafter\n")
         assert "1.300 [1.290, 1.320]" in text
-    assert texts[readme].count("old") == 1  # README's opening is not generated
+    assert texts[readme].count("old") == 1  # in README, the text between the opening's markers is not generated
     assert "old" not in texts[page]
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no '<!-- opening: "):

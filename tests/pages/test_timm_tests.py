@@ -1,4 +1,4 @@
-"""scripts/checks/timm_tests.py: selection of tests, their outcomes, and continued runs."""
+"""Test how scripts/checks/timm_tests.py selects tests, reports their outcomes, and continues an earlier run."""
 import json
 from pathlib import Path
 
@@ -58,19 +58,19 @@ def test_timm_knows_better(model_name):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Return a cache that contains made-up tests. Nothing is downloaded."""
+    """Return a cache folder that contains made-up tests, so that timm's tests are not downloaded."""
     folder = tmp_path / f"timm-{timm.__version__}"
     (folder / "tests").mkdir(parents=True)
     (folder / "pytest.ini").write_text(timm_tests.PYTEST_INI)
     (folder / "tests" / "test_models.py").write_text(TEST_MODELS)
-    monkeypatch.setenv(timm_tests.SKIP, "")  # restores the variable, which the script sets
+    monkeypatch.setenv(timm_tests.SKIP, "")  # the script sets this variable; monkeypatch restores it
     bases = {"test_vit_ortho": "test_vit", "test_vit_orthog": "test_vit", "test_resnet_ortho": "test_resnet"}
     monkeypatch.setattr(timm_tests, "variants_and_bases", lambda: bases)
     return tmp_path
 
 
 def script(cache, capsys, *words):
-    """Return the exit status, the printed lines, and the number of test processes."""
+    """Run the script. Return the exit status, the printed lines, and the number of test processes."""
     started = cache / f"timm-{timm.__version__}" / "tests" / "processes"
     started.write_text("")
     status = timm_tests.main([*words, "--cache", str(cache)])
@@ -96,7 +96,7 @@ def test_a_failure_is_compared_with_the_architecture(cache, capfd):
         "FAILED: test_vit_ortho: test_unlike_its_base: AssertionError: not what timm gives")
     assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in this test (exit status 9)"
     assert lines[-1] == "timm's tests on 2 variants: 6 passed, 2 skipped, 2 excused, 2 failed"
-    # Two processes die in the same test, one process runs the remaining tests, and one runs timm's model.
+    # Two processes die in the same test, one runs the remaining tests, and one repeats failed tests with test_vit.
     assert (status, processes) == (1, 4)
 
 

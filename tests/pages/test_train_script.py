@@ -1,4 +1,4 @@
-"""scripts/train.sh and scripts/train.sbatch: started commands, and errors."""
+"""Test the commands that scripts/train.sh and scripts/train.sbatch start, and the scripts' errors."""
 import json
 import os
 import shutil
@@ -21,7 +21,7 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Return a function that builds a command without the interpreter. The machine has four GPUs and no checkpoint."""
+    """Return a function that builds train.sh's command, without the interpreter. By default there are four GPUs."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     (tmp_path / "train.py").write_text(STAND_IN.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("batch_size: 1024\n", encoding="utf-8")
@@ -75,7 +75,7 @@ def test_batch_is_divided_unless_it_is_set(command, options, environment, added)
 
 def test_a_recipe_without_a_batch_size_uses_timms(command):
     Path("recipe.yaml").write_text("lr: 0.1\n", encoding="utf-8")
-    assert command()[-2:] == ["--batch-size", "32"]  # train.py's default is 128
+    assert command()[-2:] == ["--batch-size", "32"]  # train.py's default of 128, divided by four GPUs
 
 
 @pytest.mark.parametrize(("options", "folder", "resumed"), [

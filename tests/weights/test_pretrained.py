@@ -1,4 +1,4 @@
-"""Pretrained weights: the authors' layout, the weights in the package, and `timm-ortho list --weights`."""
+"""Test weights in the authors' layout, the weights in the package, and `timm-ortho list --weights`."""
 import copy
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Return a narrow model in the authors' layout and the path of its file."""
+    """Return a narrow model in the authors' layout and the path of its weights file."""
     model = authors_vit(**SMALL)
     path = tmp_path_factory.mktemp("small") / "model.safetensors"
     save_file(model.state_dict(), path)
@@ -97,7 +97,7 @@ def test_the_linear_weights_have_the_same_layout(tmp_path):
 
 @torch.no_grad()
 def test_transformers_vit_has_the_same_logits(small, tmp_path):
-    """transformers loads a folder in the authors' layout. The connected model has the logits of `vit_base_ortho`."""
+    """transformers loads weights in the authors' layout. Its connected model has the logits of `vit_base_ortho`."""
     transformers = pytest.importorskip("transformers", minversion="5")
     tensors = load_file(small[1])
     classes = tensors["classifier.bias"].shape[0]
@@ -165,7 +165,7 @@ def test_channels_and_classes_adapt_as_in_timm(small):
     ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
     ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])
 def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, connection):
-    """timm compares num_classes with the configuration, not with the checkpoint."""
+    """timm keeps the classifier only if num_classes equals that of the configuration. It ignores the checkpoint's."""
     trained = timm.create_model(name, num_classes=7, **arguments)
     classifier = f"{trained.pretrained_cfg['classifier']}.weight"
     torch.save(trained.state_dict(), tmp_path / "trained.pth")
@@ -190,7 +190,7 @@ def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, conne
 def test_any_connection_starts_from_the_weights(small):
     theirs, path = small
     x = images(2, 3, 64, 64)
-    hybrid = from_file(path, connection="hybrid")  # the initial update is that of `feature`
+    hybrid = from_file(path, connection="hybrid")  # its initial update equals that of `feature`
     assert any(".connection_" in name for name in hybrid.state_dict())
     torch.testing.assert_close(hybrid(x), theirs(x), atol=1e-4, rtol=0)
     linear = from_file(path, connection="linear")(x)
@@ -241,7 +241,7 @@ def test_the_authors_configuration(kind):
 
 
 def test_a_table_entry_gives_a_variant_weights(monkeypatch):
-    """Variants of timm's architectures can have weights, and an entry needs only the repository's name."""
+    """A variant of a timm architecture can have weights. The table entry needs only the repository's name."""
     for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
         monkeypatch.setattr(_registry, name, copy.copy(getattr(_registry, name)))
     monkeypatch.setitem(pretrained._OF_ARCHITECTURE, "resnet18_made_up_ortho", {"mine": dict(hf_hub_id="me/mine")})
@@ -263,7 +263,7 @@ def test_models_with_weights():
 
 
 @pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 does not recognise this huggingface_hub")
+    not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 cannot use the installed huggingface_hub")
 def test_a_saved_configuration_has_no_local_path(tmp_path):
     model = timm.create_model("vit_test_ortho", pretrained=True)
     assert model.pretrained_cfg["tag"] == "digits"
@@ -305,7 +305,7 @@ def test_shipped_weights_have_the_accuracy_in_their_header(name):
     with safe_open(pretrained.weights_file(f"{name}.digits"), "pt") as file:
         about = file.metadata()
     assert about["model"] == name
-    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # one of 360 images is 0.28 %
+    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # a single one of 360 images is 0.28 %
     _, runs, _ = published.read(ROOT / "model_cards" / "results" / "comparisons" / "vit_test_digits")
     run, = [run for run in runs if (run["connection"], run["seed"]) == (about["connection"], 0)]
     assert run["top1"] == float(about["top1"])
@@ -369,9 +369,9 @@ def test_list_of_weights_without_a_match(capsys):
 
 
 @pytest.mark.skipif(
-    not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 does not recognise this huggingface_hub")
+    not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 cannot use the installed huggingface_hub")
 def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
-    """huggingface_hub finds the file. Old releases of timm would unpickle a file of this name."""
+    """huggingface_hub finds the file in its cache. Old releases of timm would unpickle a file of this name."""
     put_into_cache(offline.home, small[1])
     result = offline.run(f"""
 model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})
