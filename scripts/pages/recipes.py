@@ -29,7 +29,7 @@ STATISTICS = {
 }
 
 # Images per GPU in one forward pass of the authors' runs, for recipes whose batch may not fit on one GPU. The authors
-# had 2 H100 for ViT-B on small images, and 8 L40S on ImageNet-1k. There, ViT-B accumulated the gradients of 2 batches.
+# had 2 H100 for ViT-B on small images, and 8 L40S on ImageNet-1k, where ViT-B accumulated the gradients of 2 batches.
 FITS = {
     ("vit_b", "cifar10"): 512, ("vit_b", "cifar100"): 512, ("vit_b", "tiny_imagenet"): 512,
     ("vit_s", "imagenet1k"): 512, ("vit_b", "imagenet1k"): 256,
@@ -80,16 +80,16 @@ def _data(experiment: Experiment) -> list[Option]:
     return [
         Option("dataset", f"torch/{experiment.dataset}" if cifar else "", "" if cifar else "class folders"),
         Option("img_size", experiment.recipe["resolution"]),
-        Option("mean", mean, "of the data set, as in the paper, which does not state the numbers"),
+        Option("mean", mean, "of all training pixels, as in the paper, which does not state the numbers"),
         Option("std", std),
         Option("crop_pct", 1.0, "validation on the whole image, as in the authors' code"),
-        Option("seed", 0, f"{runs} runs, as in the paper: 0 to {runs - 1}"),
+        Option("seed", 0, f"the paper has {runs} runs: use seeds 0 to {runs - 1}"),
     ]
 
 
 _EVERY_PARAMETER = Option(
     "opt_kwargs", {"filter_bias_and_bn": False},
-    "decay all weights, as PyTorch's optimizers do; timm's default leaves out biases, norms and embeddings")
+    "decay all weights, as PyTorch's optimizers do; timm's default excludes biases, norms and embeddings")
 
 
 def _adamw(recipe: dict) -> list[Option]:
@@ -108,7 +108,7 @@ def _adamw(recipe: dict) -> list[Option]:
 def _sgd(experiment: Experiment) -> list[Option]:
     recipe = experiment.recipe
     assert recipe["optimizer"] == "SGD"
-    why = "Table 8"
+    why = "from Table 8"
     if experiment.section == "accuracy":
         why = ("The paper contradicts itself: Section 4.1 clips at this norm, Table 6 does not clip. The authors' "
                "published recipes and the study of initialisations (Table 8) clip.")
@@ -136,9 +136,9 @@ def _cosine(recipe: dict) -> list[Option]:
         Option("epochs", epochs),
         Option("sched", "cosine"),
         Option("sched_on_updates", True, "at every update, as in the authors' code"),
-        Option("warmup_epochs", warmup, f"part of the {epochs} epochs, which the cosine spans; after the warmup, it is "
+        Option("warmup_epochs", warmup, f"the cosine spans all {epochs} epochs; after the warmup, the rate is "
                                         f"{below:.1f} % below its maximum"),
-        Option("warmup_lr", 0.0, "linear from zero; the paper has no initial rate"),
+        Option("warmup_lr", 0.0, "the rate rises linearly from zero; the paper does not state where it starts"),
         Option("min_lr", 0.0),
     ]
 
@@ -151,8 +151,8 @@ def _multistep(recipe: dict) -> list[Option]:
         Option("sched", "multistep"),
         Option("decay_milestones", recipe["decay_epochs"]),
         Option("decay_rate", recipe["decay_factor"]),
-        Option("sched_on_updates", True, f"by epoch, timm would decay one epoch early, after {first - 1} "
-                                         f"and {second - 1}; by update, it decays one update early"),
+        Option("sched_on_updates", True, f"if this is false, timm decays one epoch early, after {first - 1} and "
+                                         f"{second - 1}; if it is true, one update early"),
         Option("warmup_epochs", recipe["warmup_epochs"]),
     ]
 
@@ -171,10 +171,11 @@ def _crop(recipe: dict) -> list[Option]:
     least = side - 4
     return [
         Option("train_crop_mode", "rrc",
-               f"The paper pads by 4 pixels and crops {side} x {side}, which timm cannot do: rrc crops and rescales, "
-               f"rkrc and rkrr rescale half of the images, then crop or pad. The most similar mode is rrc with a "
-               f"square of {least} to {side} pixels. Both show at least {least} x {least} pixels, on average 0.88 of "
-               "the image (paper: 0.87). Shifts without rescaling are lost."),
+               f"The paper pads by 4 pixels and crops {side} x {side}, which timm cannot do. timm's mode rrc crops and "
+               "rescales. Its modes rkrc and rkrr rescale half of the images, then crop or pad. The most similar mode "
+               f"is rrc with a square of {least} to {side} pixels. It shows at least {least} x {least} pixels, like "
+               "the paper's crop, and on average 0.88 of the image (paper: 0.87). But rrc never shifts an image "
+               "without rescaling it."),
         Option("scale", [round(least ** 2 / side ** 2, 3), 1.0]),
         Option("ratio", [1.0, 1.0]),
         interpolation,
@@ -188,12 +189,12 @@ def _augmentation(recipe: dict) -> list[Option]:
     erasing, jitter = recipe["random_erasing"], recipe["color_jitter"]
     return [
         Option("aa", f"rand-n{operations}-m{on_timms_scale}-p0.93-inc1-tincreasing3a",
-               f"RandAug (N, M) = ({operations}, {magnitude}): {operations} operations at magnitude {magnitude}. "
-               "Magnitudes go up to 30 in torchvision, which the authors' code uses, and are whole numbers up to 10 in "
-               "timm. p0.93: one of torchvision's 14 operations does nothing. inc1: operations grow with the "
-               "magnitude, as in torchvision. timm also has Invert and SolarizeAdd. tincreasing3a: with 3a in the "
-               "policy, timm keeps the colour jitter beside RandAugment; the unknown set after t selects timm's usual "
-               "operations."),
+               f"The paper's RandAug (N, M) = ({operations}, {magnitude}) is {operations} operations at magnitude "
+               f"{magnitude}. Magnitudes go up to 30 in torchvision, which the authors' code uses, and are whole "
+               "numbers up to 10 in timm. p0.93 is the probability of an operation, since one of torchvision's 14 does "
+               "nothing. inc1 makes operations stronger with the magnitude, as in torchvision. Invert and SolarizeAdd "
+               "are in timm only. tincreasing3a contains 3a, so that timm keeps the colour jitter beside RandAugment. "
+               "It names no set of operations that timm has, so timm uses its usual set."),
         Option("color_jitter", list(jitter.values()),
                f"{', '.join(jitter)}; the command-line option --color-jitter takes only one number"),
         Option("mixup", recipe["mixup"]["alpha"]),
@@ -202,15 +203,15 @@ def _augmentation(recipe: dict) -> list[Option]:
         Option("mixup_switch_prob", 0.5, "MixUp or CutMix for each batch, timm's default"),
         Option("smoothing", recipe["smoothing"]),
         Option("reprob", erasing["prob"],
-               "timm's rectangles have area 0.02 to 0.333 and ratio 0.3 to 3.33 (paper: "
-               f"{_dash(erasing['scale'])}, {_dash(erasing['ratio'])}). With its prefetcher, timm erases after "
-               "mixing."),
+               "timm erases rectangles of area 0.02 to 0.333 and ratio 0.3 to 3.33 (paper: "
+               f"{_dash(erasing['scale'])}, {_dash(erasing['ratio'])}). If it uses its prefetcher, it erases after "
+               "MixUp and CutMix."),
         Option("remode", "pixel", "noise, as in the authors' code"),
     ]
 
 
 def _no_augmentation() -> list[Option]:
-    none = "not used in the paper; timm's default differs"
+    none = "the paper does not use it, timm's default does"
     return [Option("color_jitter", 0.0, none), Option("smoothing", 0.0, none)]
 
 
@@ -226,8 +227,8 @@ def header(experiment: Experiment) -> str:
     lines = [
         f"{architecture} on {dataset}{study}: {experiment.table} of 'Revisiting Residual Connections' (Oh et al., "
         "NeurIPS 2025).",
-        f"Values are from {experiment.recipe['table']}{_caption(experiment)} unless noted. Keys are timm's "
-        "train.py options.",
+        f"Values are from {experiment.recipe['table']}{_caption(experiment)} unless noted. Keys are "
+        "options of timm's train.py.",
         "Written by python -m scripts.pages, not by hand.",
         "",
         *_expected(experiment),
@@ -240,7 +241,7 @@ def header(experiment: Experiment) -> str:
 
 
 def _caption(experiment: Experiment) -> str:
-    return " (captioned ViT-S; Section 4.1 has one recipe for ViTs)" if experiment.architecture == "vit_b" else ""
+    return ", captioned ViT-S (Section 4.1 has one recipe for ViTs)," if experiment.architecture == "vit_b" else ""
 
 
 def _expected(experiment: Experiment) -> list[str]:
@@ -249,11 +250,11 @@ def _expected(experiment: Experiment) -> list[str]:
         best += ". A run's value is the mean of its 5 best epochs (the 5 largest eval_top1 in summary.csv)"
     rows = [f"  {label:25} {mean:.2f} +- {std:.2f}   {_choice(experiment, label)}"
             for label, (mean, std) in experiment.top1().items()]
-    return [f"Top-1 in the paper, %{best}:", *rows, *_remarks(experiment)]
+    return [f"Top-1 accuracy in the paper, %{best}:", *rows, *_remarks(experiment)]
 
 
 def _choice(experiment: Experiment, label: str) -> str:
-    """Return the command-line options of train.py for one row of the table."""
+    """Return the command-line options of train.py that reproduce one row of the table."""
     start, _, label = label.rpartition(", ")
     connection = next(key for key, name in numbers()["connections"].items() if name == label)
     weight_init = f" --model-kwargs weight_init={start}" if start else ""
@@ -287,11 +288,11 @@ def _compute(experiment: Experiment) -> list[str]:
 
 def _data_notes(experiment: Experiment) -> list[str]:
     if experiment.dataset == "imagenet1k":
-        return ["DATA holds class folders: DATA/train/n01440764/*.JPEG, DATA/val/n01440764/*.JPEG and so on.", ""]
+        return ["DATA must have class folders: DATA/train/n01440764/*.JPEG, DATA/val/n01440764/*.JPEG and so on.", ""]
     if experiment.dataset == "tiny_imagenet":
         return [
-            "DATA holds class folders: DATA/train/n01443537/*.JPEG, DATA/val/n01443537/*.JPEG and so on. In the "
-            "folder of the archive tiny-imagenet-200.zip, run once:",
+            "DATA must have class folders: DATA/train/n01443537/*.JPEG, DATA/val/n01443537/*.JPEG and so on. Run "
+            "these commands once in the folder from tiny-imagenet-200.zip:",
             "  for c in train/*; do mv $c/images/* $c && rmdir $c/images; done",
             "  while read -r f c _; do mkdir -p val/$c && mv val/images/$f val/$c; done < val/val_annotations.txt", "",
         ]
@@ -302,7 +303,7 @@ def _commands(experiment: Experiment) -> list[str]:
     batch, side = experiment.recipe["batch"], experiment.recipe["resolution"]
     each = batch // (NODES * GPUS_PER_NODE)
     vit = experiment.architecture.startswith("vit")
-    sync, synced = ([], "") if vit else (["--sync-bn"], ", BatchNorm over all GPUs")
+    sync, synced = ([], "") if vit else (["--sync-bn"], " and BatchNorm over all GPUs")
     download = ["--dataset-download"] if experiment.dataset.startswith("cifar") else []
     recipe = [f'-c "$(timm-ortho recipe --path {experiment.name})"', "--data-dir DATA"]
     nodes = [f"--nnodes {NODES}", f"--nproc-per-node {GPUS_PER_NODE}", "--node-rank $NODE_RANK",
@@ -311,14 +312,14 @@ def _commands(experiment: Experiment) -> list[str]:
              '--val-split ""']
     parts = " [--grad-accum-steps N]" if _fits(experiment) < batch else ""
     return [
-        "One GPU, in a folder with timm's train.py:",
+        "On one GPU, in a folder that contains timm's train.py:",
         *_command("python train.py", *recipe, *download, *_parts(experiment, batch)),
-        f"{NODES} nodes of {GPUS_PER_NODE} GPUs, {each} images per GPU{synced}. NODE_RANK is 0 on the first node, "
-        "whose address is MASTER_ADDR, and 1 on the second:",
+        f"On {NODES} nodes of {GPUS_PER_NODE} GPUs, with {each} images per GPU{synced}. Set NODE_RANK to 0 on the "
+        "first node and to 1 on the second, and MASTER_ADDR to the address of the first:",
         *_command("torchrun", *nodes, "train.py", *recipe, *(_parts(experiment, each) or [f"-b {each}"]), *sync),
-        "The same by a script, which checks train.py's version and divides the batch:",
+        "With a script, which checks train.py's version and divides the batch between the processes:",
         *_command("scripts/train.sh", experiment.name, _model_name(experiment), "DATA" + parts, *sync),
-        "Smoke run, three small batches on the CPU, no validation (train.py of timm 1.0.29 or later):",
+        "Smoke run of three small batches on the CPU without validation (requires train.py of timm 1.0.29 or later):",
         *_command("python train.py", *recipe, *smoke),
     ]
 
