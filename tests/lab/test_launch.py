@@ -191,7 +191,7 @@ def test_two_processes_on_one_run_are_refused(tmp_path, monkeypatch):
     (folder / "sessions.json").write_text('[{"pid": 17, "host": "elsewhere"}]')
     with folders.work_on(folder):
         monkeypatch.setattr(folders, "FileLock", NoWait)
-        with pytest.raises(LabError, match=r"another process trains .*feature-seed0 \(17 on elsewhere\): wait"):
+        with pytest.raises(LabError, match=r"process trains .*feature-seed0 \(process 17 on host elsewhere\): wait"):
             run.run(folder)
 
 

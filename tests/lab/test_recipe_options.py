@@ -37,7 +37,8 @@ def test_assignments_read_numbers_as_timms_parser_does(text, value):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("weigth_decay: 0.1", "recipe '.*': timm's train.py has no option 'weigth_decay'; the nearest is 'weight_decay'"),
+    ("weigth_decay: 0.1",
+     "recipe '.*': timm's train.py accepts no option 'weigth_decay'; the nearest is 'weight_decay'"),
     ("- a list", "must be a mapping of timm's train.py options, not a list"),
     ("a: [1", "is not YAML"),
 ])

@@ -71,15 +71,15 @@ def test_a_study_with_the_name_of_a_shipped_study_and_other_axes(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"row": ["connection"]}, "report has no key 'row'; the nearest is 'rows'"),
-    ({"rows": ["depht"]}, "report: rows has no entry 'depht'; the nearest is 'depth'"),
-    ({"measures": ["top-1"]}, "report: measures has no entry 'top-1'; the nearest is 'top1'"),
-    ({"plots": ["trainings"]}, "report: plots has no entry 'trainings'; the nearest is 'training'"),
-    ({"plots": [{"points": {"X": "depth"}}]}, "report: plot 'points' has no option 'X'"),
-    ({"tables": ["transition"]}, "report: tables has no entry 'transition'; the nearest is 'transitions'"),
-    ({"order": "depth", "rows": ["connection"]}, "report: order has no entry 'depth'; the nearest is 'connection'"),
-    ({"plots": [{"points": {"x": "deep"}}]}, "report: plot 'points' has no dimension 'deep'"),
-    ({"plots": [{"points": {"measures": ["top2"]}}]}, "report: plot 'points' has no measure 'top2'"),
+    ({"row": ["connection"]}, "report accepts no key 'row'; the nearest is 'rows'"),
+    ({"rows": ["depht"]}, "report: rows accepts no entry 'depht'; the nearest is 'depth'"),
+    ({"measures": ["top-1"]}, "report: measures accepts no entry 'top-1'; the nearest is 'top1'"),
+    ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; the nearest is 'training'"),
+    ({"plots": [{"points": {"X": "depth"}}]}, "report: plot 'points' accepts no option 'X'"),
+    ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; the nearest is 'transitions'"),
+    ({"order": "depth", "rows": ["connection"]}, "report: order accepts no entry 'depth'; the nearest is 'connection'"),
+    ({"plots": [{"points": {"x": "deep"}}]}, "report: plot 'points' accepts no dimension 'deep'"),
+    ({"plots": [{"points": {"measures": ["top2"]}}]}, "report: plot 'points' accepts no measure 'top2'"),
     (["rows"], r"report must be a mapping, not \['rows'\]"),
 ])
 def test_bad_layouts(given, message, tmp_path):

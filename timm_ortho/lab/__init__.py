@@ -46,10 +46,10 @@ def one_line(error: BaseException) -> str:
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
-    """Raise a LabError if a name is unknown. The message is "OWNER has no NOUN 'NAME'", with the nearest known name."""
+    """Raise a LabError for an unknown name: "OWNER accepts no NOUN 'NAME'", with the nearest known name."""
     for name in names:
         if name not in known:
-            raise LabError(f"{owner} has no {noun} '{name}'; the nearest is '{nearest(name, known)[0]}'")
+            raise LabError(f"{owner} accepts no {noun} '{name}'; the nearest is '{nearest(name, known)[0]}'")
 
 
 def nearest(name: Any, known: Iterable[Any], count: int = 1) -> list[str]:

@@ -213,8 +213,8 @@ def work_on(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=5)  # a process that calls `state` holds the lock for a moment
     except Timeout:
         last = last_session(folder)
-        raise LabError(f"another process trains {folder} ({last.get('pid', '?')} on {last.get('host', '?')}): "
-                       "wait for it, or stop it") from None
+        raise LabError(f"another process trains {folder} (process {last.get('pid', '?')} on host "
+                       f"{last.get('host', '?')}): wait for it, or stop it") from None
     except NotImplementedError:  # a file system without locks
         pass
     try:
