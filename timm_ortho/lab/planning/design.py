@@ -6,7 +6,7 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 
 | key | meaning |
 | --- | --- |
-| `extends` | another study, by name or file, whose keys this file inherits; mappings are merged, values here win |
+| `extends` | another study, by name or file, whose keys this file inherits and may override; mappings are merged |
 | `title` | the question that the study answers |
 | `paper`, `table` | the paper's table or figure, and its key in `paper.json` or `skips.json`; none by default |
 | `model` | architecture, without the suffix `_ortho` |
@@ -15,8 +15,8 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `options` | timm's options, which override the recipe's |
 | `connections` | the connections that each cell is trained with |
 | `seeds` | number of seeds |
-| `grid` | a mapping from axis to value to changes, such as `{lr: {high: {lr: 0.01}}}`. If an axis has a list in place
-  of this mapping, its values are set for the option with the axis's name: `{lr: [0.01, 0.001]}` |
+| `grid` | for each axis, a mapping from its values to their changes, such as `{batch: {large: {batch_size: 512}}}`. An
+  axis with the name of an option may be a list of values of this option, such as `{lr: [0.01, 0.001]}` |
 | `baseline` | the runs from which differences are computed: `connection: linear`, or an axis with its value |
 | `record` | number of steps between two records of the connections, see `timm_ortho.record` |
 | `hold_out` | number of training images to validate on instead of the validation split, for choosing settings |
@@ -27,8 +27,8 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
   `connections`, `seeds`, `grid` and `record`. If an axis in this `grid` is a list of some of the study's values, only
   these values remain |
 
-A value of an axis may change timm's options, `model`, `recipe` and `connections`. It may instead set `connection`,
-which is then the only connection of its cells. Its key `switch` changes the connection during training, for example
+A value of an axis may change timm's options, `model`, `recipe` and `connections`. In place of `connections` it may
+set `connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example
 `{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`. Keys that begin with `connection_` are
 arguments of the model. Entries of `model_kwargs` in scales and values are added to the study's `model_kwargs`.
 """

@@ -1,1 +1,1 @@
-"""Train a run from its folder, and store its result there."""
+"""Train runs, each planned in a folder of its own, and store the results in these folders."""

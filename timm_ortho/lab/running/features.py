@@ -1,8 +1,8 @@
-"""Measure and store the features of a trained model, for comparison with the features of other runs.
+"""Measure the features of a trained model, and store them to compare them with the features of other runs.
 
-Linear CKA needs the features of both models for the same images, and runs end at different times. `features.npy` has
-float16 numbers, divided by the largest magnitude. CKA does not depend on this scale. A ViT-B takes 77 MB for the 50,000
-validation images of ImageNet-1k.
+Linear CKA compares the features of two models for the same images. Features are stored because the two runs end at
+different times. `features.npy` has them as float16 numbers, divided by the largest magnitude, on which CKA does not
+depend. For the 50,000 validation images of ImageNet-1k, the file of a ViT-B takes 77 MB.
 """
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Sequence
@@ -18,7 +18,11 @@ _FILE = "features.npy"
 
 
 def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: Path) -> dict[str, float]:
-    """Store a model's features in the folder, and return `effective_rank`, `spectral_entropy` and `feature_std`."""
+    """Store the features of a model for some batches of images in the folder of its run.
+
+    Returns:
+        The metrics `effective_rank`, `spectral_entropy` and `feature_std` of the features.
+    """
     features = representation.features(model, batches).float()
     largest = features.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     with whole_file(folder / _FILE) as partial, open(partial, "wb") as file:
@@ -27,12 +31,15 @@ def measure_features(model: nn.Module, batches: Iterable[torch.Tensor], folder: 
 
 
 def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str, Any]) -> None:
-    """Add `linear_cka` to each run's `representation`: CKA with the baseline's run of the same seed, or None.
+    """Add `linear_cka` to each run's `representation`: CKA between the run and its baseline run.
+
+    The value is None if the baseline run is missing or is the run itself.
 
     Args:
-        runs: The runs.
-        folders: Their folders.
-        baseline: Values of axes and the connection that identify the baseline, as in a study.
+        runs: The runs with their metrics. Their key `representation` is replaced.
+        folders: The folders of the runs, in the same order.
+        baseline: The key `baseline` of the study. A run's baseline run has these values of axes or this connection, and
+            otherwise the same cell, connection and seed as the run.
     """
     by_setting = {_setting(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
     for run, folder in zip(runs, folders, strict=True):

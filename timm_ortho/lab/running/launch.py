@@ -1,7 +1,7 @@
-"""Start a process for each unfinished run, on this machine or on a Slurm cluster.
+"""Start a process for each unfinished run, on this machine (`local`) or as jobs of a Slurm cluster (`Slurm`).
 
-Launchers communicate with a run only through its folder. A crash of a run therefore affects no other run. If the same
-command is started again, it continues from the folders.
+The launcher and the process of a run communicate only through the folder of the run. If a run crashes, the further runs
+are not affected. If the user starts the same command again, it continues from what the folders contain.
 """
 import math
 import os
@@ -28,23 +28,23 @@ from ..folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, r
 from . import run as run_module
 from .timm_script import die_with_parent
 
-_NO_ROOM = 2**16  # free bytes below which a run cannot write its error
-_SECONDS_BETWEEN_LINES = 20  # seconds between lines of progress, if the output is not a terminal
-ATTEMPTS = 3  # number of times that a run is started if its process dies
-_SECONDS_TO_PREEMPT = 300  # time that Slurm has after SIGTERM to send the requeue signal or SIGKILL
+_NO_ROOM = 2**16  # with fewer free bytes than this, a failed run's disk is reported as full
+_SECONDS_BETWEEN_LINES = 20  # at least this long between two lines of progress, if the output is not a terminal
+ATTEMPTS = 3  # a run is started at most this many times, if its process dies
+_SECONDS_TO_PREEMPT = 300  # after SIGTERM, a job waits this long for Slurm's requeue signal or SIGKILL
 
 
 class _Progress:
-    """Show the finished epochs: a bar for all runs, or lines if the output is not a terminal."""
+    """Show the finished epochs of all runs: as one bar, or as lines if the output is not a terminal."""
 
     def __init__(self, root: Path, runs: Mapping[str, RunPlan]) -> None:
         self.root, self.runs, self.failed = root, runs, {}
         self.finished = set(runs) - set(waiting(root, runs))
-        self.sizes: dict[str, int] = {}  # size of each run's summaries; a larger size means new epochs
+        self.sizes: dict[str, int] = {}  # bytes in the summary.csv files of each run; a new size means new epochs
         self.epochs = {name: epochs_done(history(root / name, run)) for name, run in runs.items()}
         self.total, self.before = sum(run.epochs for run in runs.values()), sum(self.epochs.values())
         self.began, self.said = time.monotonic(), -math.inf
-        # disable=None: no bar unless the output is a terminal
+        # disable=None shows the bar only if the output is a terminal
         self.bar = tqdm(
             total=self.total, initial=self.before, leave=False, disable=None, dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {elapsed}, {remaining} left{desc}")
@@ -56,7 +56,7 @@ class _Progress:
         tqdm.write(text, file=sys.stderr)
 
     def fail(self, name: str, reason: str) -> None:
-        """Store and print the reason why a run failed."""
+        """Store the reason why a run failed in its folder and in `failed`, and print it."""
         if shutil.disk_usage(self.root).free < _NO_ROOM:
             reason += ", the disk is full"
         run_module.note_failure(self.root / name, reason)
@@ -64,7 +64,7 @@ class _Progress:
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
-        """Show the last finished epoch of runs whose files have grown."""
+        """Show the last finished epoch of each named run that has finished an epoch since the last call."""
         for name in names:
             run = self.runs[name]
             files = [self.root / name / stage.folder / "summary.csv" for stage in run.stages]
@@ -90,7 +90,7 @@ class _Progress:
             self.say(f"{text}; {done}/{self.total} epochs, {tqdm.format_interval(left)} left")
 
     def ended(self, name: str) -> None:
-        """Print the result of a finished run."""
+        """Count a run as finished, and print its top-1 accuracy and time."""
         self.finished.add(name)
         self.epochs[name] = self.runs[name].epochs
         result = read_json(self.root / name / RESULT)
@@ -99,7 +99,7 @@ class _Progress:
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, which stops a command like Ctrl-C."""
+    """Raised on SIGTERM. This exception stops a command as Ctrl-C does."""
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def waiting(root: Path, runs: Mapping[str, RunPlan]) -> list[str]:
-    """Return the names of the unfinished runs."""
+    """Return the names of the runs without a result, in order. `root` is the folder of the study."""
     return [name for name in runs if not (root / name / RESULT).is_file()]
 
 
@@ -127,10 +127,10 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
         root: The folder of the study.
         runs: The runs by name.
         parallel: Number of simultaneous runs.
-        threads: CPU threads of each run.
+        threads: Number of CPU threads of each run.
 
     Returns:
-        The failed runs, name -> reason.
+        The reasons why runs failed, by the name of the run.
 
     Raises:
         LabError: A run needs more GPUs than this machine has.
@@ -172,9 +172,13 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
 
 
 def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
-    """Return the environment of each simultaneous run, with its visible GPUs.
+    """Return the environment variables of each simultaneous run, which set its visible GPUs.
 
-    Each run of `train.py` has the requested number of GPUs for itself. Runs of the lab's loop are spread over all GPUs.
+    Each run of `train.py` gets its requested number of GPUs for itself. Runs of the lab's loop need one GPU each, and
+    several runs may share a GPU.
+
+    Raises:
+        LabError: This machine has fewer GPUs than a run needs, or a run needs several nodes.
     """
     each, nodes = (max(getattr(run, attribute) for run in runs.values()) for attribute in ("gpus", "nodes"))
     there = torch.cuda.device_count()
@@ -194,20 +198,21 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     """Train the run in a folder. This is the main function of a run's process."""
-    # None is the platform's default. With forkserver, each data loader worker would import torch in every epoch.
+    # None restores the platform's default. Otherwise, each worker of a data loader is started by a fork server, and
+    # imports torch again in every epoch.
     set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but only the launcher reacts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the launcher ends them
     os.environ.clear()
     os.environ.update(environment)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):  # C++ code writes to the file descriptors, so redirect them
+    for stream in (1, 2):  # file descriptors, because C++ code does not use sys.stdout
         os.dup2(log, stream)
     sys.exit(run_module.main([str(folder), "--threads", str(threads)]))
 
 
 def _end_with_launcher() -> None:
-    """End this process when the launcher dies. The fork server, its parent, may outlive the launcher."""
+    """Wait until the launcher ends, then end this process. Its parent, the fork server, may outlive the launcher."""
     parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -218,7 +223,11 @@ def _exit(status: int) -> str:
 
 @dataclass
 class _Task:
-    """The job of a run. submitit pickles this object, and calls `checkpoint` at a time limit or preemption."""
+    """The function that a Slurm job calls with the folder of a run.
+
+    submitit pickles this object. If the job is preempted or reaches its time limit, submitit calls `checkpoint` and
+    requeues the job.
+    """
 
     threads: int
 
@@ -229,12 +238,12 @@ class _Task:
         os.environ.setdefault("MASTER_ADDR", job.hostnames[0])
         os.environ.setdefault("MASTER_PORT", str(20000 + int(job.array_job_id or job.job_id) % 20000))
         os.environ["NODE_RANK"] = str(job.node)
-        # train in a separate process, so that submitit's signal handlers stay in place
+        # train in a separate process, because run.main would replace submitit's signal handlers
         command = [sys.executable, "-m", run_module.__name__, folder, "--threads", str(self.threads)]
         with open(Path(folder, LOG), "a", encoding="utf-8") as log:
             status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
         if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
-            # Slurm signals all processes of a preempted job. A job that ends now would not be requeued.
+            # Slurm has signalled all processes of a preempted job. If the job ended now, it would not be requeued.
             time.sleep(_SECONDS_TO_PREEMPT)
         return status
 
@@ -246,16 +255,20 @@ class _Task:
 
 @dataclass
 class Slurm:
-    """Train runs as an array of Slurm jobs, which are requeued and continued after a time limit or preemption."""
+    """Train runs as an array of Slurm jobs. A job is requeued and continues if it is preempted or runs out of time."""
 
     parallel: int = 1  # number of simultaneous runs
-    threads: int = 1  # CPU threads of each run
-    minutes: int = 24 * 60  # time limit of a job
-    options: Mapping[str, Any] = field(default_factory=dict)  # sbatch options: `partition`, `qos`, `mem`, ...
-    poll: float = 2.0  # seconds between two checks of the folders
+    threads: int = 1  # number of CPU threads of each run
+    minutes: int = 24 * 60  # time limit of a job in minutes
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of sbatch, such as `partition`, `qos` and `mem`
+    poll: float = 2.0  # number of seconds between two checks of the folders
 
     def executor(self, root: Path, run: RunPlan) -> Any:
-        """Return submitit's executor for runs with the nodes and GPUs of `run`."""
+        """Return submitit's executor for jobs with the numbers of nodes and GPUs of `run`.
+
+        Raises:
+            LabError: submitit or Slurm is missing.
+        """
         try:
             import submitit
         except ImportError:
@@ -272,7 +285,7 @@ class Slurm:
         return executor
 
     def script(self, root: Path, runs: Mapping[str, RunPlan]) -> Path:
-        """Write the script that submitit would pass to sbatch, so that the user can inspect it."""
+        """Write the script that submitit would pass to sbatch, for the user to inspect, and return its path."""
         executor = self.executor(root, next(iter(runs.values())))
         executor.parameters["map_count"] = len(runs)
         path = root / ".slurm" / "plan.sbatch"
@@ -281,9 +294,12 @@ class Slurm:
         return path
 
     def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
-        """Submit the runs that are neither finished nor queued, wait for all runs, and return the failed runs.
+        """Submit the runs that are neither finished nor queued, and wait until all runs are finished or have failed.
 
-        States come from the folders, because many clusters have no accounting.
+        Results and errors are read from the folders of the runs, because many clusters have no accounting.
+
+        Returns:
+            The reasons why runs failed, by the name of the run.
         """
         self.executor(root, next(iter(runs.values())))  # raises if submitit or Slurm is missing
         progress, attempts = _Progress(root, runs), Counter()
@@ -322,7 +338,7 @@ class Slurm:
               file=sys.stderr)
 
     def _in_queue(self, root: Path) -> set[str]:
-        """Return the runs whose jobs are waiting or running."""
+        """Return the names of the runs whose Slurm jobs are waiting or running."""
         listed = subprocess.run(
             ["squeue", "--noheader", "--array", "--me", "--format=%i"], capture_output=True, text=True)
         if listed.returncode:

@@ -1,9 +1,11 @@
-"""Train one stage of a run in this process, on a CPU or one GPU, with timm's building blocks.
+"""Train one stage of a run in this process, on a CPU or one GPU.
 
-The loop replaces timm's `train.py`, which is not part of timm's wheel. The options mean the same as
-in `train.py`, see `recipe`.
-Random numbers are seeded by seed, epoch and purpose. Runs with one seed therefore see the same batches,
-even if their connections draw random numbers. A run that is interrupted and continued ends with the same weights.
+The loop replaces timm's `train.py`, which is not part of timm's wheel. It uses timm's functions for models, optimizers,
+schedules, losses and loaders. An option means the same as in `train.py`.
+
+For each epoch, random numbers are seeded from the run's seed and the epoch, separately for the model and the data. Runs
+with the same seed therefore see the same batches, even if their connections draw random numbers. A run that was
+interrupted and continued ends with the same weights as an uninterrupted run.
 """
 import errno
 import math
@@ -33,11 +35,11 @@ from .. import LabError, one_line, whole_file
 from ..data import DataStream, Source, epoch_seed, loaders, mixes
 from ..folder import RunPlan, Stage, append_lines
 
-_MODEL, _DATA = 0, 1  # the two streams of random numbers
+_MODEL, _DATA = 0, 1  # the two streams of random numbers, for `epoch_seed`
 
 
 def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Module:
-    """Create the model that the options describe, initialised from the seed."""
+    """Create the model that timm's options describe. Its weights are initialised with `options.seed`."""
     random_seed(options.seed)
     return create_model(
         options.model,
@@ -52,27 +54,27 @@ def build_model(options: Namespace, num_classes: int, in_chans: int) -> nn.Modul
 
 
 class Training:
-    """The training of one stage. `train` starts it, or continues it from its last checkpoint.
+    """The model, optimizer, schedule and loaders of one stage. `train` trains the stage, or its remaining epochs.
 
     Args:
-        plan: The run.
-        stage: The stage of the run.
+        plan: The plan of the run.
+        stage: The stage to train.
         folder: The folder of the run.
         source: The opened data set.
-        options: The options of the stage, with paths and device of this machine.
+        options: The options of the stage, with the path of initial weights on this machine.
     """
 
     def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
         self.plan, self.stage, self.folder, self.options = plan, stage, folder, options
         self.offset = plan.offset(stage)
         self.checkpoint, self.summary = (folder / stage.folder / name for name in ("last.pth.tar", "summary.csv"))
-        # files that grow with each epoch
+        # files to which each epoch appends rows, relative to the run's folder
         self.growing = [Path(stage.folder, "summary.csv").as_posix(), "probe.jsonl", "records.jsonl"]
         self.device = torch.device(options.device)
         if self.device.type == "cuda":  # train.py does the same
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
-        if options.channels_last:  # outputs of convolutions have the memory format of the weights
+        if options.channels_last:  # then the outputs of convolutions have it, too
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader = loaders(
@@ -97,11 +99,11 @@ class Training:
 
     # ------------------------------------------------------------------------------------------ the epochs
     def train(self) -> None:
-        """Train to the end of the stage, and write the results into the run's folder."""
+        """Train to the end of the stage. Each epoch writes its metrics and a checkpoint into the run's folder."""
         start, lengths = self._resume()
-        if start >= self.stage.last_epoch:  # later rows of the run's files belong to the next stage
+        if start >= self.stage.last_epoch:  # the stage is finished; the files may already have rows of the next stage
             return
-        for name in self.growing:  # drop rows written after the checkpoint
+        for name in self.growing:  # drop the rows of an epoch that was interrupted after the checkpoint
             path = self.folder / name
             if name not in lengths:
                 path.unlink(missing_ok=True)
@@ -122,7 +124,11 @@ class Training:
                 recorder.close()
 
     def _recorder(self, first: int) -> Any:
-        """Return the recorder of the connections, or None. Its steps count from the first stage on."""
+        """Return the recorder of the connections, None if the run has none.
+
+        Args:
+            first: Number of finished epochs of the run, from which the recorder continues to count steps.
+        """
         if self.plan.record is None:
             return None
         recorder = record(self.model, every=self.plan.record, sink=partial(append_lines, self.folder / "records.jsonl"))
@@ -141,12 +147,12 @@ class Training:
                    "peak_memory": _peak_memory(self.device)}
         update_summary(epoch, trained, evaluated, self.summary, lr=lr, write_header=not self.summary.exists())
         self._probe_stream(epoch + self.offset + 1)
-        self.scheduler.step(epoch + 1)  # step before the checkpoint, which stores the next epoch's learning rate
+        self.scheduler.step(epoch + 1)  # before saving, so that the checkpoint has the next epoch's learning rate
         self._save(epoch, evaluated["top1"])
         print(f"epoch {epoch + self.offset + 1}/{self.plan.epochs}: top-1 {evaluated['top1']:.2f} %", flush=True)
 
     def _train_epoch(self, epoch: int) -> tuple[float, int]:
-        """Train one epoch, and return the mean loss and the number of images."""
+        """Train one epoch, and return the mean loss and the number of training images."""
         self.forward.train()
         self.train_loader.mixup_enabled = not self.options.mixup_off_epoch or epoch < self.options.mixup_off_epoch
         if hasattr(self.train_loader.dataset, "set_epoch"):
@@ -160,7 +166,7 @@ class Training:
             with self.amp():
                 loss = self.loss(self.forward(image), target)
             self._backward(loss / group, update)
-            losses.update(loss.detach(), len(image))  # a tensor, because reading the value synchronises the GPU
+            losses.update(loss.detach(), len(image))  # keep a tensor, because reading its value waits for the GPU
             images += len(image)
             if update:
                 updates = epoch * self.updates_per_epoch + index // self.accumulate + 1
@@ -184,7 +190,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def _evaluate(self, model: nn.Module) -> dict:
-        """Return loss and accuracies over the validation images, with timm's names as keys."""
+        """Return `loss`, `top1` and `top5` over the validation images. The accuracies are in percent."""
         model.eval()
         meters = {key: AverageMeter() for key in ("loss", "top1", "top5")}
         with torch.no_grad():
@@ -205,7 +211,7 @@ class Training:
 
     # -------------------------------------------------------------------------------------- the checkpoint
     def _parts(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint, with timm's names as keys."""
+        """Return the objects whose state a checkpoint stores, by timm's keys of a checkpoint."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer}
         if self.ema is not None:
             parts["state_dict_ema"] = self.ema.module
@@ -222,14 +228,16 @@ class Training:
         try:
             with whole_file(self.checkpoint) as partial:
                 torch.save(checkpoint, partial)
-        except RuntimeError as error:  # torch's writer raises RuntimeError on a full disk
+        except RuntimeError as error:  # torch.save raises RuntimeError on a full disk
             raise OSError(errno.EIO, error_text(error)) from error
 
     def _resume(self) -> tuple[int, dict[str, int]]:
-        """Load the last checkpoint of this stage, or else of the previous stage.
+        """Load the last checkpoint of this stage. If it has none, load the checkpoint of the first stage.
+
+        If the stage begins only with the first stage's weights, `build_model` has loaded them already.
 
         Returns:
-            The next epoch, and the lengths of the run's files at the checkpoint.
+            The epoch to train next, and the sizes that the files in `growing` had at the checkpoint, in bytes.
         """
         before = self.folder / self.plan.stages[0].folder / "last.pth.tar"
         path = self.checkpoint if self.checkpoint.is_file() else before
@@ -242,17 +250,17 @@ class Training:
                 return 0, lengths
             for name, part in self._parts().items():
                 part.load_state_dict(checkpoint[name])
-        except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise many kinds for damaged files
+        except Exception as error:  # noqa: BLE001 a damaged file makes torch, pickle or zipfile raise many kinds
             raise LabError(f"{path} cannot be read ({one_line(error)}): remove {self.folder} to train the run "
                            "again") from None
         start = checkpoint["epoch"] + 1
-        # sets the count of updates; the learning rate is in the optimizer's state
+        # set the schedule's number of updates only: the learning rate is in the optimizer's state
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
         return start, lengths
 
 
 def _loss(options: Namespace) -> nn.Module:
-    """Return the loss that timm's train.py would choose."""
+    """Return the training loss that timm's train.py chooses for these options."""
     if mixes(options):
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(options.smoothing) if options.smoothing else nn.CrossEntropyLoss()
@@ -267,7 +275,11 @@ def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
 
 
 def _with_learning_rate(options: Namespace) -> Namespace:
-    """Without `lr`, scale `lr_base` by the batch size, or by its square root for adaptive optimizers, as timm does."""
+    """Return the options with the learning rate `lr` set.
+
+    If `lr` is not set, scale `lr_base` by the batch size relative to `lr_base_size`. For adaptive optimizers, scale it
+    by the square root of this ratio. timm's `train.py` does the same.
+    """
     if options.lr:
         return options
     adaptive = any(name in options.opt.lower() for name in ("ada", "lamb"))
@@ -277,7 +289,10 @@ def _with_learning_rate(options: Namespace) -> Namespace:
 
 
 def _peak_memory(device: torch.device) -> Optional[int]:
-    """Return the peak memory of the process in bytes: allocated on a GPU, resident on a CPU, None on Windows."""
+    """Return the largest memory that the process has used, in bytes.
+
+    This is the allocated memory of a GPU, or the resident memory for a CPU. On Windows, it is None for a CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

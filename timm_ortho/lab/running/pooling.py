@@ -1,6 +1,6 @@
-"""Register `poolformerv2_s12_plain`, a PoolFormer whose mixer is pool(x) instead of timm's pool(x) - x.
+"""Register `poolformerv2_s12_plain`, a PoolFormer whose token mixer is pool(x) instead of timm's pool(x) - x.
 
-The study `confirm_poolformer` imports this module with timm's option `device_modules`.
+The study `confirm_poolformer` uses this model, and imports this module with timm's option `device_modules`.
 """
 from typing import Any, Callable, Dict
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from ...models.build import create, register_own, unpretrained
 
-default_cfgs: Dict[str, Any] = {}  # read by timm's registry
-__all__ = []  # timm's registry appends to this list
+default_cfgs: Dict[str, Any] = {}  # timm's registry reads it
+__all__ = []  # timm's registry appends the name of the model
 
 
 class PlainPooling(Pooling):
-    """timm's 3x3 average pooling without the subtraction of its input."""
+    """timm's 3 x 3 average pooling as a token mixer, without timm's subtraction of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the pooled input, NCHW."""
+        """Return the pooled input. Input and output have the shape (N, C, H, W)."""
         return self.pool(x)
 
 

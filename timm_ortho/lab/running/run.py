@@ -1,7 +1,7 @@
-"""Train one planned run, or its remaining epochs: `python -m timm_ortho.lab.running.run FOLDER`.
+"""Train the planned run in FOLDER, or its remaining epochs: `python -m timm_ortho.lab.running.run FOLDER`.
 
-The trainer is the lab's own loop, or timm's `train.py` in separate processes. Launchers start this module for each
-folder.
+The plan in the folder decides whether the lab's own loop or timm's `train.py` trains the run. A launcher starts this
+module in a process for each run.
 """
 import argparse
 import errno
@@ -29,18 +29,18 @@ from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
-# Errors that mean that the run's folder cannot be written. Further OSErrors name the file that they concern.
+# With these errors, the run's folder cannot be written. The messages of other OSErrors contain the file's name.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Train the run in a folder. Exit status: 0 finished, 2 a LabError, 1 any other error."""
+    """Train the run in a folder, and return the exit status: 0 if it is finished, 2 for a LabError, otherwise 1."""
     parser = argparse.ArgumentParser(
         prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parsed = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exception also ends child processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit runs the `finally` that ends train.py
     try:
         run(parsed.folder, parsed.threads)
     except LabError as error:
@@ -53,13 +53,15 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 def run(folder: Path, threads: int = 1) -> dict:
-    """Train a run unless it is finished, and return its result.
+    """Train a run unless it is finished, and return the contents of its `result.json`.
+
+    If a run has several nodes, the result is empty on all nodes except the first, which writes the run's files.
 
     Raises:
-        LabError: The run cannot be trained, or another process trains it.
+        LabError: The run cannot be trained, or another process is training it.
     """
     plan = RunPlan.read(folder)
-    if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # only the first node writes the files
+    if plan.nodes > 1 and int(os.environ.get("NODE_RANK", 0)):  # not the first node
         for stage in plan.stages:
             timm_script.train(plan, stage, folder)
         return {}
@@ -68,7 +70,7 @@ def run(folder: Path, threads: int = 1) -> dict:
         if done is not None:
             return done
         torch.set_num_threads(threads)
-        plan.write_options(folder)  # train.py has overwritten the options
+        plan.write_options(folder)  # an earlier session's train.py has overwritten args.yaml
         sessions = _begin_session(folder)
         try:
             result = _train(plan, folder)
@@ -91,7 +93,10 @@ def run(folder: Path, threads: int = 1) -> dict:
 
 
 def _begin_session(folder: Path) -> list[dict]:
-    """Append a session and return all. Print a warning if its versions differ from the previous session's."""
+    """Add an entry for this process to `sessions.json`, and return all entries.
+
+    Print a warning if a version of torch, timm or timm-ortho differs from the previous process's version.
+    """
     sessions = read_json(folder / SESSIONS) or []
     here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
             "job": os.environ.get("SLURM_JOB_ID")}
@@ -105,7 +110,7 @@ def _begin_session(folder: Path) -> list[dict]:
 
 
 def note_failure(folder: Path, reason: str) -> None:
-    """Store an error in the last session of a run whose process was killed."""
+    """Store an error in the last entry of `sessions.json` if it has none, because a killed process cannot store it."""
     sessions = read_json(folder / SESSIONS) or []
     if sessions and not sessions[-1].get("error"):
         sessions[-1]["error"] = reason
@@ -115,7 +120,7 @@ def note_failure(folder: Path, reason: str) -> None:
 def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
     try:
         write_json(folder / SESSIONS, list(sessions))
-    except OSError as error:  # for example on a full disk; the caller raises the original error
+    except OSError as error:  # on a full disk, for example; then the caller raises the original error
         print(f"timm-ortho: {folder / SESSIONS} cannot be written ({one_line(error)})", file=sys.stderr)
 
 
@@ -142,7 +147,7 @@ def _train(plan: RunPlan, folder: Path) -> dict:
 
 
 def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
-    """Return the options of a stage, with the path of its initial weights."""
+    """Return the options of a stage. A stage that begins with the first stage's weights has their path as an option."""
     options = Namespace(**stage.options)
     if stage.begins_with == "weights":
         options.initial_checkpoint = str((folder / plan.stages[0].folder / "last.pth.tar").absolute())
@@ -160,13 +165,13 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
     model = build_model(options, options.num_classes, options.in_chans or 3)
     model.load_state_dict(clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"]))
     speeds, memory, seconds = (
-        [row[key] for row in rows if row.get(key)]  # only the lab's loop writes such columns
+        [row[key] for row in rows if row.get(key)]  # train.py writes no such columns
         for key in ("train_images_per_second", "train_peak_memory", "train_seconds"))
     return {
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **metrics_of(rows),
-        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # in the median epoch
+        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # median over the epochs
         "peak_memory": int(max(memory)) if memory else None,
         "seconds": sum(seconds) if seconds else None,
         "device": device_name(torch.device(options.device)),

@@ -1,4 +1,4 @@
-"""Train a stage with timm's `train.py`, in separate processes and, on GPUs, under `torchrun`."""
+"""Train a stage of a run with timm's `train.py`, in a separate process or, with `torchrun`, in a process per GPU."""
 import ctypes
 import os
 import signal
@@ -23,18 +23,18 @@ _SECONDS_TO_STOP = 30
 
 
 class Died(LabError):
-    """The script was killed, or ended after some epochs. A launcher starts such a script again."""
+    """`train.py` was killed, or ended early after at least one new epoch. The launcher starts the run again."""
 
 
 def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
-    """Train a stage, or its remaining epochs.
+    """Train a stage, or its remaining epochs if the stage has a checkpoint.
 
     Raises:
-        LabError: The script ended early. The run's log has its output.
+        LabError: `train.py` ended early. The reason is in its output, which is in the run's `log.txt`.
     """
     last = folder / stage.folder / "last.pth.tar"
     before = _epochs(last)
-    if before > stage.last_epoch:  # the script stopped too late, so the next stage would start too late
+    if before > stage.last_epoch:  # train.py was stopped too late, and so the next stage would start too late
         raise LabError(f"{last} has {before} epochs, but its stage ends after {stage.last_epoch}: remove {folder} "
                        "to train the run again")
     if before == stage.last_epoch:
@@ -42,7 +42,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     _check_data(Namespace(**{**defaults(), **stage.options}))
     environment = {
         **os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        "TIMM_DATASET_MAX_RETRIES": "1"}  # otherwise timm replaces an unreadable image by a different image
+        "TIMM_DATASET_MAX_RETRIES": "1"}  # without this, timm replaces an unreadable image by a different one
     if plan.record is not None:
         environment.update(
             TIMM_ORTHO_RECORD=str((folder / "records.jsonl").absolute()), TIMM_ORTHO_RECORD_EVERY=str(plan.record))
@@ -62,7 +62,7 @@ def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
 
 
 def _check_data(options: Namespace) -> None:
-    """Check the image folder again, because the run may have been planned on a machine without it."""
+    """Check an image folder again, because the machine on which the run was planned may not have had this folder."""
     if is_here(options):
         split = open_source(options).val_split
         if split != options.val_split:
@@ -71,7 +71,7 @@ def _check_data(options: Namespace) -> None:
 
 
 def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
-    """Return the command line of a stage, which continues from its last checkpoint if there is one."""
+    """Return the command line that trains a stage, or continues from its last checkpoint if it has one."""
     last, before = (folder / where / "last.pth.tar" for where in (stage.folder, plan.stages[0].folder))
     words = [
         sys.executable, *torchrun(plan), plan.trainer, "-c", str(folder / stage.folder / "args.yaml"),
@@ -87,7 +87,7 @@ def command(plan: RunPlan, stage: Stage, folder: Path) -> list[str]:
 
 
 def torchrun(plan: RunPlan) -> Sequence[str]:
-    """Return the part of the command line that starts one process per GPU, () on the CPU."""
+    """Return the part of the command line that starts a process for each GPU, () if the run requests no GPUs."""
     if not plan.gpus:
         return ()
     where = ["--standalone"]
@@ -99,20 +99,23 @@ def torchrun(plan: RunPlan) -> Sequence[str]:
 
 
 def _epochs(checkpoint: Path) -> int:
-    """Return the number of epochs of a checkpoint, 0 if there is none."""
+    """Return the number of finished epochs in a checkpoint, 0 if the file does not exist."""
     if not checkpoint.is_file():
         return 0
     try:
         return load_checkpoint(checkpoint)["epoch"] + 1
     except FileNotFoundError:  # train.py is replacing the file
         return 0
-    except Exception as error:  # noqa: BLE001 torch, pickle and zipfile raise many kinds for damaged files
+    except Exception as error:  # noqa: BLE001 a damaged file makes torch, pickle or zipfile raise many kinds
         raise LabError(f"{checkpoint} cannot be read ({one_line(error)}): remove {checkpoint.parent} to train "
                        "the run again") from None
 
 
 def _wait_for_epoch(process: subprocess.Popen, checkpoint: Path, epochs: int) -> None:
-    """Wait until the checkpoint has this many epochs, or the script ends. Older timm has no --stop-epoch."""
+    """Wait until the checkpoint has this many epochs or the script ends.
+
+    A script of an older timm has no --stop-epoch and would continue, so the caller ends its process.
+    """
     seen = None
     while process.poll() is None:
         time.sleep(0.2)
@@ -134,6 +137,6 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies."""
+    """On Linux, let the kernel send SIGTERM to this process when its parent process ends."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
