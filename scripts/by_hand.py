@@ -1,4 +1,4 @@
-"""Start timm's train.py under torchrun with a recipe. scripts/train.sh calls this module."""
+"""Start timm's train.py under torchrun with the options of a recipe file. scripts/train.sh calls this module."""
 import os
 import shlex
 import sys
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def command(name: str, model: str, data: str, *options: str) -> list[str]:
-    """Return the arguments of Python for a recipe, a model and a data folder."""
+    """Return the command line, without the Python interpreter, that trains a model with a recipe."""
     script = Path(os.environ.get("TIMM_DIR", "."), "train.py")
     parser = recipe.of_script(script)
     batch_size = parser.get_default("batch_size")
@@ -38,7 +38,7 @@ def command(name: str, model: str, data: str, *options: str) -> list[str]:
         str(script), [Stage(".", {**values, "grad_accum_steps": parsed.grad_accum_steps})],
         gpus=_number("NPROC_PER_NODE", gpus), nodes=_number("NNODES", 1))
     if plan.processes > 1 and not gpus:
-        raise LabError("several processes need GPUs, and PyTorch sees none: leave NPROC_PER_NODE and NNODES unset")
+        raise LabError("several processes need GPUs, but PyTorch finds none: unset NPROC_PER_NODE and NNODES")
     if plan.nodes > 1 and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
         raise LabError(f"NNODES is {plan.nodes}: set NODE_RANK (0 to {plan.nodes - 1}, different on each machine) and "
                        "MASTER_ADDR (the address of machine 0)")

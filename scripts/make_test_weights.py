@@ -1,4 +1,4 @@
-"""Put the weights of a finished comparison into the package, with the inputs and outputs that the tests check.
+"""Add the weights of a finished comparison to the package, with inputs and outputs for the tests.
 
     timm-ortho compare --recipe vit_test_digits --output output/vit_test_digits
     python -m scripts.make_test_weights output/vit_test_digits
@@ -8,11 +8,11 @@ The second command writes two files for each connection into `timm_ortho/weights
 run with seed 0:
 
     vit_test_ortho.digits.safetensors           the weights in float32; the header describes the run and its accuracy
-    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each digit, ready for the model
-                                                output: the logits; features, pre_logits: as in timm's tests
+    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each digit, preprocessed
+                                                features, pre_logits, output: the model's outputs
                                                 target: the labels
 
-The third command publishes the numbers of all runs. The cards are generated from them.
+The third command publishes the results of all runs, from which the model cards are generated.
 """
 import json
 import sys
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
 
 
 def check_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the float32 tensors of one pass over ten images, one of each digit, each of shape [10, ...]."""
+    """Return inputs, labels and outputs of one pass over ten images, one image of each digit; shapes [10, ...]."""
     held_out = Digits(training=False)
     held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
     chosen = [held_out.targets.index(digit) for digit in range(10)]

@@ -3,9 +3,10 @@
     python -m scripts.publish FOLDER ...               output folders of timm-ortho study run
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
-A study becomes model_cards/results/studies/NAME-DATASET-SCALE, and a comparison model_cards/results/comparisons/NAME.
-Earlier numbers are replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small,
-only the last probe of each run is kept, and in studies of many runs only the records of the last epoch.
+Studies are written to studies/NAME-DATASET-SCALE in this folder, comparisons to comparisons/NAME. Earlier numbers are
+replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small, each run keeps only
+its last probe (measurements on one fixed batch). Studies of more than 24 runs keep only the norms and angles that were
+recorded in the last epoch.
 """
 import argparse
 import json
@@ -19,7 +20,7 @@ from timm_ortho.lab.reporting.published import write
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 24  # studies with more runs than this keep only the records of the last epoch
-OF_PROCESSES = {"command", "pid", "job"}  # keys left out of a run's provenance; the command is in the study
+OF_PROCESSES = {"command", "pid", "job"}  # keys removed from a run's provenance; study.json has the command
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
@@ -62,7 +63,7 @@ def anonymous(text: str, folder: Path) -> str:
 
 
 def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
-    """Return a run with only its last probe and, if there are many runs, only the records of the last epoch."""
+    """Return a run with only its last probe and, if `many`, only the records of the last epoch."""
     records = run.get("dynamics") or []
     if many:
         begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)

@@ -11,7 +11,7 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "quickstart.ipynb"
 
 
 def execute(file: Path = FILE) -> nbformat.NotebookNode:
-    """Return the notebook with the outputs of a new kernel, without warnings and timestamps.
+    """Return the notebook with the outputs of a new kernel, without warnings or timestamps.
 
     Raises:
         nbclient.exceptions.CellExecutionError: A cell failed.

@@ -7,14 +7,14 @@
 #   MODEL   the recipe's model, or the same model with another connection (vit_small_linear)
 #   DATA    the folder of the data set
 #
-# Training uses all GPUs of this machine, or one process on the CPU. The recipe's batch_size is the batch of all processes
-# together: it is divided by the number of processes and by --grad-accum-steps, unless --batch-size is set.
-# With --experiment NAME, the same command continues from its last checkpoint.
+# Training uses all GPUs of this machine, or one process on the CPU. The recipe's batch_size is the total of all
+# processes. It is divided by the number of processes and by --grad-accum-steps, unless --batch-size is set.
+# If --experiment NAME is set, repeating the command continues from its last checkpoint.
 #
 #   TIMM_DIR         the folder of timm that has train.py (default: the current folder)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    for several machines, with the same command on each
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    for several machines: run the command on each
 #   NPROC_PER_NODE   processes per machine (default: one per GPU)
 #   PYTHON           the interpreter (default: python)
 #
-# On Slurm: scripts/train.sbatch, with the same arguments.
+# On Slurm, submit scripts/train.sbatch with the same arguments.
 exec "${PYTHON:-python}" "$(dirname "$0")/by_hand.py" "$@"

@@ -1,12 +1,13 @@
-"""Find the timm architectures that have variants, by building each of them.
+"""Find the timm architectures whose residual connections timm_ortho can replace, by building each architecture.
 
     python -m scripts.checks.coverage [MODULE ...]            write timm_ortho/models/coverage.json
-    python -m scripts.checks.coverage --check [MODULE ...]    write nothing; exit status 1 if the file differs
+    python -m scripts.checks.coverage --check [MODULE ...]    write nothing; the exit status is 1 if the file differs
 
-Every architecture of timm's registry is built on the meta device and connected. It is covered if all of its residual
-blocks are in the table of blocks and at least one block has a site. Architectures that are not covered are listed with
-the reason. With the names of timm modules, only their architectures are built, and the rest of the file is kept.
-Building all 1,300 models takes a while. `python -m scripts.pages` then writes the table of docs/coverage.md.
+The script builds each architecture of timm's registry on the meta device and passes it to `timm_ortho.connect`. An
+architecture is covered if `timm_ortho.blocks` supports all of its residual blocks and at least one block has a site (a
+residual addition). The file also lists the remaining architectures, each with the reason. If MODULE names modules of
+timm.models, only their architectures are built, and the rest of the file is kept. Building all 1,300 models takes a
+while. Run `python -m scripts.pages` afterwards to update the table in docs/coverage.md.
 """
 import argparse
 import json
@@ -27,7 +28,7 @@ NO_SUMS = "no residual additions"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="module of timm.models (default: all)")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the file differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if coverage.json differs")
     args = parser.parse_args()
     known = coverage.load()
     wanted = args.modules or [name for name in list_modules() if coverage.architectures(name)]
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def survey(module: str) -> dict:
-    """Return the sites of a module's covered architectures, and a reason for each of its remaining architectures."""
+    """Return a module's architectures: `covered` maps names to numbers of sites, `left_out` names to reasons."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
         with on_meta(), warnings.catch_warnings(action="ignore"):  # deprecated models warn
@@ -63,7 +64,7 @@ def survey(module: str) -> dict:
 
 
 def reason(model, error: UnsupportedModelError) -> str:
-    """Return why a model has no variant."""
+    """Return the reason why a model is not covered."""
     if error.unsupported:
         return f"residual blocks of unknown classes: {', '.join(error.unsupported)}"
     classes = [f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()]

@@ -1,10 +1,11 @@
-"""Compare every covered timm architecture with linear connections with timm's own model, bit for bit.
+"""Check that linear connections do not change the outputs and gradients of timm's models, bit for bit.
 
     python -m scripts.checks.linear [--above MILLIONS] [--up-to MILLIONS] [PATTERN]
 
-The test suite does this for small models. This script compares models of full width and depth: the outputs and all
-gradients of one training step on a small image. Models of more than `--up-to` million parameters (default 350) are
-only built on the meta device, and their sites are counted. A model of 1,300 million parameters needs 20 GB of memory.
+The test suite checks small models. This script checks models of full width and depth: it compares the outputs and all
+gradients of one training step on a small image. PATTERN selects architectures by name. Models of more than `--up-to`
+million parameters (default 350) are only built on the meta device, and their residual additions (sites) are counted. A
+model of 1,300 million parameters needs 20 GB of memory.
 """
 import argparse
 import fnmatch
@@ -25,7 +26,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pattern", nargs="?", default="*")
     parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS", help="only models with more parameters")
-    parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS", help="only build larger models")
+    parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS",
+                        help="only build larger models on the meta device (default: 350)")
     args = parser.parse_args()
     counts = Counter()
     for millions, base, count in sorted(measured(base) for base in fnmatch.filter(bases(), args.pattern)):
@@ -42,7 +44,7 @@ def main() -> int:
 
 
 def measured(base: str) -> tuple[float, str, int]:
-    """Return the number of parameters in millions, the name, and the number of sites."""
+    """Return the number of parameters in millions, the name `base`, and the number of sites of a variant."""
     model = model_on_meta(base + "_ortho")
     return sum(p.numel() for p in model.parameters()) / 1e6, base, len(sites(model))
 

@@ -1,10 +1,11 @@
 """Measure the accuracy of a linear classifier on the raw pixels of a run's images.
 
-    python -m scripts.checks.linear_floor RUN ...    folders of runs; writes model_cards/results/floors/ridge.json
+    python -m scripts.checks.linear_floor RUN ...
 
-The classifier is scikit-learn's RidgeClassifier on pixels between 0 and 1. `top1` is its accuracy with alpha 1, and
-`best` its accuracy with the alpha of `ALPHAS` that is best on the validation images. A network with a lower accuracy
-has learned less than a linear map, so differences between such networks mean little.
+RUN is the folder of a run. The accuracies are written to model_cards/results/floors/ridge.json. The classifier is
+scikit-learn's RidgeClassifier on pixels between 0 and 1. `top1` is its validation accuracy with the regularization
+strength alpha = 1, and `best` is its highest validation accuracy with an alpha of `ALPHAS`. A network with a lower
+accuracy has learned less than a linear map, so differences between such networks mean little.
 """
 import json
 import sys
@@ -24,7 +25,7 @@ FILE = Path(__file__).parents[2] / "model_cards" / "results" / "floors" / "ridge
 
 
 def floor(run: Path) -> dict[str, Any]:
-    """Return the top-1 accuracies in percent and the numbers of images."""
+    """Return the top-1 accuracies in percent, the best alpha, and the numbers of images of a run's data."""
     plan = RunPlan.read(run)
     source = open_source(Namespace(**plan.stages[0].options), plan.hold_out)
     (x, y), (of_validation, labels) = arrays(source.train), arrays(source.validation)

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
 """Check that a small model of every covered timm module trains and can be exported.
 
-    python -m scripts.checks.modules                      # all checks of all modules; continues an earlier run
+    python -m scripts.checks.modules                      # all checks that have no result yet
     python -m scripts.checks.modules --modules eva beit --checks export compile
-    python -m scripts.checks.modules --table              # the results of earlier runs
+    python -m scripts.checks.modules --table              # print the results of earlier runs
 
 | check | condition |
 | --- | --- |
-| train `_ortho`, train `_orthog` | in 30 steps on digits, the loss falls and every parameter gets a gradient |
+| train `_ortho`, train `_orthog` | 30 training steps on digits reduce the loss and give every parameter a gradient |
 | export | the program of ``torch.export`` has the same outputs |
 | compile | ``torch.compile(fullgraph=True, backend="aot_eager")`` has the same outputs |
 | onnx | the ONNX file has the same outputs in onnxruntime; needs onnx, onnxscript and onnxruntime |
 
-`inductor` is `compile` with PyTorch's own code generator. It takes half a minute per model and only runs on request.
-Checks without a scope in their name use the two scopes in turn. The table marks checks that
-timm's own model fails too. The exit status is 1 only if a variant fails a check that timm's model passes.
+The check `inductor` is `compile` with PyTorch's default backend. It takes half a minute per model and only runs on
+request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use one of
+the two, alternating from module to module. The table marks checks that timm's own model fails too. The exit status is
+1 only if a variant fails a check that timm's model passes.
 """
 import argparse
 import json
@@ -41,16 +42,16 @@ EXPORT = {
     "inductor": partial(compiles, backend="inductor"),
 }
 CHECKS = [*TRAIN, *EXPORT]
-BASE_FAILS = "the base fails too"
+BASE_FAILS = "timm's model fails too"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modules", nargs="+", metavar="MODULE", help="modules of timm.models (default: all covered)")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[c for c in CHECKS if c != "inductor"])
-    parser.add_argument("--state", type=Path, metavar="FILE", help="file for the outcomes (default: in a cache folder)")
-    parser.add_argument("--fresh", action="store_true", help="ignore the outcomes of earlier runs")
-    parser.add_argument("--table", action="store_true", help="run nothing, print the outcomes of earlier runs")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="file for the results (default: in a cache folder)")
+    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier runs")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the results of earlier runs")
     args = parser.parse_args()
     file = args.state or default_cache() / f"modules-{fingerprint()}.json"
     results = {} if args.fresh or not file.exists() else json.loads(file.read_text())
@@ -68,7 +69,7 @@ def main() -> int:
 
 
 def outcome(check: str, module: str, names: dict, index: int) -> str:
-    """Return `ok` or the failure."""
+    """Run a check on a module's model and return `ok` or the failure."""
     if module not in names:
         return "failed: tests/helpers/small_models.py has no model of this module"
     name = names[module]
@@ -101,7 +102,7 @@ def report(results: dict, checks: list) -> int:
     ran = [outcomes[check] for outcomes in results.values() for check in checks if check in outcomes]
     failed = sum(text.startswith("failed") for text in ran)
     excused = sum(text.startswith(BASE_FAILS) for text in ran)
-    print(f"\n{len(ran) - failed - excused} ok, {excused} also fail for the base, {failed} failed")
+    print(f"\n{len(ran) - failed - excused} ok, {excused} fail for timm's model too, {failed} failed")
     return int(failed > 0 or not ran)
 
 

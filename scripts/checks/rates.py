@@ -1,8 +1,9 @@
-"""Apply the preregistered rules that choose learning rates and a recipe, and check the gate (docs/hypotheses.md).
+"""Choose learning rates and a recipe by the preregistered rules in docs/hypotheses.md, section S0.
 
     python -m scripts.checks.rates FOLDER ...    one or more output folders of `timm-ortho study run cifar_rates`
 
-Exit status 1 if runs are missing, a chosen rate is the lowest or the highest, or the gate is not passed.
+The rules include a gate: minimum margins of accuracy and training loss that the chosen recipe must reach. The exit
+status is 1 if runs are missing, a chosen rate is the lowest or highest of the tried rates, or the gate is not passed.
 """
 import math
 import sys
@@ -19,12 +20,12 @@ from . import linear_floor
 Run = Mapping[str, Any]
 Means = Mapping[str, Mapping[float, float]]  # connection -> rate -> mean
 
-NEARLY, SAME_RECIPE = 0.3, 0.5  # accuracies of two rates, or two recipes, that differ by fewer points are equal
-ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # minimum margins of the gate of S0, in points of accuracy and in training loss
+NEARLY, SAME_RECIPE = 0.3, 0.5  # points of accuracy within which two rates, or two recipes, count as equal
+ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # minimum margins of the gate: points of accuracy, training loss
 
 
 def smoothing_floor(smoothing: float, classes: int) -> float:
-    """Return the lowest possible cross entropy: the entropy of smoothed labels.
+    """Return the lowest possible cross entropy in nats: the entropy of the smoothed labels.
 
     The label of the true class is 1 - s + s / K, and the label of each wrong class is s / K.
     """
@@ -49,12 +50,12 @@ class Chosen:
     """Learning rates chosen from the runs of one recipe.
 
     Attributes:
-        means: Mean accuracy on held-out images.
-        losses: Mean training loss of the last epoch.
+        means: Mean accuracy on held-out images in percent, by connection and rate.
+        losses: Mean training loss of the last epoch, by connection and rate.
         rates: The chosen rate of each connection.
-        shared: The rate chosen from the mean accuracy of both connections together.
+        shared: The rate chosen from the accuracy averaged over the connections.
         ridge: Accuracy of ridge regression on the same images, in percent.
-        floor: The label-smoothing floor of the training loss.
+        floor: The lowest possible training loss, from `smoothing_floor`.
     """
 
     means: Means
@@ -73,7 +74,7 @@ class Chosen:
                    {connection: choose(of, nearly) for connection, of in means.items()}, shared, ridge, floor)
 
     def margins(self, connection: str) -> tuple[float, float]:
-        """Return accuracy minus ridge regression in points, and training loss minus the floor, at the chosen rate."""
+        """Return accuracy minus `ridge` in points, and training loss minus `floor`, both at the chosen rate."""
         rate = self.rates[connection]
         return self.means[connection][rate] - self.ridge, self.losses[connection][rate] - self.floor
 
@@ -89,7 +90,7 @@ class Chosen:
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """Return the recipe in which linear is most accurate at its chosen rate, or `paper` if it is nearly as accurate."""
+    """Return the recipe with the best accuracy of linear, or `paper` if it is at most SAME_RECIPE points worse."""
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best
@@ -105,8 +106,8 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     """Return the means, the choices and the gate as lines of Markdown."""
     shown = recipe_of(recipes)
     rates = sorted({rate for chosen in recipes.values() for of in chosen.means.values() for rate in of})
-    header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "rate", "above ridge", "loss above floor",
-              "gate"]
+    header = ["recipe", "connection", *(f"{rate:g}" for rate in rates), "chosen rate",
+              "points above ridge regression", "training loss above floor", "gate"]
     made = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
     for name, chosen in recipes.items():
         for connection, of in chosen.means.items():
@@ -119,9 +120,9 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     shared = ", ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
     return [*made, "",
-            f"Recipe of S1, S2 and S4: {shown} (weight decay and clipping alone distinguish the recipes). "
-            f"Shared rates: {shared}. Ridge regression: {ridge:.2f} %; label-smoothing floor: {floor:.3f}. "
-            "Chosen rates at the edge of the tried rates: "
+            f"Recipe of S1, S2 and S4: {shown} (the recipes differ only in weight decay and gradient clipping). "
+            f"Rates chosen for both connections together: {shared}. Accuracy of ridge regression: {ridge:.2f} %. "
+            f"Lowest possible training loss (floor): {floor:.3f}. Chosen rates that are the lowest or highest tried: "
             f"{'; '.join(edges) or 'none'}."]
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Run timm's own model tests on the variants that `import timm_ortho` registers.
 
-    python -m scripts.checks.timm_tests [OPTIONS]    every variant, the smallest first; continues an earlier run
+    python -m scripts.checks.timm_tests [OPTIONS]    all variants, the smallest first; skips finished ones
 
-    --marked              only the tests that timm's CI runs: much quicker
+    --marked              only the tests that timm's CI runs, which is much faster
     --above 100           only architectures of more than 100 million parameters
     --spread              forty quick variants, each of a different kind
     --only NAME ...       only these variants: vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
-    --skip TRANSFORM      transform the stream in the variants: --only test_vit_ortho --skip orthogonal_tp
+    --skip TRANSFORM      use this skip transform in the variants: --only test_vit_ortho --skip orthogonal_tp
 
 timm's `tests/test_models.py` is downloaded with the source distribution of the installed version into a cache folder.
 Only `tests/` is unpacked, so the installed timm is tested. A separate process runs the tests and loads this file as a
@@ -38,7 +38,7 @@ import pytest
 
 # Quick variants with many kinds of blocks, stems, norms and heads. The scopes alternate.
 SPREAD = (
-    "test_vit_ortho", "test_vit3_orthog",  # Block; with LayerScale, registers and average pooling
+    "test_vit_ortho", "test_vit3_orthog",  # Block; test_vit3 has LayerScale, registers and average pooling
     "vit_base_patch16_rpn_224_ortho",  # ResPostBlock
     "vit_pwee_patch16_reg1_gap_256_orthog",  # ParallelScalingBlock
     "vit_dpwee_patch16_reg1_gap_256_ortho",  # DiffParallelScalingBlock, from timm 1.0.23
@@ -88,7 +88,7 @@ def pytest_configure(config) -> None:
     import timm_ortho  # noqa: F401  registers the variants
     from timm_ortho.models.names import base_name
 
-    # timm's feature tests select models by module, so each variant joins its architecture's module in this process
+    # timm's feature tests select models by module, so add each variant to its architecture's module in this process
     for name, module in list(_registry._model_to_module.items()):
         if module in ("variants", "paper", "skip_networks"):
             own = "resnetv2" if name.startswith(("resnetv2", "skipnet")) else "vision_transformer"
@@ -160,17 +160,18 @@ def main(argv: Optional[List[str]] = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--spread", action="store_true", help="forty quick variants, each of a different kind")
     choice.add_argument("--only", nargs="+", metavar="NAME", help="only these variants")
-    parser.add_argument("--skip", metavar="NAME", help="with --only: use this transform of the stream")
+    parser.add_argument("--skip", metavar="NAME", help="with --only: use this skip transform in the variants")
     parser.add_argument("--marked", action="store_true",
-                        help="only the tests with a marker, as timm's CI does")
+                        help="only the tests that timm's CI runs")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR",
-                        help="folder of timm's tests and of the state of a full run (default: %(default)s)")
+                        help="folder for timm's tests and the results of full runs (default: %(default)s)")
     parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS",
                         help="in a full run, only architectures with more parameters")
     parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier full runs")
-    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="limit of one process (default: 3600)")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S",
+                        help="seconds after which a process is stopped (default: 3600)")
     parser.add_argument("--workers", type=int, default=1, metavar="N",
-                        help="processes of a full run at once (default: 1); the largest architectures need 10 GB")
+                        help="number of parallel processes (default: 1); the largest architectures need 10 GB each")
     args = parser.parse_args(argv)
 
     if args.skip and not args.only:
@@ -242,7 +243,7 @@ def timm_test_file(cache: Path) -> Path:
 
 
 def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespace) -> List[dict]:
-    """Run all architectures, a few per process. Architectures that the state file lists as finished are skipped."""
+    """Test all architectures, a few per process. Architectures that the state file lists as finished are skipped."""
     state_file = args.cache / f"state-{fingerprint()}{'-marked' * args.marked}.json"
     state = {} if args.fresh or not state_file.exists() else json.loads(state_file.read_text())
     from timm_ortho.models.names import base_name
@@ -311,7 +312,7 @@ def fingerprint() -> str:
 
 def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bool,
         verbose: bool = False) -> List[dict]:
-    """Run timm's tests on some variants, and repeat failed tests with the variants' architectures.
+    """Run timm's tests on some variants, and repeat each failed test with timm's own architecture.
 
     Returns:
         One dict per test and variant: model, test, outcome (passed, skipped, failed or excused) and message.

@@ -58,5 +58,6 @@ def test_the_command_reads_the_folders_of_runs(tmp_path, capsys, undrawn):
     assert rates.main([folder]) == 1
     printed = capsys.readouterr()
     assert f"not finished: {names[0]}" in printed.err
-    assert "| recipe | connection | 0.001 | 0.01 | rate | above ridge | loss above floor | gate |" in printed.out
+    assert ("| recipe | connection | 0.001 | 0.01 | chosen rate | points above ridge regression "
+            "| training loss above floor | gate |") in printed.out
     assert printed.out.count("not passed") == 4

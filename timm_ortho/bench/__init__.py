@@ -1,4 +1,4 @@
-"""Measure what the orthogonal update costs, alone and in whole models, in time and memory (`timm-ortho bench`).
+"""Measure the time and memory of the orthogonal update, alone and in whole models (`timm-ortho bench`).
 
 Candidates that do the same work form a group: the formulas on one tensor, or a model's variants and its baseline with
 linear connections and the same weights. A group is measured in turns, each candidate once per repetition. Ratios to the
@@ -8,11 +8,10 @@ the metrics.
 
 A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
 would reduce the ratio. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may search for
-its fastest convolution. For precisions other than float32, the operator's tensors have that dtype, and models use
-autocast.
+its fastest convolution. In half precision, the operator's tensors have that dtype, and models use autocast.
 
-The part `launch` does not flush the cache before a call: on a GPU the flush would hide the launches, and on a CPU it
-would evict the interpreter from the cache.
+The part `launch` measures the overhead of starting operations on small tensors. It does not flush the cache before a
+call: on a GPU the flush would hide the overhead, and on a CPU it would evict the interpreter from the cache.
 """
 import gc
 import os

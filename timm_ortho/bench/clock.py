@@ -1,7 +1,7 @@
-"""Time candidates in turns, and measure their memory and the bytes that autograd saves for the backward pass.
+"""Time functions in turns, and measure their memory and the bytes that autograd saves for the backward pass.
 
-Before each call, a buffer larger than the last-level cache is written. Calls are timed by CUDA events on a GPU and by
-the performance counter on a CPU.
+Before each call, the cache is flushed by writing a buffer larger than the last-level cache. Calls are timed by CUDA
+events on a GPU and by the performance counter on a CPU.
 """
 import time
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class Candidate(NamedTuple):
         run: Receives the result of `prepare`.
         prepare: Called before each `run`.
         backend: Returns the name of the backend that runs.
-        moved: Bytes that a call must move; 0 if there are none or they are not counted.
+        moved: Bytes that a call must read and write; 0 if none, or if they are not counted (models).
         keep: Forward pass with gradients, for measuring the bytes saved for the backward pass.
         parameters: Tensors to exclude from the saved bytes.
         held: Bytes of inputs, parameters and buffers.
@@ -48,7 +48,7 @@ class Group(NamedTuple):
     """Candidates that do the same work.
 
     Attributes:
-        labels: Columns that the candidates share.
+        labels: Columns of `bench.csv` in which all candidates have the same value.
         images: Images per step, 0 for an operator.
         build: Creates the candidates.
     """
@@ -176,7 +176,7 @@ def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]
 
 
 def _peak_memory(candidate: Candidate, device: torch.device) -> int:
-    """Return the bytes that a candidate holds plus the peak of a call. Other candidates are excluded."""
+    """Return the bytes that a candidate holds plus the peak of a call, without other candidates' tensors."""
     candidate.prepare()  # frees the gradients of the previous call
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -187,7 +187,7 @@ def _peak_memory(candidate: Candidate, device: torch.device) -> int:
 def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -> int:
     """Return the bytes that autograd saves for the backward pass of `forward()`, without parameters.
 
-    Each storage counts once.
+    Tensors that share a storage count once.
 
     >>> x = torch.ones(4, requires_grad=True)
     >>> saved_bytes(lambda: x * x), saved_bytes(lambda: x + x)
@@ -208,6 +208,6 @@ def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call, so that compiler errors are raised where `measure` catches them."""
+    """Return a function that compiles `function` at its first call, where `measure` catches compiler errors."""
     compile_once = cache(lambda: torch.compile(function, fullgraph=True, dynamic=False))
     return lambda *args: compile_once()(*args)

@@ -1,4 +1,4 @@
-"""Measure the overhead of launching operations: on 32 elements, and in a ViT of width 64, with one thread."""
+"""Measure the overhead of launching operations, with one CPU thread: on 32 elements, and in a ViT of width 64."""
 from argparse import Namespace
 from functools import partial
 
@@ -11,13 +11,13 @@ from .models import model_group
 from .operator import PASTED, tensors, timed
 from .options import MODEL_STEPS, architecture, shape_label
 
-# TINY is the shape of a tensor. SMALL has the arguments of the model of `timm-ortho compare` for images of 32 x 32.
+# TINY is the shape of a tensor. SMALL contains the model arguments of `timm-ortho compare` for 32 x 32 images.
 TINY = (1, 1, 32)
 SMALL, SMALL_BATCHES = dict(img_size=32, patch_size=8, embed_dim=64, num_heads=4), (1, 32)
 
 
 def launch_groups(options: Namespace) -> list[Group]:
-    """Return one group for each step of the smallest tensors, then for each batch size and step of the small model.
+    """Return one group for each step on the tiny tensors, then one for each batch size and step of the small model.
 
     Args:
         options: Options from :func:`timm_ortho.bench.resolve`.

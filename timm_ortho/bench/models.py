@@ -57,7 +57,7 @@ def _model_candidates(
 
 
 def _models(architecture: Architecture) -> dict[str, nn.Module]:
-    """Return the model with linear connections, then its variants, groups or skips, all with the same weights."""
+    """Return the models of a group by name. `linear` is the first. All models have the same weights."""
     first = architecture.suffixes[0]
     models = {"linear": connect(_seeded(architecture, first), "linear")}
     for name, formula in PASTED.items() if architecture.pasted else ():

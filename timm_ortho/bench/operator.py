@@ -1,4 +1,4 @@
-"""Measure the update alone, in several formulas and backends, relative to `x + f`."""
+"""Measure the update outside a model, with several formulas and backends, relative to `x + f`."""
 from argparse import Namespace
 from functools import partial
 from itertools import product
@@ -15,7 +15,7 @@ from .options import DTYPES, STEPS, shape_label
 
 EPS = 1e-6
 
-# Number of tensors that must be read or written: x, f and y in `forward`; x, y or f, g and two gradients in `backward`.
+# Number of tensors that must be read or written. `forward`: x, f and y. `backward`: x, g, y or f, and two gradients.
 TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
 MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # both gradients are g itself
 
@@ -23,7 +23,7 @@ MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # both gradients are
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:
     """Compute the update as Appendix F of the paper does: sums in the dtype of x, division in float32.
 
-    `dim` None flattens each sample first, which copies channels-last tensors.
+    If `dim` is None, each sample is flattened first, which copies channels-last tensors.
 
     >>> appendix_update(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]]), dim=-1)
     tensor([[2.0000, 1.0000]])
@@ -94,7 +94,7 @@ def _operator_candidates(
 
 
 def tensors(device: torch.device, shape: tuple[int, ...], layout: str, dtype: str, step: str) -> list[Tensor]:
-    """Return stream, branch output and the gradient of the sum. The first two require gradients except in `forward`."""
+    """Return x, f and the gradient of y. Unless the step is `forward`, x and f require gradients."""
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     x, f, g = (value.to(device, DTYPES[dtype], memory_format=memory_format) for value in values)
@@ -102,7 +102,7 @@ def tensors(device: torch.device, shape: tuple[int, ...], layout: str, dtype: st
 
 
 def timed(formula: Callable, x: Tensor, f: Tensor, g: Tensor, step: str) -> tuple[Callable, Callable]:
-    """Return the timed function and the function that runs before the timer starts."""
+    """Return `run` and `prepare` of a :class:`Candidate` for one step of a formula."""
     if step == "backward":
         return lambda y: torch.autograd.grad(y, (x, f), g), lambda: formula(x, f)
     if step == "forward":

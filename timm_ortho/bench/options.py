@@ -28,7 +28,7 @@ DEFAULTS = {
         models=dict.fromkeys(("vit_small_patch16_224", "vit_base_patch16_224", "resnetv2_34", "resnetv2_50"), 256),
         batch_size=256, repeats=20, copy_bytes=512 << 20),
 }
-# torch.compile takes most of the time of a quick run. This time grows with the number of blocks, so models are short.
+# torch.compile takes most of the time of a quick run. This time grows with the number of blocks, so models have few.
 QUICK = dict(
     shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})
@@ -43,14 +43,14 @@ class Architecture(NamedTuple):
     """A model to measure.
 
     Attributes:
-        base: Name without suffix.
+        base: Name of the variants without their suffix.
         suffixes: Suffixes of the variants to measure.
         arguments: Arguments of `timm.create_model`.
         batch: Shape of the images, `[B, C, H, W]`.
         layouts: Memory layouts to measure.
         skips: Skip transforms to measure instead of variants, with linear connections.
         groups: Values of `groups` for additional candidates, see :class:`timm_ortho.FeatureConnection`.
-        pasted: Measure the model again with the formulas of `operator.PASTED` instead of its connections.
+        pasted: Whether to also measure the model with the formulas of `operator.PASTED` as its connections.
     """
 
     base: str
@@ -75,10 +75,10 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         requested: Options by name; None selects the default.
 
     Returns:
-        The keys of `DEFAULTS` and `device`, with `shapes` as tuples and `models` as `Architecture` objects.
+        The options of `DEFAULTS` and `device` as attributes. `shapes` are tuples, `models` are `Architecture` objects.
 
     Raises:
-        BenchError: An unknown name, an invalid shape or number, or an unavailable device.
+        BenchError: A name is unknown, a shape or number is invalid, or the device is not available.
 
     >>> options = resolve(dict(device="cpu", what=["operator"], shapes=["2x5x16"]))
     >>> options.shapes, options.repeats

@@ -3,11 +3,11 @@
 | metric | definition |
 | --- | --- |
 | `ms` | milliseconds of one call |
-| `ratio` | `ms` divided by `linear`'s in the same repetition; empty for `backward`, where addition computes nothing |
-| `appendix_ratio` | `ms` divided by that of the formula in the paper's appendix; 0.25 is four times as fast |
-| `shortest_ratio` | `ms` divided by that of the shortest formula; only in the part `launch` |
-| `gb_per_s` | bytes that a call must move, in units of 1e9, per second |
-| `share_of_copy` | `gb_per_s` divided by that of copying a large tensor, in the same repetition |
+| `ratio` | `ms` divided by `ms` of `linear` in the same repetition; empty for `backward`: addition computes nothing |
+| `appendix_ratio` | `ms` divided by `ms` of the formula in the paper's appendix; 0.25 means four times as fast |
+| `shortest_ratio` | `ms` divided by `ms` of the shortest formula; only in the part `launch` |
+| `gb_per_s` | bytes that a call must read and write, in units of 1e9, per second |
+| `share_of_copy` | `gb_per_s` divided by `gb_per_s` of copying a large tensor in the same repetition |
 | `peak_memory` | bytes on a GPU: the candidate's tensors plus the peak of a call |
 | `saved_bytes` | bytes that autograd saves for the backward pass, each storage once, without parameters |
 
@@ -52,8 +52,8 @@ class Result:
 
     Attributes:
         name: Name of the candidate; `linear` is the baseline, and `copy` measures the bandwidth.
-        moved: Bytes that a call must move; 0 if there are none or they are not counted.
-        once: Columns that are measured once: `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`.
+        moved: Bytes that a call must read and write; 0 if none, or if they are not counted (models).
+        once: Columns with a single value: `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`.
         ms: Milliseconds of one call, one number for each repetition.
         note: The error that ended the measurement, in one line.
     """
@@ -70,9 +70,9 @@ def rows(labels: Mapping[str, str], images: int, results: Sequence[Result]) -> l
     """Return one measurement for each candidate of a group, without the columns of :func:`machine`.
 
     Args:
-        labels: Columns that the group shares.
+        labels: Columns with the same value for the whole group.
         images: Images per call, 0 for an operator.
-        results: The results of the group; one is `linear`.
+        results: The results of the group. One of them has the name `linear`.
 
     >>> results = [Result("linear", ms=[2.0]), Result("ortho", ms=[3.0])]
     >>> [(one["candidate"], one["ratio_p50"]) for one in rows({"what": "models", "step": "training"}, 8, results)]
@@ -126,7 +126,7 @@ def _spread(name: str, values: Optional[Sequence[float]]) -> Measurement:
 
 
 def _over(result: Result, other: Result) -> Optional[list[float]]:
-    """Return the ratio of each repetition, or None if either candidate failed."""
+    """Return `result`'s time divided by `other`'s for each repetition, or None if a candidate failed."""
     if result.note or other.note:
         return None
     return [ms / base for ms, base in zip(result.ms, other.ms, strict=True)]
@@ -134,7 +134,7 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
 
 # ---------------------------------------------------------------------------------------------- the machine
 def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Measurement:
-    """Return the columns for device, versions (`environment` is from `timm-ortho env`), commit, command and date."""
+    """Return the columns of device, versions, commit, command and date; `timm-ortho env` prints `environment`."""
     made, gpu = made_on(), device.type == "cuda"
     return {
         **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},
@@ -152,28 +152,28 @@ _TABLES = {  # by part: header, and a column or a function that returns the cell
     "operator": {
         "shape": "shape", "layout": "layout", "scope": "scope", "dtype": "dtype", "step": "step",
         "candidate": "candidate", "ms": lambda row: _cell(row, "ms_p50", "{:.3f}"),
-        "over linear [p20, p80]": lambda row: _interval(row, "ratio"),
-        "over appendix": lambda row: _cell(row, "appendix_ratio_p50", "{:.3f}"),
+        "ms over linear [p20, p80]": lambda row: _interval(row, "ratio"),
+        "ms over appendix": lambda row: _cell(row, "appendix_ratio_p50", "{:.3f}"),
         "GB/s": lambda row: _cell(row, "gb_per_s", "{:.1f}"),
-        "of copy": lambda row: _cell(row, "share_of_copy", "{:.0%}"),
-        "kept": lambda row: _cell(row, "saved_bytes", "{:,.1f} MiB", 2**20), "note": "note",
+        "GB/s over copy": lambda row: _cell(row, "share_of_copy", "{:.0%}"),
+        "saved for backward": lambda row: _cell(row, "saved_bytes", "{:,.1f} MiB", 2**20), "note": "note",
     },
     "models": {
         "model": "model", "layout": "layout", "dtype": "dtype", "mode": "mode", "step": "step",
         "candidate": "candidate", "backend": "backend", "ms": lambda row: _cell(row, "ms_p50", "{:.1f}"),
-        "over linear [p20, p80]": lambda row: _interval(row, "ratio"),
+        "ms over linear [p20, p80]": lambda row: _interval(row, "ratio"),
         "images/s": lambda row: _cell(row, "images_per_s", "{:,.1f}"),
-        "kept": lambda row: _cell(row, "saved_bytes", "{:,.0f} MiB", 2**20),
-        "over linear": lambda row: _cell(row, "saved_ratio", "{:.4f}"),
-        "peak": lambda row: _cell(row, "peak_memory", "{:,.0f} MiB", 2**20),
-        "over linear ": lambda row: _cell(row, "peak_ratio", "{:.4f}"), "note": "note",
+        "saved for backward": lambda row: _cell(row, "saved_bytes", "{:,.0f} MiB", 2**20),
+        "saved over linear": lambda row: _cell(row, "saved_ratio", "{:.4f}"),
+        "peak memory": lambda row: _cell(row, "peak_memory", "{:,.0f} MiB", 2**20),
+        "peak over linear": lambda row: _cell(row, "peak_ratio", "{:.4f}"), "note": "note",
     },
     "launch": {
         "model": "model", "shape": "shape", "step": "step", "candidate": "candidate", "backend": "backend",
         "us": lambda row: _cell(row, "ms_p50", "{:.1f}", 1e-3),
-        "over linear [p20, p80]": lambda row: _interval(row, "ratio"),
-        "over appendix [p20, p80]": lambda row: _interval(row, "appendix_ratio"),
-        "over shortest [p20, p80]": lambda row: _interval(row, "shortest_ratio"), "note": "note",
+        "us over linear [p20, p80]": lambda row: _interval(row, "ratio"),
+        "us over appendix [p20, p80]": lambda row: _interval(row, "appendix_ratio"),
+        "us over shortest [p20, p80]": lambda row: _interval(row, "shortest_ratio"), "note": "note",
     },
 }
 
@@ -209,7 +209,7 @@ def _table(rows: Sequence[Measurement], part: str) -> str:
 
 
 def _without_repeats(above: Sequence[str], line: Sequence[str]) -> list[str]:
-    """Blank the leading cells that repeat the line above."""
+    """Return a line with its leading cells blank where they repeat the line above."""
     repeated = next((i for i, cells in enumerate(zip(above, line, strict=False)) if cells[0] != cells[1]), len(above))
     return ["" if i < repeated else cell for i, cell in enumerate(line)]
 
@@ -232,7 +232,7 @@ def write(folder: Path, rows: Sequence[Measurement]) -> None:
 
 
 def plot(rows: Sequence[Measurement]) -> Figure:
-    """Plot the ratios to linear, p50 with whiskers from p20 to p80: one panel per part, one line per group."""
+    """Plot times relative to linear: p50 with whiskers from p20 to p80, one panel per part, one line per group."""
     drawn = [row for row in rows if row["candidate"] != "linear" and row["ratio_p50"]]
     parts = [part for part in _TABLES if any(row["what"] == part for row in drawn)] or ["operator"]
     lines = {part: list(dict.fromkeys(_line(row) for row in drawn if row["what"] == part)) for part in parts}

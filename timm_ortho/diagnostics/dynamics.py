@@ -6,10 +6,10 @@ Figures 3 and 10 to 12):
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
 
 Norms and products run over the channel axis for every connection, including ``global``, so that connections can be
-compared. Each value is averaged over the batch and over tokens or pixels. Padding tokens are excluded. A connection
-that one forward pass calls several times is one site, averaged over its calls. A connection with groups of channels
-decomposes each group: |f_par|^2 and |f_orth|^2 are sums over the groups, ``cosines`` lists the cosine of each group,
-and ``cosine`` is their mean.
+compared. Each value is averaged over the batch and over tokens or pixels. Padding tokens are excluded. If one
+forward pass calls a connection several times, its values are averaged over the calls. A connection with groups of
+channels decomposes each group: |f_par|^2 and |f_orth|^2 are sums over the groups, ``cosines`` lists the cosine of each
+group, and ``cosine`` is their mean.
 
 :func:`record` also reports ``parallel_share = parallel / stream`` and ``orthogonal_share = orthogonal / stream``. Both
 are ratios of averages. A ratio for each token would be undefined for tokens of zeros, such as the paper's class token
@@ -41,7 +41,7 @@ class SiteDynamics(NamedTuple):
     parallel: float
     orthogonal: float
     cosine: float
-    cosines: Tuple[float, ...] = ()  # of each group of channels; empty for a connection without groups
+    cosines: Tuple[float, ...] = ()  # one for each group of channels; empty without groups
 
 
 # ---------------------------------------------------------------------------------------- one measurement
@@ -146,7 +146,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------- during training
 class Recorder:
-    """Record norms and angles of a model's sites while it trains, until :meth:`close`; a context manager.
+    """Record norms and angles at a model's sites during training, until :meth:`close` or the end of a ``with`` block.
 
     A step is one forward pass in training mode: with gradient accumulation, one update has several steps. Passes in
     evaluation mode are neither counted nor recorded. Each recorded step adds one row for each site:
@@ -157,13 +157,13 @@ class Recorder:
     | ``layer``, ``kind``, ``name`` | fields of the :class:`timm_ortho.Site` |
     | ``stream``, ``parallel``, ``orthogonal``, ``cosine`` | defined in the module docstring |
     | ``parallel_share``, ``orthogonal_share`` | ``parallel`` and ``orthogonal`` divided by ``stream`` |
-    | ``rho``, ``theta`` | learned values after clamping; None if the connection has none |
+    | ``rho``, ``theta`` | learned values of a hybrid connection after clamping; None for other connections |
     | ``cosines`` | list with the cosine of each group; only for connections with groups of channels |
 
     Training stays bit-identical: no random number is drawn, and outputs and gradients do not change. Sites have hooks
-    only during a recorded pass, so activation checkpointing's second pass is not recorded. Copies and pickles of the
-    model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read, with one transfer for
-    each recorded step. In distributed training, each process records its share of the batch.
+    only during a recorded pass, so the recomputation of activation checkpointing is not recorded. Copies and pickles of
+    the model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read. Reading takes one
+    transfer for each recorded step. In distributed training, each process records its share of the batch.
 
     Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls the
     model once in eager mode, without gradients, and restores random state and buffers. Create the recorder before the
@@ -278,8 +278,8 @@ class Recorder:
             return
         if not done.means:
             warnings.warn(
-                "timm_ortho.record measured no connection: blocks that are compiled one by one, or before the recorder "
-                "was created, do not run hooks", stacklevel=2)
+                "timm_ortho.record measured no connection: hooks do not run in blocks that are compiled one by one, or "
+                "compiled before the recorder was created", stacklevel=2)
         self._unread.append(done)
         if self._sink is not None:
             self._sink(self.drain())

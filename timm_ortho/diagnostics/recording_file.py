@@ -2,13 +2,13 @@
 
 With ``TIMM_ORTHO_RECORD=FILE.jsonl``, every 50th training pass of every new variant is recorded.
 ``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts that have no option for recording, like
-timm's ``train.py``. Recording is not an argument of the model, because arguments are saved with a model, so loading the
-model would start a recording. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
+timm's ``train.py``. Recording is not a model argument: arguments are saved with the model, so loading the model
+would start a recording. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
 record this variant with ``--model-kwargs connection=linear``.
 
-Each line is one row. In distributed training, the first process writes the rows of its share of the batch. Rows are
-appended to an existing file. The steps continue after the last step in the file, because the number of passes before a
-resumed checkpoint is unknown here. Rows that were written after the last checkpoint are kept.
+Each line is one row. In distributed training, only the first process writes rows, for its share of the batch. Rows are
+appended to an existing file. The steps continue after the last step in the file, because this module cannot read the
+number of earlier passes from the checkpoint. Rows that were written after the last checkpoint are kept.
 """
 import json
 import os

@@ -14,8 +14,8 @@ Linear CKA is from "Similarity of Neural Network Representations Revisited" (Kor
 values that Oh et al. publish for ViT-B do not fit these definitions: exp(6.512) is 673, but their effective rank is
 572.9. The two numbers cannot both come from the same eigenvalues.
 
-All functions accept features ``[n, d]``, or :class:`Moments` for data that does not fit in memory. They compute in
-float64.
+The metrics accept features ``[n, d]``. If the features do not fit in memory, pass :class:`Moments` instead, and use
+:func:`compare` for linear CKA. All metrics are computed in float64.
 """
 import math
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Union
@@ -54,7 +54,7 @@ class Moments:
         """Add rows ``[n, d]`` and return this object.
 
         Raises:
-            ValueError: The features have another number of axes, or another width than earlier rows.
+            ValueError: The features do not have two axes, or their width differs from earlier rows.
         """
         if features.dim() != 2 or (self.count and features.shape[1] != len(self.mean)):
             expected = f"images, {len(self.mean) if self.count else 'width'}"
@@ -96,7 +96,7 @@ def spectral_entropy(features: Union[Tensor, Moments]) -> float:
     0.6931
     """
     scatter = _moments(features).scatter
-    if not scatter.isfinite().all():  # eigvalsh would raise an error for a diverged model
+    if not scatter.isfinite().all():  # a diverged model, for which eigvalsh would raise an error
         return math.nan
     eigenvalues = torch.linalg.eigvalsh(scatter).clamp(min=0.0)
     shares = eigenvalues / eigenvalues.sum()
@@ -211,7 +211,7 @@ def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled)
 
 
 def moments(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Moments:
-    """Return the moments of :func:`features` without keeping all features in memory, for the same arguments.
+    """Return the moments of a loader's features without keeping all features in memory. Arguments: :func:`features`.
 
     >>> moments(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).count
     6
