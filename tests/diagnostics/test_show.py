@@ -118,7 +118,7 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
     (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),
     (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
-    (["local-dir:/nowhere"], "local-dir:/nowhere: it contains no config.json"),
+    (["local-dir:/nowhere"], "local-dir:/nowhere: the folder contains no config.json"),
     (["local-dir:/nowhere", "--pretrained"], "--pretrained and --checkpoint are for variants, and there is no variant"),
 ])
 def test_errors(arguments, message, capsys):

@@ -112,7 +112,7 @@ def test_a_config_that_is_not_json(hub, client):
 
 def test_a_folder_without_a_config(client, tmp_path):
     folder = f"local-dir:{tmp_path}"
-    check_refused(client.run(f"timm_ortho.pull('{folder}')"), f"{folder}: it contains no config.json")
+    check_refused(client.run(f"timm_ortho.pull('{folder}')"), f"{folder}: the folder contains no config.json")
 
 
 @pytest.mark.parametrize("name", ["", "a/b/c", "/some/folder"])

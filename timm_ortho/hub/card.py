@@ -59,12 +59,12 @@ class Subject:
             without weights.
         parameters: Number of parameters; None without weights.
         load: Argument of `timm.create_model`: `hf-hub:me/repo`, `vit_test_ortho.digits`.
-        repo_id: Repository on the Hub, if the weights are in one.
+        repo_id: Repository of the weights on the Hub; None for weights that are not on the Hub.
         revision: Revision in that repository; None for main.
         license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
         base_model: Repository of the weights that training started with.
         about: Markdown below the summary, for example on the origin of the weights.
-        limits: Sentences to print before the limits that are derived from the run.
+        limits: Sentences for the section "Limits", before the sentences that are derived from the run.
         dataset: timm's name of the data set, if there is no run.
         tags: Additional tags.
         imports: Lines of code after `import timm_ortho` that register the author's classes.
@@ -216,7 +216,7 @@ def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
 def _images(subject: Subject, run: Optional[Run], key: str) -> str:
     """Return the title of the data set, and the number of its images if the option `key` limits it."""
     title = _dataset(subject, run)[0]
-    applies = run and (run.result.get("trainer", "train.py") != "train.py")  # timm's script ignores the option
+    applies = run and (run.result.get("trainer", "train.py") != "train.py")  # timm's train.py ignores this option
     return f"{run.options[key]:,} images of {title}" if applies and run.options.get(key) else title
 
 
@@ -264,7 +264,8 @@ def _metrics(run: Run) -> Iterator[tuple[str, str]]:
     if run.peers:
         spread = f" ± {run.top1_std:.2f}" if run.top1_std is not None else ""
         yield "top-1 after the last epoch, % (mean ± standard deviation over seeds)", f"{run.top1_mean:.2f}{spread}"
-        yield "by seed", ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.peers.items())
+        by_seed = ", ".join(f"{seed}: {top1:.2f}" for seed, top1 in run.peers.items())
+        yield "top-1 after the last epoch, % (by seed)", by_seed
 
 
 def _result_notes(run: Optional[Run]) -> list[str]:
@@ -325,7 +326,7 @@ def _yaml(options: Mapping[str, Any]) -> str:
 
 
 def made_with(result: Mapping[str, Any]) -> str:
-    """Return versions, machine, command, commit and device of a run's `result.json`, without host and process."""
+    """Return versions, machine, command, commit and device from a run's `result.json` as one line of text."""
     made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in _PRIVATE}
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if made.get("command"):

@@ -1,4 +1,4 @@
-"""Errors of publishing."""
+"""Errors that are raised if a model or run cannot be published."""
 
 
 class PublishError(ValueError):

@@ -15,10 +15,10 @@ from ..weights.checks import SAFE, safetensors_name, weights_in_folder
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
     """Load a pretrained model from the Hub or a folder.
 
-    The result is the same as that of ``timm.create_model("hf-hub:...", pretrained=True)``. If the Hub fails, timm alone
-    needs from 23 seconds to several minutes to raise an error, which always says "check your connection". This function
-    sends one request, reports the cause within seconds, and lets timm build the model from local files. It uses cached
-    files if the Hub cannot be reached.
+    The model is the same as from ``timm.create_model("hf-hub:...", pretrained=True)``. If the Hub fails, timm alone
+    needs from 23 seconds to several minutes to raise an error, and reports "check your connection" for every cause.
+    This function sends one request, reports the cause within seconds, and lets timm build the model from local files.
+    It uses cached files if the Hub cannot be reached.
 
     >>> import tempfile, timm, timm_ortho
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     if name.startswith("local-dir:"):
         folder = Path(name.removeprefix("local-dir:"))
         if not (folder / "config.json").is_file():
-            raise WeightsError(f"{name}: it contains no config.json")
+            raise WeightsError(f"{name}: the folder contains no config.json")
         _check_config(folder / "config.json", name)
         weights_in_folder(folder)
         return timm.create_model(name, pretrained=True, **kwargs)

@@ -7,7 +7,7 @@
 | `README.md` | the model card, see `card` |
 | `training.png` | the training curve of a run; needs matplotlib |
 
-Before the folder is published, it is loaded again and must give bit-identical logits.
+Before publication, the model is loaded from the folder and must give bit-identical logits.
 """
 import json
 import shutil
@@ -81,7 +81,7 @@ def export(
         The card.
 
     Raises:
-        PublishError: The model cannot be published, or the folder contains other files.
+        PublishError: The model cannot be published, or the folder contains files of another kind.
     """
     publication = Publication.of(model, repo_id, ema)
     folder = Path(folder).resolve()
@@ -127,7 +127,7 @@ class Publication:
             is_pretrained = run.options.get("pretrained") and not any(map(run.options.get, _OTHER_WEIGHTS))
             return cls(trained, repo_id, run, trained.pretrained_cfg if is_pretrained else {})
         if ema:
-            raise PublishError("a model has no EMA weights besides its own: pass the EMA's module, or a checkpoint")
+            raise PublishError("ema=True needs the path of a checkpoint; to publish a module of EMA weights, omit ema")
         return cls(_detached(model), repo_id, None, getattr(unwrap_model(model), "began_with", {}))
 
     def write(
@@ -264,7 +264,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
 
 
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a variant that give a model its connections; empty for a timm model without any."""
+    """Return the arguments of a variant that give a model its connections; empty for a model without connections."""
     try:
         arguments = connection_arguments(model)
     except ValueError as error:
@@ -304,7 +304,7 @@ def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
 
 # Fields of a pretrained_cfg that describe the weights of the base model.
 _OF_OTHER_WEIGHTS = ("license", "tag", "label_names", "label_descriptions", "label_offset")
-_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # test settings that are recommended for those weights
+_FOR_TESTS = ("test_input_size", "test_crop_pct", "pool_size")  # recommended test settings of the base model's weights
 
 
 def _pretrained_cfg(
@@ -324,7 +324,7 @@ _DATA_OPTIONS = ("input_size", "img_size", "mean", "std", "interpolation", "crop
 
 
 def image_config(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the image preprocessing of a run's options; missing values are from the model's configuration."""
+    """Return the image preprocessing that a run's options set, completed from the model's configuration."""
     config = data_config(model, {key: options[key] for key in _DATA_OPTIONS if options.get(key) is not None})
     channels, *size = config["input_size"]
     if model.pretrained_cfg.get("fixed_input_size"):

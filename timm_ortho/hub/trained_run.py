@@ -35,9 +35,9 @@ class Run:
     Attributes:
         options: timm's options.
         history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. If the
-            run changed its connection, the list contains only the epochs of the checkpoint's stage.
-        result: `result.json` of a run of the lab; empty for `train.py`.
-        peers: Top-1 after the last epoch in percent, by seed, of the finished runs that differ only in the seed.
+            run changed its connection, the list contains only the epochs on the checkpoint's side of the change.
+        result: `result.json` of a run of `timm-ortho compare` or `study`; empty for `train.py`.
+        peers: Top-1 in percent after the last epoch, by seed, for all finished runs that differ only in the seed.
         comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
         epoch: Epoch after which the weights were saved; None without weights.
         in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
@@ -156,7 +156,7 @@ def _read_checkpoint(path: Path) -> dict:
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the options in args.yaml, completed by the checkpoint's (train.py sets num_classes itself)."""
+    """Return the options in args.yaml, and from the checkpoint those without a value there, such as num_classes."""
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():
@@ -166,8 +166,8 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise PublishError(f"{folder / 'args.yaml'} cannot be read ({error_text(error)})") from None
     if not options.get("model"):
-        raise NoRunError(f"the model of {path} is unknown: it contains no arguments, and no args.yaml names a model; "
-                         f"{_BY_HAND}")
+        raise NoRunError(f"the model of {path} is unknown: the file contains no arguments, and no args.yaml names a "
+                         f"model; {_BY_HAND}")
     return options
 
 

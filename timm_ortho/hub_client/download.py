@@ -44,8 +44,8 @@ def fetch(hf_hub_id: str, filename: str, cache_dir: CacheDir = None, *, newest: 
         hf_hub_id: ``owner/name`` or ``owner/name@revision``.
         filename: Path in the repository.
         cache_dir: Cache folder, huggingface_hub's by default.
-        newest: Request the file from the Hub first, and use a cached file only if that fails. By default a cached file
-            is used without a request.
+        newest: Request the file from the Hub first, and use a cached file only if the request fails. By default a
+            cached file is used without a request.
 
     Raises:
         WeightsError: The file is not in the cache and cannot be downloaded.

@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from .._text import error_text
 
 REQUEST_TIMEOUT = 5.0  # seconds for one request
-TOTAL_TIMEOUT = 7.0  # seconds in all, with the DNS lookup and the client's own requests
+TOTAL_TIMEOUT = 7.0  # seconds in total, including the DNS lookup and the client's own requests
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def check_repo_id(repo_id: str, error_class: Type[Exception], hint: str = "") ->
 
 
 def with_timeout(function: Callable[[], T]) -> T:
-    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT. A DNS lookup has no timeout of its own."""
+    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT. A DNS lookup alone has no timeout."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -78,7 +78,7 @@ def client_errors_as(
         error_class: The class to raise.
         repo_id, revision: The requested repository and revision.
         prefix: Beginning of the line.
-        access: The access that the token needs: ``read`` or ``write``.
+        access: The access that the request needs: ``read`` or ``write``.
         if_absent: End of the line if the repository does not have the file.
         if_interrupted: The line for an interrupted upload or download, with ``{cause}``. Empty for other requests.
         token: The token in use, if any.
@@ -131,7 +131,7 @@ def _refusal(error: Any, repo_id: str, revision: Optional[str], access: str, tok
 
 
 def _connection_failure(chain: List[BaseException], if_interrupted: str) -> str:
-    """Describe a missing or incomplete answer. Matches class names, since the client's HTTP library varies."""
+    """Describe a missing or incomplete answer. Class names are matched, since huggingface_hub's HTTP library varies."""
     names = " ".join(base.__name__ for error in chain for base in type(error).__mro__)
     cause = f"{type(chain[-1]).__name__}: {error_text(chain[-1])}"
     is_network = any(name in names for name in ("Connect", "Timeout", "Transport", "Proxy", "SSL", "Chunked"))

@@ -8,7 +8,7 @@ from ..convert import connect
 
 
 def variant_argument(name: str) -> str:
-    """Return the name under which a variant takes an argument of :func:`timm_ortho.connect`.
+    """Return the variants' name of an argument of :func:`timm_ortho.connect`.
 
     >>> variant_argument("prob"), variant_argument("skip_rank")
     ('connection_prob', 'skip_rank')

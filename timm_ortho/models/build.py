@@ -30,14 +30,15 @@ def create(
 
     Args:
         name: Name of the variant.
-        default: Connection, unless ``kwargs`` contains another.
-        entry: Entry point, called with a replacement of ``build_model_with_cfg`` and the arguments of an entry point.
+        default: Connection if ``kwargs`` contains no ``connection``.
+        entry: Builds the model. Called with a replacement of ``build_model_with_cfg`` and the arguments of timm's entry
+            points.
         pretrained: Whether to load weights.
         pretrained_cfg: Configuration to use instead of the variant's own, or the tag of a configuration.
         kwargs: All other arguments of ``timm.create_model``.
 
     Raises:
-        ValueError: A wrong value, or an unknown argument that begins with ``connection`` or ``skip_``.
+        ValueError: A value is wrong, or an argument that begins with ``connection`` or ``skip_`` is unknown.
         WeightsError: The weights cannot be downloaded or do not fit, or a config.json is wrong.
     """
     with naming_the_source(pretrained_cfg):
@@ -94,7 +95,7 @@ IMPORT_TAG = "import_timm_ortho"
 
 
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
-    """Return the requested configuration, or the variant's configuration with this tag instead of the base model's."""
+    """Return the requested configuration; for a tag or None, the variant's own instead of the base model's."""
     if requested and not isinstance(requested, str):
         return requested
     if requested == IMPORT_TAG:  # transformers passes the architecture's tag here
@@ -113,7 +114,7 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the creation arguments of a variant without connection arguments; empty for timm's models."""
+    """Return the arguments that built a variant, without arguments of connections; empty for timm's own models."""
     return dict(getattr(model, "creation_arguments", {}))
 
 

@@ -25,7 +25,7 @@ class ModuleCoverage(NamedTuple):
 
     Attributes:
         module: Name of the module.
-        covered: Number of sites of each architecture with variants.
+        covered: Number of sites (residual additions) of each architecture with variants.
         left_out: Reason for each architecture without variants.
     """
 
@@ -73,7 +73,7 @@ def timm_modules() -> List[ModuleCoverage]:
 
 
 def libraries() -> Dict[str, Dict[str, List[str]]]:
-    """Return the known block classes of torchvision and transformers by library with version, then by module."""
+    """Return the supported block classes of torchvision and transformers: library and version -> module -> names."""
     known: Dict[str, Dict[str, List[str]]] = {}
     for library in ("torchvision", "transformers"):
         if find_spec(library) is None:

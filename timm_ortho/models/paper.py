@@ -5,8 +5,8 @@ They follow the paper's text and the authors' code, and are built from timm's Vi
 name exists with the suffixes ``_ortho``, ``_orthog`` and ``_linear`` (the baseline, which timm does not have).
 ``vit_test`` (32, 4, 2) is a ViT of the same class that is small enough to ship with trained weights.
 
-Difference from the authors' code: where a ResNetV2 block changes the stream's shape, the projection follows the first
-norm and activation, as in the pre-activation blocks of timm and He et al. The authors project the block's input itself.
+Difference from the authors' code: if a ResNetV2 block changes the stream's shape, its shortcut convolution receives the
+output of the first norm and activation, as in timm and He et al. In the authors' code it receives the block's input.
 """
 from collections import OrderedDict
 from dataclasses import replace
@@ -29,7 +29,7 @@ __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # timm's registry appends
 
 
 def _block(**kwargs) -> Block:
-    """Return timm's block with LayerNorms without weight and bias. The norm before the head has both."""
+    """Return timm's block whose LayerNorms have no weight and bias. The norm before the head has both."""
     return Block(**dict(kwargs, norm_layer=partial(LayerNorm, eps=1e-6, affine=False)))
 
 
@@ -80,7 +80,7 @@ class CifarResNetV2(ResNetV2):
         head_norm: Whether a LayerNorm follows the pooling (paper, Table 9).
         weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's: normal, by fan-out), ``xavier``
             or ``orthogonal`` (paper, Table 7). Biases are initialized with 0, norms as the identity.
-        output_stride: 8, or less for dilated later stages.
+        output_stride: 8. Lower values dilate later stages instead of halving the resolution.
 
     Raises:
         ValueError: ``weight_init`` is unknown.

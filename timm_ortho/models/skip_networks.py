@@ -1,8 +1,8 @@
 """The networks of "Orthogonal and Idempotent Transformations for Learning Deep Neural Networks" (Wang et al., 2017).
 
 A network for images of 32 x 32 has a 3x3 convolution, three stages of K residual blocks, average pooling and a linear
-layer: 6 K + 2 layers in all. The second and third stages begin with stride 2. A block has one branch, four branches or
-one branch per channel. Each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
+layer: 6 K + 2 layers in all. The second and third stages begin with stride 2. A block has one branch, four parallel
+branches or one branch per channel. Each branch is BN, convolution, BN, ReLU, convolution (Section 4.2).
 
 | name | branches | widths of the stages |
 | --- | --- | --- |
@@ -11,15 +11,15 @@ one branch per channel. Each branch is BN, convolution, BN, ReLU, convolution (S
 | ``skipnet_{20,56,110}_depthwise`` | one per channel | 64, 128, 256 |
 
 Each name exists with suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the skip transform.
-As in the paper, the default B of an idempotent transform is 4 in the networks with four branches and the number of
-channels in all other networks; ``skip_branches`` and ``skip_rank`` override it.
+An idempotent transform mixes B groups of channels. As in the paper, B is 4 in the networks with four branches and the
+number of channels in all other networks. ``skip_branches`` and ``skip_rank`` override this default.
 
 The paper does not specify the following choices:
   * Where the width doubles, a 1x1 convolution of stride 2 projects the stream, separately for each branch.
-    Without a transform, the branches therefore never mix. P acts on the projected stream, as in timm's ResNetV2.
+    Without a transform, the branches therefore never mix. A transform acts on the projected stream, as in ResNetV2.
   * The projection takes the output of the block's first norm, as in timm's pre-activation blocks.
   * Convolutions have no bias, and no norm follows the last stage.
-  * Each branch is initialized like a separate convolution: normal weights (He et al.) for the fan-out of the branch.
+  * Each branch is initialized like a separate convolution, with normal weights (He et al.) for the branch's fan-out.
 """
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ Indices = Optional[Union[int, List[int]]]
 
 
 def _branch_conv(in_chs: int, out_chs: int, kernel_size: int, branches: Optional[int] = 1, **kwargs) -> nn.Module:
-    """Return a convolution with separate branches; None is one branch per channel."""
+    """Return a convolution with separate branches; ``branches=None`` means one branch per channel."""
     if kernel_size == 7:  # timm's stem, which is replaced later
         branches = 1
     return create_conv2d(in_chs, out_chs, kernel_size, **{**kwargs, "groups": branches or in_chs})
@@ -56,7 +56,7 @@ class SkipNetwork(ResNetV2):
 
     Args:
         branches: Number of branches of a block; None for one per channel.
-        output_stride: 4, or less for dilated later stages.
+        output_stride: 4. Lower values dilate later stages instead of halving the resolution.
     """
 
     def __init__(

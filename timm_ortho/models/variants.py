@@ -46,7 +46,7 @@ def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Di
 
 @cache
 def _fixed(function: FunctionType) -> FrozenSet[str]:
-    """Return the arguments that an entry point adds to its caller's, as in ``dict(embed_dim=512, **kwargs)``."""
+    """Return the names of arguments that an entry point sets itself, as in ``dict(embed_dim=512, **kwargs)``."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
     forwarding = [call for call in calls if any(
         keyword.arg is None and isinstance(keyword.value, ast.Name) for keyword in call.keywords)]
@@ -55,7 +55,7 @@ def _fixed(function: FunctionType) -> FrozenSet[str]:
 
 
 def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> FunctionType:
-    """Return a copy of an entry point of timm that calls ``build`` instead of ``build_model_with_cfg``, at any depth.
+    """Return a copy of an entry point that calls ``build`` instead of ``build_model_with_cfg``, directly or indirectly.
 
     The copy lets :func:`create` connect a model between its construction and the loading of its weights. timm's own
     function does not change.

@@ -1,4 +1,4 @@
-"""Read the files of a training run of timm's `train.py` or of the lab."""
+"""Read the files of a training run of timm's `train.py`, `timm-ortho compare` or `timm-ortho study`."""
 import csv
 import importlib
 import json
@@ -13,7 +13,7 @@ from .._text import without_nan
 
 def load_checkpoint(path: Path) -> Any:
     """Load a checkpoint, which may contain timm's `args`, on the CPU with torch's restricted unpickler."""
-    # Add Namespace only if it is missing, because safe_globals forbids the added classes at the end.
+    # Allow Namespace only if it is not yet allowed, because safe_globals forbids it again at the end.
     missing = {Namespace}.difference(torch.serialization.get_safe_globals())
     with torch.serialization.safe_globals([*missing]):
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -8,7 +8,7 @@ import torch
 
 Matrix = List[List[float]]
 
-_FUSED = (8, 16, 32, 64)  # limits to try for the rows of a product of adjacent factors
+_FUSED = (8, 16, 32, 64)  # limits to try for the number of rows of a product of adjacent factors
 
 
 def _primes(width: int) -> List[int]:
@@ -23,7 +23,7 @@ def _primes(width: int) -> List[int]:
 
 
 def hartley(p: int) -> Matrix:
-    """Return Hartley's matrix with its rows in reverse order; Eq. 26 of Wang et al. (2017) for p = 2."""
+    """Return the p x p Hartley matrix with its rows in reverse order. For p = 2 it is Eq. 26 of Wang et al. (2017)."""
     def cas(turns: int) -> float:
         angle = 2 * math.pi * (turns % p) / p
         return math.cos(angle) + math.sin(angle)
@@ -34,7 +34,7 @@ def hartley(p: int) -> Matrix:
 def rotation(p: int, draw: random.Random) -> Matrix:
     """Draw a rotation uniformly from SO(p).
 
-    For p > 2 the rotation is the Q of the QR decomposition of a matrix of normal draws, with the signs of R's diagonal.
+    For p > 2 the rotation is Q of the QR decomposition of normal draws, with column i multiplied by the sign of R_ii.
     """
     if p == 2:
         angle = 2 * math.pi * draw.random()
@@ -49,8 +49,9 @@ def rotation(p: int, draw: random.Random) -> Matrix:
 
 
 def factors(width: int, seed: str = "") -> List[Matrix]:
-    """Return the factors for a width: one Hartley matrix per prime or, with a seed, one random rotation per prime.
+    """Return matrices whose Kronecker product acts on ``width`` channels.
 
+    There is one factor per prime factor of ``width``: a Hartley matrix or, if a seed is set, a random rotation.
     Adjacent factors are multiplied to reduce the number of matrices. ``_FUSED`` lists limits for the number of rows of
     a matrix. The lowest limit that gives the smallest number of matrices is used.
     """

@@ -5,7 +5,7 @@ y = P x + F(x) becomes
 
     z_{i+1} = (T_{i+1} P_i T_i^T) z_i + T_{i+1} F_i(T_i^T z_i)
 
-:func:`absorb` (Theorem 1, Eq. 12 and 13) chooses T_i = T_{i+1} P_i, and T = I after the last block of a width. Every
+:func:`absorb` (Theorem 1, Eq. 12 and 13) chooses T_i = T_{i+1} P_i, and T = I after the last block of each width. Every
 skip becomes the identity. If all L blocks have P = Q, then z_1 = Q^L x_1, and block i adds
 Q^(L-i) F_i(Q^(i-L-1) z_i) to the stream.
 
@@ -31,7 +31,7 @@ from .transforms import Skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# (block class, kind of site) -> first and last layer of the branch. These streams have no norm or activation.
+# (block class, kind of site) -> first and last layer of the branch. These blocks do not normalise the stream itself.
 _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("timm.models.vision_transformer.Block", "attention"): ("norm1", "drop_path1"),
     ("timm.models.vision_transformer.Block", "mlp"): ("norm2", "drop_path2"),
@@ -160,13 +160,13 @@ def _rewritten(
         bases: Callable[[List[_SiteWithSkip]], List[Tensor]],
         skip: Callable[[_SiteWithSkip, Tensor, Tensor], Optional[nn.Module]],
 ) -> ModelT:
-    """Return a copy of a model in new bases.
+    """Return a copy of a model whose stream is in new bases.
 
     Args:
         model: A model with connections.
         verb: Name of the rewrite, for errors.
         kind: Required kind of its skips, ``"orthogonal"`` or ``"idempotent"``.
-        bases: Returns the matrices T before each site of a chain and after the last site.
+        bases: Returns the matrices T before each site of a chain (the sites of one width) and after the last site.
         skip: Returns the new skip of a site, given the site, the matrix T before it, and a parameter of the model for
             the device and dtype.
     """

@@ -69,7 +69,7 @@ def _transformed(
         x: Tensor, own: float, mean: float, branches: int, tensors: List[Tensor], dim: int, transposed: bool) -> Tensor:
     """Compute :func:`plain_skip` with the matrices as tensors in the accumulation dtype."""
     width, inner = x.shape[dim], 1
-    last = x.stride(dim) == 1  # adjacent channels (tokens, channels-last) become the last axis
+    last = x.stride(dim) == 1  # move channels that are adjacent in memory (tokens, channels-last) to the last axis
     y = x.movedim(dim, -1) if last else x
     if not last:
         for size in x.shape[dim:][1:]:
@@ -102,12 +102,12 @@ _compiled = compiled(_transformed)
 
 # ---------------------------------------------------------------------------------------- the map as a module
 def _overrides(x: Tensor) -> bool:
-    """Return whether ``x`` overrides functions itself, as FX proxies do. Active modes do not count."""
+    """Return whether the class of ``x`` overrides torch functions, as FX proxies do. Active modes do not count."""
     return not is_plain(x) and has_torch_function((x,))
 
 
 def _without_autocast(device: str) -> ContextManager:
-    """Disable autocast, which would round a float32 stream before a matrix product, unlike ``x + f``."""
+    """Disable autocast. It would round a float32 stream before a matrix product, but not before ``x + f``."""
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
@@ -118,7 +118,7 @@ def _tensors(width: int, seed: str, device: torch.device, dtype: torch.dtype) ->
     return [torch.tensor(matrix, dtype=dtype, device=device) for matrix in factors(width, seed)]
 
 
-_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # modules would copy, save and cast them
+_cached_tensors = lru_cache(maxsize=1024)(_tensors)  # as buffers, they would be copied, saved and cast with the module
 
 
 class _Mapped(torch.autograd.Function):
@@ -206,7 +206,7 @@ class Skip(nn.Module):
         with _without_autocast(x.device.type):
             if torch.compiler.is_compiling() and not is_recorded():
                 return self.compute(x, transposed)
-            # matrices made under a transform or by a tensor subclass must not be cached
+            # matrices made under a functorch transform or by a tensor subclass must not be cached
             if is_recorded() or is_transformed() or is_batched(x) or not is_plain(x):
                 return plain_skip(*plain)
             return _Mapped.apply(x, self, transposed)

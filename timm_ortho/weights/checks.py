@@ -1,8 +1,8 @@
 """Find weights as safetensors and compare them with the model before they are loaded.
 
-timm reads a pickle if there are no safetensors, and leaves missing tensors random if the number of classes differs.
-This module never unpickles a file of a repository or of a folder with a config.json. It raises an error for every
-tensor that does not fit, except in the head of a model with another number of classes.
+timm reads a pickle if there are no safetensors, and leaves missing tensors random if the number of classes differs from
+the checkpoint's. This module never unpickles a file of a repository or of a folder with a config.json. It raises an
+error for every tensor that does not fit, except in the head if the number of classes differs.
 """
 import warnings
 from contextlib import contextmanager
@@ -25,8 +25,8 @@ Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
 def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
     """Return the changes to a configuration that make timm read its weights from a local safetensors file.
 
-    Weights of the Hub are downloaded first. timm itself loads a ``file`` or ``state_dict``. Before 1.0.29, timm
-    unpickles all files that it finds by ``hf_hub_filename``; a local file avoids this.
+    Weights of the Hub are downloaded first. Any other ``file`` or ``state_dict`` needs no changes.
+    Before 1.0.29, timm unpickles all files that it finds by ``hf_hub_filename``; a local file avoids this.
 
     Args:
         cfg: Configuration of the weights.
@@ -107,8 +107,8 @@ def _check_header(file: Path, source: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- content
-# Layers after the blocks. timm omits some of these layers for another number of classes and with features_only. For
-# another pooling, timm renames the norm.
+# Layers after the blocks. timm omits some of these layers if the number of classes changes or features_only is set. If
+# the pooling changes, timm renames the norm.
 _HEADS = ("attn_pool.", "head.", "head_dist.")
 _NORMS = ("norm.", "fc_norm.")
 
@@ -132,7 +132,7 @@ def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str
 
     def filtered(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
         if filter_fn is not None:
-            takes_model = len(signature(filter_fn).parameters) > 1  # timm supports filters with and without the model
+            takes_model = len(signature(filter_fn).parameters) > 1  # timm also supports filters without this argument
             try:
                 state_dict = filter_fn(state_dict, model) if takes_model else filter_fn(state_dict)
             except (KeyError, RuntimeError, ValueError) as error:
@@ -191,7 +191,7 @@ def _other_shapes(
 
 def _warn_of_new_classifier(
         source: str, state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, classes: int) -> None:
-    """Warn if timm drops a classifier that fits. timm compares only the model's classes with the configuration's."""
+    """Warn if timm drops a classifier that fits. timm compares only numbers of classes, not shapes."""
     names = [name for name in own if name.startswith(_classifiers(cfg))]
     if names and all(name in state_dict and state_dict[name].shape == own[name].shape for name in names):
         warnings.warn(

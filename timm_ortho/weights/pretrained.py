@@ -51,7 +51,7 @@ def pretrained_cfgs(name: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
 
 # ---------------------------------------------------------------------------------- transformers' layout
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Convert a checkpoint of the paper's ViT to timm's layout, from timm's or from transformers' (the authors').
+    """Convert a checkpoint of the paper's ViT from transformers' layout (the authors') to timm's, if necessary.
 
     Position and patch embeddings are resampled to the model's size, as in timm.
 
@@ -93,8 +93,8 @@ def _transformers_names(depth: int) -> Dict[str, Tuple[str, ...]]:
 def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
     """Return the tensors of transformers' layout under timm's names.
 
-    transformers adds position_embeddings, [1, 1 + patches, width], to all tokens. This ViT adds them to patches only,
-    so the row of the class token is added to the class token itself.
+    transformers adds position_embeddings, [1, 1 + patches, width], to all tokens. The ViT of this package adds them to
+    patches only, so the row for the class token is added to the class token here.
     """
     names = _transformers_names(len(model.blocks))
     complete = {own: sources for own, sources in names.items() if all(source in state_dict for source in sources)}
