@@ -1,6 +1,6 @@
 """Write the evidence page and its summary in README; every number is computed from the published runs.
 
-The text is `evidence.md.jinja`, the hypotheses are in `hypotheses.py`, the differences in `contrasts.py`.
+`evidence.md.jinja` contains the text. `hypotheses.py` defines the hypotheses, and `contrasts.py` computes differences.
 """
 import json
 import math
@@ -72,14 +72,17 @@ def _json(name: str) -> Mapping[str, Any]:
 
 # ---------------------------------------------------------------------------------- rates, recipes, provenance
 def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[tuning_rules.Chosen]:
-    """Return the rates that study P0 chose: each connection's lowest rate within 0.1 points of its best accuracy."""
+    """Return the learning rates that study P0 chose, or None before it is published.
+
+    The chosen rate of a connection is the lowest whose accuracy is within 0.1 points of the connection's best accuracy.
+    """
     if not is_published(study):
         return None
     return tuning_rules.Chosen.of(runs_of(study), _json("floors/ridge.json")[study]["top1"], _floor(study), 0.1)
 
 
 def tuned_on_cifar(study: str = f"cifar_rates-{CIFAR}-small") -> Optional[list[str]]:
-    """Return the table and the choices of study S0, see `scripts.checks.rates`."""
+    """Return lines of Markdown with the rates and recipe that study S0 chose, or None before it is published."""
     if not is_published(study):
         return None
     ridge = _json("floors/ridge.json")[study]["best"]
@@ -87,17 +90,17 @@ def tuned_on_cifar(study: str = f"cifar_rates-{CIFAR}-small") -> Optional[list[s
 
 
 def _floor(study: str) -> float:
-    """Return the label-smoothing floor of a study's training loss."""
+    """Return the lowest training loss that a study's label smoothing allows."""
     return tuning_rules.smoothing_floor(_options(study).smoothing, len(runs_of(study)[0]["labels"]))
 
 
 def _options(study: str) -> Any:
-    """Return the train.py options of a study's first variant."""
+    """Return the train.py options of a study's first variant at scale `small`."""
     return design.load(study.partition("-")[0], "small").variants({})[0].options
 
 
 def setting(study: str) -> dict[str, tuple[str, str]]:
-    """Return settings that may differ between a study of ViTs and the paper, with both values."""
+    """Return the values of a study of ViTs and of the paper's ViT-S on CIFAR-10, by the name of the setting."""
     here, paper = _options(study), recipe.resolve_variant({"dataset": "torch/cifar10"}, "vit_s_cifar10")
     wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
     width, blocks = here.model_kwargs["embed_dim"], here.model_kwargs.get("depth", wide["blocks"])
@@ -120,25 +123,25 @@ def _augmentation(options: Any) -> str:
     return ", ".join(["crop, flip", *strong])
 
 
-DATA = {"C1": "CIFAR-10", "C2": "Tiny ImageNet", "H1": "Fashion-MNIST"}  # hypotheses on the accuracy of ViTs
+DATA = {"C1": "CIFAR-10", "C2": "Tiny ImageNet", "H1": "Fashion-MNIST"}  # data sets of hypotheses on ViTs' accuracy
 
 
 def slower(contrast: Contrast) -> float:
-    """Return the additional time of a run with F in percent, as the median over the pairs."""
+    """Return how much longer a run with F takes than with linear, in percent, as the median over the seeds."""
     seconds = {(run["seed"], run["connection"]): run["seconds"] for run in contrast.runs}
     seeds = {seed for seed, _ in seconds}
     return 100 * (median(seconds[seed, "feature"] / seconds[seed, "linear"] for seed in seeds) - 1)
 
 
 def detectable(pairs: int, power: float = 0.8) -> float:
-    """Return the effect, in standard deviations, that a two-sided paired test at 5 % detects with this power."""
+    """Return the effect, in standard deviations, that a two-sided paired test at the 5 % level detects with a power."""
     limit = stats.t.ppf(0.975, pairs - 1)
     return float(optimize.brentq(lambda d: stats.nct.sf(limit, pairs - 1, d * math.sqrt(pairs)) - power, 0.1, 3.9))
 
 
 # -------------------------------------------------------------------------------------------- the first answers
 def answers() -> dict[str, str]:
-    """Return the summary that opens the evidence page and README."""
+    """Return the summary for the evidence page and README: an answer in Markdown by subject."""
     family = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
     vits, h1, h2 = [family[name] for name in DATA], family["H1"], family["H2"]
     of_data = " and ".join(
@@ -162,7 +165,7 @@ def answers() -> dict[str, str]:
 
 
 def lead(sweeps: Sequence[Sweep]) -> str:
-    """Return the sentence on the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
+    """Return a sentence with the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
     def at(sign: int) -> str:
         times = [" and ".join(f"{rate / of.best:.2g}" for rate in of.significant(sign)) for of in sweeps]
         return "at no rate" if not any(times) else "only " + " and ".join(
@@ -179,10 +182,10 @@ def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, D
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
-    """Return the answer for ViTs, from the decisions on accuracy and the final training losses.
+    """Return the answer for ViTs in words, from the decisions on accuracy and the final training losses.
 
     Args:
-        rows: The decided hypotheses on the accuracy of ViTs.
+        rows: The rows of `decided` for hypotheses on the accuracy of ViTs.
         numbers: Sentences that follow the first sentence.
     """
     run = [row for row in rows if row["hypothesis"].is_run]
@@ -203,7 +206,7 @@ def section_width() -> int:
 
 # -------------------------------------------------------------------------------------------- the pictures
 def pictures() -> dict[str, Figure]:
-    """Return three plots: the hypotheses, all differences in all reports, and F − linear by epoch."""
+    """Return three plots: differences of the hypotheses, differences of all reports, and F − linear by epoch."""
     asked = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
     asked = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + asked
     every = []
@@ -227,7 +230,7 @@ def pictures() -> dict[str, Figure]:
 
 
 def draw_by_epoch(contrasts: Mapping[str, Contrast]) -> Figure:
-    """Draw F − linear after each epoch with its 95 % interval, one panel per study."""
+    """Draw F − linear in accuracy after each epoch with its 95 % interval, one panel per contrast."""
     figure = Figure(figsize=(4.2 * len(contrasts), 2.8), layout="constrained")
     for axes, (title, contrast) in zip(figure.subplots(1, len(contrasts), squeeze=False)[0], contrasts.items(),
                                        strict=True):
@@ -260,7 +263,7 @@ def text(history: Mapping[str, Any]) -> str:
     confirming = provenance.studies_of("one") + provenance.studies_of("two")
     every = [run for folder in studies.folders() if folder.name not in confirming
              for run in studies.part(folder).runs if studies.trains(folder)]
-    # a run has equal metrics in all studies that contain it
+    # Several studies may contain the same run. Its metrics identify it.
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
     ridge = _json("floors/ridge.json")
     floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])
@@ -297,7 +300,7 @@ def text(history: Mapping[str, Any]) -> str:
 
 
 def readme() -> str:
-    """Return the summary as README's list."""
+    """Return the summary as a Markdown list for README."""
     return "\n".join(textwrap.fill(f"* **{what}**: {answer}", 120, subsequent_indent="  ", break_on_hyphens=False)
                      for what, answer in answers().items())
 

@@ -1,4 +1,4 @@
-"""The preregistered hypotheses (docs/hypotheses.md) with their comparisons, and the exploratory comparisons."""
+"""Define the comparisons that decide the hypotheses of docs/hypotheses.md, and the exploratory comparisons."""
 import math
 from dataclasses import dataclass
 from statistics import fmean
@@ -32,13 +32,19 @@ NAMES = {DIGITS: "digits", FASHION: "Fashion-MNIST", CIFAR: "CIFAR-10", TINY: "T
 RATES, RATES_FASHION = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3), (1e-3, 2e-3, 4e-3, 8e-3)
 RANKS = (0.0, 0.0625, 0.25, 0.5, 0.75, 1.0)
 KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
-# F − linear in studies whose axis `update` gives each connection its own learning rate
+# Weights of F − linear in studies with an axis `update`, which gives each connection its own learning rate
 UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}
 
 
 # ---------------------------------------------------------------------------------------- the paper's effects
 def of_paper(table: str, effect: Callable[[Mapping[str, Any]], float], *path: str) -> dict[str, float]:
-    """Return an effect in a table of the paper, for each data set of the table."""
+    """Return an effect in a table of the paper, in points, for each data set of the table.
+
+    Args:
+        table: The section of paper.json.
+        effect: Computes the effect from the entry of a data set.
+        path: Keys from the section to the entries of the data sets.
+    """
     effects, entries = {}, section(table)
     for step in path:
         entries = entries[step]
@@ -56,7 +62,7 @@ def minus(of: str, base: str) -> Callable[[Mapping[str, Any]], float]:
 
 
 def rank_slope(ranks: Sequence[float]) -> Weights:
-    """Return the weights of the slope of accuracy over rank / width."""
+    """Return the weights of the slope of linear's accuracy over rank / width, in points per unit."""
     return slope(ranks, lambda index: {(ranks[index], "linear"): 1.0})
 
 
@@ -79,7 +85,7 @@ def of_skips(table: str, weights: Weights) -> dict[str, float]:
 
 
 def _mean(*effects: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean effect of several tables, for the data sets that all of them have."""
+    """Return the mean of several effects, for each data set that all of them have."""
     return {data: fmean(effect[data] for effect in effects) for data in effects[0] if all(data in e for e in effects)}
 
 
@@ -98,16 +104,20 @@ class Hypothesis:
     name: str
     says: str
     contrast: Comparison
-    claims: str = "above"  # the difference is "above" zero, "equal" to zero, or "different" from zero
-    equivalent: Optional[float] = None  # the bound in points within which the two settings are called equivalent
-    of_interest: float = 0.0  # the smallest difference of interest, from hypotheses.md
+    claims: str = "above"  # the claimed difference: "above" zero, "equal" to zero, or "different" from zero
+    equivalent: Optional[float] = None  # largest difference, in points, of equivalent settings
+    of_interest: float = 0.0  # the smallest difference of interest in points, from hypotheses.md
 
     @property
     def is_run(self) -> bool:
         return self.contrast.is_run
 
     def decision(self, p: Optional[float]) -> str:
-        """Return the decision at an adjusted p value (None if the differences have no variance)."""
+        """Return the decision in words.
+
+        Args:
+            p: The adjusted p of the difference, or None if the differences of the seeds have no variance.
+        """
         if not self.is_run:
             return "not run yet"
         mean, significant = self.contrast.difference.mean, p is not None and p < 0.05
@@ -135,50 +145,57 @@ def _effect(name: str, says: str, factor: str) -> Hypothesis:
     return Hypothesis(name, says, Effect(f"{name}: {says}", f"cifar_factors-{CIFAR}-small", factor))
 
 
+H4 = "transforms of the stream raise accuracy in networks with several branches"
 PART_TWO = (
     _hypothesis("C1", "F is more accurate than linear (ViT, CIFAR-10)", f"cifar_accuracy-{CIFAR}", UPDATES,
                 equivalent=0.4, paper=_only("CIFAR-10")),
     _hypothesis("C2", "F is more accurate than linear (ViT, Tiny ImageNet)", f"tiny_imagenet_accuracy-{TINY}", UPDATES,
                 equivalent=0.4, paper=_only("Tiny ImageNet")),
-    _effect("C3", "F's lead grows with the learning rate (at four times the best rate minus at the best rate)", "rate"),
-    _effect("C4", "F's lead grows with the width (128 minus 64)", "width"),
+    _effect("C3", "F's lead over linear is larger at four times the best learning rate than at the best rate", "rate"),
+    _effect("C4", "F's lead over linear is larger at width 128 than at width 64", "width"),
 )
 PART_ONE = (
-    _hypothesis("H1", "F is more accurate than linear (ViT)", f"confirm_accuracy-{FASHION}", difference(),
-                equivalent=0.2, of_interest=0.3, paper=GAINS["vit_s"]),
-    _hypothesis("H2", "F loses less at rates that are too high (points per tenfold rate)",
+    _hypothesis("H1", "F is more accurate than linear (ViT, Fashion-MNIST)", f"confirm_accuracy-{FASHION}",
+                difference(), equivalent=0.2, of_interest=0.3, paper=GAINS["vit_s"]),
+    _hypothesis("H2", "F − linear grows with the learning rate (points per tenfold rate, digits)",
                 f"confirm_learning_rate-{DIGITS}", rates_slope(RATES), bases="linear",
                 paper=of_paper("learning_rate_sweep", of_rates)),
-    _hypothesis("H3", "PoolFormer's accuracy drop with F comes from its pool(x) - x mixer",
+    _hypothesis("H3", "PoolFormer loses less accuracy with F if its mixer is pool(x) instead of pool(x) - x",
                 f"confirm_poolformer-{FASHION}",
                 {**placed("pool(x)", "both"),
                  **{setting: -weight for setting, weight in placed("pool(x) - x", "both").items()}}, of_interest=3.0),
-    Hypothesis("H4", "transforms of the stream help networks with several branches", Contrast(
-        "H4: transforms of the stream help networks with several branches",
+    Hypothesis("H4", H4, Contrast(
+        f"H4: {H4}",
         [(f"confirm_skips_branch4-{DIGITS}-small", BRANCH4), (f"confirm_skips_depthwise-{DIGITS}-small", OTHERS)],
         paper=_mean(of_skips("skips_branch4", BRANCH4), of_skips("skips_depthwise", OTHERS)))),
-    _hypothesis("H5", "an orthogonal start helps", f"confirm_switch-{FASHION}", switch(1, 0),
+    _hypothesis("H5", "orthogonal connections in the first of two trainings raise the final accuracy",
+                f"confirm_switch-{FASHION}", switch(1, 0),
                 paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
 )
 RESNET = Contrast("ResNetV2-18: F − linear, Fashion-MNIST, the runs of P1b",
                   [(f"confirm_resnet-{FASHION}-small", difference())], paper=GAINS["resnetv2_18"])
-BESIDE = (  # not in the two families of hypotheses: p is not adjusted, and no decision is "confirmed"
+BESIDE = (  # outside the two families of hypotheses: their p is not adjusted, and they cannot be "confirmed"
     Hypothesis("P1b", "the ViT gains more from F than the ResNet",
                Unpaired("P1b: the ViT gains more from F than the ResNet", PART_ONE[0].contrast, RESNET), "different"),
-    _hypothesis("P2b", "H2 on Fashion-MNIST", f"confirm_learning_rate_fashion-{FASHION}",
-                rates_slope(RATES_FASHION), "different", bases="linear",
+    _hypothesis("P2b", "H2's comparison on Fashion-MNIST (points per tenfold rate)",
+                f"confirm_learning_rate_fashion-{FASHION}", rates_slope(RATES_FASHION), "different", bases="linear",
                 paper=of_paper("learning_rate_sweep", of_rates)),
-    _hypothesis("P4 single", "one branch: transforms equal the identity", f"confirm_skips_single-{DIGITS}", OTHERS,
-                "equal", 0.5),
-    _hypothesis("P4 rank", "accuracy rises with the rank (points per unit of rank / width)",
+    _hypothesis("P4 single", "networks with one branch: transforms of the stream are as accurate as the identity",
+                f"confirm_skips_single-{DIGITS}", OTHERS, "equal", 0.5),
+    _hypothesis("P4 rank", "accuracy rises with the rank of the skip transform (points per unit of rank / width)",
                 f"confirm_skip_rank-{DIGITS}", rank_slope(RANKS), "different"),
-    _hypothesis("P6", "linear's cosine at the last MLP sites (the paper finds it below zero)",
+    _hypothesis("P6", "linear: mean cosine of stream and MLP output in the last two blocks (below zero in the paper)",
                 f"confirm_accuracy-{FASHION}", {("linear",): 1.0}, "different", read=late_cosine, unit="cosine"),
 )
 
 
 def decided(hypotheses: Sequence[Hypothesis], adjust: Callable[[Sequence[float]], Sequence[float]]) -> list[dict]:
-    """Return a row for each hypothesis. A hypothesis without runs counts with p = 1 in Holm's method."""
+    """Return the decision, the remark and the adjusted p of each hypothesis.
+
+    Args:
+        hypotheses: A family of hypotheses. A hypothesis without runs has p = 1.
+        adjust: Adjusts the p values of the family, for example by Holm's method.
+    """
     p = adjust([one.contrast.difference.p if one.is_run else 1.0 for one in hypotheses])
     decisions = [one.decision(value) for one, value in zip(hypotheses, p, strict=True)]
     return [{"hypothesis": one, "decision": decision, "remark": one.remark(decision), "p": value}
@@ -197,27 +214,27 @@ def _run(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def course(hypothesis: Hypothesis) -> list[Comparison]:
-    """Return F − linear in the final training and test losses, and in accuracy after a quarter of the epochs."""
+    """Return F − linear in final training loss, in final test loss, and in accuracy after a quarter of the epochs."""
     if not hypothesis.is_run:
         return []
     parts, name = hypothesis.contrast.parts, hypothesis.name
-    losses = [Contrast(f"{name}'s runs: F − linear, {said} loss at the end", parts, last(key), unit="of the loss")
+    losses = [Contrast(f"{name}'s runs: F − linear in final {said} loss", parts, last(key), unit="nats")
               for said, key in (("training", "train_loss"), ("test", "eval_loss"))]
     return [*losses, early(hypothesis.contrast)[1]]
 
 
 def early(contrast: Contrast) -> tuple[int, Contrast]:
-    """Return the epoch that ends the first quarter of training, and the difference after this epoch."""
+    """Return the last epoch of the first quarter of training, and the difference in accuracy after this epoch."""
     by_epoch = by_epochs(contrast)
     epoch = max(1, round(len(by_epoch) / 4))
     return epoch, by_epoch[epoch]
 
 
 def by_epochs(contrast: Contrast) -> dict[int, Contrast]:
-    """Return the difference after each epoch."""
+    """Return the difference in accuracy after each epoch."""
     epochs = min(len(run["history"]) for run in contrast.runs)
     said = contrast.label.partition(":")[0]
-    return {epoch: Contrast(f"{said}'s runs: F − linear after {epoch} of {epochs} epochs",
+    return {epoch: Contrast(f"{said}'s runs: F − linear in accuracy after {epoch} of {epochs} epochs",
                             contrast.parts, at_epoch(epoch)) for epoch in range(1, epochs + 1)}
 
 
@@ -234,43 +251,48 @@ def explored() -> dict[str, list[Comparison]]:
             *_both("accuracy", "ResNetV2-18: F − linear", difference("resnetv2_18"), paper=GAINS["resnetv2_18"]),
             *_run([RESNET])],
         "Width and depth (gamma)": _run([
-            *(Contrast(f"ViT {wide} wide: F − linear, CIFAR-10", [(width, difference(wide))]) for wide in (128, 384)),
-            Contrast("ViT: F − linear, 384 minus 128 wide, CIFAR-10", [(width, {
+            *(Contrast(f"ViT of width {wide}: F − linear, CIFAR-10", [(width, difference(wide))])
+              for wide in (128, 384)),
+            Contrast("ViT: F − linear at width 384 minus F − linear at width 128, CIFAR-10", [(width, {
                 **difference(384), **{setting: -weight for setting, weight in difference(128).items()}})]),
-            *(Effect(f"effect of {factor} on F − linear, {' to '.join(levels)}", f"cifar_factors-{CIFAR}-small", factor)
-              for factor, levels in FACTORS.items() if factor not in ("rate", "width"))]),
-        "Table 3": _both("switch_reinitialised", "start orthogonal", switch(1, 0),
+            *(Effect(f"F − linear with {factor} {high} minus F − linear with {factor} {low}",
+                     f"cifar_factors-{CIFAR}-small", factor)
+              for factor, (low, high) in FACTORS.items() if factor not in ("rate", "width"))]),
+        "Table 3": _both("switch_reinitialised", "first of two trainings: orthogonal − linear", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
-        "Table 10": _both("switch_kept", "switched from orthogonal to linear − always linear",
+        "Table 10": _both("switch_kept", "orthogonal, then linear − always linear",
                           {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},
                           paper=of_paper("connection_switch_continuous", minus("OL", "LL"))),
-        "Table 4": _both("layer_pattern", "all blocks − none", {("all", "feature"): 1.0, ("none", "linear"): -1.0},
+        "Table 4": _both("layer_pattern", "F in all blocks − F in no block",
+                         {("all", "feature"): 1.0, ("none", "linear"): -1.0},
                          paper={"": pattern["all"][0] - pattern["none"][0]}),
-        "Table 7": _both("initialisation", "G − linear, mean of three starts",
+        "Table 7": _both("initialisation", "G − linear, mean over three weight initialisations",
                          {(kind, which): weight / 3 for kind in KINDS_OF_START
                           for which, weight in (("global", 1.0), ("linear", -1.0))},
                          paper={"": fmean(start[kind]["global"][0] - start[kind]["linear"][0]
                                           for kind in KINDS_OF_START)}),
-        "Table 9": _both("head_norm", "F − linear, without the final norm", difference("without"),
+        "Table 9": _both("head_norm", "F − linear without a final LayerNorm", difference("without"),
                          paper={"": norm["without"]["feature"][0] - norm["without"]["linear"][0]}),
         "Table 3 (final version)": [
-            *_both("learning_rate", "F − linear, points per tenfold rate", rates_slope(RATES), bases="linear",
-                   paper=of_paper("learning_rate_sweep", of_rates)),
-            *(Contrast(f"{which} without the highest rate, {NAMES[data]}", [(f"{study}-{data}-small", rates_slope(
-                rates[:-1]))], bases="linear", paper=of_paper("learning_rate_sweep", of_rates))
+            *_both("learning_rate", "slope of F − linear, in points per tenfold rate", rates_slope(RATES),
+                   bases="linear", paper=of_paper("learning_rate_sweep", of_rates)),
+            *(Contrast(f"{which}'s slope without the highest rate, {NAMES[data]}",
+                       [(f"{study}-{data}-small", rates_slope(rates[:-1]))], bases="linear",
+                       paper=of_paper("learning_rate_sweep", of_rates))
               for which, study, data, rates in RATE_STUDIES)],
         "Figure 4": _both("probability", "accuracy at pi = 1 minus pi = 0",
                           {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
         "Figure 5": _both("epsilon", "accuracy at eps = 1e-3 minus eps = 1e-8",
                           {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
         "Table 4 (final version)": _both(
-            "representation", "effective rank, F over linear", difference(),  # a ratio, because widths differ
+            "representation", "effective rank of the features, F relative to linear", difference(),
+            # a ratio, because widths differ from the paper's
             read=lambda run: 100 * math.log(run["representation"]["effective_rank"]), unit="log-%",
             paper={"": 100 * math.log(rank["feature"]["effective_rank"][0] / rank["linear"]["effective_rank"][0])}),
-        "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms − identity", BRANCH4,
+        "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms of the stream − identity", BRANCH4,
                                       paper=of_skips("skips_branch4", BRANCH4)),
-        "Wang et al., Table 3": _both("skips_depthwise", "depthwise: transforms − identity", OTHERS,
-                                      paper=of_skips("skips_depthwise", OTHERS)),
+        "Wang et al., Table 3": _both("skips_depthwise", "depthwise convolutions: transforms of the stream − identity",
+                                      OTHERS, paper=of_skips("skips_depthwise", OTHERS)),
         "-": [contrast for family in ("swin", "convnext", "eva02", "mixer", "poolformer", "maxvit", "resnet")
               for contrast in _both("families", f"{family}: F − linear", difference(family))],
     }
@@ -279,29 +301,29 @@ def explored() -> dict[str, list[Comparison]]:
 RATE_STUDIES = (("H2", "confirm_learning_rate", DIGITS, RATES),
                 ("P2b", "confirm_learning_rate_fashion", FASHION, RATES_FASHION))
 ELSEWHERE = {
-    "Table 1a": "counted: [report](../model_cards/study_parameters-small.md)",
-    "Table 1b": "timed: [report](../model_cards/study_overhead-small.md)",
-    "Table 11": "counted: [report](../model_cards/study_gamma-small.md)",
-    "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST, see below",
-    "Hybrid updates (final version)": "digits, see below",
-    "Wang et al., Table 1": "digits, see P4 single above",
-    "Wang et al., Figure 2": "digits, see P4 rank above",
+    "Table 1a": "counts of parameters and FLOPs: [report](../model_cards/study_parameters-small.md)",
+    "Table 1b": "throughput: [report](../model_cards/study_overhead-small.md)",
+    "Table 11": "widths and depths of the architectures: [report](../model_cards/study_gamma-small.md)",
+    "Figures 3, 10, 11 and 12": "digits and Fashion-MNIST: see *Results beyond accuracy* below",
+    "Hybrid updates (final version)": "digits: see *Hybrid* below",
+    "Wang et al., Table 1": "digits: see row P4 single in *Decided hypotheses*",
+    "Wang et al., Figure 2": "digits: see row P4 rank in *Decided hypotheses*",
 }
 
 
 def of_rate(study: str, data: str, rates: Sequence[float]) -> dict[float, Contrast]:
-    """Return F − linear at each rate."""
+    """Return F − linear in accuracy at each rate."""
     return {rate: Contrast(f"F − linear at {rate:g}", [(f"{study}-{data}-small", difference(rate))]) for rate in rates}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """F − linear at each learning rate of a published study.
+    """F − linear in accuracy at each learning rate of a published study.
 
     Attributes:
         by_rate: The difference at each rate.
         p: The p of each difference, adjusted by Holm's method over all differences in the study's report.
-        best: Linear's best rate.
+        best: The rate at which linear is most accurate.
     """
 
     by_rate: Mapping[float, Contrast]
@@ -327,7 +349,7 @@ class Sweep:
                 if min(sign * end for end in contrast.difference.ends) > 0]
 
     def up_to_best(self) -> str:
-        """Return the range of the differences at rates up to linear's best, and any significant rates, in words."""
+        """Return, in words, the range of F − linear over the rates up to linear's best, and the significant rates."""
         low = {rate: contrast.difference.mean for rate, contrast in self.by_rate.items() if rate <= self.best}
         significant = [rate for rate in (*self.significant(1), *self.significant(-1)) if rate in low]
         return span(list(low.values())) + "".join(f", significant at {rate:g}" for rate in significant)

@@ -1,6 +1,6 @@
 """Write a page for each study, model_cards/study_*.md and compare_*.md, and the list of studies in docs/evidence.md.
 
-Everything is computed from the numbers in model_cards/results, which `python -m scripts.publish` adds.
+All numbers are from model_cards/results, to which `python -m scripts.publish` adds studies.
 """
 from dataclasses import replace
 from functools import cache
@@ -43,13 +43,13 @@ def part(folder: Path) -> Part:
 
 @cache
 def summary(folder: Path) -> list[dict[str, Any]]:
-    """Return the means of a study and their differences to the baseline; an empty list for a table of costs."""
+    """Return the means of a study with their differences to the baseline. The list is empty for a table of costs."""
     return part(folder).json["summary"] if trains(folder) else []
 
 
 # ---------------------------------------------------------------------------------------------- the pages
 def pages(root: Path) -> dict[Path, Path]:
-    """Return each page of a study or comparison with the folder of its numbers."""
+    """Return the path of the page of each study and comparison, with the folder of its numbers."""
     prefixes = (("studies", "study"), ("comparisons", "compare"))
     return {root / "model_cards" / f"{prefix}_{folder.name}.md": folder
             for kind, prefix in prefixes for folder in folders(kind)}
@@ -72,7 +72,7 @@ def text(page: Path, folder: Path) -> str:
 
 
 def blocks(page: Path, folder: Path) -> list[Block]:
-    """Return the report of a study without the sections in `LEFT_OUT`, and a section that locates its numbers."""
+    """Return the report of a study without the sections in `LEFT_OUT`, and a section with the folder of its numbers."""
     where = f"results/{folder.parent.name}/{folder.name}"
     kept: list[Block] = []
     heading = ""
@@ -85,21 +85,23 @@ def blocks(page: Path, folder: Path) -> list[Block]:
             block = replace(block, path=f"plots/{page.stem}.svg")  # the page's only plot shows the differences
         if heading not in LEFT_OUT:
             kept.append(block)
-    text = (f"docs/evidence.md defines the terms. The numbers of every run are in {where}. The whole report, with a "
-            "plot for each metric:")
+    text = (f"docs/evidence.md defines the terms. The numbers of every run are in {where}. This command writes the "
+            "whole report, with a plot for each metric:")
     return [*kept, Heading("Data"), Text(text), Code(f"timm-ortho study report model_cards/{where} --output DIR")]
 
 
 # ----------------------------------------------------------------------------------------------- the list
 def listing() -> str:
-    """Return a sentence on all differences, and a table of the studies in alphabetical order."""
+    """Return a paragraph on all differences, and a table of the studies, both in Markdown."""
     order = sorted([*shipped(), *COST_STUDIES])
     listed = sorted(folders(), key=lambda folder: (order.index(study_of(folder)["name"]), folder.name))
     compared, apart, adjusted = map(sum, zip(*map(counts, listed), strict=True))
     lines = [
-        f"Of {compared} differences to a baseline with a 95 % confidence interval, {apart} have an interval that "
-        f"excludes zero, and {adjusted} are detected after Holm's adjustment within each study. {CHANCE}", "",
-        "| study | in the paper | run on | interval excludes zero | of differences | after Holm |", "| --- " * 6 + "|"]
+        f"The studies have {compared} differences to a baseline with a 95 % confidence interval. {apart} of these "
+        f"intervals exclude zero. {adjusted} differences are detected after Holm's adjustment within each study. "
+        f"{CHANCE}", "",
+        "| study | repeats | data set, scale, seeds | differences | interval excludes zero | detected |",
+        "| --- " * 6 + "|"]
     return "\n".join([*lines, *map(_line, listed)])
 
 
@@ -114,7 +116,7 @@ def counts(folder: Path) -> tuple[int, int, int]:
 def _line(folder: Path) -> str:
     study = study_of(folder)
     compared, apart, adjusted = counts(folder)
-    numbers = f"{apart} | {compared} | {adjusted}" if compared else "- | - | -"
+    numbers = f"{compared} | {apart} | {adjusted}" if compared else "- | - | -"
     run_on = f"{study['dataset']}, {study['scale']}, {len(study['seeds'])} seeds" if study["dataset"] else "-"
     return (f"| [{study['title']}](../model_cards/study_{folder.name}.md) | {study['paper'] or '-'} | {run_on} "
             f"| {numbers} |")
