@@ -73,7 +73,7 @@ def test_parallel_runs_have_the_same_numbers(tiny, tmp_path, capsys):
 def test_reports_need_no_data_and_can_be_opened(tiny, monkeypatch, tmp_path, capsys):
     pages = []
     monkeypatch.setattr("webbrowser.open", pages.append)
-    monkeypatch.setattr(run, "open_source", lambda *_: pytest.fail("opened the data"))
+    monkeypatch.setattr(run, "open_source", lambda *_: pytest.fail("a report opened the data set"))
     assert cli.main(["study", "report", str(tiny[1]), "--output", str(tmp_path)]) == 0
     assert pages == []
     assert "Does it work?" in capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_reports_need_no_data_and_can_be_opened(tiny, monkeypatch, tmp_path, cap
 
 def test_finished_runs_are_not_repeated(tiny, monkeypatch, capsys):
     path, output = tiny
-    monkeypatch.setattr(launch, "_work", lambda *_: pytest.fail("started again"))
+    monkeypatch.setattr(launch, "_work", lambda *_: pytest.fail("a finished run was started again"))
     before = {item: item.read_bytes() for item in output.glob("*/*")}
     assert study.run(request(path, output), parallel=2) == 0
     assert {item: item.read_bytes() for item in output.glob("*/*")} == before | {
@@ -347,7 +347,7 @@ def alive(pid):
 def wait_for(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < end, f"the condition was not met within {seconds} s"
         time.sleep(0.1)
 
 

@@ -119,7 +119,7 @@ def test_bad_options(tmp_path, monkeypatch, given, message):
 def test_damaged_run_plans(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("trainer: lab\nstages: []\nsomething: new\n")
-    with pytest.raises(LabError, match=re.escape(f"{path} is of another version (TypeError: ")):
+    with pytest.raises(LabError, match=re.escape(f"{path} is from another version of timm-ortho (TypeError: ")):
         RunPlan.read(tmp_path)
     path.unlink()
     with pytest.raises(LabError, match=r"run.yaml cannot be read \(No such file"):

@@ -15,7 +15,7 @@ from timm_ortho.lab.reporting import report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (400, 1200)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium in PATH")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="requires Chromium in PATH")
 
 # A browser's window is at least 500 pixels wide, so the page is opened in an iframe of each width. Only contents of a
 # box that scrolls may be wider than the iframe.

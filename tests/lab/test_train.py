@@ -120,7 +120,7 @@ def test_timm_loads_checkpoints(study):
 
 
 def test_finished_runs_are_not_repeated(study, monkeypatch):
-    monkeypatch.setattr(train.Training, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(train.Training, "train", lambda *_: pytest.fail("a finished run was trained again"))
     assert run.run(study / "linear-seed0") == read(study / "linear-seed0" / "result.json")
 
 

@@ -142,8 +142,8 @@ class RunPlan:
         try:
             return cls(**{**values, "stages": [Stage(**stage) for stage in values["stages"]]})
         except (TypeError, KeyError) as error:
-            raise LabError(f"{folder / PLAN} is of another version ({one_line(error)}): remove {folder}, or choose "
-                           "another --output") from None
+            raise LabError(f"{folder / PLAN} is from another version of timm-ortho ({one_line(error)}): "
+                           f"remove {folder}, or choose another --output") from None
 
 
 def _plain(value: Any) -> Any:
