@@ -11,7 +11,7 @@ from ._text import did_you_mean
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is finite and at least the smallest normal float32, 2**-126."""
-    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # torch.compile can trace these operations
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # torch.compile can trace comparisons
         raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
 
 

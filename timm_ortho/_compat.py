@@ -1,4 +1,4 @@
-"""Wrap private names of torch, timm and submitit. All other modules import these wrappers, never a private name."""
+"""Wrap private names of torch, timm and submitit. All other modules import these wrappers, instead of private names."""
 from typing import Any, ItemsView, Optional
 
 import timm

@@ -79,8 +79,8 @@ def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]
 def keep_in_config(model: nn.Module) -> None:
     """Store the connection arguments of transformers' models in ``config.timm_ortho``, or remove outdated arguments.
 
-    ``save_pretrained`` writes the config. ``from_pretrained`` cannot connect the model, so its caller must run
-    ``timm_ortho.connect(model, **model.config.timm_ortho)``. The config is copied first, because another model may
+    ``save_pretrained`` writes the config. ``from_pretrained`` does not connect the model, so the caller must then
+    run ``timm_ortho.connect(model, **model.config.timm_ortho)``. The config is copied first, because another model may
     share the object.
     """
     transformers = sys.modules.get("transformers.modeling_utils")

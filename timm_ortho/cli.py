@@ -68,8 +68,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare", help="train one architecture with different connections on the same data, and report",
-        description="Trains the same architecture with different connections on the same data, pairing runs by seed. "
-                    "Ctrl-C and SIGTERM write a report of the finished runs. The same command continues training.")
+        description="Trains the same architecture with different connections on the same data, and compares runs with "
+                    "the same seed in pairs. Ctrl-C and SIGTERM write a report of the finished runs. To continue, "
+                    "run the same command again.")
     add = parser.add_argument
     add("--model", metavar="NAME", help="architecture without the suffix of a variant: vit_small, resnetv2_50, ...")
     add("--dataset", metavar="NAME", help="digits, a data set's name in timm (torch/cifar10, ...), or '' for an "
@@ -128,8 +129,8 @@ def _add_study(commands: Any) -> None:
     plan.set_defaults(act=_study_plan)
     run = actions.add_parser(
         "run", help="train the runs of a study, and report",
-        description="Trains the runs of a study, pairing them by seed, and reports. Ctrl-C and SIGTERM write a report "
-                    "of the finished runs. The same command continues training.")
+        description="Trains the runs of a study, compares runs with the same seed in pairs, and writes a report. "
+                    "Ctrl-C and SIGTERM write a report of the finished runs. To continue, run the same command again.")
     run.set_defaults(act=_study_run)
     for action in (plan, run):
         _add_study_arguments(action)
@@ -169,7 +170,7 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
-        help="train with this copy of timm's train.py instead of the lab's own loop; required for --scale paper, "
+        help="train with this copy of timm's train.py instead of the package's own loop; required for --scale paper, "
              "where the default is train.py in the folder that the environment variable TIMM_DIR names")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
@@ -385,8 +386,9 @@ def _top1(by_label: Mapping[str, Sequence[float]]) -> str:
 def _add_push(commands: Any) -> None:
     parser = commands.add_parser(
         "push", help="publish a trained model on the Hugging Face Hub",
-        description="Publishes the weights of one run as safetensors, with a config.json and a model card. The files "
-                    "are loaded and compared before the upload. Log in with hf auth login, or set HF_TOKEN.")
+        description="Publishes the weights of one run as safetensors, with a config.json and a model card. Before the "
+                    "upload, the files are loaded, and the outputs of the loaded model are compared with those of the "
+                    "trained model. Log in with hf auth login, or set HF_TOKEN.")
     add = parser.add_argument
     add("model", metavar="CHECKPOINT_OR_RUN", help="a checkpoint, or the folder of one run, from timm's train.py, "
                                                    "timm-ortho compare or timm-ortho study")

@@ -10,9 +10,9 @@ of f onto x splits f into f_par, which is parallel to x, and f_orth, which is or
 | ``global`` | x + f_orth, one projection for each sample (Algorithm 2) | none |
 | ``hybrid`` | x + rho sin(theta) f_par + rho cos(theta) f_orth, per token or pixel | rho, theta |
 
-:mod:`timm_ortho.functional` computes y. Arguments are checked when a connection is made. To add a
-connection, subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for it
-with :func:`register_connection`.
+:mod:`timm_ortho.functional` computes y. Arguments are checked when a connection is made. To add your own connection,
+subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, or register a name for the class with
+:func:`register_connection`.
 
 Groups: ``feature`` and ``hybrid`` can split the channel axis into ``groups`` equal parts, each with its own projection.
 
@@ -20,8 +20,9 @@ Padding: in a batch of token sequences of several lengths (NaFlex), a token is p
 to it (:func:`real_tokens`). ``global`` excludes padding, so that padding does not change the result of a sample.
 The projections of ``feature`` and ``hybrid`` cover one token each and need no mask.
 
-Skip transforms: a connection can have a transform P of the stream, its attribute ``skip`` (:mod:`timm_ortho.skips`). It
-then uses P x in place of x: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to P x.
+Skip transforms: the attribute ``skip`` can contain a transform P of the stream (:mod:`timm_ortho.skips`). The
+connection then uses P x in place of x: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to
+P x. The class of the connection determines the weights a and b.
 """
 import inspect
 import math
@@ -38,7 +39,7 @@ from ._checks import check_eps, check_groups, check_prob, known_name
 from .functional import Weight, checked_update, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
-KEEPS = ("output", "branch")  # tensors that autograd can save, the default first
+KEEPS = ("output", "branch")  # autograd saves the result of the addition, or the branch output
 MASK_LAYOUTS = ("", "scores", "keys")  # layouts of masks with two or three axes, see real_tokens
 
 
@@ -149,7 +150,7 @@ class Connection(nn.Module):
         eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
         dims: Axes of one projection; None for all axes but the batch.
         groups: Number of equal parts of the channel axis. Each part has its own projection.
-        keep: Tensor that autograd saves for the backward pass, see :func:`timm_ortho.functional.residual_update`.
+        keep: Tensor that autograd saves, ``output`` or ``branch``, see :func:`timm_ortho.functional.residual_update`.
         skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity.
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.

@@ -281,7 +281,7 @@ def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: 
 
 def _spare_from_weight_decay(model: nn.Module) -> None:
     """Add the parameters of connections to ``model.no_weight_decay()``, because decay towards 0 would harm them."""
-    if isinstance(vars(model).get("no_weight_decay"), partial):  # set by an earlier call
+    if isinstance(vars(model).get("no_weight_decay"), partial):  # set by an earlier call of connect
         del model.no_weight_decay
     names = {f"{site.name}.{name}" for site in sites(model) for name, _ in site.connection.named_parameters()}
     if names:
@@ -350,7 +350,7 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
     """Raise ValueError for a connection with the global scope in a causal block."""
     if block.spec is None or all(connection.dims is not None for connection in connections):
         return
-    names = {layer_name(block.name, depth): None for depth in range(block.name.count(".") + 2)}  # "" is the model
+    names = {layer_name(block.name, depth): None for depth in range(block.name.count(".") + 2)}  # "" names the model
     if block.spec.is_causal(model.get_submodule(name) for name in names):
         made = next(connection for connection in connections if connection.dims is None)
         raise ValueError(

@@ -22,8 +22,8 @@ the result is y = b f. Because of eps, <x, f_orth> is <x, f> eps / n instead of 
 Differences from the authors' code:
   * Their code squares ``x`` and rounds ``s`` in the dtype of ``x``, and in float16 the square overflows for |x| > 256.
     Here float32 is used for both.
-  * For convolutions their code silently uses the feature scope instead of the global scope. Here the global scope of
-    convolutions is Algorithm 2.
+  * For convolutions their code silently uses Algorithm 1 when Algorithm 2 is requested. Here Algorithm 2 also works for
+    convolutions.
 
 The operations in this module are the backend ``torch``; :mod:`timm_ortho.backends` selects the backend.
 """
@@ -118,7 +118,7 @@ def plain_update(
         parallel: Weight ``a`` of the parallel part, a float or a 0-d tensor.
         orthogonal: Weight ``b`` of the orthogonal part, a float or a 0-d tensor.
         dims: Axes of one projection; None for all axes but the first.
-        eps: Added to |x|^2, in the accumulation dtype.
+        eps: Added to |x|^2, in float32, or in float64 for float64 inputs.
         mask: True for real positions, see :func:`residual_update`.
 
     Returns:
@@ -157,7 +157,7 @@ def _gradients(
     stream_dtype, acc, k = x.dtype, n.dtype, a - b
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
-    if g.stride() != x.stride():  # for example the expanded gradient of a mean
+    if g.stride() != x.stride():  # for example in the expanded gradient of a mean
         g = torch.zeros_like(x) + g
     xg = (x * g).sum(dims, True)
     t, ks = xg / n, s
@@ -255,7 +255,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
         x: Stream, of any shape.
         f: Branch output, of the same shape.
         dim: Axis or axes of one projection; None for all axes but the first (the batch).
-        eps: Added to |x|^2, in the accumulation dtype.
+        eps: Added to |x|^2, in float32, or in float64 for float64 inputs.
 
     Returns:
         ``(parallel, orthogonal)`` with ``parallel = <x, f> / (|x|^2 + eps) x`` and ``parallel + orthogonal = f``,
@@ -303,7 +303,7 @@ def residual_update(
         orthogonal: Weight ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is bit-identical to ``x + f``.
         dim: Axis or axes of one projection. The channel axis gives one projection per token or pixel (Algorithm 1).
             None means all axes but the first, which gives one projection per sample (Algorithm 2).
-        eps: Added to |x|^2, in the accumulation dtype (float32, or float64 for float64 inputs).
+        eps: Added to |x|^2, in float32, or in float64 for float64 inputs.
         mask: Boolean tensor that broadcasts to the shape of x, for example ``[B, N, 1]`` for the tokens of a padded
             batch. True marks real positions. Padding may contain any value: sums exclude it, and its results and
             gradients are zero. None if there is no padding.
@@ -344,7 +344,7 @@ def checked_update(
     Only tensors are checked here. Connections check their arguments at construction, because repeated checks take a
     noticeable share of a small model's time.
     """
-    if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX
+    if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX proxies
         # handle_torch_function would call active modes first, and they would record each operation separately
         proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})

@@ -31,23 +31,23 @@ from .backends import accumulate_in
 Weight = Union[float, Tensor]
 
 TILE = 4096  # elements of each tensor in one tile, which a program loads at once
-LONGEST_ROW = 8192  # longest projection of adjacent elements that is not split into pieces, one per program
-LONGEST_COLUMN = 512  # channels of a pixel in NCHW; a program reads longer columns twice
+LONGEST_ROW = 8192  # longest row (adjacent elements) that one program reads; longer rows are split into pieces
+LONGEST_COLUMN = 512  # longest column (channels of a pixel in NCHW) in one tile; longer columns are read twice
 PIXELS = 16  # smallest number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
-PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes; registers hold three tensors
+PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes
 MOST_PIECES = 1024  # limit on the pieces of a row; one program adds their sums in one step
 
 
 # --------------------------------------------------------------------------------------- the formula, in Triton
 @triton.jit
 def _combine(x, f, s, a, b):
-    """``y = b f + (1 + (a - b) s) x``"""
+    """Return ``y = b f + (1 + (a - b) s) x``."""
     return b * f + (1.0 + (a - b) * s) * x
 
 
 @triton.jit
 def _branch(x, kept, s, RECOVER: tl.constexpr):
-    """``f``, recovered from y for a = 0 and b = 1: ``f = y - (1 - s) x``"""
+    """Return ``f``. If RECOVER, `kept` contains y, and a = 0 and b = 1 give ``f = y - (1 - s) x``."""
     if RECOVER:
         kept = kept - (1.0 - s) * x
     return kept
@@ -55,19 +55,19 @@ def _branch(x, kept, s, RECOVER: tl.constexpr):
 
 @triton.jit
 def _stream_gradient(x, f, g, s, t, a, b):
-    """``dL/dx = (1 + k s) g + k t f - 2 k s t x``, where k = a - b and t = <x, g> / n"""
+    """Return ``dL/dx = (1 + k s) g + k t f - 2 k s t x``, where k = a - b and t = <x, g> / n."""
     return (1.0 + (a - b) * s) * g + (a - b) * t * (f - 2.0 * s * x)
 
 
 @triton.jit
 def _branch_gradient(x, g, t, a, b):
-    """``dL/df = b g + k t x``"""
+    """Return ``dL/df = b g + k t x``, where k = a - b and t = <x, g> / n."""
     return b * g + (a - b) * t * x
 
 
 @triton.jit
 def _weight(number, pointer, ACC: tl.constexpr):
-    """Return a weight in the accumulation dtype, from its pointer or, without a pointer, from the number."""
+    """Return a weight in the accumulation dtype: the value at the pointer, or the number if there is no pointer."""
     if pointer is None:
         return tl.full([], number, ACC)
     else:
@@ -83,11 +83,12 @@ def tile_index(
 ):
     """Return the position of this program.
 
-    The position consists of the offset of the first element, the number of the first projection, the indices of all
-    projections relative to the first projection, whether each projection exists, and index and width of the piece.
+    The position consists of the offset of the program's first element, the number of its first projection, the indices
+    of its projections relative to the first projection, whether each projection exists, and the index and width of its
+    piece.
     """
     program = tl.program_id(0)
-    if REVERSED:  # begin with the elements that the previous kernel read last, which are still in the cache
+    if REVERSED:  # begin with the elements that the previous kernel read last: they are still in the cache
         program = tl.num_programs(0) - 1 - program
     piece = program % pieces
     blocks = tl.cdiv(count, BLOCK_P)
@@ -295,7 +296,7 @@ def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
         step_p=width if rows else 1, step_w=1 if rows else inner, step_outer=0 if rows else width * inner,
         BLOCK_P=block_p, BLOCK_W=block_w, BLOCK_PIECES=block_pieces,
         num_warps=min(16, max(1, block_p * block_w // (32 * PER_THREAD))),
-        enable_fp_fusion=True,  # the present default; Triton warns that the default will change
+        enable_fp_fusion=True,  # the present default, which future releases of Triton will change
     )
 
 

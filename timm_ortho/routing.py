@@ -155,7 +155,7 @@ class Route:
         source = ast.unparse(self.tree)
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        local = dict(vars(self.owner))  # default arguments may use names of the class body
+        local = dict(vars(self.owner))  # the method's default arguments may use names of the class body
         flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the only optional feature
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
@@ -176,7 +176,7 @@ class Route:
 
 
 class _Router(ast.NodeTransformer):
-    """Replace the expected additions by calls of ``self.<connection>``, and store the paths that lead to them."""
+    """Replace the expected additions by calls of ``self.<connection>``, and store under which conditions they run."""
 
     def __init__(self, sums: Sequence[Sum], function: FunctionType, mask: str, sides_differ: bool) -> None:
         self.sums = sums
@@ -185,13 +185,13 @@ class _Router(ast.NodeTransformer):
         self.keywords = {"attn_mask": mask} if mask in inspect.signature(function).parameters else {}
         self.instance = function.__code__.co_varnames[0]  # usually ``self``
         self.local = _locals(function.__code__) - {self.instance}
-        self.position = 0  # number of the next addition on the present path
+        self.position = 0  # number of the next addition on the present path (one side of each ``if``)
         self.length = 0  # number of additions on the longest path
         self.conditions: List[ast.expr] = []  # conditions of the present path
         self.paths: List[List[_Path]] = [[] for _ in sums]
         self.branch_first = [False for _ in sums]
-        self.matched: List[str] = []  # source of the additions to the stream
-        self.others: List[str] = []  # source of all other additions
+        self.matched: List[str] = []  # source code of the additions to the stream
+        self.others: List[str] = []  # source code of all other additions
         self.problem = ""
 
     # ------------------------------------------------------------------------------------- additions

@@ -85,7 +85,7 @@ def _adds(node: ast.AST, derived: Set[str]) -> bool:
         summands = [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
         by_name = [keyword.value for keyword in node.keywords]
-        summands = [node.func.value, *node.args[:2], *by_name]  # of torch.add, func.value is the module torch
+        summands = [node.func.value, *node.args[:2], *by_name]  # for torch.add, func.value is the module torch
     else:
         return False
     return sum(_mentions(summand, derived) for summand in summands) >= 2 and not any(map(_is_no_branch, summands))

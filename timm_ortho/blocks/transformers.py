@@ -105,7 +105,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
 NOT_RESIDUAL: Dict[str, str] = {
     _name(name): reason
     for reason, names in {
-        "mask tokens replace masked tokens": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
+        "masked tokens, replaced by a mask token": "hiera.HieraDecoder perceiver.PerceiverMultimodalPreprocessor",
         "a sum of feature maps of different resolutions": "hiera.HieraMultiScaleHead",
         "parallel branches, folded into one convolution by a re-parameterisation": "textnet.TextNetRepConvLayer",
         "inside a branch": """
@@ -117,7 +117,8 @@ NOT_RESIDUAL: Dict[str, str] = {
             swiftformer.SwiftFormerForImageClassification""",
         "pools for the head, after the last block":
             "siglip.SiglipMultiheadAttentionPoolingHead siglip2.Siglip2MultiheadAttentionPoolingHead",
-        "concatenated outputs": "perceiver.PerceiverModel t5.T5Block t5.T5ForConditionalGeneration",  # T5: before 5.2
+        # the T5 classes look residual only in releases before 5.2
+        "concatenated outputs": "perceiver.PerceiverModel t5.T5Block t5.T5ForConditionalGeneration",
     }.items()
     for name in names.split()
 }
