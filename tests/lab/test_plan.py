@@ -248,7 +248,7 @@ def test_foreign_folders_are_refused(tmp_path):
         planned(compared(damaged))
     (run_plan,) = planned(compared(tmp_path / "old", ["linear"])).folder.glob("*/run.yaml")
     run_plan.write_text("[1]")
-    with pytest.raises(LabError, match=r"is from another version of .*: remove .*linear-seed0, or choose another"):
+    with pytest.raises(LabError, match=r"run.yaml is from another version .*remove .*linear-seed0, or choose another"):
         planned(compared(tmp_path / "old", ["linear"]))
 
 
