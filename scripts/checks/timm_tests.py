@@ -332,7 +332,7 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bo
         outcomes = [each["outcome"] for each in of_bases
                     if each["model"] == base and result["test"] in (each["test"], ANY)]
         if "passed" not in outcomes:
-            reason = f"{base} fails it too" if "failed" in outcomes else f"timm excludes {base} from it"
+            reason = f"{base} fails this test too" if "failed" in outcomes else f"timm excludes {base} from this test"
             result.update(outcome="excused", message=f"{reason}; {result['message']}")
     return results
 

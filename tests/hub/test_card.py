@@ -206,7 +206,7 @@ def test_cards_contain_no_local_paths(tmp_path):
     text = str(model_card(SUBJECT, run))
     assert "/home" not in text
     assert "data_dir: cifar" in text
-    assert "trained on image folder 'cifar'" in text
+    assert "trained on the image folder 'cifar'" in text
 
 
 def test_a_limited_number_of_images_is_stated(copied):
@@ -215,10 +215,10 @@ def test_a_limited_number_of_images_is_stated(copied):
     options |= {"dataset": "", "data_dir": "/data/cifar10", "train_num_samples": 64, "val_num_samples": 32}
     (folder / "args.yaml").write_text(yaml.safe_dump(options))
     card = model_card(SUBJECT, CheckpointRun(folder))
-    assert "trained on 64 images of image folder 'cifar10'" in str(card)
-    assert "| on 32 images of image folder 'cifar10', split" in section(card, "Results")
+    assert "trained on 64 images of the image folder 'cifar10'" in str(card)
+    assert "| on 32 images of the image folder 'cifar10', split" in section(card, "Results")
     found = {(result.dataset_type, result.dataset_name) for result in ModelCard(str(card)).data.eval_results}
-    assert found == {("image folder 'cifar10'", "32 images of image folder 'cifar10'")}
+    assert found == {("the image folder 'cifar10'", "32 images of the image folder 'cifar10'")}
 
 
 def test_made_with_has_no_empty_values_and_no_host(tmp_path):

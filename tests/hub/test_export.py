@@ -303,7 +303,7 @@ def test_weights_from_the_middle_of_an_epoch_have_no_metrics(tmp_path):
 
 @pytest.mark.parametrize(("module", "line"), [
     ("mine", "import mine  # the author's own module"),
-    ("__main__", "# run the author's lines that register the connection 'clipped' here")])
+    ("__main__", "# run here the author's code that registers the connection 'clipped'")])
 def test_the_module_of_a_registered_connection_is_on_the_card(tmp_path, monkeypatch, module, line):
     clipped = type("Clipped", (timm_ortho.FeatureConnection,), {"__module__": module})
     monkeypatch.setitem(connections.CONNECTIONS, "clipped", clipped)

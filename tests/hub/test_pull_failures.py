@@ -32,12 +32,12 @@ small()
 @pytest.mark.parametrize(("fault", "text"), [
     (dict(what=401), r"the Hub does not accept the token \(401 from \S+\); log in with another account \(`hf auth "
                      "login`\\) and unset HF_TOKEN, or set it to a token with read access"),
-    (dict(what=401, code="RepoNotFound"), r"no such repository, or it is private and not yours \(401\); check the na"),
-    (dict(what=403), r"the Hub refuses this token read access to me/vit \(403 from \S+\); use a token that has it$"),
+    (dict(what=401, code="RepoNotFound"), r"the repository does not exist, or is private and not yours \(401\); check"),
+    (dict(what=403), r"refuses this token read access to me/vit \(403 from \S+\); use a token with read access$"),
     (dict(what=403, code="GatedRepo"), r"is gated \(403\); ask for access at http://127.0.0.1:\d+/me/vit and log in"),
     (dict(what=404),
-     r"the Hub has no me/vit that the token can read, or not that revision \(404 from \S+\); check both names"),
-    (dict(what=404, code="RepoNotFound"), r"no such repository, or it is private and not yours \(404\)"),
+     r"the Hub has no repository me/vit that the token can read, or no such revision \(404 from \S+\); check both"),
+    (dict(what=404, code="RepoNotFound"), r"the repository does not exist, or is private and not yours \(404\)"),
     (dict(what=418), r"the Hub refuses the request \(418 from \S+\); Client error '418"),
     (dict(what=429), r"the Hub limits the rate of requests \(429 from \S+\); try again in 60 s, or log in with"),
     (dict(what=500), r"the Hub failed \(500 from \S+\); try again later, see https://status.huggingface"),
@@ -51,7 +51,7 @@ def test_an_error_status(hub, client, way, fault, text):
 
 
 @pytest.mark.parametrize(("repository", "text"), [
-    (dict(private=True), r"no such repository, or it is private and not yours \(404\)"),
+    (dict(private=True), r"the repository does not exist, or is private and not yours \(404\)"),
     (dict(gated=True), r"is gated \(403\); ask for access at"),
 ])
 def test_a_repository_of_another_user(hub, client, saved, repository, text):

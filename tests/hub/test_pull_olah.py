@@ -67,4 +67,4 @@ def test_models_pulled_from_olah_are_bit_identical(olah, tmp_path, saved):
             assert result.answer == [logits, connections], result.output
         # olah reports a missing file as a missing repository.
         check_refused(client.run("timm_ortho.pull('me/none')"),
-                "hf-hub:me/none: config.json cannot be downloaded: there is no such")
+                "hf-hub:me/none: config.json cannot be downloaded: the repository does not exist")

@@ -166,8 +166,8 @@ def test_the_client_repeats_an_upload_that_was_cut(server, client):
 
 FAILURES = {
     401: "the Hub does not accept the token (401 from {}); log in with another account (`hf auth login`)",
-    403: "the Hub refuses this token write access to me/model (403 from {}); use a token that has it, or propose",
-    404: "the Hub has no me/model that the token can read, or not that revision (404 from {}); check both names",
+    403: "the Hub refuses this token write access to me/model (403 from {}); use a token with write access, or propose",
+    404: "the Hub has no repository me/model that the token can read, or no such revision (404 from {}); check both",
     409: "the Hub reports another write to me/model (409 from {}); repeat the command",
     429: "the Hub limits the rate of requests (429 from {}); try again in 60 s, or log in with another account",
     500: "the Hub failed (500 from {}); try again later, see https://status.huggingface.co",

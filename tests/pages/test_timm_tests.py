@@ -89,9 +89,9 @@ def test_a_failure_is_compared_with_the_architecture(cache, capfd):
     (cache / f"timm-{timm.__version__}" / "tests" / "test_models.py").write_text(FAILING)
     status, lines, processes = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
     told = {line.split(": ")[2]: line for line in lines if line.startswith(("EXCUSED", "FAILED: "))}
-    assert told["test_hard"].startswith("EXCUSED: test_vit_ortho: test_hard: test_vit fails it too; ")
+    assert told["test_hard"].startswith("EXCUSED: test_vit_ortho: test_hard: test_vit fails this test too; ")
     assert told["test_timm_knows_better"].startswith(
-        "EXCUSED: test_vit_ortho: test_timm_knows_better: timm excludes test_vit from it; ")
+        "EXCUSED: test_vit_ortho: test_timm_knows_better: timm excludes test_vit from this test; ")
     assert told["test_unlike_its_base"].startswith(
         "FAILED: test_vit_ortho: test_unlike_its_base: AssertionError: not what timm gives")
     assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in this test (exit status 9)"
@@ -105,7 +105,7 @@ def test_a_variant_without_tests_is_excused_if_its_architecture_has_none(cache, 
     for left_out, outcome, status in (("test_vit*", "EXCUSED", 0), ("test_vit_*", "FAILED", 1)):
         tests.write_text(TEST_MODELS.replace("timm.list_models()", f"timm.list_models(exclude_filters={left_out!r})"))
         found, lines, _ = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
-        reason = "timm excludes test_vit from it; " if outcome == "EXCUSED" else ""
+        reason = "timm excludes test_vit from this test; " if outcome == "EXCUSED" else ""
         assert f"{outcome}: test_vit_ortho: any test: {reason}no test was run" in lines
         assert found == status
 

@@ -209,7 +209,7 @@ def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
     name = run.options.get("dataset") if run else subject.dataset
     if not name:
         folder = Path(str((run.options.get("data_dir") or run.options.get("data")) if run else "")).name
-        return f"image folder '{folder}'" if folder else "an image folder", None
+        return f"the image folder '{folder}'" if folder else "an image folder", None
     return DATASETS.get(name, (name.rpartition("/")[2] or name, None))
 
 

@@ -297,7 +297,7 @@ def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
     made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # a partial has no module
     for module in own or dict.fromkeys((model_entrypoint(config["architecture"]).__module__, made_in)):
         if module == "__main__":
-            yield f"# run the author's lines that register the connection '{connection}' here"
+            yield f"# run here the author's code that registers the connection '{connection}'"
         elif module.partition(".")[0] not in ("timm", "timm_ortho"):
             yield f"import {module}  # the author's own module"
 

@@ -99,8 +99,8 @@ def client_errors_as(
 # HTTP status -> the problem and the advice; 500 covers all server errors.
 _REFUSALS = {
     401: ("does not accept {who}", "{log_in} and unset HF_TOKEN, or set it to a token with {access} access"),
-    403: ("refuses this token {access} access to {repo}", "use a token that has it{instead}"),
-    404: ("has no {repo} that {who} can read, or not that revision", "check both names"),
+    403: ("refuses this token {access} access to {repo}", "use a token with {access} access{instead}"),
+    404: ("has no repository {repo} that {who} can read, or no such revision", "check both names"),
     409: ("reports another write to {repo}", "repeat the command"),
     429: ("limits the rate of requests", "try again {when}, or {log_in} for a higher limit"),
     500: ("failed", "try again later, see https://status.huggingface.co"),
@@ -114,7 +114,7 @@ def _refusal(error: Any, repo_id: str, revision: Optional[str], access: str, tok
     if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError
         return f"the repository is gated ({status}); ask for access at {page} and {log_in}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"there is no such repository, or it is private and not yours ({status}); check the name, or {log_in}"
+        return f"the repository does not exist, or is private and not yours ({status}); check the name, or {log_in}"
     if isinstance(error, RevisionNotFoundError):
         return f"the repository has no revision '{revision}' ({status}); see {page}/refs"
     if isinstance(error, EntryNotFoundError):
