@@ -1,7 +1,7 @@
 """Connections: modules that add a branch output f to the stream x, ``forward(x, f) -> y``.
 
 Blocks that receive an attention mask pass the mask to the connection: ``forward(x, f, attn_mask=mask)``. The projection
-of f onto x splits f into f_par, which is parallel to x, and f_orth, which is orthogonal to x.
+of f onto x splits f into f_par, parallel to x, and f_orth, orthogonal to x.
 
 | name | y | parameters |
 | --- | --- | --- |

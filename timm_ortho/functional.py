@@ -93,7 +93,7 @@ def _times(weight: Weight, x: Tensor) -> Tensor:
 
 
 def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast ``y`` if its dtype differs. torch 2.6 cannot export an in-place activation after other casts."""
+    """Cast ``y`` if necessary. torch 2.6 cannot export an in-place activation after a cast to the same dtype."""
     return y if y.dtype == dtype else y.to(dtype)
 
 

@@ -43,8 +43,8 @@ def register_block(
             ``scaled_dot_product_attention``. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""``
             for them.
         causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
-            connections with one projection per sample. A string names an attribute that is true in such blocks. It is
-            read from the block, or from the nearest module around the block that has the attribute.
+            connections with one projection per sample. A string names an attribute that is true in such blocks. The
+            attribute is read from the block, or from the nearest module around the block that has the attribute.
 
     Returns:
         The class.

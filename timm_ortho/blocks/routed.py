@@ -21,7 +21,7 @@ from .spec import BlockSpec
 
 
 def written_class(module: nn.Module) -> type:
-    """Return the class of a module. Subclasses that ``fully_shard`` or parametrizations assign are ignored.
+    """Return the class of a module. Ignore subclasses that ``fully_shard`` or parametrizations made from it.
 
     Example:
         >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))

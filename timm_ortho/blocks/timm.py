@@ -199,7 +199,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 
-# Classes that look residual but have no site, with the reason: what their additions are.
+# Classes that look residual but have no site, with the reason: a description of their additions.
 NOT_RESIDUAL: Dict[str, str] = {
     f"timm.{name}": reason
     for reason, names in {
