@@ -22,7 +22,7 @@ from timm_ortho.lab.planning import design
     (dict(grid={"rate": [1, 2]}), "axis 'rate', value '1' accepts no key 'rate'"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
      "value 'a' accepts no key 'conection'; the nearest is 'connection'"),
-    (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs to: CONNECTION"),
+    (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs the keys 'to'"),
     (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "cannot switch to or from hybrid"),
     (dict(baseline={"lr": 5}), "the baseline is 5 on axis 'lr', which has no such value"),
     (dict(seeds=0), "seeds is 0, but must be a whole number of at least 1"),

@@ -6,7 +6,7 @@
 | `costs` | measures parameters, FLOPs and throughput of models, and trains nothing |
 | `reporting` | makes tables, plots and a page from run folders |
 | `planning` | makes one folder for each run of a study, which is defined by a YAML file |
-| `running` | starts a process for each run, and trains the run in it with the lab's loop or timm's `train.py` |
+| `running` | starts a process for each run, which trains with the lab's own loop or with timm's `train.py` |
 | `folder` | reads and writes the files of a run |
 | `options` | lists the options of timm's `train.py` |
 | `data`, `image_folder` | open data sets, create loaders, and check the layout of image folders |
@@ -35,7 +35,7 @@ def one_line(error: BaseException) -> str:
     """Return an error as one line.
 
     The line of an OSError is the operating system's reason, and the line of a LabError is its message. The line of any
-    further error is its class and message.
+    other error is its class and message.
 
     >>> one_line(KeyError("epochs"))
     "KeyError: 'epochs'"

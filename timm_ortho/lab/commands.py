@@ -68,7 +68,7 @@ def run_count(design: Design) -> str:
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
-    """Plan a study, write its folders, and print the commands of its runs. `slurm` also writes a script for sbatch."""
+    """Plan a study, write its folders, and print the commands of its runs. For Slurm, also write sbatch's script."""
     planned = _planned(request)
     for name, run_plan in planned.runs.items():
         print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
@@ -80,13 +80,13 @@ def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
 
 def _planned(request: Request) -> StudyPlan:
     planned = plan(request)
-    Layout.of(planned.study)  # raises if the report cannot have the study's layout, before the first run
+    Layout.of(planned.study)  # checks the layout of the report before the first run
     planned.write()
     return planned
 
 
 def _commands_of(folder: Path, run_plan: RunPlan) -> str:
-    """Return the commands that train a run. For timm's script, a line before them has the division of the batch."""
+    """Return the commands that train a run. For timm's script, a first line shows how the batch is divided."""
     if run_plan.trainer_name == "lab":
         return f"python -m timm_ortho.lab.running.run {shlex.quote(str(folder))}"
     commands = " && ".join(shlex.join(train_command(run_plan, stage, folder)) for stage in run_plan.stages)

@@ -35,7 +35,7 @@ from .image_folder import (
     refuse_shared_images,
 )
 
-# The folder below --data-dir in which torchvision looks for the files of timm's data set torch/NAME, by NAME.
+# NAME of timm's data set torch/NAME -> the folder below --data-dir in which torchvision looks for its files.
 _FOLDERS = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
@@ -202,7 +202,7 @@ def _validation_name(options: Namespace, val_split: str, validation: Any) -> str
 
 
 def _view(dataset: Any, num_samples: Optional[int], mode: Optional[str]) -> Any:
-    # timm applies num_samples to streamed data sets only; apply it to the further data sets here
+    # timm applies num_samples to streamed data sets only, so apply it to all other data sets here
     part = num_samples is not None and not isinstance(dataset, IterableDataset) and num_samples < len(dataset)
     index = _evenly_spaced(num_samples, len(dataset)) if part else None
     strict = hasattr(dataset, "reader") and not isinstance(dataset, IterableDataset)
@@ -219,7 +219,7 @@ def _evenly_spaced(count: int, size: int) -> np.ndarray:
 
 
 def _split(dataset: Any, hold_out: int) -> tuple[_View, _View]:
-    """Split training images into those to train on and `hold_out` images to validate on, and return both parts."""
+    """Hold `hold_out` images out of the training images. Return the remaining images and the held-out images."""
     if isinstance(dataset, IterableDataset):
         raise LabError("images cannot be held out of a streamed data set: set val_split instead")
     if not 0 < hold_out < len(dataset):

@@ -42,8 +42,8 @@ class Stage:
 
     folder: str  # folder of the options and checkpoints, relative to the run's folder
     options: Mapping[str, Any]  # all of timm's options
-    # Empty for the first stage. `weights`: begin with the first stage's weights, and a new optimizer and schedule
-    # (paper, Table 3). `checkpoint`: begin with the first stage's weights, optimizer and schedule (paper, Table 10).
+    # Empty for the first stage. For the second, `weights` keeps the first stage's weights, with a new optimizer and
+    # schedule (paper, Table 3), and `checkpoint` keeps its weights, optimizer and schedule (paper, Table 10).
     begins_with: str = ""
     stop_epoch: Optional[int] = None  # number of epochs after which the stage ends; None for the whole schedule
 
@@ -120,7 +120,7 @@ class RunPlan:
         return replace(self, stages=stages)
 
     def offset(self, stage: Stage) -> int:
-        """Return the number of epochs to add to an epoch's number in the stage for its number in the run."""
+        """Return the number that is added to an epoch of the stage to get the epoch of the run."""
         return self.stages[0].last_epoch if stage.begins_with == "weights" else 0
 
     def write(self, folder: Path) -> None:
@@ -261,7 +261,7 @@ def state(folder: Path) -> tuple[str, str]:
 
 
 def last_session(folder: Path) -> dict:
-    """Return the entry of the last process that trained the run, {} if there was none.
+    """Return the entry in `sessions.json` of the last process that trained the run, {} if there was none.
 
     The entry has an `error` only if the run failed, not if the user interrupted it.
     """

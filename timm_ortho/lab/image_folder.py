@@ -116,7 +116,7 @@ def _suffix(path: str) -> str:
 
 
 def _class_map(path: Any, root: str) -> dict[str, int]:
-    """Return the class map in a file: index by name. {} without a file.
+    """Return the label of each class name in a class map, {} if `path` is not set.
 
     Raises:
         LabError: The file cannot be read, or it is a text file with a blank or repeated line.

@@ -5,10 +5,10 @@ per multiplication and addition. An elementwise operation counts 1 per element o
 adds. A sum counts 1 per summed element. Copies and conversions count 0. In branches, only matrix products and
 convolutions count, as in Table 1a. In connections, all operations count, and an unknown operation is an error.
 
-The update of s tokens x with d channels, by a branch output f, takes 7sd + 2s FLOPs as the paper writes it. The plain
-addition x + f takes sd, so the update adds 6sd + 2s. The sums x.x and x.f take 2sd each, and adding eps and dividing
-take s each. With c = x.f / (x.x + eps), the three steps c x, f - c x and x + (f - c x) take sd each. This package
-computes f + (1 - c) x instead, in 6sd + 3s FLOPs.
+Let the stream x and the branch output f have s tokens of d channels. The orthogonal update in the paper's form takes
+7sd + 2s FLOPs, which is 6sd + 2s more than the plain addition x + f. The sums x.x and x.f take 2sd each, and adding eps
+and dividing take s each. With c = x.f / (x.x + eps), the three steps c x, f - c x and x + (f - c x) take sd each. This
+package computes f + (1 - c) x instead, in 6sd + 3s FLOPs.
 """
 from contextlib import ExitStack
 from statistics import fmean
@@ -66,7 +66,7 @@ def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> 
         name: `overhead`, `parameters` or `gamma`.
         arguments: Arguments of the function that measures the table. `models` lists architectures without the suffix
             `_ortho`.
-        device: The device of `overhead`. The two counted tables need none.
+        device: The device of `overhead`. `parameters` and `gamma` need no device.
     """
     if name == "gamma":
         return gamma_table(**arguments)
@@ -77,7 +77,10 @@ def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> 
 
 
 class _Counter(TorchDispatchMode):
-    """Count a running model's FLOPs: of matrix products and convolutions, and inside connections of all operations."""
+    """Count FLOPs while a model runs.
+
+    Inside connections, all operations count. Elsewhere, only matrix products and convolutions count.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,8 +6,8 @@ key `runs`. These functions measure the rows of each table:
 | table | functions |
 | --- | --- |
 | `overhead` (Table 1b) | `measure.overhead` |
-| `parameters` (Table 1a) | `measure.flop_table` for each transformer, whose rows alone have a column `module`; then
-  `measure.parameter_table` |
+| `parameters` (Table 1a) | `measure.flop_table` for each transformer, then `measure.parameter_table`. Only the rows of
+  `flop_table` have the key `module` |
 | `gamma` (Table 11) | `measure.gamma_table` |
 """
 from pathlib import Path

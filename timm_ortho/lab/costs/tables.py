@@ -62,9 +62,9 @@ def _overhead(rows: Sequence[Row]) -> Content:
         {((name,), (title,)): f"{value:,.{digits}f}" for name, values in stated.items()
          for title, value, digits in zip(_SPEEDS, values, (1, 1, 2), strict=True)},
         "Speeds are training images per second, as medians over the repetitions. The overhead is computed from these "
-        "medians with the paper's formula, 100 (1 - feature / linear). Each repetition times both models and has an "
-        "overhead of its own: the last column has the median of these overheads, and in brackets their 20 % and 80 % "
-        "quantiles.",
+        "medians with the paper's formula, 100 (1 - feature / linear). Each repetition times both models, so it has an "
+        "overhead of its own. The overhead by repetition is the median of these overheads, with their 20 % and 80 % "
+        "quantiles in brackets.",
         [Extra("What was measured", "Both models are timed in turns: forward pass, cross entropy, backward pass.",
                Table(["model", "images", "layout", "precision", "mode", "repetitions", "note"], [
                    [name, row["shape"], row["layout"], row["dtype"], row["mode"], str(row["repeats"]),
@@ -108,8 +108,8 @@ def _parameters(rows: Sequence[Row]) -> Content:
         ["module", "connection"], {_flop_position(row): f"{row['branch'] + row['update']:,}" for row in blocks},
         {_flop_position(row): _formula(row) for row in blocks
          if row["module"] in _BRANCHES and row["connection"] in _UPDATES},
-        "The FLOPs here are counted during a forward pass of one image. The paper's are computed from its formulas for "
-        "s tokens of width d.",
+        "The FLOPs here are counted during a forward pass of one image. The paper's numbers are computed from its "
+        "formulas for s tokens of width d.",
         [extra for extra in extras if extra.table.rows])
 
 

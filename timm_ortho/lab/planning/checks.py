@@ -158,7 +158,7 @@ def _refused(subject: str) -> Iterator[None]:
 
 
 def _takes_img_size(model: torch.nn.Module) -> bool:
-    """Return whether the model's class or a base class has an argument `img_size`, as for position embeddings."""
+    """Return whether the model's class or a base class has an argument `img_size`."""
     constructors = [vars(cls)["__init__"] for cls in type(model).__mro__
                     if "__init__" in vars(cls) and cls is not object]
     return any("img_size" in inspect.signature(init).parameters for init in constructors)

@@ -336,12 +336,12 @@ def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, A
         return {}
     _check_keys(switch, {"to", "optimizer"}, "switch")
     if set(switch) != {"to", "optimizer"} or switch["optimizer"] not in ("kept", "reinitialised"):
-        raise LabError("switch needs to: CONNECTION, and optimizer: kept or reinitialised")
+        raise LabError("switch needs the keys 'to' (a connection) and 'optimizer' (kept or reinitialised)")
     again = switch["optimizer"] == "reinitialised"
     if switch["to"] == connection and not again:
         return {}
     if "hybrid" in (switch["to"], connection) and switch["to"] != connection:
-        raise LabError("a run cannot switch to or from hybrid: other connections have none of its parameters")
+        raise LabError("a run cannot switch to or from hybrid: the other connection lacks hybrid's parameters")
     return {"switch_to": switch["to"], "reinitialise": again}
 
 
@@ -358,7 +358,7 @@ def _paper_recipe(model: str, dataset: str) -> str:
 
 
 def timm_name(dataset: str) -> str:
-    """Return timm's name of a data set. The given name is timm's or the paper's; any other name raises a LabError.
+    """Return timm's name of a data set, given timm's or the paper's name. Any other name raises a LabError.
 
     >>> timm_name("cifar10"), timm_name("tiny_imagenet"), timm_name("torch/mnist")
     ('torch/cifar10', '', 'torch/mnist')

@@ -109,7 +109,7 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]
 
 
 def _of_recipe(here: Variant, partner: Variant, data: str | None) -> list[str]:
-    """Return why options of the package's recipe differ from the paper's, for the options that `here` has unchanged."""
+    """Return why the package's recipe differs from the paper's, for the options in which `here` equals `partner`."""
     model = base_name(partner.options.model)
     network = "skipnet" if model.startswith("skipnet_") else architecture(model)
     own = "_initialisation" if "weight_init" in partner.options.model_kwargs else ""

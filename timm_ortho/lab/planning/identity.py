@@ -84,5 +84,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_yaml_values(value: Any) -> Any:
-    """Return a value as YAML loads it after writing it. Tuples become lists. Unlike in JSON, keys stay numbers."""
+    """Return a value after a round trip through YAML. Tuples become lists. Unlike in JSON, keys stay numbers."""
     return yaml.safe_load(yaml.safe_dump(value, sort_keys=False))

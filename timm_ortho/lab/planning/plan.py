@@ -178,7 +178,7 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
 # ------------------------------------------------------------------------------------------ description
 def _description(
         request: Request, requested: Mapping[str, Any], seeds: Sequence[int], variants: Sequence[Variant]) -> dict:
-    """Return the description of a study that its report shows, as values of YAML."""
+    """Return the description of a study that its report shows, with types that YAML can store."""
     design = request.design
     models = list(dict.fromkeys(base_name(variant.options.model) for variant in variants))
     return as_yaml_values({

@@ -1,8 +1,8 @@
 """Measure the features of a trained model, and store them to compare them with the features of other runs.
 
 Linear CKA compares the features of two models for the same images. Features are stored because the two runs end at
-different times. `features.npy` has them as float16 numbers, divided by the largest magnitude, on which CKA does not
-depend. For the 50,000 validation images of ImageNet-1k, the file of a ViT-B takes 77 MB.
+different times. `features.npy` has them as float16 numbers, divided by the largest magnitude. CKA does not depend on
+this scale. For the 50,000 validation images of ImageNet-1k, the file of a ViT-B takes 77 MB.
 """
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Sequence
@@ -38,8 +38,8 @@ def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str
     Args:
         runs: The runs with their metrics. Their key `representation` is replaced.
         folders: The folders of the runs, in the same order.
-        baseline: The key `baseline` of the study. A run's baseline run has these values of axes or this connection, and
-            otherwise the same cell, connection and seed as the run.
+        baseline: The key `baseline` of the study: a connection, or values of axes. A run's baseline run has this
+            connection or these values, and otherwise the cell, connection and seed of the run.
     """
     by_setting = {_setting(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
     for run, folder in zip(runs, folders, strict=True):

@@ -1,7 +1,8 @@
 """Start a process for each unfinished run, on this machine (`local`) or as jobs of a Slurm cluster (`Slurm`).
 
-The launcher and the process of a run communicate only through the folder of the run. If a run crashes, the further runs
-are not affected. If the user starts the same command again, it continues from what the folders contain.
+The launcher and the process of a run communicate only through the folder of the run. A run that crashes therefore
+does not affect other runs. If the user starts the same command again, finished runs are skipped, and unfinished runs
+continue.
 """
 import math
 import os
@@ -138,7 +139,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
     slots = _slots(runs, parallel)
     queue, at_work, attempts = waiting(root, runs), {}, Counter()
     progress = _Progress(root, runs)
-    # Processes are forked from a server that has imported everything, which saves seconds for each run.
+    # Fork the processes from a server that has already imported the package. This saves seconds for each run.
     context = get_context("forkserver" if sys.platform != "win32" else "spawn")
     context.set_forkserver_preload([run_module.__name__])
     try:
@@ -198,8 +199,8 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     """Train the run in a folder. This is the main function of a run's process."""
-    # None restores the platform's default. Otherwise, each worker of a data loader is started by a fork server, and
-    # imports torch again in every epoch.
+    # None restores the platform's start method. With forkserver, the start method of this process, each worker of a
+    # data loader would import torch again in every epoch.
     set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the launcher ends them

@@ -74,7 +74,7 @@ class Training:
         if self.device.type == "cuda":  # train.py does the same
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
-        if options.channels_last:  # then the outputs of convolutions have it, too
+        if options.channels_last:  # then outputs of convolutions are channels-last, too
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader = loaders(
@@ -250,7 +250,7 @@ class Training:
                 return 0, lengths
             for name, part in self._parts().items():
                 part.load_state_dict(checkpoint[name])
-        except Exception as error:  # noqa: BLE001 a damaged file makes torch, pickle or zipfile raise many kinds
+        except Exception as error:  # noqa: BLE001 damaged files raise many kinds of errors
             raise LabError(f"{path} cannot be read ({one_line(error)}): remove {self.folder} to train the run "
                            "again") from None
         start = checkpoint["epoch"] + 1

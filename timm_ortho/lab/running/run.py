@@ -70,7 +70,7 @@ def run(folder: Path, threads: int = 1) -> dict:
         if done is not None:
             return done
         torch.set_num_threads(threads)
-        plan.write_options(folder)  # an earlier session's train.py has overwritten args.yaml
+        plan.write_options(folder)  # train.py may have overwritten args.yaml
         sessions = _begin_session(folder)
         try:
             result = _train(plan, folder)

@@ -106,7 +106,7 @@ def _epochs(checkpoint: Path) -> int:
         return load_checkpoint(checkpoint)["epoch"] + 1
     except FileNotFoundError:  # train.py is replacing the file
         return 0
-    except Exception as error:  # noqa: BLE001 a damaged file makes torch, pickle or zipfile raise many kinds
+    except Exception as error:  # noqa: BLE001 damaged files raise many kinds of errors
         raise LabError(f"{checkpoint} cannot be read ({one_line(error)}): remove {checkpoint.parent} to train "
                        "the run again") from None
 
