@@ -3,7 +3,7 @@
     python -m scripts.publish FOLDER ...               output folders of timm-ortho study run
     python -m scripts.publish --name NAME FOLDER       the output folder of timm-ortho compare
 
-Studies are written to studies/NAME-DATASET-SCALE in this folder, comparisons to comparisons/NAME. Earlier numbers are
+Studies are stored in the subfolders studies/NAME-DATASET-SCALE, comparisons in comparisons/NAME. Earlier numbers are
 replaced. `timm_ortho/lab/reporting/published.py` describes the files. To keep the repository small, each run keeps only
 its last probe (measurements on one fixed batch). Studies of more than 24 runs keep only the norms and angles that were
 recorded in the last epoch.

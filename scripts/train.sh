@@ -3,7 +3,7 @@
 #
 #   scripts/train.sh RECIPE MODEL DATA [options of train.py ...]
 #
-#   RECIPE  a shipped recipe (timm-ortho recipe --list) or a YAML file
+#   RECIPE  the name of a shipped recipe (timm-ortho recipe --list), or a YAML file with options of train.py
 #   MODEL   the recipe's model, or the same model with another connection (vit_small_linear)
 #   DATA    the folder of the data set
 #

@@ -1,1 +1,1 @@
-"""Checks beyond the test suite: `python -m scripts.checks.NAME`."""
+"""Checks that are not part of the test suite. Run each with `python -m scripts.checks.NAME`."""

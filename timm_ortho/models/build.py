@@ -1,4 +1,4 @@
-"""Build and register variants: connect timm's model, then check and load its weights."""
+"""Build and register variants: replace the residual additions of timm's model, then check and load its weights."""
 import sys
 from copy import copy
 from functools import partial

@@ -1,8 +1,8 @@
 """Orthogonal variants of timm's own architectures: ``<name>_ortho`` (feature scope) and ``<name>_orthog`` (global).
 
-The entry point of a variant builds timm's model with the variant's own ``PretrainedCfg`` and connects it. All variants
-share one function. The names come from timm's registry and from ``coverage.json``, which lists the architectures of
-timm that can be connected, see :mod:`timm_ortho.models.coverage`.
+The entry point of a variant builds timm's model with the variant's own ``PretrainedCfg`` and passes it to ``connect``,
+which replaces the residual additions. All variants share one function. The names come from timm's registry and from
+``coverage.json``, which lists the architectures of timm that can be connected, see :mod:`timm_ortho.models.coverage`.
 """
 import ast
 import inspect

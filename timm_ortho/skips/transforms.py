@@ -122,7 +122,7 @@ _cached_tensors = lru_cache(maxsize=1024)(_tensors)  # as buffers, they would be
 
 
 class _Mapped(torch.autograd.Function):
-    """Compute ``P x`` or ``P^T x``. Plain autograd would save matrices per token and round gradients in autocast."""
+    """Compute ``P x`` or ``P^T x``. Plain autograd would save matrices for each token, and round under autocast."""
 
     @staticmethod
     def forward(ctx, x, skip, transposed):
@@ -212,7 +212,7 @@ class Skip(nn.Module):
             return _Mapped.apply(x, self, transposed)
 
     def compute(self, x: Tensor, transposed: bool) -> Tensor:
-        """Compute the map in compiled code, or in eager mode inside :class:`_Mapped`."""
+        """Return ``P x`` or ``P^T x``, for compiled code and for :class:`_Mapped`."""
         make = _tensors if torch.compiler.is_compiling() else _cached_tensors
         tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
         compiles = default() == "inductor" and choose_backend(x, x) == "inductor"
@@ -239,7 +239,7 @@ SKIPS: Dict[str, Tuple[str, Callable[..., Dict[str, Any]]]] = {
     "idempotent_cmr": (
         "each branch minus the mean of the branches (Idempotent-CMR)",
         lambda branches, **_: dict(own=1.0, mean=-1.0, branches=branches)),
-    "orthogonal_tp": ("a Kronecker power of one rotation (Orthogonal-TP)", lambda **_: {}),
+    "orthogonal_tp": ("a Kronecker product of fixed orthogonal matrices (Orthogonal-TP)", lambda **_: {}),
     "orthogonal_random": (
         "a Kronecker product of random rotations",
         lambda seed, site, **_: dict(seed=f"timm_ortho.skips {seed} {site}")),
