@@ -1,4 +1,4 @@
-"""connection_arguments() of models, and connections in the configs of transformers."""
+"""connection_arguments() returns the arguments of connect(). The configs of transformers' models store them."""
 import json
 import subprocess
 import sys

@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.second = nn.Linear(4, 4)
 
     def forward(self, x, bias: float = 0.0, *, positive=True):
-        """Says hello."""
+        """Routing keeps this docstring."""
         offset = x.mean() + bias
         x = x + self.first(x * SCALE)
         x = self.second(x) + x if positive else x + self.second(x - offset)
@@ -141,7 +141,7 @@ def test_forward_with_a_closure():
 
 
 class Private(nn.Module):
-    """A block whose methods depend on the class body by a default, a private name and an alias."""
+    """A block whose methods depend on the class body through a default, a private name and an alias."""
 
     HALF = 0.5
 
@@ -179,7 +179,7 @@ def test_random_conditions_are_not_evaluated():
 
 
 class Conditions(nn.Module):
-    """Methods with conditions whose value is unknown before the call."""
+    """Methods with conditions. In all methods but the last, the additions may be reached."""
 
     def __init__(self):
         super().__init__()

@@ -163,7 +163,7 @@ def test_large_tensors(case):
 @examples(30)
 @given(cases(elements=300))
 def test_kernels(case):
-    # Triton's interpreter returns NaN if one input is bfloat16 and the other is float64.
+    # Triton's interpreter returns NaN for a bfloat16 input and a float64 input.
     assume(set(case["dtypes"]) != {torch.bfloat16, torch.float64})
     check(eager("triton"), case)
 
@@ -177,7 +177,7 @@ def test_inductor(case):
 
 
 def test_a_transposed_stream_projected_over_its_first_axis():
-    """The first axis is contiguous in memory. An earlier version split it."""
+    """The axis of the sum is contiguous in memory, although it is the first axis."""
     x, f = (torch.randn(1024, 2048, generator=torch.Generator().manual_seed(seed)).t() for seed in (0, 1))
     assert x.stride(0) == 1
     for needed in (False, True):

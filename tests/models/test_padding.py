@@ -96,7 +96,7 @@ def assert_same(results, expected):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_padding_changes_nothing(options):
-    """Images of four shapes have equal logits and gradients in one batch and one by one."""
+    """Images of four shapes have the same logits and gradients in one padded batch as in four batches of one image."""
     model = naflex(**options)
     assert {type(site.connection).__name__ for site in sites(model)} >= {"GlobalConnection"}
     if "connection_prob" in options:

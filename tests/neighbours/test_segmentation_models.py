@@ -1,4 +1,4 @@
-"""segmentation_models_pytorch: variants as `tu-` encoders, with connection arguments."""
+"""Variants are encoders of segmentation_models_pytorch, with the prefix `tu-`, and take connection arguments."""
 import pytest
 import torch
 
