@@ -28,7 +28,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     parsed = parser.parse_args(arguments)
     unknown = set(parsed.names) - GENERATORS.keys()
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(GENERATORS)}")
+        parser.error(f"unknown names: {', '.join(sorted(unknown))}; known names: {', '.join(GENERATORS)}")
     names = parsed.names or list(GENERATORS)
     differing = [path for name in names for path in (check if parsed.check else write)(name, root)]
     if not parsed.names:

@@ -76,7 +76,7 @@ def test_written_pages_pass_the_check(checkout, capsys):
 def test_an_unknown_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         pages.main(["nothing"])
-    assert "unknown: nothing; known: recipes, " in capsys.readouterr().err
+    assert "unknown names: nothing; known names: recipes, " in capsys.readouterr().err
 
 
 def test_every_set_of_weights_and_every_study_has_a_page():
@@ -93,8 +93,8 @@ def test_every_set_of_weights_and_every_study_has_a_page():
 ])
 def test_cards_of_the_authors_weights(kind, accuracy, paper):
     found = card(f"vit_base_{kind}.authors_in1k")
-    assert f"**Accuracy by the authors' card, not measured here:** {accuracy}. " in found.text
-    assert f"The paper has {paper} % top-1 at the end of training" in found.text
+    assert f"**Accuracy according to the authors' card, not measured here:** {accuracy}. " in found.text
+    assert f"The paper reports {paper} % top-1 at the end of training" in found.text
     assert "Giyeong Oh and the other authors" in found.text
     assert "**Licence:** cc-by-sa-4.0, share-alike. " in found.text
     assert "Not measured" in found.text
