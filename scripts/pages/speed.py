@@ -92,11 +92,13 @@ def opening(rows: Sequence[BenchRow]) -> str:
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
             sentences.append("Orthogonal connections change the time of a training step, relative to linear "
-                             f"connections, by the following amounts on a {kind} ({', '.join(names)}). {'. '.join(steps)}.")
+                             f"connections, by the following amounts on a {kind} ({', '.join(names)}). "
+                             f"{'. '.join(steps)}.")
         if small:
             over = [sorted(float(row[column]) for row in small) for column in ("appendix_ratio_p50", "ratio_p50")]
             sentences.append("With orthogonal connections, a ViT of width 64 takes {:.2f} to {:.2f} times as long as "
-                             "with the formula of the paper's appendix, and {:.2f} to {:.2f} times as long as with plain addition.".format(
+                             "with the formula of the paper's appendix, and {:.2f} to {:.2f} times as long as with "
+                             "plain addition.".format(
                                  *(end for matched in over for end in (matched[0], matched[-1]))))
         if not steps and not small:
             sentences.append(f"On a {kind}: not measured.")
