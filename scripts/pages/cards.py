@@ -5,7 +5,7 @@
 | weights that ship, `vit_test_*` | `model_cards/results/comparisons` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
-`timm_ortho.hub.card` fills the template. `studies` writes the remaining pages of model_cards.
+`timm_ortho.hub.card` fills the template of the cards. `studies.py` writes the remaining pages of model_cards.
 """
 from functools import cache
 from pathlib import Path
@@ -89,10 +89,10 @@ def of_shipped(name: str) -> Card:
     folder = studies.RESULTS / "comparisons" / f"vit_test_{data}"
     run = PublishedRun(folder, SUFFIXES[suffix_of(architecture)], SEED)
     about = (
-        "These weights are part of timm-ortho, in float32, and load without a network connection. They are small on "
-        "purpose: for tests and for trying out tools.\n\n"
+        "These weights are part of timm-ortho, in float32, and load without a network connection. They are small "
+        "because they are meant for tests and for trying out tools.\n\n"
         f"`timm-ortho compare --recipe vit_test_{data}` trains them with seed {SEED}. `scripts/make_test_weights.py` "
-        "puts them into the package, with the tensors that the tests compare them with.")
+        "copies them into the package, together with inputs and outputs for the tests.")
     return Card(name, model_card(subject(name, about=about, license="apache-2.0"), run, curve=f"{name}.png"), run)
 
 

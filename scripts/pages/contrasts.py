@@ -1,7 +1,7 @@
-"""Define comparisons of published runs, and the metrics that they compare.
+"""Define comparisons of published runs, and functions that read the compared metrics.
 
 A contrast is a weighted sum over the settings of a study for each seed, with Student's interval of the mean over the
-seeds. A difference, a slope over the learning rate, a main effect and an interaction are contrasts with different
+seeds. Differences, slopes over the learning rate, main effects and interactions are contrasts that differ in their
 weights. `Unpaired` (Welch) and `Effect` (a factor of a fractional factorial design) are not contrasts, because their
 error terms differ.
 """
@@ -46,7 +46,7 @@ def runs_of(study: str) -> Sequence[Run]:
 
 
 def setting_of(run: Run) -> tuple:
-    """Return the values of the study's axes and the connection."""
+    """Return the values of the study's axes and, as the last item, the connection."""
     return (*run["cell"].values(), run["connection"])
 
 
@@ -63,15 +63,16 @@ def top1(run: Run) -> float:
 
 
 class Comparison:
-    """A measured difference and the same difference in the paper.
+    """A measured difference, and the paper's values of this difference.
 
     Attributes:
         label: The comparison in words.
         parts: Folders in `results/studies`, each with the weights of its settings.
-        difference: The mean with its interval.
+        difference: The mean difference with its interval.
         unit: Unit of `difference`.
-        paper: The same difference in the paper, by data set.
-        room: The difference if the settings of positive weight had an accuracy of 100 %.
+        paper: The paper's value of this difference, by data set.
+        pooled: The difference with one error variance for all settings of the study, or None.
+        room: The difference if all settings except the baseline had an accuracy of 100 %.
     """
 
     label: str
@@ -96,11 +97,11 @@ class Comparison:
         return span(list(self.paper.values())) if self.paper else ""
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the two-sided interval at a confidence level; (-inf, inf) without variance."""
+        """Return the two-sided interval at a confidence level, or (-inf, inf) if all differences are equal."""
         raise NotImplementedError
 
     def within(self, bound: float) -> bool:
-        """Return whether two one-sided tests show equivalence: the 90 % interval lies within [-bound, bound]."""
+        """Return whether two one-sided tests show equivalence, so that the 90 % interval is within [-bound, bound]."""
         return max(map(abs, self.ends(0.9))) <= bound
 
     def compatible(self) -> str:
@@ -127,10 +128,10 @@ class Contrast(Comparison):
     """A weighted sum over settings, for each seed that has runs of all these settings.
 
     Attributes:
-        parts: See `Comparison`. Settings without a weight are ignored; several parts are averaged.
+        parts: See `Comparison`. Settings without a weight are ignored. The sums of several parts are averaged.
         read: Returns the metric of a run.
-        bases: The baseline connection, needed for a slope, whose weights have both signs for each connection. If empty,
-            the settings with negative weight are the baseline.
+        bases: The baseline connection. By default, the settings with negative weight are the baseline. A slope needs
+            this attribute, because its weights have both signs for each connection.
     """
 
     label: str
@@ -142,7 +143,7 @@ class Contrast(Comparison):
 
     @cached_property
     def rows(self) -> list[dict[int, dict[tuple, float]]]:
-        """The metric by seed and setting for each part, limited to the seeds that all parts have."""
+        """The metric by seed and setting for each part. Seeds that a part lacks are left out of all parts."""
         parts = [table(*part, self.read) for part in self.parts]
         return [{seed: row for seed, row in rows.items() if all(seed in other for other in parts)} for rows in parts]
 
@@ -170,7 +171,7 @@ class Contrast(Comparison):
         return _paired(self.values)
 
     def without(self, *seeds: int) -> tuple[Difference, tuple[float, float]]:
-        """Return the difference without some seeds, and its 90 % interval."""
+        """Return the difference without the runs of these seeds, and its 90 % interval."""
         values = [value for seed, value in self.by_seed.items() if seed not in seeds]
         return _paired(values), _paired(values, 0.9).ends
 
@@ -189,7 +190,7 @@ class Contrast(Comparison):
 
     @property
     def room(self) -> float:
-        """The weighted sum if all settings except the baseline had 100 % accuracy; infinite without a baseline."""
+        """The weighted sum if all settings except the baseline had 100 % accuracy, or infinity if there is no baseline."""
         bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
         if self.read is not top1 or not (
@@ -201,7 +202,7 @@ class Contrast(Comparison):
 
 @dataclass(frozen=True)
 class Unpaired(Comparison):
-    """The difference of the means of two contrasts whose runs share no batches, with Welch's interval."""
+    """The difference of the means of two contrasts with unrelated runs, with Welch's interval."""
 
     label: str
     one: Contrast
@@ -222,7 +223,7 @@ class Unpaired(Comparison):
 
 @dataclass(frozen=True)
 class Effect(Comparison):
-    """A factor's effect on F − linear in `cifar_factors`: the mean at level two minus the mean at level one.
+    """A factor's effect on F − linear in `cifar_factors`: the mean at its second level minus the mean at its first.
 
     The error variance is estimated from the differences F − linear after subtracting the means of cells and seeds.
     """
@@ -238,7 +239,7 @@ class Effect(Comparison):
 
     @cached_property
     def by_cell(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
-        """The levels of each cell, and the differences ``[seeds, cells]``."""
+        """The levels of the factors in each cell, and the differences F − linear as an array ``[seeds, cells]``."""
         rows = list(table(self.study, None, self.read).values())
         cells = list(dict.fromkeys(setting[0] for setting in rows[0]))
         differences = [[row[cell, "feature"] - row[cell, "linear"] for cell in cells] for row in rows]
@@ -268,12 +269,12 @@ class Effect(Comparison):
 
 
 FACTORS = {"width": ("w64", "w128"), "blocks": ("b2", "b6"), "epochs": ("e6", "e24"), "rate": ("r1", "r4"),
-           "recipe": ("clipped", "paper")}  # levels of each factor, as in the cell names of cifar_factors
+           "recipe": ("clipped", "paper")}  # factor -> levels, as in the cell names of cifar_factors
 
 
 def table(study: str, settings: Optional[Iterable[tuple]] = None,
           read: Callable[[Run], float] = top1) -> dict[int, dict[tuple, float]]:
-    """Return a metric by seed and setting, for the seeds that have all `settings` (by default the study's)."""
+    """Return a metric by seed and setting, for the seeds with runs of all `settings` (default: all of the study)."""
     wanted = list(dict.fromkeys(map(setting_of, runs_of(study)))) if settings is None else list(settings)
     rows: dict[int, dict[tuple, float]] = {}
     for run in runs_of(study):
@@ -315,7 +316,10 @@ def placed(mixer: str, where: str) -> Weights:
 
 
 def slope(x: Sequence[float], settings: Callable[[int], Weights]) -> Weights:
-    """Return the weights of a least-squares slope over x: (x_i - mean) / sum (x - mean)^2 for the settings of x_i."""
+    """Return the weights of a least-squares slope over x.
+
+    Each weight in `settings(i)` is multiplied by (x_i - mean) / sum (x - mean)^2.
+    """
     centred = np.array(x) - np.mean(x)
     shares = centred / (centred ** 2).sum()
     return {setting: float(share) * weight
@@ -328,13 +332,13 @@ def rates_slope(rates: Sequence[float]) -> Weights:
 
 
 def switch(first: float, last: float) -> Weights:
-    """Return the weights of the main effects of an orthogonal start and an orthogonal end."""
+    """Return `first` times the weights of the main effect of an orthogonal start, plus `last` times those of the end."""
     return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
             for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}
 
 
 def transforms(*skips: str) -> Weights:
-    """Return the weights of the mean of some transforms of the stream minus the identity."""
+    """Return the weights of the mean over some transforms of the stream, minus the identity."""
     return {(20, "identity", "linear"): -1.0, **{(20, skip, "linear"): 1.0 / len(skips) for skip in skips}}
 
 

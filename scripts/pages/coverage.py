@@ -12,7 +12,7 @@ def texts(root: Path) -> dict[Path, str]:
 
 
 def table() -> str:
-    """Return the totals and a table of timm's modules."""
+    """Return Markdown: the number of covered architectures, and a table of timm's modules."""
     rows = coverage.timm_modules()
     covered, left_out = (sum(len(names) for names in column) for column in list(zip(*rows, strict=True))[1:])
     total = f"{covered:,} of timm {coverage.load()['timm']}'s {covered + left_out:,} architectures:"

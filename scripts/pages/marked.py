@@ -14,7 +14,7 @@ def replaced(page: Path, parts: dict[str, str]) -> str:
     """Return the text of a page with new text in its generated parts.
 
     Raises:
-        SystemExit: The page lacks the two comments of a part.
+        SystemExit: The page lacks one of the two comments of a part.
     """
     text = page.read_text(encoding="utf-8")
     for name, made in parts.items():

@@ -1,7 +1,7 @@
 """Find the commits, processors and torch versions of the runs that test hypotheses.
 
-Publishing records the commits in model_cards/results/provenance/commits.json, so that a checkout without history can
-check the page.
+`python -m scripts.publish` records the commits in model_cards/results/provenance/commits.json. Therefore a checkout
+without history can check the evidence page.
 """
 import json
 import subprocess
@@ -12,7 +12,7 @@ from . import studies
 from .contrasts import Run, is_published, runs_of
 
 ROOT = Path(__file__).parents[2]
-RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # headings added with the rules
+RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # headings committed with the rules
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
@@ -36,9 +36,9 @@ def record() -> None:
 def read_history(
         pages: Sequence[str] = ("docs/hypotheses.md", "model_cards/hypotheses.md"),
 ) -> Optional[dict[str, Any]]:
-    """Return, for each part, the commit that added the rules, and whether each run's commit is before or after it.
+    """Return, for each part, the commit that added the rules, its date, and the position of each run's commit.
 
-    Returns None without git or without history.
+    A position is `before`, `after` or `not in the history`. Returns None without git or without history.
     """
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
@@ -69,9 +69,9 @@ def _git(*arguments: str) -> Optional[str]:
 
 
 def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the runs whose commit does not come after the rules, by study.
+    """Return, by study, a summary of the runs whose commit does not come after the commit of the rules.
 
-    The values are the number of these runs, their seeds and commits, and the end of the last run.
+    A summary has the number of these runs, their seeds and commits, and the time at which the last run ended.
     """
     others = {}
     for study in studies_of(part):
@@ -85,7 +85,7 @@ def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def mixed_pairs(part: str) -> list[dict[str, Any]]:
-    """Return the seeds whose runs had several processors or torch versions."""
+    """Return the studies and seeds whose runs had several processors or torch versions, with their names."""
     pairs = []
     for study in filter(is_published, studies_of(part)):
         for seed in sorted({run["seed"] for run in runs_of(study)}):

@@ -1,8 +1,8 @@
 """Write README's table of costs and the tables of docs/speed.md from the rows of `timm-ortho bench`.
 
-The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may have several runs of
-one commit. The tables contain every measured case. Default cases of `timm-ortho bench` that have no
-row are listed as "not measured".
+The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may contain several runs of
+one commit. The tables contain all measured cases. Default cases of `timm-ortho bench` without a row are listed as "not
+measured".
 """
 import csv
 import textwrap
@@ -64,7 +64,7 @@ def costs(rows: Sequence[BenchRow]) -> str:
 
 
 def ratio(rows: Iterable[BenchRow], models: Sequence[str], step: str, mode: str, name: str) -> str:
-    """Return a ratio of the models with one of these names, in each measured precision."""
+    """Return, as text, the ratio `name` of the model with one of these names, in each measured precision."""
     matched = [row for row in rows if row["what"] == "models" and row["model"] in models and row["candidate"] == "ortho"
              and row["layout"] in ("tokens", "nchw") and (row["step"], row["mode"]) == (step, mode)]
     sentences = {row["dtype"]: interval(row) if name == "ratio" else number(row, name, "{:.3f}") for row in matched}
@@ -82,7 +82,7 @@ def launch(rows: Iterable[BenchRow], step: str) -> str:
 
 
 def opening(rows: Sequence[BenchRow]) -> str:
-    """Return the ranges of the ratios in the tables, by kind of device."""
+    """Return the opening paragraph of speed.md, with the range of the ratios on each kind of device."""
     sentences = []
     for kind, on_cpu in (("CPU", True), ("GPU", False)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
@@ -118,7 +118,7 @@ def percent(matched: Sequence[float]) -> str:
 
 
 def section(rows: Sequence[BenchRow]) -> str:
-    """Return the tables of models, operator and launches in speed.md, and the sources of their rows."""
+    """Return the tables of models, operator and launches for speed.md, and the sources of their rows."""
     tables = [markdown(header, [*lines(rows), *unmeasured(rows, what, len(header))])
               for what, (header, lines) in TABLES.items()]
     return "\n\n".join(filter(None, [*tables, sources(rows)]))
@@ -150,7 +150,7 @@ def device(row: BenchRow) -> str:
 
 
 def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str]]:
-    """Return a line for each default model, shape or launch that has no rows for a kind of device."""
+    """Return a line for each default model, shape or launch if a kind of device has no rows of this kind."""
     lines = []
     for kind, name in (("cpu", "CPU"), ("cuda", "GPU")):
         if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
@@ -168,7 +168,7 @@ def cases(rows: Iterable[BenchRow], what: str, *labels: str) -> dict[tuple[str, 
 
 
 def pick(rows: Iterable[BenchRow], **wanted: str) -> BenchRow:
-    """Return the row with these values, or an empty row."""
+    """Return the row with these values, or an empty row if none matches."""
     matched = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
     if len(matched) > 1:
         subject = matched[0]["model"] or matched[0]["shape"]
@@ -209,7 +209,7 @@ def operator_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
 
 
 def formula(rows: Sequence[BenchRow], name: str) -> str:
-    """Return the time of forward and backward relative to linear, and the share of a copy's bandwidth in each."""
+    """Return the time of forward and backward relative to linear, and the bandwidth of both relative to a copy."""
     ratio = number(pick(rows, step="both", candidate=name), "ratio_p50", "{:.2f}")
     if ratio == NOT_MEASURED:
         return ratio
@@ -219,7 +219,7 @@ def formula(rows: Sequence[BenchRow], name: str) -> str:
 
 
 def speedup(rows: Sequence[BenchRow]) -> str:
-    """Return the speedup over the formula of the paper's appendix: of the kernels, or else of the eager update."""
+    """Return the speedup of the Triton kernels, or else of the eager update, over the formula of the paper's appendix."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:

@@ -3,9 +3,10 @@
 | key | meaning |
 | --- | --- |
 | `type`, `default`, `choices` | as in timm's parser |
-| `list`, `or_list` | a list; or one number on the command line, and a number or a list in YAML |
-| `lab` | `used` by the lab's loop, or `unused` because it affects logs and files only; the loop rejects all others |
-| `about` | `machine`: no effect on results; `data`: options of the data; otherwise options of the training |
+| `list` | true if the option is a list |
+| `or_list` | true if the option is a number on the command line, and a number or a list in YAML |
+| `lab` | `used` by the lab's loop, or `unused` because it affects only logs and files; the loop rejects the rest |
+| `about` | `machine`: no effect on results; `data`: an option of the data; otherwise an option of the training |
 """
 import json
 from functools import cache
@@ -31,7 +32,7 @@ def defaults() -> dict[str, Any]:
 
 @cache
 def options_with(key: str, *values: str) -> frozenset[str]:
-    """Return the names of the options for which the key, such as `about`, has one of the values.
+    """Return the names of the options whose key, such as `about`, has one of the values.
 
     >>> "workers" in options_with("about", "machine")
     True

@@ -1,4 +1,4 @@
-"""Numbers, names and recipes of the two papers.
+"""Read the numbers, names and recipes of the two papers.
 
 `paper.json` is from "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), `skips.json` from "Orthogonal and
 Idempotent Transformations" (Wang et al., 2017).
@@ -29,7 +29,7 @@ def numbers() -> Mapping[str, Any]:
 
 
 def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
-    """Return data set, table, and top-1 by skip of a recipe of Wang et al., None for any other recipe."""
+    """Return data set, table, and top-1 by skip transform of a recipe of Wang et al., or None for any other recipe."""
     network, _, data = name.partition("_")
     if network != "skipnet" or data not in numbers()["skip_recipe"]:
         return None
@@ -39,7 +39,7 @@ def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
 
 
 def section(table: str | None) -> Mapping[str, Any]:
-    """Return the section that a study's `table` names, an empty mapping if neither paper has it."""
+    """Return the section that a study's `table` names, or an empty mapping if neither paper has this section."""
     return numbers().get(table) or {}
 
 
@@ -54,7 +54,7 @@ def name(dimension: str, key: str) -> str:
 
 
 def recipe_deviations(recipe: str) -> Mapping[str, str]:
-    """Return why options of a recipe necessarily differ from the paper, by option."""
+    """Return a reason for each option of a recipe that cannot have the paper's value."""
     if recipe in experiments():
         return experiments()[recipe].recipe.get("deviations", {})
     network, _, data = recipe.partition("_")
@@ -62,7 +62,7 @@ def recipe_deviations(recipe: str) -> Mapping[str, str]:
 
 
 def architecture(model: str) -> str | None:
-    """Return the paper's key of a model, None for architectures that the paper does not have.
+    """Return the paper's key of a model, or None for an architecture that the paper does not have.
 
     >>> architecture("vit_small_ortho"), architecture("resnet50")
     ('vit_s', None)
@@ -76,7 +76,7 @@ def architecture(model: str) -> str | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A cell of one of the paper's tables of accuracies, which a recipe of this package reproduces."""
+    """An experiment of the paper, an architecture on a data set, for which the package has a recipe."""
 
     architecture: str  # the paper's key: `vit_s`, `resnetv2_34`, ...
     dataset: str  # `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`
@@ -115,7 +115,7 @@ class Experiment:
 
 @cache
 def experiments() -> Mapping[str, Experiment]:
-    """Return the cells that the package has a recipe for, by the recipe's name."""
+    """Return the experiments that have a recipe, by the name of the recipe."""
     cells = [Experiment(architecture, dataset) for architecture in numbers()["architectures"]
              for dataset in numbers()["datasets"] if dataset in numbers()["accuracy"].get(architecture, ())]
     cells.append(Experiment("resnetv2_50", "cifar100", "initialisation"))

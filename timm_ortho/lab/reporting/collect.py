@@ -41,7 +41,7 @@ def _of_outputs(folders: Sequence[Path]) -> list[Part]:
         study, runs, _ = parts[number]
         if any(all(other[key] == run[key] for key in ("cell", "connection", "seed")) for other in runs):
             raise LabError(f"{folder} is a second run of {run['connection']}, seed {run['seed']}, in {study['name']}: "
-                           "remove one; each run of train.py needs its own --seed")
+                           "remove one of them. Each run of train.py needs its own --seed")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
     return parts
@@ -64,7 +64,7 @@ def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:
 
 
 def _run(folder: Path) -> Optional[dict]:
-    """Return the metrics and traces of a finished run, None for an unfinished one."""
+    """Return the metrics and traces of a finished run, or None for an unfinished run."""
     result = read_json(folder / RESULT)
     if result is None:
         return None

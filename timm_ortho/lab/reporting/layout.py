@@ -8,8 +8,8 @@
 | `labels` | dimension -> value -> label | the paper's name |
 | `paper` | dimensions by which the paper's numbers are nested in the study's `table` | no numbers |
 | `order` | the dimension whose numbers sort the rows | the paper's order |
-| `unstated` | text where the paper has no number | not in the paper |
-| `protocol` | how the metrics are taken | of the last epoch |
+| `unstated` | text of the cells for which the paper has no number | not in the paper |
+| `protocol` | a sentence about how the metrics are measured | in the last epoch |
 | `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS` | `training`, `stream` |
 | `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
 
@@ -92,7 +92,7 @@ TABLES = ("transitions", "last_branch", "learned_weights")
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys above, and the study."""
+    """The layout of a study's report. The attributes are the study's description and the keys above."""
 
     study: Mapping[str, Any]
     rows: Sequence[str]
@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def images(self) -> str:
-        """The images of the accuracy: `test`, `validation` or `hold-out`."""
+        """The images on which accuracy is measured: `test`, `validation` or `hold-out`."""
         images = self.study.get("validation") or "test"
         split = (self.study.get("data") or {}).get("validation_split") or images
         return images if images == split or images != "test" else "validation"
@@ -173,7 +173,7 @@ class Layout:
         return {"measure": measure, **{dimension: self.key(dimension, run) for dimension in dimensions}}
 
     def label(self, dimension: str, key: str) -> str:
-        """Return the text of a key."""
+        """Return the text that a report shows for a key of a dimension."""
         labels = {value_text(value): text for value, text in self.labels.get(dimension, {}).items()}
         if dimension == "measure":
             return labels.get(key) or MEASURES[key].title.format(images=self.images)

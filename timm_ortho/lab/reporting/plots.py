@@ -1,9 +1,9 @@
 """Draw the plots that a study's layout lists.
 
-Lines are means over seeds, and shaded areas their range. Points are runs, and bars show one standard deviation
-about the mean. Values that are not finite leave gaps. The colours are Okabe and Ito's, which colour-blind readers can
-distinguish, and similar to the paper's (red: linear, blue: orthogonal). Line styles and markers differ too. With
-`narrow`, panels are below each other, as needed on a phone.
+Lines show means over seeds, and shaded areas show the range of the seeds. Points show runs, and bars show one standard
+deviation about the mean. Values that are not finite leave gaps. Colour-blind readers can distinguish the colours, which
+are Okabe and Ito's. As in the paper, linear is red and orthogonal is blue. Line styles and markers differ too. If
+`narrow` is true, the panels are below each other, as needed on a phone.
 """
 import math
 import re
@@ -45,7 +45,7 @@ Options = Mapping[str, Any]
 
 
 class Drawing(NamedTuple):
-    """A plot: name of its file, caption, description, and the function that draws it, wide or narrow."""
+    """A plot: the name of its file, its caption, its description, and a function that draws it wide or narrow."""
 
     name: str
     caption: str
@@ -55,7 +55,7 @@ class Drawing(NamedTuple):
 
 @dataclass
 class Panel:
-    """One pair of axes of a line chart. A line has a style, the values of x, and a curve for each seed."""
+    """One panel of a line chart. A line has a style, the values of x, and a curve for each seed."""
 
     title: str
     lines: dict[str, tuple[Mapping[str, Any], Sequence[float], list[Sequence[Optional[float]]]]]
@@ -141,7 +141,8 @@ def lines_chart(
         panels: The panels, row by row.
         below: Title of the x axes.
         columns: Maximal number of columns.
-        shared, log: Share the y axes; make them logarithmic.
+        shared: Give all panels the same range of y.
+        log: Make the y axes logarithmic.
         late: Let the y axes cover the second half of a training of ten or more epochs, so that a steep beginning does
             not hide the differences.
         ticks: Labels of x = 0, 1, ...; by default whole numbers.
@@ -207,7 +208,7 @@ def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: 
 
 
 def _drawing(name: str, caption: str, panels: Sequence[Panel], below: str, **options: Any) -> Drawing:
-    """Return a line chart. Axes and lines are added to the caption, which names the measure."""
+    """Return a line chart. Sentences about the axes and the lines are appended to `caption`."""
     lines = dict.fromkeys(line for panel in panels for line in panel.lines)
     titles = "; ".join(dict.fromkeys(panel.title for panel in panels))
     runs = {len(curves) for panel in panels for _, _, curves in panel.lines.values()}
@@ -266,15 +267,15 @@ def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
     panels, sites = _profile(runs, name)
     yield _drawing(
         "profile", "Norm of the stream x that a block receives, and cosine of x and the branch output f, after "
-        f"training. Both are over the channels, and means over the tokens or pixels of one batch of "
+        f"training. Both are computed over the channels, and averaged over the tokens or pixels of one batch of "
         f"{scene.layout.images} images.",
         panels, "site, from the first block to the last", ticks=sites)
     if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):  # published runs may have only two probes
         return
     for key, (title, read) in _PROBES.items():
         panels = [_by_epoch(f"{line}: {title}", members, read) for line, members in grouped(runs, name).items()]
-        yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]}, a line for each block: the mean over its "
-                       "sites.", panels, "epochs done", shared=True)
+        yield _drawing(f"{key} by epoch", f"{title[0].upper()}{title[1:]}, averaged over the sites of each "
+                       "block.", panels, "epochs done", shared=True)
 
 
 def profile(runs: Sequence[Run], name: Name = lambda run: run["connection"]) -> Figure:
@@ -329,8 +330,8 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
                 panel.marks = [] if step is None else [step]
             yield _drawing(
                 f"{measure} {kind}",
-                f"{TRACES[measure]} in the {kind} branches, a panel for each block (the paper's {source}). Dotted: the "
-                "transition point of the linear and the orthogonal traces.", panels, "training step")
+                f"{TRACES[measure]} in the {kind} branches, with a panel for each block (the paper's {source}). Dotted "
+                "lines: transition points of the linear and the orthogonal traces.", panels, "training step")
 
 
 def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
@@ -340,7 +341,7 @@ def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
 
 
 def branch(row: Mapping[str, Any]) -> Optional[float]:
-    """Return |f|², the sum of the squared norms of the parallel and the orthogonal part, None if not finite."""
+    """Return |f|², the sum of the squared norms of the parallel and the orthogonal part, or None if not finite."""
     parts = (row["parallel"], row["orthogonal"])
     return sum(parts) if all(map(finite, parts)) else None
 
@@ -382,14 +383,14 @@ def _learned_weights(scene: Scene, options: Options) -> Iterator[Drawing]:
                   for measure in ("rho", "theta") for part, members in parts]
         yield _drawing(
             f"weights {kind}",
-            f"Learned ρ and θ of the {kind} branches, a line for each block. The parallel part is scaled by ρ sin θ, "
-            "the orthogonal part by ρ cos θ: linear is ρ = √2, θ = π/4, and orthogonal is ρ = 1, θ = 0.",
+            f"Learned ρ and θ of the {kind} branches, with a line for each block. The parallel part is scaled by "
+            "ρ sin θ, and the orthogonal part by ρ cos θ. Linear is ρ = √2, θ = π/4, and orthogonal is ρ = 1, θ = 0.",
             panels, "training step", columns=len(parts))
 
 
 # -------------------------------------------------------------------------------------------------- points
 def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """Draw measures over a dimension: every run, and mean and standard deviation over the seeds."""
+    """Draw measures over a dimension, with every run, and the mean and standard deviation over the seeds."""
     x, name = options["x"], scene.lines(options)
     titles = {scene.layout.label("measure", key): MEASURES[key].read
               for key in options.get("measures", scene.layout.measures)
@@ -424,7 +425,7 @@ def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
         narrow: bool = False,
 ) -> Figure:
-    """Draw points. They are joined by lines if the axis has numbers, and side by side if it has names."""
+    """Draw points. Lines join the points if the x axis has numbers. If it has names, the points are side by side."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
 
@@ -485,21 +486,22 @@ class ForestRow(NamedTuple):
 
 
 def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> list[Drawing]:
-    """Return a plot of all differences with their labels and the paper's differences, [] without differences."""
+    """Return a plot of all differences beside the paper's, or an empty list if there are no differences."""
     compared = [ForestRow(label, entry.title, entry.difference, entry.pooled, entry.effects.values())
                 for label, entry in labelled if entry.difference]
     if not compared:
         return []
-    rows, effects = ", ".join(dict.fromkeys(row.label for row in compared)), any(row.effects for row in compared)
-    sentences = ["Mean differences to the baseline (x axes), a row for each comparison. Bars are 95 % confidence "
-                 "intervals: blue with the variance of the paired differences, grey with one variance for all cells."]
+    rows, effects = "; ".join(dict.fromkeys(row.label for row in compared)), any(row.effects for row in compared)
+    sentences = ["Points are mean differences to the baseline, with a row for each comparison. Bars are 95 % "
+                 "confidence intervals. Blue bars use the variance of the paired differences, and grey bars use one "
+                 "variance for all cells."]
     if any(row.difference.half_width is None for row in compared):
         sentences.append("A point without a bar has no interval.")
     sentences += ["Red diamonds are the paper's differences."] if effects else []
     return [Drawing(
         name, " ".join([*sentences, "The vertical line is zero."]),
-        f"Differences to the baseline as points with bars{', and the paper’s,' if effects else ','} with one row "
-        f"for each of {rows}.", partial(draw_forest, compared))]
+        f"Differences to the baseline as points with bars{', with the paper’s differences' if effects else ''}. "
+        f"The rows are: {rows}.", partial(draw_forest, compared))]
 
 
 def draw_forest(compared: Sequence[ForestRow], height: float = 0.36, narrow: bool = False) -> Figure:

@@ -7,8 +7,9 @@
 | `probe.csv.gz` | a row for each run, probe and site |
 | `records.csv.gz` | a row for each run, recorded step and site |
 
-The first column of a table, `run`, is the run's position in `study.json`. An empty cell means None. Equal studies give
-equal bytes. `timm-ortho study report FOLDER` writes the report of such a folder.
+A probe is a measurement of all sites on one batch. The first column of a table, `run`, is the run's position in
+`study.json`. An empty cell means None. Equal studies give equal bytes.
+`timm-ortho study report FOLDER` writes the report of such a folder.
 """
 import csv
 import gzip
@@ -64,7 +65,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
-    """Return JSON with a line for each run and each other entry. NaN and infinities become null."""
+    """Return JSON with a line for each run and for each remaining entry. NaN and infinities become null."""
     plain = json.loads(json.dumps(values), parse_constant=lambda _: None)
     runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in plain.pop("runs"))
     head = "".join(f' {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n' for key, value in plain.items())
@@ -124,7 +125,7 @@ def _parsed(text: str) -> Any:
 
 # ------------------------------------------------------------------------------------- what all runs share
 def _shared(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys with equal values in all runs, also inside mappings such as `made_with`."""
+    """Return the entries that are equal in all runs, also those inside mappings such as `made_with`."""
     first, *rest = runs or [{}]
     shared: dict[str, Any] = {}
     for key, value in first.items():

@@ -10,8 +10,8 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
         "model": "vit_small",               # or "7 architectures"
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
-        "baseline": {"layers": "none"},     # values in which the baseline differs from the compared run, which has
-                                            # the same seed and further values; default {"connection": "linear"}
+        "baseline": {"layers": "none"},     # values in which the baseline differs from the compared run. All other
+                                            # values and the seed are equal; default {"connection": "linear"}
         "changed": ["epochs: 15 here, 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
@@ -148,7 +148,7 @@ def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any],
 
 # ----------------------------------------------------------------------------------------------- the document
 def document(parts: Sequence[Part]) -> Iterator[Block]:
-    """Yield the answer, the blocks of each part, and the method. If there are several parts, each has a heading."""
+    """Yield the blocks of a report: the answer, the parts, and the method. Each of several parts has a heading."""
     finished = any(part.runs for part in parts)
     if finished:
         yield Text(_lead(parts))
@@ -339,28 +339,28 @@ def _two_digits(value: float) -> str:
 def _terms(parts: Sequence[Part]) -> Iterator[str]:
     """Yield the definitions of the terms that occur in this report."""
     compared = _compared(parts)
-    yield "Mean ± standard deviation: over the seeds of one setting."
+    yield "Mean ± standard deviation: both are over the seeds of one setting."
     if not compared:
         return
     yield ("Difference: value of a run minus value of the baseline's run with the same seed. Both start from the same "
-           "weights and see the same batches. The mean over the seeds is given.")
+           "weights and see the same batches. Tables have the mean over the seeds.")
     reaches = ", ".join(f"{reach(pairs):.1f} with {pairs}" for pairs in sorted(
         {entry.difference.pairs for entry in compared if entry.difference and entry.difference.pairs > 1}))
     yield ("95 % CI: Student's confidence interval of the mean difference. A difference has no interval if there is "
            "one pair, or if all pairs differ by the same amount: their variance is then unknown, not zero.")
     if reaches:
         yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
-    yield ("Pooled variance: an additive model of settings and seeds in each cell of the study, with one error "
-           "variance for all cells. It assumes that all settings scatter alike, so p and the reading use the paired "
-           "differences alone.")
+    yield ("Pooled variance: the error variance of an additive model of settings and seeds in each cell of the study. "
+           "All cells share this variance. Because the settings may vary differently, p and the reading use only the "
+           "paired differences.")
     untested = sum(entry.difference is not None and entry.p is None for entry in compared)
     without = f"{untested} of them {'has no p and counts' if untested == 1 else 'have no p and count'} as p = 1. "
     yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. "
-           f"{without if untested else ''}Detected: adjusted p of at most 0.05. “Not detected” is no evidence that two "
-           "settings are equal.")
+           f"{without if untested else ''}A difference is detected if its adjusted p is at most 0.05. “Not detected” "
+           "is no evidence that two settings are equal.")
     if any(entry.effects for entry in compared):
-        yield ("The paper's differences are those of its own data sets, in points; the last column says which of them "
-               "the paired interval contains.")
+        yield ("The paper's differences are from the paper's data sets, in points. The last column lists which of "
+               "these differences the paired interval contains.")
 
 
 # ------------------------------------------------------------------------------------------- how it was made

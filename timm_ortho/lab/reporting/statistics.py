@@ -24,7 +24,7 @@ class Difference:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the interval, (-inf, inf) without an interval."""
+        """The ends of the interval, or (-inf, inf) if there is no interval."""
         half_width = math.inf if self.half_width is None else self.half_width
         return self.mean - half_width, self.mean + half_width
 
@@ -39,7 +39,7 @@ class Difference:
 
     @property
     def why_no_interval(self) -> str:
-        """Why there is no interval, an empty string if there is one."""
+        """The reason why there is no interval, or an empty string if there is an interval."""
         if self.half_width is not None:
             return ""
         return "one pair" if self.pairs < 2 else f"{self.pairs} equal differences"
@@ -82,7 +82,8 @@ def student_interval(
 
     Args:
         mean: The estimate.
-        error: Its standard error. An error of at most `ROUNDING` times `scale` counts as zero: no interval.
+        error: Its standard error. An error of at most `ROUNDING` times `scale` counts as zero, and then there is no
+            interval.
         freedom: Degrees of freedom of the error.
         pairs: Number of compared pairs of runs.
         scale: The largest magnitude among the values that the estimate was computed from.
@@ -210,7 +211,7 @@ def reading(difference: Optional[Difference]) -> str:
 
 
 def sees(difference: Optional[Difference], paper: Mapping[str, float], digits: int = 2) -> str:
-    """Return the half-width, and the paper's differences that the interval contains and excludes.
+    """Return in words the half-width, and the paper's differences that the interval contains and excludes.
 
     >>> sees(Difference(0.5, 0.2, 3), {"CIFAR-10": 0.6, "CIFAR-100": 1.2})
     "± 0.20; excludes the paper's +1.20 (CIFAR-100); contains the paper's +0.60 (CIFAR-10)"

@@ -1,4 +1,4 @@
-"""The tables of a report: metrics beside the paper's, differences to the baseline, every run, and additional tables.
+"""Make the tables of a report: metrics beside the paper's, differences, every run, and additional tables.
 
 Runs that differ only in the seed are a group. Each metric of a group is an `Entry` with a position in the table.
 """
@@ -80,7 +80,7 @@ class Entry:
         return _spread(self.moments, self.digits) + (f" ({', '.join(notes)})" if notes else "")
 
     def compared(self) -> str:
-        """Return the difference to the baseline as text, `baseline` for the baseline itself."""
+        """Return the difference to the baseline as text, or `baseline` for the baseline itself."""
         if self.baseline == self.position:
             return "baseline"
         return NONE if self.difference is None else self.difference.text(self.digits)
@@ -195,7 +195,7 @@ def _short(p: Optional[float]) -> Optional[float]:
 
 # ------------------------------------------------------------------------------------------ the main table
 def main_table(entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return the paper's table beside the measured one, or for a study without a paper the differences."""
+    """Return the measured numbers beside the paper's. For a study without a paper, the differences are beside them."""
     scale = layout.study["scale"]
     title = "here" if scale == "paper" else f"here ({scale})"
     here = {entry.position: str(entry) for entry in entries}
@@ -328,7 +328,7 @@ def every_run(runs: Sequence[Run]) -> Table:
 
 # ----------------------------------------------------------------------------------------- further tables
 class Extra(NamedTuple):
-    """A table that the paper does not have."""
+    """An additional table, with a title and a note below it."""
 
     title: str
     note: str
@@ -344,8 +344,9 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
     return Extra(
         "Transition points",
         "The transition point is the first training step from which the mean traces of linear and feature are mostly "
-        "apart. They are apart if they differ by more than a tenth of the range of both and, if the paired differences "
-        "vary between seeds, the confidence interval excludes zero. “none” means that there is no such step.",
+        "apart. Traces are apart if they differ by more than a tenth of the range of both and, if the paired "
+        "differences vary between seeds, the confidence interval excludes zero. “none” means that there is no such "
+        "step.",
         Table(["branch", "block", *measures], [[kind, str(layer), *by_measure.values()]
                                                for (kind, layer), by_measure in sorted(steps.items())], 2))
 
@@ -359,8 +360,9 @@ def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
                      f"{last / first:.3g}" if first else "unknown"])
     return Extra(
         "The last branch's output",
-        "The table has |f|² of the last branch over the channels of a pixel, as means over the seeds: at the first "
-        "record, the highest, at the last record, and the ratio of last to first.",
+        "The table has |f|² of the last branch over the channels of a pixel, averaged over the seeds. The columns are "
+        "the value at the first record, the highest value, the value at the last record, and the ratio of last to "
+        "first.",
         Table([*layout.names, "first", "highest", "last", "last / first"], rows, len(layout.rows)))
 
 
@@ -376,7 +378,8 @@ def _learned_weights(runs: Sequence[Run], layout: Layout, recorded: Mapping[str,
 
     return Extra(
         "Learned weights",
-        "ρ and θ at the last record are means over blocks and seeds, with minimum and maximum in brackets.",
+        "The table has the means of ρ and θ over blocks and seeds at the last record. Brackets have minimum and "
+        "maximum.",
         Table(["start", "branch", "ρ", "θ"], [
             [f"{start} start", kind, *(spread(members, key) for key in ("rho", "theta"))]
             for (start, kind), members in by_kind.items()], 2))
