@@ -190,7 +190,7 @@ class Contrast(Comparison):
 
     @property
     def room(self) -> float:
-        """The weighted sum if all settings except the baseline had 100 % accuracy, or infinity if there is no baseline."""
+        """The weighted sum if all settings except the baseline had 100 % accuracy, or infinity without a baseline."""
         bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
         if self.read is not top1 or not (
@@ -332,7 +332,7 @@ def rates_slope(rates: Sequence[float]) -> Weights:
 
 
 def switch(first: float, last: float) -> Weights:
-    """Return `first` times the weights of the main effect of an orthogonal start, plus `last` times those of the end."""
+    """Return `first` times the weights of the effect of an orthogonal start, plus `last` times those of the end."""
     return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
             for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}
 

@@ -219,7 +219,7 @@ def formula(rows: Sequence[BenchRow], name: str) -> str:
 
 
 def speedup(rows: Sequence[BenchRow]) -> str:
-    """Return the speedup of the Triton kernels, or else of the eager update, over the formula of the paper's appendix."""
+    """Return the speedup of the kernels, or else of the eager update, over the formula of the paper's appendix."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:
