@@ -7,7 +7,7 @@ from timm_ortho.bench import clock, options
 
 @pytest.fixture(autouse=True, scope="module")
 def small():
-    """Shrink the benchmark's buffers, exempt existing objects from garbage collection, and unset backend variables."""
+    """Shrink buffers, exempt existing objects from garbage collection, and unset the backends' variables."""
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         for defaults in (options.DEFAULTS["cpu"], options.QUICK):

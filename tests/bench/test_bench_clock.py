@@ -103,7 +103,7 @@ def test_preparation_is_not_timed(monkeypatch):
 
 
 def test_cuda_clock(monkeypatch):
-    """Of each call, only `run` is between the two mocked events that measure the time."""
+    """In each call, only the candidate's `run` is between the two mocked events that measure the time."""
     log = []
 
     class Event:

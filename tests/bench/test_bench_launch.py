@@ -1,4 +1,4 @@
-"""`timm-ortho bench --what launch`: a tiny tensor and a small model, with one thread and without flushed caches."""
+"""`timm-ortho bench --what launch`: a tiny tensor and a small model, timed with one thread and warm caches."""
 from argparse import Namespace
 
 import pytest

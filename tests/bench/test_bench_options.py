@@ -19,7 +19,7 @@ from timm_ortho.runs import provenance
     (["--repeats", "0"], "--repeats must be at least 1, got 0"),
     (["--img-size", "0"], "--img-size must be at least 1, got 0"),
     (["--models", "vit_smal_ortho"],
-     "no orthogonal variant 'vit_smal_ortho'; did you mean 'vit_small'? (timm-ortho list)"),
+     "no orthogonal variant 'vit_smal_ortho'; did you mean 'vit_small'? (see timm-ortho list)"),
     (["--models", "vit_small", "--model-kwargs", "deptj=2"], "vit_small cannot be built with {'deptj': 2}: "),
     (["--models", "vit_small", "--skips", "idempotent_mr", "--model-kwargs", "skip_branches=5"],
      "branches must divide the width of the stream, got 5 branches of 384 channels"),

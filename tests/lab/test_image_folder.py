@@ -1,4 +1,4 @@
-"""Image folders: choice of the splits, and layouts that are refused before training."""
+"""Image folders: splits, classes, images and the cache. Most faulty folders are refused before training."""
 import os
 import re
 import shutil
@@ -25,7 +25,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None, batch_size=4)
 
 
 def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
-    """Write splits with class folders of random images. No image is in two splits. Return the folder of the splits."""
+    """Write different random images into ROOT/SPLIT/CLASS/BELOW for each split and class. Return ``root``."""
     rng = np.random.default_rng(list("/".join(splits).encode()))
     for split in splits:
         for label in classes:
@@ -37,7 +37,7 @@ def image_folder(root, *splits, classes=("cat", "dog"), count=6, below=""):
 
 
 def samples(split):
-    """Return the files and labels of a data set of timm or torchvision."""
+    """Return (file, label) for each image of a data set of timm or torchvision."""
     split = getattr(split, "dataset", split)
     return getattr(split, "reader", split).samples
 
@@ -68,7 +68,7 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
     assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
-    assert known_options()["val_split"]["default"] == "validation"  # a split for which this test has no folder
+    assert known_options()["val_split"]["default"] == "validation"  # timm's default, for which this test has no folder
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])
@@ -305,9 +305,9 @@ def test_one_class_is_refused(tmp_path, scale):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
 
     refused_by(image_folder(tmp_path / "a", "train", "val", classes=("all",)),
-               "split 'train' of .*: all images are of one class 'all', at least two are needed: the images must")
+               "split 'train' of .*: all images are of one class 'all', but at least two classes are needed: the")
     refused_by(image_folder(tmp_path / "b", "train", "val", classes=("",)),
-               "all images are of one class, at least two are needed: the images")
+               "all images are of one class, but at least two classes are needed: the images")
     refused_by(image_folder(image_folder(tmp_path / "c", "train"), "val", classes=("cat",)),
                "split 'validation' of .*: all images are of one class 'cat'")
     refused_by(image_folder(tmp_path / "d", "train", "val", below="images"),
@@ -403,7 +403,7 @@ def test_corrupt_image_fails_the_run_by_its_name(tmp_path, broken, workers, data
 
 
 def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
-    """The lab sets TIMM_DATASET_MAX_RETRIES to 1, since timm 1.0.31 otherwise replaces a corrupt image by the next."""
+    """The lab sets TIMM_DATASET_MAX_RETRIES to 1. Otherwise timm 1.0.31 replaces a corrupt image by the next image."""
     seen = tmp_path / "seen"
     script = tmp_path / "script.py"
     script.write_text(STAND_IN.read_text().replace(
@@ -417,7 +417,7 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
 
 
 def test_other_images_under_the_same_output_are_refused(tmp_path):
-    """If the same folder had runs on old and new images, its report would mix their results."""
+    """If an output folder had runs on old and new images, the report would mix their results."""
     root = image_folder(tmp_path / "data", "train", "val")
 
     def plan_again():
@@ -475,7 +475,7 @@ def saved_as(path, suffix):
 
 
 def test_images_that_timms_reader_skips_are_refused(tmp_path):
-    """If timm's reader skipped all images of a class, the class would be missing. Files of other kinds are allowed."""
+    """If timm's reader skipped all images of a class, the class would be missing. Non-image files are allowed."""
     root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
     for name in ("a.txt", "b.csv", "c.json", "d.pdf", "e.mpg", "f.h5", "Thumbs.db", ".DS_Store"):
         (root / "train" / "cat" / name).write_text("")

@@ -212,7 +212,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_has_epoch_loss_accuracy_and_time_left(tmp_path, monkeypatch, capsys):
-    """Progress is a bar on a terminal, and lines of text elsewhere. One run is continued, one has a loss of nan."""
+    """Progress is a bar on a terminal, and lines of text elsewhere. One run is continued, and one run's loss is nan."""
     experiment = planned(compared(tmp_path / "out", epochs=4))
     clock = iter(range(0, 1000, 5))
     monkeypatch.setattr(launch.time, "monotonic", lambda: next(clock))
@@ -268,7 +268,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
             started.append(self.folder.name)
             times = started.count(self.folder.name)
             if self.folder.name.startswith(("linear", "feature")) and times == 1:
-                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # like a kill, records no error
+                stopped(self.folder, monkeypatch, BATCHES + 2, KeyboardInterrupt)  # records no error, as after a kill
                 self.exitcode = -signal.SIGKILL
             elif self.folder.name.startswith("feature"):
                 self.exitcode = -signal.SIGKILL
@@ -296,7 +296,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
 
 
 def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
-    """One process cannot read its checkpoint, and one has an unexpected error. Neither process is started again."""
+    """One run cannot read its checkpoint, and another run has an unexpected error. Neither run is started again."""
     requested = compared(tmp_path / "out", ["linear", "feature", "global"])
     experiment = planned(requested)
     for name in ("linear", "feature"):
@@ -355,7 +355,7 @@ def wait_for(condition, seconds=120):
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_command(sent, tmp_path):
-    """If the command gets SIGINT (Ctrl-C) or SIGTERM, it writes a report. After these or SIGKILL, its runs also end."""
+    """Each signal to the command ends its runs. After SIGINT (Ctrl-C) and SIGTERM, the command writes a report."""
     output, path = tmp_path / "out", written(tmp_path)
     one = planned(request(path, output, epochs=100_000))  # the runs take longer than this test
     (output / next(iter(one.runs)) / RESULT).write_text("{}")  # the first run counts as finished

@@ -19,7 +19,7 @@ from timm_ortho.runs.folders import read_history
 IMAGENETTE, TIMM_DIR = os.environ.get("IMAGENETTE"), os.environ.get("TIMM_DIR")
 pytestmark = [
     pytest.mark.slow, pytest.mark.usefixtures("undrawn"),
-    pytest.mark.skipif(not IMAGENETTE, reason="IMAGENETTE, a folder of photographs, is not set")]
+    pytest.mark.skipif(not IMAGENETTE, reason="the variable IMAGENETTE does not name a folder of photographs")]
 
 
 def test_compare(tmp_path, capsys):
@@ -35,7 +35,7 @@ def test_compare(tmp_path, capsys):
     assert all(0.0 <= run["history"][0]["eval_top1"] <= 100.0 for run in runs)
 
 
-@pytest.mark.skipif(not TIMM_DIR, reason="TIMM_DIR, the folder of timm's train.py, is not set")
+@pytest.mark.skipif(not TIMM_DIR, reason="the variable TIMM_DIR does not name the folder of timm's train.py")
 def test_train_py(tmp_path):
     """train.py uses all images of a folder, so the test makes a folder with links to a few images of each class."""
     shutil.copy(Path(TIMM_DIR, "train.py"), tmp_path)  # the copy imports the installed timm

@@ -49,7 +49,7 @@ def test_bad_study(tmp_path, changed, message):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["run", "acuracy"], "there is no study 'acuracy'; the nearest is 'accuracy' (timm-ortho study list)"),
+    (["run", "acuracy"], "there is no study 'acuracy'; the nearest is 'accuracy' (see timm-ortho study list)"),
     (["run", "accuracy", "--threads", "0"], "--threads and --parallel must be at least 1, got 0 and 1"),
     (["run", "accuracy", "--parallel", "0"], "--threads and --parallel must be at least 1, got None and 0"),
     (["run", "accuracy", "--scale", "huge"], "there is no scale 'huge': choose smoke, small or paper"),

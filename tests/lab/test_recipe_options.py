@@ -71,7 +71,7 @@ def test_bad_values(key, value, message):
 
 
 def test_every_option_of_timm_is_handled(capsys):
-    """The lab's own loop uses an option, ignores it with a warning, or refuses it. Runs of train.py accept all."""
+    """The lab's own loop uses an option, ignores it with a warning, or refuses it. train.py accepts all options."""
     other = {"flag": True, "int": 77, "float": 0.77, "str": "other", "dict": {"a": 1}, "any": "other"}
     for key, option in known_options().items():
         choices = [choice for choice in option.get("choices", [other[option["type"]]]) if choice != option["default"]]

@@ -75,7 +75,7 @@ def test_a_recipe_has_options_of_timm_that_the_lab_uses(name, capsys):
 def expected_vit(name):
     given = table(name)
     erasing, jitter = given["random_erasing"], given["color_jitter"]
-    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # timm's fixed values are similar
+    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # timm has similar fixed values
     return {
         "model_kwargs": {"img_size": given["resolution"], "patch_size": given["patch"]},
         "opt": given["optimizer"].lower(), "opt_betas": given["betas"], "sched": given["schedule"],
@@ -113,7 +113,7 @@ def test_values_are_the_papers_or_explained(name):
     }
     assert {key: found.get(key) for key in expected} == expected
     assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
-    # Each key that is not in the paper, or the key that it `follows`, has a comment beside or above it.
+    # A key that is not in the paper has a comment beside or above it, or `follows` maps it to a key with a comment.
     rest = set(found) - set(expected) - {"device_modules"}
     follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
                "clip_mode": "clip_grad", "train_crop_mode": "scale"}
@@ -304,7 +304,7 @@ def transforms(name):
 
 @pytest.mark.parametrize("name", ["vit_s_cifar10", "vit_b_imagenet1k"])
 def test_vits_are_augmented(name):
-    """RandAugment's magnitude is converted from a scale of 30 to timm's scale of 10. Colour jitter is added."""
+    """RandAugment's magnitude is converted from a scale of 30 to timm's scale of 10. Colour jitter is the next step."""
     steps, given = transforms(name), table(name)
     augment, jitter = steps["RandAugment"], steps["ColorJitter"]
     assert (augment.num_layers, augment.choice_weights) == (given["randaugment"]["operations"], None)

@@ -1,4 +1,4 @@
-"""reporting/tables.py: means, differences and the readings of the differences in reports on made-up runs."""
+"""reporting/tables.py: means, differences and their readings (such as "higher") in reports on made-up runs."""
 import math
 import random
 import statistics
@@ -99,7 +99,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
 
 
 def test_detected_differences_are_counted_among_all(tmp_path):
-    """Orthogonal-F differs detectably. Orthogonal-G differs equally for all seeds. Hybrid runs are not finite."""
+    """Orthogonal-F differs detectably. Orthogonal-G differs equally for all seeds. The top-1 of Hybrid is nan."""
     study, runs = accuracy(
         {"linear": [90.0, 91.0, 92.0], "feature": [80.0, 81.01, 82.0], "global": [89.0, 90.0, 91.0],
          "hybrid": [math.nan] * 3}, name="mine", paper="", table="", report={"measures": ["top1"]})

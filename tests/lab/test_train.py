@@ -144,7 +144,7 @@ def batches(connection, seed, **changes):
 
 
 def test_runs_of_one_seed_are_paired():
-    """Initial weights depend on the seed, and batches on seed and epoch, even if a connection draws random numbers."""
+    """Initial weights depend only on the seed, and batches only on seed and epoch, even if a connection is random."""
     options = dict(mixup=0.4, cutmix=1.0, reprob=0.5, drop_path=0.2)
     start, seen = batches("linear", 0, **options)
     other_start, other_seen = batches("feature", 0, model_kwargs={"connection_prob": 0.5}, **options)
@@ -186,7 +186,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def switches(tmp_path_factory):
-    """Return a study's file and the folder of an uninterrupted run, for switches with a kept and a new optimizer."""
+    """Return a study's file and the folder of its uninterrupted run for each `optimizer` setting of a switch."""
     runs = {}
     for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
                                ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
@@ -462,7 +462,7 @@ def test_held_out_images_are_excluded_from_training(images):
 
 
 def test_hold_out_of_a_study(tmp_path, monkeypatch):
-    """If a study holds images out, its runs are evaluated on images of the training split."""
+    """If a study holds out images of the training split, its runs are evaluated on these images."""
     path = written(tmp_path, grid={}, connections=["feature"], hold_out=40)
     experiment = planned(request(path, tmp_path / "out", val_num_samples=None))
     assert experiment.study["validation"] == "hold-out"

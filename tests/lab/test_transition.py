@@ -1,4 +1,4 @@
-"""reporting/transition.py: the step from which the traces (metrics by step) of two connections differ, or None."""
+"""reporting/transition.py: the step from which two connections' traces (metrics by step) differ, if any."""
 import math
 
 import numpy as np
@@ -108,7 +108,7 @@ def test_null_counts_as_nan():
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: transition_point(np.ones((3, 4)), np.ones((2, 4))),
-     r"traces must be \[seeds, steps\] and the same for both connections, got \[3, 4\] and \[2, 4\]"),
+     r"traces of both connections must have the same shape \[seeds, steps\], got \[3, 4\] and \[2, 4\]"),
     (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(1, "mlp"): [1]})]),
      "no step was recorded by all runs for mlp of block 0"),
     (lambda: transition_points([rows({(0, "mlp"): [1]})], [rows({(0, "mlp"): [1]})], "norm"),

@@ -162,7 +162,8 @@ def architecture(
     suffix = suffix_of(name)
     base = name.removesuffix(suffix)
     if suffix == "_linear" or not timm.is_model(f"{base}_ortho"):
-        raise BenchError(f"no orthogonal variant {name!r}{did_you_mean(base, bases_with_variants())} (timm-ortho list)")
+        raise BenchError(
+            f"no orthogonal variant {name!r}{did_you_mean(base, bases_with_variants())} (see timm-ortho list)")
     cfg = timm.get_pretrained_cfg(f"{base}_ortho")
     if img_size and cfg.fixed_input_size:  # models without a fixed size have no img_size argument
         arguments = {"img_size": img_size, **arguments}

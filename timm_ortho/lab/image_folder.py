@@ -156,7 +156,8 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
     if (names and len(names) == 1) or (labels is not None and len(np.unique(labels)) == 1):
         name = names[0 if labels is None else labels[0]] if names else ""
         raise LabError(
-            f"{where}: all images are of one class{name and f' {name!r}'}, at least two are needed: {advice}")
+            f"{where}: all images are of one class{name and f' {name!r}'}, but at least two classes are needed: "
+            f"{advice}")
     others = class_names(train) if train is not None else None
     if names and others and names != others:
         more = "" if is_torchvision_folder(options) else (

@@ -228,8 +228,8 @@ def read(name: str, extending: Sequence[Path] = ()) -> Any:
     if path is None or not path.is_file():
         if name in COST_STUDIES:
             raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
-        raise LabError(f"there is no study '{name}'; the nearest is '{nearest(name, shipped())[0]}' (timm-ortho study "
-                       "list)")
+        raise LabError(f"there is no study '{name}'; the nearest is '{nearest(name, shipped())[0]}' (see "
+                       "timm-ortho study list)")
     values = read_user_yaml(path, f"study '{path.stem}'")
     if isinstance(values, dict) and "extends" in values:
         base = str(values.pop("extends"))

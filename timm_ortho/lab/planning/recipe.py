@@ -109,7 +109,7 @@ def _variant(base: str) -> str:
         return name
     similar = nearest(base, bases_with_variants(), 3)
     raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(similar)} "
-                   "(timm-ortho list)")
+                   "(see timm-ortho list)")
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:

@@ -41,8 +41,8 @@ def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Seq
     linear, orthogonal = np.asarray(linear, dtype=float), np.asarray(orthogonal, dtype=float)
     if linear.ndim != 2 or linear.shape != orthogonal.shape:
         raise ValueError(
-            f"traces must be [seeds, steps] and the same for both connections, got {list(linear.shape)} and "
-            f"{list(orthogonal.shape)}")
+            "traces of both connections must have the same shape [seeds, steps], got "
+            f"{list(linear.shape)} and {list(orthogonal.shape)}")
     means = np.stack([linear.mean(0), orthogonal.mean(0)])
     finite = means[np.isfinite(means)]
     apart = np.abs(means[1] - means[0]) > VISIBLE * (np.ptp(finite) if finite.size else math.nan)
