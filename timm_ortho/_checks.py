@@ -1,4 +1,4 @@
-"""Check arguments. For an invalid argument, raise a ValueError with its value and the allowed values."""
+"""Check arguments, and raise a ValueError that contains the invalid value and the allowed values."""
 import math
 from numbers import Real
 from typing import Any, Collection, List, Optional

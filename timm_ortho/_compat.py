@@ -1,4 +1,4 @@
-"""Wrap private names of torch, timm and submitit. All other modules import these wrappers, instead of private names."""
+"""Wrap private names of torch, timm and submitit. All other modules import the wrappers."""
 from typing import Any, ItemsView, Optional
 
 import timm
@@ -27,8 +27,7 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
-# is_exporting is public since torch 2.7. torch 2.6 cannot distinguish export from compilation, and compiled code in
-# torch 2.7 cannot do so either.
+# torch 2.6 has no is_exporting, and in torch 2.7 it is also true in compiled code. There, compilation counts as export.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 

@@ -24,11 +24,11 @@ def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional
 
 
 def opened(file: Any, mode: str) -> Image.Image:
-    """Return the image of a file, converted to a Pillow mode such as ``RGB``.
+    """Open an image file, and return the image in a Pillow mode such as ``RGB``.
 
     Raises:
         OSError: The file is not an image.
-        ValueError: The image has 16 or 32 bits per pixel, which Pillow clips to 255.
+        ValueError: The image has 16 or 32 bits per pixel. Pillow would clip its values to 255.
     """
     with Image.open(file) as image:
         if image.mode != mode and image.mode.startswith(("I", "F")):

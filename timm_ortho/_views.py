@@ -1,9 +1,10 @@
 """View a tensor of any shape and memory format with three axes: ``[outer, width, inner]``.
 
-The update projects the branch output of a block onto the stream. ``width`` joins the axes of one projection, which are
-adjacent in memory in common layouts. Tokens, NHWC and channels-last tensors have ``inner = 1``, and each row is one
-projection. In contiguous NCHW, ``inner`` is the number of pixels. For one projection per sample, a row is a sample.
-Tensors in any other layout (expanded, sliced, or with separate axes of a projection) are copied first.
+The update projects the branch output of a residual block onto the stream, the tensor that the block receives. ``width``
+joins the axes of one projection, which are adjacent in memory in common layouts. If tokens or pixels are projected,
+tensors with the channels last in memory have ``inner = 1``, and in contiguous NCHW ``inner`` is the number of pixels.
+If samples are projected, ``outer`` is the batch size. Tensors in any other layout are copied first: expanded or sliced
+tensors, and tensors in which the axes of a projection are not adjacent.
 """
 import functools
 import itertools
@@ -30,8 +31,8 @@ class View(NamedTuple):
 def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, ...]) -> View:
     """Return the view of a tensor with this shape and these strides, for a projection over ``dims``.
 
-    The axes keep their order in memory if the axes ``dims`` are adjacent there. If the tensor has another order or gaps
-    in memory, :func:`arranged` copies it.
+    If the axes ``dims`` are adjacent in memory, the view keeps the order of all axes in memory. Otherwise ``dims``
+    become the last axes, and :func:`arranged` copies the tensor.
     """
     reduced = {d % len(shape) for d in dims}
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
@@ -63,7 +64,7 @@ def put_back(result: Tensor, target: Tensor, view: View) -> None:
 
 
 def folded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backend function so that it receives views with three axes. Fewer layouts then need compiling.
+    """Wrap a backend function so that it receives views with three axes, which need fewer compilations.
 
     Args:
         function: Compiled ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`. Empty tensors are

@@ -24,8 +24,8 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
         model: Any module.
 
     Returns:
-        Arguments of ``connect`` by name. Arguments equal to their default are omitted, except ``eps``. Empty for a
-        model without connections.
+        Arguments of ``connect`` by name. Arguments other than ``connection`` and ``eps`` are omitted if they equal
+        their default. The dict is empty for a model without connections.
 
     Raises:
         ValueError: Parts of the model were connected with different arguments or not at all, or the connection is not
@@ -58,7 +58,7 @@ def _plain_block(model: nn.Module) -> Optional[str]:
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether ``connect`` with these arguments would make exactly those sites linear that are linear now."""
+    """Return whether ``connect`` with these arguments would leave exactly the present linear sites linear."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
         isinstance(site.connection, LinearConnection) != (
@@ -84,7 +84,7 @@ def keep_in_config(model: nn.Module) -> None:
     share the object.
     """
     transformers = sys.modules.get("transformers.modeling_utils")
-    copies: Dict[int, Any] = {}  # id of a config -> its copy, also for configs of submodules, which a config contains
+    copies: Dict[int, Any] = {}  # id of a config -> its copy; deepcopy adds the configs that a config contains
     for module in model.modules() if transformers else ():
         config = vars(module).get("config")
         if isinstance(module, transformers.PreTrainedModel) and id(config) not in copies:

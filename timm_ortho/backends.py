@@ -39,7 +39,7 @@ def accumulate_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Backend(NamedTuple):
-    """The two functions of a backend, with the same arguments as the two functions in :mod:`timm_ortho.kernels`."""
+    """The two functions of a backend, with the arguments of the two functions in :mod:`timm_ortho.kernels`."""
 
     update: Callable[..., Any]
     gradients: Callable[..., Any]
@@ -194,9 +194,9 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
     """Wrap a kernel so that the first call of each case is compared with the torch backend.
 
     A case is a combination of direction, device, dtypes, layout and sizes of the projected axes. If the results differ
-    beyond tolerance or the launch fails, this call issues a RuntimeWarning and returns the results of the reference, as
-    all later calls do. Calls during the capture of a CUDA graph are not compared. If a result is not finite, the
-    comparison is repeated at the next call.
+    beyond tolerance or the launch fails, a RuntimeWarning is issued, and this call and all later calls of the case
+    return the results of the reference. Calls during the capture of a CUDA graph are not compared. If a result of the
+    reference is not finite, the comparison is repeated at the next call.
 
     Args:
         direction: ``"forward"`` or ``"backward"``, for the warning.
@@ -235,7 +235,7 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
 
 
 def _difference(results: Any, reference: Callable[..., Any], args: Tuple[Any, ...], whole: bool) -> Optional[str]:
-    """Return how the results differ from the reference, "" if they agree, None if they are not finite.
+    """Return how the results differ from the reference, "" if they agree, None if the reference is not finite.
 
     The comparison covers evenly spaced samples of the batch, or the whole batch if ``whole`` is true.
     """

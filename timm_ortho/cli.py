@@ -297,7 +297,7 @@ def _add_bench(commands: Any) -> None:
                                                    "with the identity, instead of orthogonal variants")
     add("--groups", nargs="+", metavar="N",
         help="also measure models with N channel groups; N = heads means one group per attention head")
-    add("--img-size", type=int, metavar="N", help="default: each architecture's own")
+    add("--img-size", type=int, metavar="N", help="default: the size of each architecture")
     add("--batch-size", "-b", type=int, metavar="N", help="default: 256 on a GPU, otherwise 8 (vit_small_ortho: 16)")
     add("--shapes", nargs="+", metavar="SHAPE", help="shapes of tensors for the operator: 16x197x384 (tokens), "
                                                      "8x256x56x56 (NCHW, measured in both memory formats)")
@@ -307,7 +307,7 @@ def _add_bench(commands: Any) -> None:
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
     add("--compile", action=argparse.BooleanOptionalAction, help="also measure with torch.compile (default: yes)")
     add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
-    add("--quick", action="store_true", help="small shapes, short models, few repetitions: under two minutes")
+    add("--quick", action="store_true", help="small shapes, models of few blocks, few repetitions: under two minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
     parser.set_defaults(call=_bench)
 
@@ -462,7 +462,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _list_weights(pattern: str) -> int:
-    """List weights without network access. For a missing file, the size is 4 bytes for each parameter."""
+    """List weights without network access. If a file is not downloaded, its size is 4 bytes for each parameter."""
     import timm
 
     from .models.names import is_variant
@@ -593,7 +593,7 @@ def _load(model: Any, checkpoint: str) -> None:
 
     try:
         load_checkpoint(model, checkpoint)
-    except Exception as error:  # noqa: BLE001 torch, pickle and safetensors raise many types of errors for damaged files
+    except Exception as error:  # noqa: BLE001 torch, pickle and safetensors raise many error types for damaged files
         raise UsageError(f"{checkpoint} cannot be loaded: {error_text(error)}") from None
 
 
@@ -625,8 +625,8 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 # -------------------------------------------------------------------------------------------------- run
 def run_script(script: str, arguments: Sequence[str]) -> int:
-    """Register the variants, and run a script like `python SCRIPT ARGS...`."""
-    import timm_ortho  # noqa: F401  registers
+    """Register the variants, then do the same as `python SCRIPT ARGS...`."""
+    import timm_ortho  # noqa: F401 registers the variants
 
     if not os.path.isfile(script):
         raise UsageError(f"there is no script '{script}'")

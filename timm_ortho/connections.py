@@ -47,7 +47,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     """Return which tokens are real and not padding.
 
     A token is real if the mask lets any token attend to it, including itself. Under a causal mask every token is real,
-    because each may attend to itself. A token to which no token may attend counts as padding, even if it has content.
+    because each may attend to itself.
 
     | mask | reading |
     | --- | --- |
@@ -67,8 +67,8 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
             ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash attention reads it.
 
     Returns:
-        Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None without a mask, or for a mask over the keys of
-        another stream.
+        Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None if there is no mask, or if the mask covers the
+        keys of another stream.
 
     Raises:
         ValueError: The shape is unsupported, or ambiguous without a ``layout``.
@@ -559,13 +559,13 @@ def sites(model: nn.Module) -> List[Site]:
 
 
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
-    """Return whether ``connect`` added a connection that the present class of its block does not call."""
+    """Return whether ``connect`` added a connection and the block's class, replaced since, does not call it."""
     return isinstance(connection, Connection) and connection.routed and not _uses(cast(type, type(block)), attribute)
 
 
 @cache
 def _uses(cls: type, attribute: str) -> bool:
-    """Return whether the code of a class uses an attribute. Overridden methods count only if ``super`` calls them."""
+    """Return whether a class uses an attribute. Overridden methods count only if the override calls ``super``."""
     overridden: Set[str] = set()
     for base in cls.__mro__:
         for name, value in vars(base).items():

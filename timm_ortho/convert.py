@@ -128,10 +128,10 @@ def connect(
     """Give every residual addition of a model a connection, in place. Present connections are replaced.
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
-    do not change. Only ``hybrid`` adds parameters, two per site. Each call makes new parameters, which must be added
-    to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call, returns their names. Connect
-    with ``hybrid`` before DistributedDataParallel, which does not synchronise parameters that are added later. After
-    ``fully_shard``, connections can only be replaced by connections without parameters.
+    do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. Each call makes new
+    parameters, which must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
+    returns their names. Connect with ``hybrid`` before DistributedDataParallel, which does not synchronise parameters
+    that are added later. After ``fully_shard``, connections can only be replaced by connections without parameters.
 
     Args:
         model: Any module that contains supported blocks, with or without adapters such as LoRA. A block is supported if
@@ -270,7 +270,7 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).p
 
 
 def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :func:`connect` that have an effect, as JSON values, and omit all defaults except eps."""
+    """Return the arguments of :func:`connect` that have an effect, as JSON values. Omit defaults, except eps."""
     effective = dict(arguments) if connection != "linear" else {}
     if skip_arguments["skip"] != "identity":
         effective.update(skip_arguments)

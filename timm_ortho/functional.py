@@ -152,7 +152,10 @@ def _gradients(
         x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: List[int],
         recover: bool, branch_dtype: torch.dtype, needed: Tuple[bool, bool, bool],
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Tensor, Optional[Tensor]]:
-    """Return ``dL/dx, dL/df, <x, g>, <f, g>``, each None if not needed. ``kept`` is y if ``recover``, otherwise f."""
+    """Return ``dL/dx, dL/df, <x, g>, <f, g>``, with None for unneeded results except ``<x, g>``.
+
+    ``kept`` is y if ``recover``, otherwise f.
+    """
     for_x, for_f, for_weights = needed
     stream_dtype, acc, k = x.dtype, n.dtype, a - b
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:

@@ -170,8 +170,7 @@ def _update_kernel(
 
     If ONCE, a tile contains the whole projection. If not ONCE and BLOCK_PIECES is 0, a program reads its projection
     twice. If BLOCK_PIECES is not 0, a program reads one piece, and it reads the sums of all pieces from `xx_ptr` and
-    `xf_ptr`.
-    If STORE, the kernel stores s and n.
+    `xf_ptr`. If STORE, the kernel stores s and n.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece, width = tile_index(

@@ -156,7 +156,7 @@ class Route:
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         local = dict(vars(self.owner))  # the method's default arguments may use names of the class body
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # the only optional feature
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # no other feature is optional
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
             exec(code, self.method.__globals__, local)
@@ -255,7 +255,7 @@ class _Router(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         node.body, node.orelse = self._visit_sides(node.test, node.body, node.orelse)
-        if _leaves(node.body):  # the following statements run if the test is false
+        if _leaves(node.body):  # the following statements run only if the test is false
             self.conditions.append(_negated(node.test))
         elif _leaves(node.orelse):
             self.conditions.append(node.test)

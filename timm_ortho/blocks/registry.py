@@ -29,13 +29,13 @@ def register_block(
     stays unchanged. Subclasses need their own registration.
 
     Args:
-        block: An ``nn.Module`` class with a method that contains the addition, ``return x + self.f(self.norm(x))``.
+        block: An ``nn.Module`` class with a method that contains the addition, such as ``x + self.f(self.norm(x))``.
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
             A sequence of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
             ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
             two sides of an ``if`` count as one.
-        dim: Channel axis of the stream: -1 for tokens, 1 for B C H W. One axis for all additions, or one for each.
+        dim: Channel axis of the stream, -1 for tokens and 1 for B C H W: one axis for all additions, or one for each.
         keep: ``"branch"`` if the block changes the sum in place, for example by an activation; otherwise ``"output"``.
         method: Name of the method with the additions.
         mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
@@ -43,7 +43,7 @@ def register_block(
             ``scaled_dot_product_attention``. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""``
             for them.
         causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
-            connections with one projection per sample. A string names an attribute that is true in such blocks. The
+            connections with one projection per sample. A string names an attribute that is true in causal blocks. The
             attribute is read from the block, or from the nearest module around the block that has the attribute.
 
     Returns:

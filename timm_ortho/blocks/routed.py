@@ -21,7 +21,7 @@ from .spec import BlockSpec
 
 
 def written_class(module: nn.Module) -> type:
-    """Return the class of a module. Ignore subclasses that ``fully_shard`` or parametrizations made from it.
+    """Return the class of a module, or the class from which ``fully_shard`` or a parametrization derived it.
 
     Example:
         >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
@@ -85,7 +85,7 @@ def _routed_class(host: type, spec: BlockSpec, kinds: Tuple[str, ...]) -> type:
 
 
 def reached(block: nn.Module, spec: BlockSpec) -> Tuple[str, ...]:
-    """Return the kinds of sites that this block, as configured, executes.
+    """Return the kinds of sites that this block can execute in its present configuration.
 
     Example:
         >>> block = timm.models.vision_transformer.Block(8, 2)

@@ -27,7 +27,8 @@ class BlockSpec(NamedTuple):
         width: Function of a block that returns the number of channels of its stream: one number for all additions, or
             one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
-            names an attribute with this value, of the block or of the nearest module around the block that has it.
+            names the attribute with this value. It is read from the block, or from the nearest module around the block
+            that has the attribute.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. Sites of one layer have the same index.
         sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both

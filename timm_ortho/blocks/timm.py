@@ -48,7 +48,7 @@ def _shortcut_width(block: nn.Module) -> int:
 
 
 def _of_bn3(block: nn.Module) -> int:
-    """Return the stream width of a block from its last norm. The last convolution may be a mixture of kernels."""
+    """Return the stream width of a block from its last norm, because ``last_width`` ignores ``CondConv2d``."""
     return len(block.bn3.weight)
 
 
@@ -83,7 +83,6 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("vision_transformer.DiffParallelScalingBlock", "x", ("parallel",), _TOKENS),
     *_blocks("gemma4_vit.Gemma4Block", "residual", _TRANSFORMER, _TOKENS),
     *_blocks("cait.LayerScaleBlockClassAttn", "x_cls", _TRANSFORMER, _TOKENS),  # the stream is the class token
-    # in the first sum of this block, the branch output of a patch token is that token after the norm
     *_blocks("xcit.ClassAttentionBlock", ("x", "x_res"), _TRANSFORMER, _TOKENS, tokens_apart=True),
     *_blocks("xcit.XCABlock", "x", ("attention", "conv", "mlp"), _TOKENS),
     *_blocks("volo.Outlooker volo.Transformer", "x", _TRANSFORMER, _NHWC),
@@ -199,7 +198,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("_efficientnet_blocks.MobileAttention", ("x", "shortcut"), ("conv", "attention"), _NCHW),
 )
 
-# Classes that look residual but have no site, with the reason: a description of their additions.
+# Classes that look residual but have no site, with a description of their additions.
 NOT_RESIDUAL: Dict[str, str] = {
     f"timm.{name}": reason
     for reason, names in {
