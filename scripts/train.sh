@@ -9,10 +9,10 @@
 #
 # Training uses all GPUs of this machine, or one process on the CPU. The recipe's batch_size is the total of all
 # processes. It is divided by the number of processes and by --grad-accum-steps, unless --batch-size is set.
-# If --experiment NAME is set, repeating the command continues from its last checkpoint.
+# If --experiment NAME is set, repeating the command continues from the last checkpoint of this experiment.
 #
 #   TIMM_DIR         the folder of timm that has train.py (default: the current folder)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    for several machines: run the command on each
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    for several machines; run the command on each machine
 #   NPROC_PER_NODE   processes per machine (default: one per GPU)
 #   PYTHON           the interpreter (default: python)
 #

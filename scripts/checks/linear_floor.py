@@ -4,8 +4,8 @@
 
 RUN is the folder of a run. The accuracies are written to model_cards/results/floors/ridge.json. The classifier is
 scikit-learn's RidgeClassifier on pixels between 0 and 1. `top1` is its validation accuracy with the regularization
-strength alpha = 1, and `best` is its highest validation accuracy with an alpha of `ALPHAS`. A network with a lower
-accuracy has learned less than a linear map, so differences between such networks mean little.
+strength alpha = 1. `best` is its highest validation accuracy over the values of alpha in `ALPHAS`. A network with a
+lower accuracy has learned less than a linear map, so differences between such networks mean little.
 """
 import json
 import sys

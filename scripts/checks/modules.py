@@ -8,14 +8,14 @@
 | check | condition |
 | --- | --- |
 | train `_ortho`, train `_orthog` | 30 training steps on digits reduce the loss and give every parameter a gradient |
-| export | the program of ``torch.export`` has the same outputs |
-| compile | ``torch.compile(fullgraph=True, backend="aot_eager")`` has the same outputs |
-| onnx | the ONNX file has the same outputs in onnxruntime; needs onnx, onnxscript and onnxruntime |
+| export | the program that ``torch.export`` returns has the model's outputs |
+| compile | under ``torch.compile(fullgraph=True, backend="aot_eager")`` the model has the same outputs |
+| onnx | the exported ONNX file has the model's outputs in onnxruntime; needs onnx, onnxscript and onnxruntime |
 
 The check `inductor` is `compile` with PyTorch's default backend. It takes half a minute per model and only runs on
-request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use one of
-the two, alternating from module to module. The table marks checks that timm's own model fails too. The exit status is
-1 only if a variant fails a check that timm's model passes.
+request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use only
+one of the two variants, alternating from module to module. The table marks checks that timm's own model fails too. The
+exit status is 1 if a variant fails a check that timm's model passes, or if there are no results.
 """
 import argparse
 import json

@@ -2,8 +2,9 @@
 
     python -m scripts.checks.rates FOLDER ...    one or more output folders of `timm-ortho study run cifar_rates`
 
-The rules include a gate: minimum margins of accuracy and training loss that the chosen recipe must reach. The exit
-status is 1 if runs are missing, a chosen rate is the lowest or highest of the tried rates, or the gate is not passed.
+The rules include a gate for the chosen recipe: its accuracy must exceed ridge regression's accuracy, and its training
+loss the lowest possible loss, each by a minimum margin. The exit status is 1 if runs are missing, a chosen rate is the
+lowest or highest of the tried rates, or the gate is not passed.
 """
 import math
 import sys
@@ -21,7 +22,7 @@ Run = Mapping[str, Any]
 Means = Mapping[str, Mapping[float, float]]  # connection -> rate -> mean
 
 NEARLY, SAME_RECIPE = 0.3, 0.5  # points of accuracy within which two rates, or two recipes, count as equal
-ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # minimum margins of the gate: points of accuracy, training loss
+ABOVE_RIDGE, ABOVE_FLOOR = 15.0, 0.15  # the gate's minimum margins, in points of accuracy and in loss
 
 
 def smoothing_floor(smoothing: float, classes: int) -> float:
@@ -90,7 +91,7 @@ class Chosen:
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """Return the recipe with the best accuracy of linear, or `paper` if it is at most SAME_RECIPE points worse."""
+    """Return the recipe with the highest accuracy of linear; `paper` if it is at most SAME_RECIPE points below."""
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best

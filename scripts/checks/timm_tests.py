@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run timm's own model tests on the variants that `import timm_ortho` registers.
 
-    python -m scripts.checks.timm_tests [OPTIONS]    all variants, the smallest first; skips finished ones
+    python -m scripts.checks.timm_tests [OPTIONS]    all variants, the smallest first, without finished ones
 
     --marked              only the tests that timm's CI runs, which is much faster
     --above 100           only architectures of more than 100 million parameters
@@ -15,7 +15,7 @@ pytest plugin (`-p timm_tests`). The plugin registers the variants before timm's
 tests of the requested models, and records each outcome.
 
 If a process dies from lack of memory or time, a new process runs the remaining tests, beginning with the test in which
-the first process died. If the new process dies in this test too, the test has failed.
+the first process died. If the new process dies in this test too, the test counts as failed.
 
 If a variant fails a test, the test is repeated with timm's own architecture. If this architecture fails too, or timm
 excludes it from the test, the result is reported as excused.
@@ -47,12 +47,12 @@ SPREAD = (
     "resnetv2_18_ortho", "resnetv2_50d_gn_orthog",  # PreActBasic, PreActBottleneck
     "resnetv2_101_orthog",  # deep enough to show any difference in rounding between eager mode and FX
     "vit_small_ortho", "resnetv2_18_cifar_orthog", "skipnet_20_branch4_ortho",  # the papers' own models
-    # tokens, B N C
+    # streams of tokens, [B, N, C]
     "test_vit_relpos_orthog", "eva02_tiny_patch14_224_ortho", "convit_tiny_orthog", "coat_lite_tiny_ortho",
     "pvt_v2_b0_orthog", "levit_128s_ortho", "mixer_s32_224_orthog",
-    # windows and gates, B H W C
+    # windows and gates, channels last: [B, H, W, C]
     "swin_tiny_patch4_window7_224_ortho", "test_mambaout_orthog", "test_coatnet_ortho", "test_maxvit_orthog",
-    # transformers on feature maps, B C H W
+    # transformers on feature maps, [B, C, H, W]
     "poolformer_s12_ortho", "edgenext_xx_small_orthog", "mobilevitv2_050_ortho", "efficientvit_b0_orthog",
     # convolutions
     "test_resnet_ortho", "test_byobnet_orthog", "test_nfnet_ortho", "test_convnext_orthog", "inception_next_atto_ortho",
@@ -288,7 +288,7 @@ def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[Li
 
 
 def parameters(name: str, *others: str) -> int:
-    """Count the parameters of the first of an architecture's variants."""
+    """Return the number of parameters of the first variant of an architecture."""
     import timm
 
     from timm_ortho.models.meta import on_meta
@@ -384,7 +384,7 @@ def counted(results: Iterable[dict]) -> str:
 
 
 def summarize(results: List[dict]) -> int:
-    """Print failures and counts; return 1 if a variant failed a test that its architecture passes."""
+    """Print failures and counts; return 1 if a variant failed a test that its architecture passes, or no test ran."""
     for outcome in ("excused", "failed"):
         for result in results:
             if result["outcome"] == outcome:

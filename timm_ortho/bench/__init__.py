@@ -36,8 +36,8 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     """Measure, print the tables, and write `bench.csv` and `bench.svg`. Ctrl-C keeps the finished groups.
 
     Args:
-        requested: Options that override the device's defaults: keys of `DEFAULTS`, `device`, `quick`, `img_size`,
-            `model_kwargs`, `skips`, `groups`.
+        requested: Options that override the device's defaults: the names in `DEFAULTS[device]`, and `device`, `quick`,
+            `img_size`, `model_kwargs`, `skips`, `groups`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the files.
         command: Command line, for the CSV.

@@ -48,7 +48,7 @@ class Group(NamedTuple):
     """Candidates that do the same work.
 
     Attributes:
-        labels: Columns of `bench.csv` in which all candidates have the same value.
+        labels: Values of the columns of `bench.csv` in which all candidates agree.
         images: Images per step, 0 for an operator.
         build: Creates the candidates.
     """
@@ -141,10 +141,11 @@ def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_ca
     """Measure a group in turns, each candidate once per repetition. Every other repetition runs in reverse order.
 
     Args:
-        candidates: The group. If a candidate fails, its result contains a note, and all others are measured.
+        candidates: The group. If a candidate runs out of memory or cannot be compiled, its result contains a note, and
+            the remaining candidates are measured.
         repeats: Number of repetitions.
         clock: Times a candidate.
-        most_calls: Maximum number of calls in one repetition. Fast candidates are repeated for about 10 ms.
+        most_calls: Maximum number of calls in one repetition. A fast candidate is called for about 10 ms.
 
     Returns:
         One result for each candidate.

@@ -15,7 +15,7 @@ from .options import DTYPES, STEPS, shape_label
 
 EPS = 1e-6
 
-# Number of tensors that must be read or written. `forward`: x, f and y. `backward`: x, g, y or f, and two gradients.
+# Number of tensors that must be read or written. `forward`: x, f and y. `backward`: x, g, either y or f, two gradients.
 TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
 MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # both gradients are g itself
 

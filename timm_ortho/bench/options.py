@@ -75,7 +75,8 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         requested: Options by name; None selects the default.
 
     Returns:
-        The options of `DEFAULTS` and `device` as attributes. `shapes` are tuples, `models` are `Architecture` objects.
+        The options as attributes: `device`, the names in `DEFAULTS[device]`, and the requested options. `shapes`
+        contains tuples, and `models` contains `Architecture` objects.
 
     Raises:
         BenchError: A name is unknown, a shape or number is invalid, or the device is not available.

@@ -3,7 +3,7 @@
 | metric | definition |
 | --- | --- |
 | `ms` | milliseconds of one call |
-| `ratio` | `ms` divided by `ms` of `linear` in the same repetition; empty for `backward`: addition computes nothing |
+| `ratio` | `ms` divided by `ms` of `linear` in the same repetition; empty for `backward`: `linear` computes nothing |
 | `appendix_ratio` | `ms` divided by `ms` of the formula in the paper's appendix; 0.25 means four times as fast |
 | `shortest_ratio` | `ms` divided by `ms` of the shortest formula; only in the part `launch` |
 | `gb_per_s` | bytes that a call must read and write, in units of 1e9, per second |

@@ -1,7 +1,7 @@
 """Measure norms and angles of stream and branch output at each site with forward hooks.
 
-For a site with stream x (after the connection's skip transform, if any) and branch output f (paper, Section 3.5,
-Figures 3 and 10 to 12):
+A site with stream x (after the connection's skip transform, if any) and branch output f has these values (Oh et al.
+2025, Section 3.5, Figures 3 and 10 to 12):
 
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
 
@@ -165,9 +165,9 @@ class Recorder:
     the model (EMA, checkpoints) contain no recorder. Values stay on the device until they are read. Reading takes one
     transfer for each recorded step. In distributed training, each process records its share of the batch.
 
-    Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls the
-    model once in eager mode, without gradients, and restores random state and buffers. Create the recorder before the
-    model's first compiled pass. With ``fullgraph=True``, pass the compiled model: a hook on the inner model would break
+    Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls such a model once in
+    eager mode, without gradients, and restores random state and buffers. Create the recorder before the model's first
+    compiled pass. With ``fullgraph=True``, pass the compiled model: a hook on the inner model would break
     the graph. Call :meth:`close` before you script the model.
 
     Args:
@@ -209,7 +209,7 @@ class Recorder:
         self._rows: List[RecordedRow] = []
         self._unread: List[_Pass] = []
         self._pass: Optional[_Pass] = None  # the current pass, if it is recorded
-        self._hooks = ExitStack()  # hooks on the sites, during that pass
+        self._hooks = ExitStack()  # hooks on the sites, during a recorded pass
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), always_call=True),

@@ -36,7 +36,7 @@ def record_if_requested(model: ModelT) -> ModelT:
         The same model.
 
     Raises:
-        ValueError: The file cannot be used, or the number of passes is not a positive integer. The message is one line.
+        ValueError: The file cannot be used, or the interval is not a positive integer. The message is one line.
     """
     if not os.environ.get(FILE):
         return model

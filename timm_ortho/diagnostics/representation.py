@@ -6,13 +6,13 @@ notes to Table 4)::
     p_i = lambda_i / sum_j lambda_j                  lambda: eigenvalues of C
     spectral entropy H = -sum_i p_i log p_i          in nats
     effective rank     = exp(H)                      1 for a line, d for a ball in d dimensions
-    feature std        = (1 / d) sum_k std(F_k)      std with n - 1
+    feature std        = (1 / d) sum_k std(F_k)      F_k: column k; std divides by n - 1
 
     linear CKA         = |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F)      X, Y: centred features of the same images
 
 Linear CKA is from "Similarity of Neural Network Representations Revisited" (Kornblith et al. 2019, Section 3). The
-values that Oh et al. publish for ViT-B do not fit these definitions: exp(6.512) is 673, but their effective rank is
-572.9. The two numbers cannot both come from the same eigenvalues.
+values that Oh et al. publish for the linear ViT-B contradict each other under these definitions: the spectral entropy
+6.512 gives the effective rank exp(6.512) = 673, but they publish 572.9.
 
 The metrics accept features ``[n, d]``. If the features do not fit in memory, pass :class:`Moments` instead, and use
 :func:`compare` for linear CKA. All metrics are computed in float64.

@@ -41,7 +41,9 @@ def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
 
 
 def as_text(measured: MeasuredSites) -> str:
-    """Return a text table. Bars show cosines from -1 to 1; with channel groups, a column shows the range of cosines.
+    """Return a text table with a bar for each cosine, from -1 to 1.
+
+    If a connection has groups of channels, an additional column shows the range of the groups' cosines.
 
     >>> site = Site(0, "mlp", "blocks.0.connection_mlp", timm_ortho.create_connection("feature"))
     >>> means = SiteDynamics(0, "mlp", site.name, stream=2.0, parallel=1.0, orthogonal=3.0, cosine=0.5)

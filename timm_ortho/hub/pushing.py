@@ -38,18 +38,18 @@ def push(
     'https://huggingface.co/me/my-model/commit/...'
 
     Args:
-        model: A classifier that `timm.create_model` made, also after `connect`; or the path of a checkpoint or of the
-            folder of one run of `timm-ortho compare`, `timm-ortho study` or timm's `train.py`. Only the card of a run
-            contains metrics, which are read from the run's files.
+        model: A classifier from `timm.create_model`, optionally changed by `connect`; or the path of a checkpoint or of
+            one run's folder, written by `timm-ortho compare`, `timm-ortho study` or timm's `train.py`. Only the card of
+            a run contains metrics, which are read from the run's files.
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
-        labels: Names of the classes. None: the names in the run or its data set.
+        labels: Names of the classes. None: the names in the run, its data set or the model's `pretrained_cfg`.
         license: License identifier of the Hub (`apache-2.0`). None: the card names no license.
         private: Whether a new repository is private. None: the owner's default.
         revision: Branch, created if it does not exist. None: main.
         create_pr: Open a pull request instead of committing.
         commit_message: Title of the commit.
-        token: None: the token of `hf auth login` or HF_TOKEN. False: no token.
+        token: Token for the Hub. None: the token of `hf auth login` or HF_TOKEN. False: no token.
 
     Returns:
         The commit, with `commit_url` and `pr_url`.

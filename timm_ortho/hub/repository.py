@@ -7,7 +7,7 @@
 | `README.md` | the model card, see `card` |
 | `training.png` | the training curve of a run; needs matplotlib |
 
-Before publication, the model is loaded from the folder and must give bit-identical logits.
+Before publication, the model is loaded from the folder. Its logits must equal the original model's bit for bit.
 """
 import json
 import shutil
@@ -74,7 +74,7 @@ def export(
 
     Args:
         model, repo_id, ema, labels, license, revision: See :func:`timm_ortho.hub.push`.
-        folder: An earlier export in this folder is replaced.
+        folder: The folder to write. An earlier export in it is replaced.
         token: A token that the files must not contain, in addition to huggingface_hub's token.
 
     Returns:

@@ -5,7 +5,8 @@
 | timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
 | `timm-ortho compare`, `study` | `args.yaml` | `summary.csv` and `result.json`, also of runs with other seeds |
 
-With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights.
+With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights. With
+`--model-ema-force-cpu` they evaluate the plain weights.
 Checkpoints are read with torch's restricted unpickler, which executes no code.
 """
 import json
@@ -34,8 +35,8 @@ class Run:
 
     Attributes:
         options: timm's options.
-        history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. If the
-            run changed its connection, the list contains only the epochs on the checkpoint's side of the change.
+        history: Metrics of each epoch: `epoch` (from 0), `train_loss`, `eval_loss`, `eval_top1`, `eval_top5`. A run
+            that changes its connection has two stages; the list contains only the epochs of the checkpoint's stage.
         result: `result.json` of a run of `timm-ortho compare` or `study`; empty for `train.py`.
         peers: Top-1 in percent after the last epoch, by seed, for all finished runs that differ only in the seed.
         comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
@@ -156,7 +157,7 @@ def _read_checkpoint(path: Path) -> dict:
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the options in args.yaml, and from the checkpoint those without a value there, such as num_classes."""
+    """Return the options in args.yaml; the checkpoint completes options without a value there, such as num_classes."""
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():

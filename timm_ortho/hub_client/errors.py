@@ -47,7 +47,7 @@ def check_repo_id(repo_id: str, error_class: Type[Exception], hint: str = "") ->
 
 
 def with_timeout(function: Callable[[], T]) -> T:
-    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT. A DNS lookup alone has no timeout."""
+    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT. A DNS lookup has no timeout of its own."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -80,7 +80,8 @@ def client_errors_as(
         prefix: Beginning of the line.
         access: The access that the request needs: ``read`` or ``write``.
         if_absent: End of the line if the repository does not have the file.
-        if_interrupted: The line for an interrupted upload or download, with ``{cause}``. Empty for other requests.
+        if_interrupted: The line for an interrupted upload or download, with the placeholder ``{cause}``; empty
+            for other requests.
         token: The token in use, if any.
     """
     try:

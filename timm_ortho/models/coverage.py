@@ -1,9 +1,9 @@
 """List the architectures of timm that have variants.
 
 ``python -m scripts.checks.coverage`` builds every architecture, which takes too long for an import, and writes
-``coverage.json``. An architecture has variants if the file contains its module and does not exclude the architecture.
-If a newer timm adds architectures to a known module, they have variants too. Building such a variant raises an error if
-the architecture cannot be connected. Modules that the file does not contain have no variants.
+``coverage.json``. An architecture has variants if the file lists covered architectures of its module and does not
+exclude the architecture. If a newer timm adds architectures to such a module, they have variants too. Building one of
+these variants raises an error if its architecture cannot be connected.
 """
 import json
 from functools import cache

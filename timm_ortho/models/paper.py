@@ -55,7 +55,7 @@ def keep_size(model: ResNetV2, **stem: nn.Module) -> None:
     """Replace the stem, which divides the size of images by 4 in timm, and remove the norm after the last stage.
 
     Args:
-        model: A model that was built with 4 times its ``output_stride``, because timm's stem divides by 4.
+        model: A model that was built with 4 times the requested ``output_stride``, because timm's stem divides by 4.
         stem: Layers of the new stem by name.
     """
     model.stem = nn.Sequential(OrderedDict(stem))
@@ -70,7 +70,7 @@ class CifarResNetV2(ResNetV2):
     """The paper's pre-activation ResNet for small images.
 
     The stem is a 3x3 convolution of stride 1 with BatchNorm and ReLU. Convolutions have biases. No norm follows the
-    last stage. Reductions are 1, 1, 2, 4 and 8.
+    last stage. The feature maps have the reductions 1, 1, 2, 4 and 8.
 
     >>> model = CifarResNetV2(layers=(1, 1, 1, 1), channels=(8, 16, 24, 32), num_classes=10)
     >>> model(torch.zeros(1, 3, 32, 32)).shape
@@ -80,7 +80,7 @@ class CifarResNetV2(ResNetV2):
         head_norm: Whether a LayerNorm follows the pooling (paper, Table 9).
         weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's: normal, by fan-out), ``xavier``
             or ``orthogonal`` (paper, Table 7). Biases are initialized with 0, norms as the identity.
-        output_stride: 8. Lower values dilate later stages instead of halving the resolution.
+        output_stride: 8 by default. Lower values dilate later stages instead of halving the resolution.
 
     Raises:
         ValueError: ``weight_init`` is unknown.

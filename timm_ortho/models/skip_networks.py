@@ -49,14 +49,16 @@ def _branch_conv(in_chs: int, out_chs: int, kernel_size: int, branches: Optional
 
 
 class SkipNetwork(ResNetV2):
-    """The paper's network: timm's pre-activation blocks without their first ReLU. Reductions are 1, 1, 2 and 4.
+    """The paper's network: timm's pre-activation blocks without their first ReLU.
+
+    The feature maps have the reductions 1, 1, 2 and 4.
 
     >>> SkipNetwork(layers=(1, 1, 1), branches=4, num_classes=10)(torch.zeros(1, 3, 32, 32)).shape
     torch.Size([1, 10])
 
     Args:
         branches: Number of branches of a block; None for one per channel.
-        output_stride: 4. Lower values dilate later stages instead of halving the resolution.
+        output_stride: 4 by default. Lower values dilate later stages instead of halving the resolution.
     """
 
     def __init__(

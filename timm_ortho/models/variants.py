@@ -36,8 +36,8 @@ def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
 def _entered(function: FunctionType, build: Callable[..., nn.Module], kwargs: Dict[str, Any]) -> nn.Module:
     """Call an entry point of timm with ``build`` instead of ``build_model_with_cfg``.
 
-    About half of timm's entry points pass ``dict(embed_dim=512, **kwargs)``, which fails if the caller passes
-    ``embed_dim`` too. Such arguments are passed directly to the class of the model.
+    About half of timm's entry points set arguments as in ``dict(embed_dim=512, **kwargs)``, which fails if the caller
+    passes ``embed_dim`` too. Such arguments are passed directly to the class of the model.
     """
     direct = {name: value for name, value in kwargs.items() if name in _fixed(function)}
     kwargs = {name: value for name, value in kwargs.items() if name not in direct}

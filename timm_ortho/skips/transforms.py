@@ -8,7 +8,7 @@ and 24 to 26. The stream x has C channels in B branches. P acts along the channe
 | ``identity`` | I | C |
 | ``idempotent_mr`` | P_MR = 1/B (1 1^T) ⊗ I, a B x B block matrix of identities: the mean of the branches | C/B |
 | ``idempotent_cmr`` | I - P_MR: each branch minus the mean of the branches; 0 for B = 1 | C - C/B |
-| ``orthogonal_tp`` | M ⊗ ... ⊗ M with M = [[1, -1], [1, 1]] / sqrt(2) | C |
+| ``orthogonal_tp`` | M ⊗ ... ⊗ M; M = [[1, -1], [1, 1]] / sqrt(2) if C is a power of 2 | C |
 | ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n with random rotations R_i, different at each site | C |
 | ``scaled`` | I / L for L sites, so that y = x / L + f | C |
 

@@ -79,7 +79,7 @@ def _source_name(source: Optional[str], hf_hub_id: Optional[str], file: Optional
 
 
 def safetensors_name(source: str, filename: Optional[str]) -> str:
-    """Return the file name of a configuration, ``model.safetensors`` by default; WeightsError for another format."""
+    """Return a configuration's file name, by default ``model.safetensors``; raise WeightsError for another format."""
     name = filename or SAFE
     if not name.endswith(".safetensors"):
         raise WeightsError(f"{source}: {name} is not a safetensors file, and pickles are never read")
@@ -87,7 +87,7 @@ def safetensors_name(source: str, filename: Optional[str]) -> str:
 
 
 def weights_in_folder(folder: Path) -> Path:
-    """Return the path of ``model.safetensors`` in a folder; WeightsError if it does not exist."""
+    """Return the path of ``model.safetensors`` in a folder; raise WeightsError if it does not exist."""
     if not (folder / SAFE).is_file():
         names = ", ".join(sorted(path.name for path in folder.iterdir()))
         raise WeightsError(f"local-dir:{folder}: there is no {SAFE} among {names}; pickles are never read")
