@@ -2,7 +2,7 @@
 
 | module | purpose |
 | --- | --- |
-| `commands` | has the functions behind `timm-ortho study` and `timm-ortho compare` |
+| `commands` | contains the functions behind `timm-ortho study`, `timm-ortho compare` and `timm-ortho cost` |
 | `costs` | measures parameters, FLOPs and throughput of models, and trains nothing |
 | `reporting` | makes tables, plots and a page from run folders |
 | `planning` | makes one folder for each run of a study, which is defined by a YAML file |
@@ -10,7 +10,7 @@
 | `folder` | reads and writes the files of a run |
 | `options` | lists the options of timm's `train.py` |
 | `data`, `image_folder` | open data sets, create loaders, and check the layout of image folders |
-| `paper` | has the papers' numbers |
+| `paper` | contains the papers' numbers |
 
 Planning, running and reporting share only the folders of the runs. `import timm_ortho` does not import the lab.
 """
@@ -34,8 +34,8 @@ class LabError(ValueError):
 def one_line(error: BaseException) -> str:
     """Return an error as one line.
 
-    The line of an OSError is the operating system's reason, and the line of a LabError is its message. The line of any
-    other error is its class and message.
+    The line is the operating system's reason for an OSError, the message for a LabError, and the class with the message
+    for any other error.
 
     >>> one_line(KeyError("epochs"))
     "KeyError: 'epochs'"
@@ -46,7 +46,7 @@ def one_line(error: BaseException) -> str:
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
-    """Raise a LabError for an unknown name: "OWNER accepts no NOUN 'NAME'", with the nearest known name."""
+    """Raise a LabError if a name is unknown: "OWNER accepts no NOUN 'NAME'; the nearest is 'KNOWN NAME'"."""
     for name in names:
         if name not in known:
             raise LabError(f"{owner} accepts no {noun} '{name}'; the nearest is '{nearest(name, known)[0]}'")
@@ -67,7 +67,7 @@ def shipped_files(folder: str) -> dict[str, Path]:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as text, with small and large numbers in the short form that the paper uses.
+    """Return a value as text, with very small and very large numbers in short scientific notation.
 
     >>> value_text(0.1), value_text(1e-06), value_text("none")
     ('0.1', '1e-6', 'none')
@@ -90,7 +90,7 @@ def read_user_yaml(path: Path, subject: str) -> Any:
 
 @contextmanager
 def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
-    """Yield a temporary path, and rename the file there to `path` at the end. `path` never has an incomplete file.
+    """Yield a temporary path, and rename its file to `path` at the end. `path` never has an incomplete file.
 
     Args:
         path: The final path.

@@ -35,7 +35,7 @@ __all__ = [
 def comparison(connections: Sequence[str], recipe: Optional[str]) -> Design:
     """Return the study that `timm-ortho compare` runs: one setting, trained with each connection.
 
-    The baseline of its differences is `linear`, or the first connection if `linear` is missing.
+    The baseline is `linear`, or the first connection if `linear` is missing.
 
     >>> comparison(["linear", "feature"], "digits").baseline
     {'connection': 'linear'}
@@ -68,7 +68,7 @@ def run_count(design: Design) -> str:
 
 
 def make_plan(request: Request, slurm: Optional[Slurm] = None) -> StudyPlan:
-    """Plan a study, write its folders, and print the commands of its runs. For Slurm, also write sbatch's script."""
+    """Plan a study, write its folders, and print the commands of its runs. For Slurm, write sbatch's script, too."""
     planned = _planned(request)
     for name, run_plan in planned.runs.items():
         print(f"{name}: {_commands_of(planned.folder / name, run_plan)}")
@@ -109,8 +109,8 @@ def run(
         request: The study and its options.
         slurm: The Slurm cluster that trains the runs. By default, they are trained on this machine.
         parallel: Number of simultaneous runs on this machine.
-        threads: Number of CPU threads of each run. The default is one, so that results depend neither on `parallel`
-            nor on the machine's load. `timm-ortho compare` uses PyTorch's default for large models.
+        threads: Number of CPU threads of each run on this machine. The default is one, so that results depend neither
+            on `parallel` nor on the machine's load. `timm-ortho compare` uses PyTorch's default for large models.
         opened: Open the report in the browser at the end.
 
     Returns:
@@ -165,8 +165,8 @@ def _opening(planned: StudyPlan) -> list[str]:
 def _threads_for(run_plan: RunPlan) -> int:
     """Return the number of CPU threads for a run: 1 for a small model, otherwise PyTorch's default.
 
-    A second thread hardly speeds up a small model. If all cores are busy, the threads wait for each other: with two
-    threads on two busy cores, the training of a vit_small of width 64 took eight times as long.
+    A second thread hardly speeds up a small model. If all cores are busy, the threads wait for each other: on
+    two busy cores, the training of a vit_small of width 64 took eight times as long with two threads as with one.
     """
     options = Namespace(**run_plan.stages[0].options)
     model = build_model(options, options.num_classes or 1000, options.in_chans or 3)
@@ -177,7 +177,7 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     """Write the report of all finished runs, and return its main table as text.
 
     Args:
-        folders: Output folders of studies, published studies, and folders of runs. Alternatively, the path of one
+        folders: Output folders of studies, folders of published studies, and folders of runs. Or the path of one
             `results.json`, whose report is written again.
         output: Folder of the report. The default is the first of `folders`, or the folder of the `results.json`.
         opened: Open the report in the browser.

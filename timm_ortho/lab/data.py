@@ -66,7 +66,7 @@ class Digits(Dataset):
         data = load_digits()
         split = train_test_split(np.arange(len(data.target)), test_size=0.2, random_state=0, stratify=data.target)
         index = np.sort(split[0 if training else 1])
-        # 17 grey levels, 0 to 16
+        # scikit-learn's pixels have 17 grey levels, 0 to 16
         self.images = [Image.fromarray(image) for image in np.round(data.images[index] * 255 / 16).astype(np.uint8)]
         self.targets = [int(target) for target in data.target[index]]
         self.transform: Optional[Callable] = None
@@ -91,7 +91,7 @@ class ImageError(LabError):
 
 
 class _View(Dataset):
-    """The images of a data set at the positions `index`, by default all. If `mode` is set, images are converted to it.
+    """The images of a data set at the positions `index`, by default all. `mode` is their mode, if it is set.
 
     An unreadable image raises an ImageError. timm's `ImageDataset` would return a different image in its place.
     """
@@ -161,11 +161,11 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
 
     Args:
         options: timm's options.
-        hold_out: Number of training images to validate on, evenly spaced; 0 to use the validation split. Use held-out
-            images to choose settings such as the learning rate, because these must not be chosen on the test images.
+        hold_out: Number of training images to validate on, evenly spaced; 0 to use the validation split. Settings
+            such as the learning rate must not be chosen on the test images, so choose them on held-out images.
 
     Raises:
-        LabError: The data set cannot be opened. The message lists the expected files.
+        LabError: The data set cannot be opened, or its images cannot be used for training and validation.
     """
     kind = options.dataset.partition("/")[0]
     if not options.data_dir and kind not in ("digits", *READERS):
@@ -223,7 +223,8 @@ def _split(dataset: Any, hold_out: int) -> tuple[_View, _View]:
     if isinstance(dataset, IterableDataset):
         raise LabError("images cannot be held out of a streamed data set: set val_split instead")
     if not 0 < hold_out < len(dataset):
-        raise LabError(f"hold_out is {hold_out}, but must be from 1 to {len(dataset) - 1}, of {len(dataset)} images")
+        raise LabError(f"hold_out is {hold_out}, but must be from 1 to {len(dataset) - 1}: there are {len(dataset)} "
+                       "training images")
     index = _evenly_spaced(hold_out, len(dataset))
     return _View(dataset, np.setdiff1d(np.arange(len(dataset)), index)), _View(dataset, index)
 
@@ -265,7 +266,8 @@ def _where(options: Namespace) -> str:
                 "download them with --option dataset_download=true")
     if kind == "torch":
         known = ", ".join(f"torch/{name}" for name in _FOLDERS)
-        return f"timm expects torchvision's files in {root}; data sets without a download are {known}"
+        return (f"timm expects torchvision's files in {root}; with --option dataset_download=true, timm can download "
+                f"{known}")
     return f"timm opens it through its '{kind}' reader, see timm.data.create_dataset"
 
 
@@ -312,7 +314,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
     for split in (source.train, source.validation):
-        # Cache only without workers, which would lose their caches after each epoch. Pillow has 4 bytes per RGB pixel.
+        # Cache only without workers, which would lose their caches after each epoch. Pillow uses 4 bytes per RGB pixel.
         if (isinstance(split, _View) and split.cache is None and not options.workers
                 and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
             split.cache = {}
@@ -364,7 +366,7 @@ def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
 
 # ---------------------------------------------------------------------------------------- random numbers
 def epoch_seed(seed: int, epoch: int, stream: int) -> int:
-    """Return a seed that is independent for each run's seed, epoch and stream of random numbers (data or model).
+    """Return an independent seed for each run's seed, epoch and stream of random numbers (data or model).
 
     The result does not depend on the numbers drawn in earlier epochs. A run that is interrupted and continued
     therefore draws the same numbers as an uninterrupted run.

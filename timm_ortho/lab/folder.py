@@ -1,16 +1,17 @@
 """Read and write the folder of a run, which planning, running and reporting share.
 
-A run trains one model with one connection, setting and seed. Its folder has these files:
+A run trains one model with one connection, setting and seed. The trainer is the lab's own loop or timm's `train.py`.
+The run's folder has these files:
 
 | file | written by | contents |
 | --- | --- | --- |
 | `run.yaml` | planning | a `RunPlan`: the trainer, and the stages of the training with all their options |
 | `args.yaml` | planning, timm's `train.py` | the options, as input of `train.py -c` |
-| `probe.jsonl` | the lab's loop | norms and cosine at each residual addition, before training and after each epoch, for
-  one validation batch |
+| `probe.jsonl` | the lab's loop | squared norms and cosine of stream and branch output at each residual addition,
+  before training and after each epoch, for one validation batch |
 | `records.jsonl` | both trainers | the rows of :func:`timm_ortho.record` |
 | `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics and the last checkpoint, as in `train.py` |
-| `sessions.json` | `running.run` | machine, versions, command, begin, end, error of each process that trained the run |
+| `sessions.json` | `running.run` | machine, versions, command, begin, end and error of each training process |
 | `result.json` | `running.run` | the run's metrics, written when the run is finished |
 | `log.txt` | the launcher | the output of the run's process |
 
@@ -42,8 +43,8 @@ class Stage:
 
     folder: str  # folder of the options and checkpoints, relative to the run's folder
     options: Mapping[str, Any]  # all of timm's options
-    # Empty for the first stage. For the second, `weights` keeps the first stage's weights, with a new optimizer and
-    # schedule (paper, Table 3), and `checkpoint` keeps its weights, optimizer and schedule (paper, Table 10).
+    # Empty for the first stage. The second stage keeps either only the weights of the first (`weights`; optimizer and
+    # schedule are new; paper, Table 3), or weights, optimizer and schedule (`checkpoint`; paper, Table 10).
     begins_with: str = ""
     stop_epoch: Optional[int] = None  # number of epochs after which the stage ends; None for the whole schedule
 
@@ -60,7 +61,7 @@ class Stage:
 
     @property
     def last_epoch(self) -> int:
-        """The number of epochs at the end of the stage, including the epochs of a checkpoint that it begins with."""
+        """The number of epochs at the end of the stage, including epochs of the checkpoint that it begins with."""
         return self.stop_epoch or self.scheduled_epochs
 
 
@@ -243,11 +244,11 @@ def state(folder: Path) -> tuple[str, str]:
     The state is `waiting`, `running`, `stopped`, `failed` or `finished`. The text has the finished epochs of a running
     or stopped run, the error of a failed run, and the top-1 accuracy of a finished run.
     """
-    at_work = _is_at_work(folder)  # before the result is read, so that a run that ends in between is `finished`
+    at_work = _is_at_work(folder)  # checked before the result is read: a run that ends in between is `finished`
     result = read_json(folder / RESULT)
     if result is not None:
         return "finished", top1_text(result.get("top1"))
-    if not (folder / PLAN).is_file():  # the user copied only the finished runs of a study to this machine
+    if not (folder / PLAN).is_file():  # for example, the user copied only the finished runs to this machine
         return "waiting", ""
     plan, session = RunPlan.read(folder), last_session(folder)
     rows = history(folder, plan)

@@ -1,7 +1,7 @@
 """Find the folders of the training and validation images, and reject layouts that give wrong results.
 
 timm's reader takes the class of an image from the innermost folder in its path. If a split (training or validation) has
-no folder, timm reads the images of the whole data set for it.
+no folder, timm reads the images of the whole data set for this split.
 """
 import filecmp
 import hashlib
@@ -46,8 +46,8 @@ def is_here(options: Namespace) -> bool:
 def find_splits(options: Namespace, hold_out: int = 0) -> str:
     """Check that both splits have a folder, and return the name of the validation split.
 
-    The name is the option `val_split`. If this option has its default `validation` and there is no such folder, the
-    name is `test`.
+    The name is the option `val_split`. If this option has its default `validation` and there is no folder with this
+    name, the returned name is `test`.
 
     Args:
         options: timm's options.
@@ -87,7 +87,7 @@ def check_files(options: Namespace, split: str) -> None:
     root = search_split(options.data_dir, split)
     classes = _class_map(options.class_map, root)
     image_types = {suffix for suffix, kind in Image.registered_extensions().items()
-                   if Image.MIME.get(kind, "").startswith("image/")}  # Pillow also has the suffixes .pdf, .mpg and .h5
+                   if Image.MIME.get(kind, "").startswith("image/")}  # Pillow also lists .pdf, .mpg and .h5
     skips = not is_torchvision_folder(options) and not options.input_key  # input_key sets the reader's file types
     read, skipped = get_img_extensions(as_set=True), list[str]()
     for folder, _, files in os.walk(root, followlinks=True):
@@ -212,7 +212,7 @@ def _advice(options: Namespace) -> str:
 
 def refuse_shared_images(train: Any, validation: Any) -> None:
     """Raise a LabError if a training image is also a validation image, by a link, a nested folder or a copy."""
-    for key in ("train", "split"):  # attributes in which torchvision's data sets and timm's readers have their split
+    for key in ("train", "split"):  # attributes in which torchvision's data sets and timm's readers store their split
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:
             raise LabError(f"training and validation images would both come from {key}={mine!r}: change --option "

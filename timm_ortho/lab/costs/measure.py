@@ -48,7 +48,7 @@ class PaperConnection(Connection):
 
 
 class SiteFlops(NamedTuple):
-    """FLOPs at one site for one image."""
+    """FLOPs at one site (one residual addition in a block) for one image."""
 
     layer: int
     kind: str
@@ -66,7 +66,7 @@ def rows(name: str, arguments: Mapping[str, Any], device: str | None = None) -> 
         name: `overhead`, `parameters` or `gamma`.
         arguments: Arguments of the function that measures the table. `models` lists architectures without the suffix
             `_ortho`.
-        device: The device of `overhead`. `parameters` and `gamma` need no device.
+        device: The device on which `overhead` times the models. `parameters` and `gamma` need no device.
     """
     if name == "gamma":
         return gamma_table(**arguments)
@@ -127,7 +127,7 @@ def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
 def site_flops(model: nn.Module) -> list[SiteFlops]:
     """Count the FLOPs of each site's branch and connection during a forward pass of one image.
 
-    A model on the meta device has the same counts, and computes no numbers.
+    A model on the meta device has the same counts, although it computes no numbers.
     """
     counts: list[SiteFlops] = []
     channels, *size = model.pretrained_cfg["input_size"]
@@ -143,12 +143,12 @@ def site_flops(model: nn.Module) -> list[SiteFlops]:
 
 
 def flop_table(model: str, **arguments: Any) -> list[Row]:
-    """Return the paper's Table 1a for one architecture, with the first site of each kind of branch and shape.
+    """Return the paper's Table 1a for one architecture, with one site for each kind and shape of branch.
 
     Returns:
-        A row for each site with each connection: ``linear``, ``paper`` (the paper's Algorithm 1) and ``feature`` (as
-        this package computes it). ``branch`` and ``update`` are FLOPs. ``extra`` is ``update`` minus the ``update`` of
-        ``linear``.
+        For each of these sites, a row for each connection: ``linear``, ``paper`` (the paper's Algorithm 1) and
+        ``feature`` (as this package computes it). ``branch`` and ``update`` are FLOPs. ``extra`` is ``update`` minus
+        the ``update`` of ``linear``.
 
     >>> [row["extra"] for row in flop_table("vit_small")[:2]]  # linear: 0; the paper's algorithm: 6sd + 2s
     [0, 454282]
@@ -192,7 +192,7 @@ def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
 
 
 def _on_meta(name: str, connection: str, **arguments: Any) -> nn.Module:
-    """Create a model with a connection on the meta device. ``paper`` is :class:`PaperConnection`."""
+    """Create a model with a connection on the meta device. The connection ``paper`` is :class:`PaperConnection`."""
     with on_meta():
         model = timm.create_model(f"{name}_ortho", **arguments)
         connect(model, "feature" if connection == "paper" else connection)
@@ -230,8 +230,9 @@ def overhead(models: Sequence[str], **options: Any) -> list[Row]:
 
     Returns:
         A row for each timed setting of a model. ``linear`` and ``feature`` are median images per second. ``overhead``
-        is the lost share of the linear throughput in percent, as the median over the repetitions; ``overhead_p20`` and
-        ``overhead_p80`` are its quantiles. ``note`` has the reason if something could not be measured.
+        is the percentage of the linear throughput that Orthogonal-F loses, as the median over the repetitions.
+        ``overhead_p20`` and ``overhead_p80`` are quantiles over the repetitions. ``note`` has the reason if something
+        could not be measured.
     """
     requested = {"compile": False, **options, "what": ("models",), "models": [f"{name}_ortho" for name in models]}
     try:

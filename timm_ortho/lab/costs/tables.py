@@ -65,7 +65,8 @@ def _overhead(rows: Sequence[Row]) -> Content:
         "medians with the paper's formula, 100 (1 - feature / linear). Each repetition times both models, so it has an "
         "overhead of its own. The overhead by repetition is the median of these overheads, with their 20 % and 80 % "
         "quantiles in brackets.",
-        [Extra("What was measured", "Both models are timed in turns: forward pass, cross entropy, backward pass.",
+        [Extra("What was measured",
+               "Both models are timed in turns. The time covers forward pass, cross entropy and backward pass.",
                Table(["model", "images", "layout", "precision", "mode", "repetitions", "note"], [
                    [name, row["shape"], row["layout"], row["dtype"], row["mode"], str(row["repeats"]),
                     row["note"] or "–"] for name, row in by_name.items()]))])
@@ -92,7 +93,8 @@ def _parameters(rows: Sequence[Row]) -> Content:
     blocks, whole = ([row for row in rows if ("module" in row) is of_block] for of_block in (True, False))
     extras = [Extra(
         "FLOPs that an orthogonal connection adds to a block",
-        "The counted number is the FLOPs of the update minus the FLOPs of the addition. The paper gives 6sd + 2s.",
+        "The counted number is the FLOPs of the update minus the FLOPs of the addition. The paper "
+        "gives 6sd + 2s for s tokens of width d.",
         Table(["model", "branch", "connection", "s", "d", "counted", "6sd + 2s"], [
             [_model(row["model"]), *_flop_position(row)[0], *(f"{row[key]:,}" for key in ("tokens", "width", "extra")),
              f"{6 * row['tokens'] * row['width'] + 2 * row['tokens']:,}"]

@@ -29,7 +29,8 @@ Size = tuple[list[int], str]  # height and width of the model's images, and wher
 def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
     """Check the data set and the models of a request.
 
-    Options that follow from the data set, such as `num_classes`, are set in place in the variants.
+    A variant is one setting of the study with one connection. Options that follow from the data set, such as
+    `num_classes`, are set in place in the variants.
 
     Returns:
         The opened data set, or None if it is not on this machine; and the image size of each variant.
@@ -151,7 +152,7 @@ def _refused(subject: str) -> Iterator[None]:
         yield
     except LabError:
         raise
-    except KeyError as error:  # timm's tables of layers raise KeyError
+    except KeyError as error:  # timm's tables of layers raise KeyError for an unknown name
         raise LabError(f"{subject}: unknown name {error}") from None
     except (ValueError, TypeError, RuntimeError, AssertionError, OSError) as error:
         raise LabError(f"{subject}: {error_text(error)}") from None

@@ -8,10 +8,11 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | --- | --- |
 | `extends` | another study, by name or file, whose keys this file inherits and may override; mappings are merged |
 | `title` | the question that the study answers |
-| `paper`, `table` | the paper's table or figure, and its key in `paper.json` or `skips.json`; none by default |
+| `paper` | the paper's table or figure, such as `Table 4`; empty by default |
+| `table` | key of this table or figure in `paper.json` or `skips.json`; empty by default |
 | `model` | architecture, without the suffix `_ortho` |
-| `recipe` | recipe with the default options, or `paper` for the paper's recipe for each model and data set. By default
-  `digits` for the data set `digits`, and `small_images` for all other data sets |
+| `recipe` | recipe with the default options, or `paper` for the paper's recipe for each model and data set. The
+  default is `digits` for the data set `digits`, and `small_images` for all other data sets |
 | `options` | timm's options, which override the recipe's |
 | `connections` | the connections that each cell is trained with |
 | `seeds` | number of seeds |
@@ -23,9 +24,9 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `representation` | whether to measure the model's features after training |
 | `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the first of them |
 | `report` | layout of the report's tables and plots, see `reporting.layout` |
-| `scales` | a mapping with `smoke`, `small`, `paper` or some of them. Each may override `model`, `recipe`, `options`,
-  `connections`, `seeds`, `grid` and `record`. If an axis in this `grid` is a list of some of the study's values, only
-  these values remain |
+| `scales` | a mapping with one or more of the keys `smoke`, `small` and `paper`. Each scale may override `model`,
+  `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If an axis in this `grid` is a list of some of
+  the study's values, only these values remain |
 
 A value of an axis may change timm's options, `model`, `recipe` and `connections`. In place of `connections` it may
 set `connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example
@@ -322,7 +323,7 @@ def _check_keys(values: Any, known: Iterable[str], owner: str) -> None:
 
 
 def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -> None:
-    """Raise a LabError if a value has a wrong type. None is allowed: with null, a study resets an inherited key."""
+    """Raise a LabError if a value has a wrong type. None is allowed, because null resets an inherited key."""
     for key, kind in kinds.items():
         value, least = values.get(key), int(key != "hold_out")
         if value is not None and (type(value) is not kind or (kind is int and value < least)):

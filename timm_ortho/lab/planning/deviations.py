@@ -22,8 +22,8 @@ def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int
     """Return a line for each difference from the paper, such as "epochs: 15 here, 300 in the paper".
 
     Runs are compared with the study at scale `paper`, on the same data set. If the paper does not have this data set,
-    they are compared with the runs on the first of the paper's data sets. Further lines tell in which options the
-    package's recipes necessarily differ from the paper.
+    they are compared with the runs on the first of the paper's data sets. Further lines describe the options in which
+    the package's recipes necessarily differ from the paper.
 
     Args:
         design: The study at the scale of the runs.
@@ -76,10 +76,10 @@ def _prefix(models: Sequence[str], pairs: Sequence) -> str:
 
 
 def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[str, Variant, Variant]]:
-    """Yield each architecture with its first variant in `here`, and the variant in `there` to compare it with.
+    """Yield each architecture in `here` with its first variant, and the variant in `there` to compare it with.
 
-    This is the variant of the same architecture and cell. If there is none, it is the first variant of the
-    architecture, or else the first of all variants.
+    The two variants have the same architecture and cell. If `there` has no such variant, take its first variant of the
+    architecture. If it has none either, take its first variant.
     """
     models = list(dict.fromkeys(variant.options.model for variant in here))
     for model in models:

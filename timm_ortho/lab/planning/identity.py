@@ -71,7 +71,7 @@ def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject
     if differing:
         values = "; ".join(f"{key.rpartition('options.')[2]} is {stored.get(key)!r:.60} there and {new.get(key)!r:.60} "
                            "here" for key in differing[:3])
-        more = f", and {len(differing) - 3} others differ" if len(differing) > 3 else ""
+        more = f", and {len(differing) - 3} other settings differ" if len(differing) > 3 else ""
         raise LabError(f"{subject} ({values}{more}): {advice}")
 
 
@@ -84,5 +84,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_yaml_values(value: Any) -> Any:
-    """Return a value after a round trip through YAML. Tuples become lists. Unlike in JSON, keys stay numbers."""
+    """Return a value after a round trip through YAML. Tuples become lists. Unlike in JSON, keys can be numbers."""
     return yaml.safe_load(yaml.safe_dump(value, sort_keys=False))

@@ -3,7 +3,7 @@
 The output folder of a study contains:
 
     study.yaml      the settings, a description for the report, and the places
-    <run>/          a folder for each run, see `folder`, with the name `<axis>=<value>-<connection>-seed<k>`
+    <run>/          a folder for each run, see `lab.folder`, with the name `<axis>=<value>-<connection>-seed<k>`
     results.json, report.html, report.md
 
 A place is one cell of the study's grid with one connection and one seed. Places with equal settings share a run. Runs
@@ -49,7 +49,7 @@ class StudyPlan:
         """Write `study.yaml` and the folders of the runs. Places that earlier commands wrote are kept.
 
         Raises:
-            LabError: The folder contains files of something else, or a study with other settings or images.
+            LabError: The folder contains files but no `study.yaml`, or a study with other settings or images.
         """
         def key(place: Mapping[str, Any]) -> tuple:
             return place["cell"], place["connection"], place["seed"]

@@ -36,7 +36,7 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return the options in a recipe, by its name or file. An option that timm's train.py lacks raises a LabError.
+    """Return the options in a recipe. `name` is the recipe's name or file. An unknown option raises a LabError.
 
     >>> load("vit_s_cifar10")["opt"]
     'adamw'

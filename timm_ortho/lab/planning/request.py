@@ -58,7 +58,7 @@ class Request:
         return seeds
 
     def select(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants in the cells that `only` selects. `only` may have `connection` as an axis, too."""
+        """Return the variants in the cells that `only` selects. In `only`, `connection` is an axis, too."""
         cells = [{axis: value_text(value)
                   for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
                  for variant in variants]

@@ -1,8 +1,8 @@
 """Measure the features of a trained model, and store them to compare them with the features of other runs.
 
 Linear CKA compares the features of two models for the same images. Features are stored because the two runs end at
-different times. `features.npy` has them as float16 numbers, divided by the largest magnitude. CKA does not depend on
-this scale. For the 50,000 validation images of ImageNet-1k, the file of a ViT-B takes 77 MB.
+different times. `features.npy` contains them as float16 numbers, divided by the largest magnitude. CKA does not depend
+on this scale. For the 50,000 validation images of ImageNet-1k, the file of a ViT-B takes 77 MB.
 """
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Sequence

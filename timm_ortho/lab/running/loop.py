@@ -103,7 +103,7 @@ class Training:
         start, lengths = self._resume()
         if start >= self.stage.last_epoch:  # the stage is finished; the files may already have rows of the next stage
             return
-        for name in self.growing:  # drop the rows of an epoch that was interrupted after the checkpoint
+        for name in self.growing:  # drop the rows that an interrupted epoch wrote after the checkpoint
             path = self.folder / name
             if name not in lengths:
                 path.unlink(missing_ok=True)

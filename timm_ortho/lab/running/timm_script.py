@@ -1,4 +1,4 @@
-"""Train a stage of a run with timm's `train.py`, in a separate process or, with `torchrun`, in a process per GPU."""
+"""Train a stage of a run with timm's `train.py`, in a separate process, or with `torchrun` in one process per GPU."""
 import ctypes
 import os
 import signal
