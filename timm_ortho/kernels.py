@@ -166,11 +166,11 @@ def _update_kernel(
         STORE: tl.constexpr, ONCE: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
 ):
-    """Forward: ``n = <x, x> + eps``, ``s = <x, f> / n``, ``y = b f + (1 + (a - b) s) x``.
+    """Forward: store y and, if STORE, also ``n = <x, x> + eps`` and ``s = <x, f> / n`` of each projection.
 
     If ONCE, a tile contains the whole projection. If not ONCE and BLOCK_PIECES is 0, a program reads its projection
     twice. If BLOCK_PIECES is not 0, a program reads one piece, and it reads the sums of all pieces from `xx_ptr` and
-    `xf_ptr`. If STORE, the kernel stores s and n.
+    `xf_ptr`.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece, width = tile_index(
@@ -215,12 +215,9 @@ def _gradients_kernel(
         RECOVER: tl.constexpr, FOR_X: tl.constexpr, FOR_F: tl.constexpr, FOR_WEIGHTS: tl.constexpr, ONCE: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_PIECES: tl.constexpr, ACC: tl.constexpr,
 ):
-    """Backward, with k = a - b and ``t = <x, g> / n``::
+    """Backward: store dL/dx if FOR_X, dL/df if FOR_F, and <x, g> and <f, g> of each projection if FOR_WEIGHTS.
 
-        dL/dx = (1 + k s) g + k t f - 2 k s t x          dL/df = b g + k t x
-
-    If RECOVER, `kept_ptr` contains y, and ``f = y - (1 - s) x``; otherwise it contains f. If FOR_WEIGHTS, store <x, g>
-    and <f, g> of each projection for dL/da and dL/db. ONCE and BLOCK_PIECES are as in :func:`_update_kernel`.
+    If RECOVER, `kept_ptr` contains y, otherwise f. ONCE and BLOCK_PIECES are as in :func:`_update_kernel`.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece, width = tile_index(
