@@ -194,7 +194,7 @@ def _augmentation(recipe: dict) -> list[Option]:
                "numbers up to 10 in timm. p0.93 is the probability of an operation, since one of torchvision's 14 does "
                "nothing. inc1 makes operations stronger with the magnitude, as in torchvision. Invert and SolarizeAdd "
                "are in timm only. tincreasing3a contains 3a, so that timm keeps the colour jitter beside RandAugment. "
-               "It names no set of operations that timm has, so timm uses its usual set."),
+               "timm has no set of operations of this name and uses its usual set."),
         Option("color_jitter", list(jitter.values()),
                f"{', '.join(jitter)}; the command-line option --color-jitter takes only one number"),
         Option("mixup", recipe["mixup"]["alpha"]),
@@ -211,7 +211,7 @@ def _augmentation(recipe: dict) -> list[Option]:
 
 
 def _no_augmentation() -> list[Option]:
-    none = "the paper does not use it, timm's default does"
+    none = "off, as in the paper; timm's default is not"
     return [Option("color_jitter", 0.0, none), Option("smoothing", 0.0, none)]
 
 

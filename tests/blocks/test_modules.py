@@ -7,8 +7,8 @@ from helpers.small_models import of_modules
 import timm_ortho
 from timm_ortho.functional import plain_update
 
-# These models differ in the additions of their blocks: to the output of a submodule, inside an `if`, in place, before
-# an activation, or to several streams.
+# The blocks of these models add in different ways: to the output of a submodule, inside an `if`, in place, before an
+# activation, or to several streams.
 TRAINED = [
     ("eva", "global"), ("convnext", "feature"), ("resnet", "global"), ("mlp_mixer", "global"),
     pytest.param("swin_transformer", "feature", marks=pytest.mark.slow),

@@ -371,7 +371,7 @@ def test_cross_attention_is_a_site_of_a_model_that_has_it():
 # ------------------------------------------------------------------------------------------------- bad input
 SMALL = dict(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
              max_position_embeddings=16, pad_token_id=0)
-UNSUPPORTED = {  # arguments of the config and residual blocks of unsupported text models
+UNSUPPORTED = {  # arguments of the model's config, and names of its residual blocks
     "Electra": (dict(SMALL, embedding_size=16), ["ElectraSelfOutput", "ElectraOutput"]),
     "Deberta": (SMALL, ["DebertaSelfOutput", "DebertaOutput"]),
     "DebertaV2": (SMALL, ["DebertaV2SelfOutput", "DebertaV2Output"]),

@@ -165,7 +165,7 @@ def test_the_list_of_classes_without_a_stream_is_needed():
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
     names = {cls.__name__ for cls in here if not looks_residual(cls)}
-    assert names <= {"Cell", "CellStem0"}  # in the list only for pnasnet's reason in docs/coverage.md
+    assert names <= {"Cell", "CellStem0"}  # pnasnet's cells do not look residual, but are listed too
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():

@@ -46,7 +46,7 @@ def error(result, truth):
 
 
 def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=lambda x, f, a, b: (x, f, a, b)):
-    """Check output and gradients. An error may be twice that of ``oracle.rounded``, plus a few last places."""
+    """Check output and gradients. An error may be twice that of ``oracle.rounded`` plus a few last places."""
     def ours(**inputs):
         x, f, a, b = of(**inputs)
         return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=EPS, keep=keep, backend=backend)
@@ -239,7 +239,10 @@ def test_results_are_reproducible(backend, layout):
 # ------------------------------------------------------------------------------------------ memory in inference
 @pytest.fixture
 def allocations(monkeypatch):
-    """Return a function that lists allocations in bytes. Kernels do not run under a mode, so it hides its own mode."""
+    """Return a function that runs an update and returns the size of each allocation in bytes.
+
+    Kernels do not run while a dispatch mode is active, so the function hides the mode that counts allocations.
+    """
     def allocated(backend, x, f, **kwargs):
         monkeypatch.setattr(backends, "dispatch_mode_is_active", lambda: False)
         with torch.no_grad(), Allocations() as counted:

@@ -169,7 +169,8 @@ def test_a_token_that_one_head_attends_to_is_real():
 
 
 def test_tokens_need_not_attend_to_themselves():
-    assert torch.equal(real_tokens(OTHERS, torch.zeros(4, 8, 6))[:3], MASK[:3])  # a single token counts as padding
+    # The only token of the fourth sample does not attend to itself, so it counts as padding.
+    assert torch.equal(real_tokens(OTHERS, torch.zeros(4, 8, 6))[:3], MASK[:3])
 
 
 @pytest.mark.parametrize(("mask", "x"), [

@@ -312,7 +312,7 @@ class Expressions(nn.Module):
 
 
 class Sides(nn.Module):
-    """A block with the conditions of timm's blocks. The added constants show which branches have run."""
+    """A block with the conditions of timm's blocks. The added constants show which sides have run."""
 
     def __init__(self, gamma=None, mixer=True, fused=False):
         super().__init__()

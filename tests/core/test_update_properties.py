@@ -1,4 +1,4 @@
-"""Compare every implementation of the update with the float64 oracle, on inputs drawn by hypothesis.
+"""Compare every implementation of the update with the float64 oracle, on inputs drawn by the library hypothesis.
 
 The error of a result or gradient may be three times that of ``oracle.rounded`` in the same dtypes, plus a few units in
 the last place.

@@ -128,7 +128,7 @@ def test_gradient_checkpointing():
     assert_same(logits_and_gradients(model, [collated(images(), 20)]), expected)
 
 
-@pytest.mark.skipif(not hasattr(NaFlexVit, "_forward_embeds"), reason="in this timm the mask includes dropped patches")
+@pytest.mark.skipif(not hasattr(NaFlexVit, "_forward_embeds"), reason="this timm's mask includes dropped patches")
 def test_dropped_patches():
     model = naflex(global_pool="avg", patch_drop_rate=0.5)
     assert all(tensor.isfinite().all() for tensor in logits_and_gradients(model, [collated(images(), 20)]).values())
@@ -228,7 +228,7 @@ def test_a_users_block_refuses_ambiguous_masks():
 
 
 def packed_attention(module, query, key, value, mask, scaling=None, **_):
-    """Mock flash attention, whose mask is [B, N] or None. The module has an attribute `is_causal`."""
+    """Stand in for flash attention, whose mask is [B, N] or None. The attention is causal if `module.is_causal` is."""
     allowed = torch.ones(query.shape[2], key.shape[2]).bool()
     allowed = allowed.tril() if module.is_causal else allowed
     if mask is not None:

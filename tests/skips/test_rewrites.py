@@ -1,4 +1,4 @@
-"""absorb and diagonalise replace the skips of a model and keep its outputs, here in float64 with perturbed weights."""
+"""absorb and diagonalise replace the skips of a model and keep its outputs. Models have perturbed float64 weights."""
 import pytest
 import timm
 import torch
