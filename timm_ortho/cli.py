@@ -471,10 +471,10 @@ def _list_weights(pattern: str) -> int:
     names = [name for name in timm.list_pretrained(pattern) if is_variant(name)]
     if not names:
         raise UsageError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
-    rows = [("name", "size", "from", "here")]
+    rows = [("name", "size", "from", "on this machine")]
     for entry in map(weights, names):
         size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(entry.name))
-        rows.append((entry.name, _bytes(size), entry.source, "here" if entry.file else "not downloaded"))
+        rows.append((entry.name, _bytes(size), entry.source, "yes" if entry.file else "no"))
     print("\n".join(aligned(rows, "<><<")))
     return 0
 

@@ -135,10 +135,10 @@ WEIGHTS = {
     "surplus": (lambda t: t.update(extra=torch.zeros(2)), "surplus: extra$"),
     "misshapen": (
         lambda t: t.update({"blocks.0.mlp.fc1.bias": torch.zeros(9)}),
-        r"of another shape: blocks.0.mlp.fc1.bias \(\(9,\), not \(128,\)\)$"),
+        r"wrong shape: blocks.0.mlp.fc1.bias \(\(9,\), not \(128,\)\)$"),
     "other input channels": (
         lambda t: t.update({"patch_embed.proj.weight": torch.zeros(32, 2, 4, 4)}),
-        r"of another shape: patch_embed.proj.weight \(\(32, 2, 4, 4\), not \(32, 3, 4, 4\)\)$"),
+        r"wrong shape: patch_embed.proj.weight \(\(32, 2, 4, 4\), not \(32, 3, 4, 4\)\)$"),
     "NaN": (
         lambda t: t.update({"norm.weight": with_nan(t["norm.weight"])}),
         r"not finite: norm.weight \(2 of 32 values\)$"),

@@ -172,7 +172,7 @@ def _other_names(state_dict: Dict[str, Tensor], own: Dict[str, Tensor], is_adapt
 
 def _other_shapes(
         state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, is_adapted: bool) -> Iterator[str]:
-    """Describe tensors of another shape, except a classifier that timm drops and input channels that timm adapts."""
+    """Describe tensors of a wrong shape, except a classifier that timm drops and input channels that timm adapts."""
     dropped = _classifiers(cfg) if is_adapted or cfg.label_offset else ()
 
     def fits(name: str) -> bool:
@@ -186,7 +186,7 @@ def _other_shapes(
     names = [name for name in own if name in state_dict and not fits(name)]
     if names:
         shapes = [f"{name} ({tuple(state_dict[name].shape)}, not {tuple(own[name].shape)})" for name in names]
-        yield f"of another shape: {_some(shapes)}"
+        yield f"wrong shape: {_some(shapes)}"
 
 
 def _warn_of_new_classifier(
