@@ -115,7 +115,7 @@ def costs_of(results):
 
 def test_readmes_table_of_costs(tmp_path):
     nothing, costs = costs_of(tmp_path)
-    assert nothing == ["orthogonal over linear", "CPU", "GPU"]
+    assert nothing == ["ratio of orthogonal to linear", "CPU", "GPU"]
     assert len(costs) == 12
     assert {cell for cells in costs.values() for cell in cells} == {"not measured"}
     gpu = dict(device="NVIDIA H100", model="vit_small_patch16_224", peak_ratio="1.0021")
@@ -133,7 +133,7 @@ def test_readmes_table_of_costs(tmp_path):
     assert devices[1:] == ["CPU, Some CPU", "NVIDIA H100"]
     measured = {name: cells for name, cells in costs.items() if set(cells) != {"not measured"}}
     assert measured == {
-        "launch, 1x1x32, training": ["25.4 us against 3.2 us", "not measured"],
+        "launch, 1x1x32, training (times)": ["25.4 us against 3.2 us", "not measured"],
         "ViT-S: training step, eager": [
             "1.300 [1.290, 1.320]", "1.010 [1.000, 1.030] (float32); 1.020 [1.010, 1.040] (bfloat16)"],
         "ViT-S: memory kept for backward (eager)": ["1.004", "1.004 (float32); 1.004 (bfloat16)"],
