@@ -90,7 +90,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
     assert "Of 2 differences between the connections, 1 could be tested and was not detected; with 2 seeds" in text
     assert "Orthogonal-F (-1.00 in top-1 %) could not be tested: 2 equal differences." in text
     assert "adjusted for 2 comparisons. 1 of them has no p and counts as p = 1." in texts(tmp_path)[0]
-    assert "p and the reading use the paired differences alone" in texts(tmp_path)[0]
+    assert "p and the reading use only the paired differences" in texts(tmp_path)[0]
     half_width = scipy.stats.t.ppf(0.975, 1) / math.sqrt(2)
     assert f"the half-width of an interval is {half_width:.1f} standard deviations" in text
     study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0]})
