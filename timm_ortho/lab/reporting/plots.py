@@ -493,8 +493,8 @@ def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> 
         return []
     rows, effects = "; ".join(dict.fromkeys(row.label for row in compared)), any(row.effects for row in compared)
     sentences = ["Points are mean differences to the baseline (x axes), with a row for each comparison. Bars are "
-                 "95 % confidence intervals. Blue bars use the variance of the paired differences, and grey bars use one "
-                 "variance for all cells."]
+                 "95 % confidence intervals. Blue bars use the variance of the paired differences, and grey bars use "
+                 "one variance for all cells."]
     if any(row.difference.half_width is None for row in compared):
         sentences.append("A point without a bar has no interval.")
     sentences += ["Red diamonds are the paper's differences."] if effects else []
