@@ -389,7 +389,8 @@ def summarize(results: List[dict]) -> int:
         for result in results:
             if result["outcome"] == outcome:
                 print(f"{outcome.upper()}: {result['model']}: {result['test']}: {result['message']}")
-    print(f"timm's tests on {len({result['model'] for result in results})} variants: {counted(results)}")
+    count = len({result["model"] for result in results})
+    print(f"timm's tests on {count} variant{'s' * (count != 1)}: {counted(results)}")
     return int(not results or any(result["outcome"] == "failed" for result in results))
 
 

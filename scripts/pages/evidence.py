@@ -168,7 +168,7 @@ def lead(sweeps: Sequence[Sweep]) -> str:
     """Return a sentence with the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
     def at(sign: int) -> str:
         times = [" and ".join(f"{rate / of.best:.2g}" for rate in of.significant(sign)) for of in sweeps]
-        return "at no rate" if not any(times) else "only " + " and ".join(
+        return "at no rate" if not any(times) else "only " * all(times) + " and ".join(
             f"at {of} times linear's best rate on {data}" if of else f"at no rate on {data}"
             for of, data in zip(times, ("digits", "Fashion-MNIST"), strict=True))
 

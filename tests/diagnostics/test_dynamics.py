@@ -1,4 +1,4 @@
-"""Test that record_dynamics equals explicit sums and has no side effects."""
+"""Test that the values of record_dynamics equal explicit sums, and that measuring has no side effects."""
 import math
 
 import pytest
@@ -43,7 +43,7 @@ def test_measuring_has_no_side_effects():
 
 
 class Unused(nn.Module):
-    """A model with two connections. The first runs in evaluation mode, the second in training mode."""
+    """A model with two connections. It calls one in evaluation mode and `auxiliary` in training mode."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Test the rows and steps of timm_ortho.record, and that recording does not change a bit of the training."""
+"""Test the rows of timm_ortho.record and the steps that it records. A recorded training stays bit-identical."""
 import contextlib
 import copy
 import math
@@ -74,8 +74,8 @@ def test_known_angle():
 
 
 def test_shares_are_ratios_of_averages():
-    # The second token is zero, like the initial class token of the paper's ViTs. Its own shares would be infinite,
-    # because a share is divided by the squared norm of the stream.
+    # The stream's second token is zero, like the initial class token of the paper's ViTs. The shares of this token
+    # alone would be infinite, because a share is divided by the squared norm of the stream.
     model = OneSite(torch.tensor([[4.0, 3.0], [1.0, 1.0]]))
     recorder = timm_ortho.record(model)
     model(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
@@ -189,7 +189,7 @@ def test_a_resumed_training_has_the_rows_of_an_uninterrupted_one():
     train(other, 5, start=5)
     assert second.step == whole.step == 10
     same_rows(second.rows, whole.rows)
-    assert state["step"] == 5  # load_state_dict copies the state
+    assert state["step"] == 5  # unchanged, because load_state_dict copies the state
 
 
 def test_follows_a_switch_of_the_connection():
@@ -280,7 +280,7 @@ def test_sites_have_hooks_only_during_a_recorded_pass():
 
 
 def test_a_recorded_step_is_cheap_enough():
-    """A recorded step takes at most 3.5 times as long as a plain step. Recording every 50th step then costs 5 %."""
+    """A recorded step takes at most 3.5 times a plain step. Recording every 50th step costs at most 5 %."""
     seconds = {"plain": [], "recorded": []}
     models = {"plain": vit(depth=4, embed_dim=64), "recorded": vit(depth=4, embed_dim=64)}
     timm_ortho.record(models["recorded"], every=1)

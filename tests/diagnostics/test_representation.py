@@ -81,7 +81,7 @@ def test_cka_of_orthogonal_features_is_0():
 
 
 def test_cka_is_the_ratio_of_gram_matrices():
-    """Compare with the n x n matrices of Kornblith et al. 2019, Eq. 3 and 4, which the package does not compute."""
+    """Compare with CKA from n x n Gram matrices (Kornblith et al. 2019, Eq. 3 and 4), which the package avoids."""
     x, y = randn(30, 8) + 5, (randn(30, 8).relu() @ randn(8, 5, seed=1))
     centre = torch.eye(30) - 1 / 30
 
@@ -117,7 +117,7 @@ def test_bad_features(call, message):
         call()
 
 
-# ------------------------------------------------------------------------------------------------- streams
+# ------------------------------------------------------------------------------------- batches and loaders
 @pytest.mark.parametrize("offset", [0, 1e6])
 def test_batches_equal_one_large_batch(offset):
     features = randn(1000, 12) * torch.arange(1.0, 13) + offset

@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 
 
 def test_every_source_that_push_accepts(run, tmp_path, capsys):
-    """A run's folder, its checkpoint, a variant with the checkpoint's weights and an exported folder give one table."""
+    """A run's folder, its checkpoint, a variant with the checkpoint's weights and an export give equal tables."""
     hub.export(run, tmp_path / "out", "me/model")
     last = str(run / "last.pth.tar")
     tables = []
@@ -105,7 +105,7 @@ def test_an_image_and_a_plot(tmp_path, capsys):
 
 
 def test_a_grey_image_of_16_bits(tmp_path, capsys):
-    """Such an image is refused, because Pillow clips its values to 255."""
+    """Images with 16-bit values are refused, because Pillow clips the values to 255."""
     path = tmp_path / "g16.png"
     Image.new("I;16", (40, 30), 3000).save(path)
     assert cli.main(["show", "vit_small_orthog", *TINY, "--image", str(path)]) == 2

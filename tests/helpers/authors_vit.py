@@ -64,7 +64,7 @@ def add_orthogonal(x, f):
 
 
 def authors_vit(**sizes):
-    """Return the model with random weights. They are so large that attention is not uniform and branches matter."""
+    """Return the model with large random weights, so that attention is not uniform and branches affect the output."""
     with torch.device("meta"):
         model = AuthorsViT(**sizes)
     model.to_empty(device="cpu").requires_grad_(False)

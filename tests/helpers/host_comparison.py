@@ -18,7 +18,7 @@ def compare_with_host(base, batch=2):
     """Check that timm's model ``base`` and its variant have the same outputs and gradients in one training step.
 
     Both models get the same uniform random weights, because timm's initialization of a large model takes longer than
-    the step.
+    the training step.
     """
     kwargs, size = small_input(base)
     x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))

@@ -5,8 +5,8 @@
         result.answer, result.error, result.output, result.seconds
 
 huggingface_hub reads HF_ENDPOINT, HF_HOME and HF_TOKEN when it is imported. Each client is therefore a separate process
-with its own environment and an empty HF_HOME. This process imports torch, timm and timm_ortho once. It forks for each
-`run`, so that a run has a new process but does not repeat the imports.
+with its own environment and an empty HF_HOME. The client process imports torch, timm and timm_ortho once and forks for
+each `run`. A run therefore has a new process but does not repeat the imports.
 """
 import json
 import os

@@ -84,7 +84,7 @@ def fill_cache(client, files):
 
 
 def check_refused(result, text, token=None):
-    """Check that a run failed within SOON seconds. Its error is one line, matches ``text`` and has no token."""
+    """Check that a run failed within SOON seconds with a one-line error that matches ``text``, and printed no token."""
     assert result.error, f"no error, but {result.answer}"
     assert result.error.startswith("WeightsError: "), result.output
     assert "\n" not in result.error

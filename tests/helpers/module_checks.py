@@ -1,8 +1,8 @@
 """Check that a small model of a timm module trains, compiles and can be exported.
 
-The arguments of each check are the name of a model in `small_models.py` and a connection, or None for timm's plain
-x + f. A failed check raises an AssertionError. `blocks/test_modules.py` checks a sample of the modules,
-`scripts/checks/modules.py` all of them.
+The arguments of each check are the name of a model in `small_models.py` and a connection (None for timm's plain x + f).
+A failed check raises an AssertionError. `tests/blocks/test_modules.py` checks a sample of the modules, and
+`scripts/checks/modules.py` checks all of them.
 """
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""A model with one site."""
+"""A model with one site, which is one residual addition."""
 from torch import nn
 
 import timm_ortho

@@ -67,7 +67,7 @@ SMALL = {
     "fasternet_t0": (64, dict()),
     "mobilenetv4_conv_small_035": (64, dict()),
 }
-LARGER = {  # slow models, with many different convolutions, over ten million parameters, or large images
+LARGER = {  # slow models: they have many different convolutions, over ten million parameters, or large images
     "coat_tiny": (64, dict(img_size=64, serial_depths=(1, 1, 1, 1), parallel_depth=1, embed_dims=(32, 32, 32, 32))),
     "levit_128s": (64, dict(img_size=64, embed_dim=(32, 48, 64), depth=(1, 1, 1))),
     "swinv2_tiny_window8_256": (64, dict(img_size=64, embed_dim=24, depths=(2, 1, 1, 1))),

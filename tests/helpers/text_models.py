@@ -1,4 +1,4 @@
-"""Tiny text models of transformers with random weights, and comparisons of connected with original models."""
+"""Tiny text models of transformers with random weights. Compare connected models with the original models."""
 import inspect
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -111,7 +111,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def cached_logits(model: torch.nn.Module, ids: torch.Tensor, prompt: int = 4) -> torch.Tensor:
-    """Return a decoder's logits with a key-value cache. The decoder reads ``prompt`` tokens, then single ones."""
+    """Return a decoder's logits with a key-value cache. The decoder reads ``prompt`` tokens, then single tokens."""
     both = model.config.is_encoder_decoder
     arguments = {"encoder_outputs": model.get_encoder()(input_ids=tokens())} if both else {}
     parts, cache = [], None
@@ -143,7 +143,7 @@ class Measured(NamedTuple):
 
 
 def measured(name: str) -> Measured:
-    """Compare a text model with linear connections with the original. Compare `feature` with and without the cache."""
+    """Compare linear connections with the original text model. Compare `feature` with and without the cache."""
     host, model, ids = made(name), connect(made(name), "linear"), tokens()
     cached, same = None, None
     with torch.no_grad():

@@ -111,7 +111,7 @@ def test_a_connected_model_of_timm_becomes_a_variant(tmp_path):
     assert torch.equal(logits(loaded(tmp_path / "out"), size=32), logits(model, size=32))
 
 
-KEEPS_ARGUMENTS = hasattr(timm.models._hub, "get_model_args")  # as in timm 1.0.31
+KEEPS_ARGUMENTS = hasattr(timm.models._hub, "get_model_args")  # true in timm 1.0.31
 
 
 @pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this release of timm does not store the arguments of a model")
@@ -231,7 +231,7 @@ def test_a_run_of_timms_script(tmp_path):
 
 
 def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeypatch):
-    """The authors' weights have such a license. A run of train.py or a model of this process may start from them."""
+    """The paper's authors publish weights with such a license. A run or a model that starts from them names it."""
     base = "BootsofLagrangian/ortho-vit-b-imagenet1k-hf"
     source = timm.create_model("vit_base_ortho", **TINY)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")
@@ -328,7 +328,7 @@ def test_a_connection_with_lazy_parameters_is_restored(tmp_path, monkeypatch):
     expected = logits(model)
     hub.export(model, tmp_path / "out", "me/model")
     assert torch.equal(logits(loaded(tmp_path / "out")), expected)
-    # This checkpoint can be loaded although it lacks the connections' parameters.
+    # The digits checkpoint can be loaded although it lacks the parameters of `lazy`.
     started = timm.create_model("vit_test_linear.digits", pretrained=True, connection="lazy")
     timm.create_model("vit_test_linear", connection="lazy").load_state_dict(started.state_dict())
 

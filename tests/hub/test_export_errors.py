@@ -1,4 +1,4 @@
-"""Models, runs and folders that `hub.export` refuses with a one-line message."""
+"""Test the one-line errors with which `hub.export` refuses models, runs and folders."""
 import pytest
 import torch
 from helpers.exported import tiny

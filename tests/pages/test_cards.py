@@ -17,7 +17,7 @@ from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
-    int(huggingface_hub.__version__.split(".")[0]) < 2, reason="huggingface_hub before 2 writes other cards")
+    int(huggingface_hub.__version__.split(".")[0]) < 2, reason="huggingface_hub before 2 formats cards differently")
 CARDS = ROOT / "model_cards"
 COMPARED = published.read(CARDS / "results" / "comparisons" / "vit_test_digits")
 WEIGHTS = [name for name in timm.list_pretrained() if is_variant(name)]

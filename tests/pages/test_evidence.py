@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Return a function that replaces a study's runs by values for each setting and seed."""
+    """Return a function that replaces a study's runs by made-up runs with given top-1 accuracies."""
     made = {}
 
     def put(study, settings, axis="lr"):
-        """Replace the runs. A setting is a tuple: a value of the axis and a connection, or only a connection."""
+        """Replace the runs. `settings` maps (axis value, connection) or (connection,) to the top-1 of each seed."""
         made[study] = [
             {"cell": {axis: setting[0]} if len(setting) > 1 else {}, "connection": setting[-1], "seed": 100 + seed,
              "top1": value} for setting, values in settings.items() for seed, value in enumerate(values)]
@@ -93,7 +93,7 @@ def test_incomplete_seeds_are_ignored(runs):
 
 
 def test_pooled_variance_covers_all_cells(runs):
-    """After removing each seed's mean, the variance is pooled over all cells, including those of a third connection."""
+    """Seed means are subtracted. The variance is pooled over all connections, including one that is not compared."""
     other = [79.0, 82.5, 80.0, 79.5]
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
     result = contrast(contrasts.difference()).pooled
@@ -140,7 +140,7 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
 
 
 def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
-    """The slope is highest if F is 100 % accurate at rates above the mean rate and equals linear at lower rates."""
+    """The slope is highest if Orthogonal-F is 100 % accurate above the mean rate and equals linear below it."""
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     result = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
     assert result.room == pytest.approx(1.5)  # points per tenfold rate
@@ -186,7 +186,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, expected):
     other = hypotheses.Hypothesis("H2", "", contrast(contrasts.difference(), "not there"))
     first, second = hypotheses.decided([run, other], holm)
     assert (first["decision"], second["decision"]) == (expected, "not run yet")
-    # Holm's adjustment covers two hypotheses, because the one without runs counts with p = 1.
+    # Holm's adjustment covers two hypotheses, because H2, which has no runs, counts with p = 1.
     assert first["p"] == pytest.approx(min(1.0, 2 * run.contrast.difference.p))
 
 
@@ -237,7 +237,7 @@ def sign(cell, factor):
 
 
 def test_the_half_fraction_has_its_defining_relation():
-    """The cells are half of the 32 combinations of five factors: those whose product of signs is +1 (I = ABCDE)."""
+    """The cells are the 16 of 32 combinations of five factors whose product of signs is +1 (I = ABCDE)."""
     assert len(CELLS) == 16
     for cell in CELLS:
         product = 1
@@ -361,8 +361,8 @@ def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
     assert (other.significant(1), other.significant(-1)) == ([], [5e-4])
     assert other.up_to_best().endswith(", significant at 0.0005")
     sentence = evidence.lead([result, other])
-    assert "more accurate only at 4 times linear's best rate on digits and at no rate on Fashion-MNIST, " in sentence
-    assert "less accurate only at no rate on digits and at 0.5 times linear's best rate on Fashion-MNIST." in sentence
+    assert "more accurate at 4 times linear's best rate on digits and at no rate on Fashion-MNIST, " in sentence
+    assert "less accurate at no rate on digits and at 0.5 times linear's best rate on Fashion-MNIST." in sentence
     assert evidence.lead([result, result]).endswith("and less accurate at no rate.")
 
 
@@ -393,7 +393,7 @@ def forget_values():
 
 @pytest.fixture
 def part_two(tmp_path, monkeypatch):
-    """Publish made-up results of part two's studies (S0 to S4) in a copy of the published results."""
+    """Publish made-up results of S0 to S4, the studies of docs/hypotheses.md's part two, beside the real results."""
     studies = tmp_path / "studies"
     studies.mkdir()
     for path in pages.RESULTS.iterdir():

@@ -1,4 +1,4 @@
-"""Test the rules of scripts/checks/rates.py that choose rates and a recipe, and the gate that S0 must pass."""
+"""Test scripts/checks/rates.py: the choice of learning rates and a recipe, and the gate that the recipe must pass."""
 import math
 
 import pytest
@@ -29,7 +29,7 @@ def test_means_rates_and_the_shared_rate():
     found = rates.Chosen.of(made, ridge=38.0, floor=0.5)
     assert found.means["linear"] == {1: 50.5, 2: 54.5, 4: 52.5}
     assert found.rates == {"linear": 2, "feature": 4}
-    assert found.shared == 4  # averaged over both connections, the rates have 51, 54.5 and 55.5 %
+    assert found.shared == 4  # its mean over both connections, 55.5 %, is the highest
     assert found.edges == ["feature"]
     assert found.margins("linear") == (16.5, 2.5)
 

@@ -115,7 +115,7 @@ def test_a_full_run_continues(cache, capfd, monkeypatch):
     monkeypatch.setattr(timm_tests, "parameters", lambda name, *others: sizes[name])
     status, lines, processes = script(cache, capfd, "--marked", "--above", "0.4")
     assert (status, processes) == (0, 1)
-    assert lines[1:] == ["[1/2] test_resnet: 1 passed, 1 skipped", "timm's tests on 1 variants: 1 passed, 1 skipped"]
+    assert lines[1:] == ["[1/2] test_resnet: 1 passed, 1 skipped", "timm's tests on 1 variant: 1 passed, 1 skipped"]
     status, lines, processes = script(cache, capfd, "--marked")
     assert (status, processes) == (0, 1)
     (state_file,) = cache.glob("state-*-marked.json")

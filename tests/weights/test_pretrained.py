@@ -37,7 +37,7 @@ def small(tmp_path_factory):
 
 OFFLINE = """
 import socket
-def refuse(*args, **kwargs): raise AssertionError("asked the network")
+def refuse(*args, **kwargs): raise AssertionError("a test tried to use the network")
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
 import timm, timm_ortho, torch
 from safetensors.torch import load_file
@@ -165,7 +165,7 @@ def test_channels_and_classes_adapt_as_in_timm(small):
     ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
     ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])
 def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, connection):
-    """timm keeps the classifier only if num_classes equals that of the configuration. It ignores the checkpoint's."""
+    """timm replaces the classifier if num_classes differs from the configuration's, even if the checkpoint's fits."""
     trained = timm.create_model(name, num_classes=7, **arguments)
     classifier = f"{trained.pretrained_cfg['classifier']}.weight"
     torch.save(trained.state_dict(), tmp_path / "trained.pth")
@@ -305,7 +305,7 @@ def test_shipped_weights_have_the_accuracy_in_their_header(name):
     with safe_open(pretrained.weights_file(f"{name}.digits"), "pt") as file:
         about = file.metadata()
     assert about["model"] == name
-    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # a single one of 360 images is 0.28 %
+    assert top1 == pytest.approx(float(about["top1"]), abs=0.3)  # one of the 360 images is 0.28 %
     _, runs, _ = published.read(ROOT / "model_cards" / "results" / "comparisons" / "vit_test_digits")
     run, = [run for run in runs if (run["connection"], run["seed"]) == (about["connection"], 0)]
     assert run["top1"] == float(about["top1"])

@@ -4,7 +4,7 @@
         token = hub.add_user("me")
         hub.create_repo("me/model", private=True)
         hub.commit("me/model", {"config.json": b"{}"})          # a client has HF_ENDPOINT=hub.endpoint
-        hub.fail(503, path="model.safetensors", times=2)        # the next two requests for that file
+        hub.fail(503, path="model.safetensors", times=2)        # for the next two requests of this file
         hub.files("me/model"), hub.requests
 
 The mock has repositories with branches, tags and pull requests, private and gated repositories, and read and write
@@ -15,7 +15,7 @@ The argument ``uploads`` selects the upload mode:
   * ``regular``: a commit contains its files. The real Hub accepts this for small text files only.
   * ``lfs``: the client uploads large files with PUT before the commit. HF_HUB_DISABLE_XET=1 must be set, because a
     client with xet does not fall back to LFS.
-  * ``xet``: hf_xet writes large files to ``folder``, because the mock's xet URL is ``local://`` and this folder. Only
+  * ``xet``: hf_xet writes large files to ``folder``, because the mock's xet URL is ``local://FOLDER``. Only
     hf_xet can read these files, because their chunks are compressed.
 
 As on the real Hub, the contents of large files have another host name (``localhost``) than the API (``127.0.0.1``). A

@@ -157,7 +157,7 @@ def _commit(http: Handler, repo: str, revision: str) -> None:
 
 
 def _apply(hub: Any, files: dict[str, File], key: str, value: dict[str, Any]) -> None:
-    """Apply one line of a commit to ``files``, which begins as the parent commit's files."""
+    """Apply one line of a commit to ``files``, initially a copy of the parent commit's files."""
     path = value["path"]
     if key == "file":
         files[path] = hub.store(base64.b64decode(value["content"]), large=False)
