@@ -1,4 +1,4 @@
-"""Test model cards. Their metrics come from the files of a run."""
+"""Test model cards, whose metrics come from the files of a run."""
 import csv
 import json
 import re

@@ -231,7 +231,7 @@ def test_a_run_of_timms_script(tmp_path):
 
 
 def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeypatch):
-    """The paper's authors publish weights with such a license. A run or a model that starts from them names it."""
+    """The card of a run or model that starts from the authors' weights names their share-alike license."""
     base = "BootsofLagrangian/ortho-vit-b-imagenet1k-hf"
     source = timm.create_model("vit_base_ortho", **TINY)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")
