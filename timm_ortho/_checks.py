@@ -1,5 +1,4 @@
 """Check arguments, and raise a ValueError that contains the invalid value and the allowed values."""
-import math
 from numbers import Real
 from typing import Any, Collection, List, Optional
 
@@ -10,8 +9,8 @@ from ._text import did_you_mean
 
 
 def check_eps(eps: float) -> None:
-    """Raise ValueError unless ``eps`` is finite and at least the smallest normal float32, 2**-126."""
-    if not (isinstance(eps, Real) and 2.0**-126 <= eps < math.inf):  # torch.compile can trace comparisons
+    """Raise ValueError unless ``eps`` is between the smallest and the largest normal float32, 2**-126 and 2**128."""
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps < 2.0**128):  # torch.compile can trace comparisons
         raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
 
 

@@ -252,7 +252,7 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
     for name, base in bases.items():
         groups.setdefault(base_name(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
-    sizes = {stem: parameters(*group) for stem, group in groups.items() if stem not in state}
+    sizes = {stem: parameters(group[0]) for stem, group in groups.items() if stem not in state}
     sizes = {stem: size for stem, size in sizes.items() if size > 1e6 * args.above}
     with ThreadPoolExecutor(args.workers) as pool:
         running = {}
@@ -287,8 +287,8 @@ def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[Li
     return groups
 
 
-def parameters(name: str, *others: str) -> int:
-    """Return the number of parameters of the first variant of an architecture."""
+def parameters(name: str) -> int:
+    """Return the number of parameters of a model."""
     import timm
 
     from timm_ortho.models.meta import on_meta

@@ -103,6 +103,7 @@ def test_fx_draws_at_each_call():
     ({"connection": "feature", "eps": -1.0}, "eps must be positive and finite in float32, got -1.0"),
     ({"connection": "linear", "eps": 0.0}, "eps must be positive and finite in float32, got 0.0"),
     ({"connection": "linear", "eps": 1e-50}, "eps must be positive and finite in float32, got 1e-50"),
+    ({"connection": "feature", "eps": 1e39}, "eps must be positive and finite in float32, got 1e+39"),
     ({"connection": "hybrid", "eps": math.inf}, "eps must be positive and finite in float32, got inf"),
     ({"connection": "feature", "eps": "1e-6"}, "eps must be positive and finite in float32, got '1e-6'"),
     ({"connection": "feature", "eps": None}, "eps must be positive and finite in float32, got None"),

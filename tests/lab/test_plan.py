@@ -215,11 +215,11 @@ def test_other_settings_are_refused(tmp_path):
     path = written(tmp_path)
     planned(request(path, tmp_path / "study"))
     before = contents(tmp_path)
-    with pytest.raises(LabError, match=r"out has other settings \(.*lr is None there and 0.5 here.*: choose"):
+    with pytest.raises(LabError, match=r"out has other settings \(.*lr was None and is now 0.5.*: choose"):
         planned(compared(out, lr=0.5))
-    with pytest.raises(LabError, match=r"other settings \(given.epochs is None there and 3 here\): choose another"):
+    with pytest.raises(LabError, match=r"other settings \(epochs was None and is now 3\): choose another"):
         planned(request(path, tmp_path / "study", epochs=3))
-    with pytest.raises(LabError, match=r"has other settings \(design.name is 'compare' there and 'tiny' here"):
+    with pytest.raises(LabError, match=r"has other settings \(design.name was 'compare' and is now 'tiny'"):
         planned(request(path, out))
     assert contents(tmp_path) == before
 
@@ -229,7 +229,7 @@ def test_a_run_of_other_options_is_refused(tmp_path):
     for name, lr in (("one", 0.5), ("other", 0.1)):
         planned(compared(tmp_path / name, ["linear"], lr=lr))
     (tmp_path / "one" / "linear-seed0").rename(tmp_path / "other" / "linear-seed1")
-    with pytest.raises(LabError, match=r"seed1 is a run with other options \(lr is 0.5 there and 0.1 here; seed is"):
+    with pytest.raises(LabError, match=r"seed1 is a run with other options \(lr was 0.5 and is now 0.1; seed was"):
         planned(compared(tmp_path / "other", ["linear"], seeds=2, lr=0.1))
 
 

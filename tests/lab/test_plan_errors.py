@@ -50,13 +50,13 @@ def test_bad_study(tmp_path, changed, message):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "acuracy"], "there is no study 'acuracy'; the nearest is 'accuracy' (see timm-ortho study list)"),
-    (["run", "accuracy", "--threads", "0"], "--threads and --parallel must be at least 1, got 0 and 1"),
-    (["run", "accuracy", "--parallel", "0"], "--threads and --parallel must be at least 1, got None and 0"),
+    (["run", "accuracy", "--threads", "0"], "--threads must be at least 1, got 0"),
+    (["run", "accuracy", "--parallel", "0"], "--parallel must be at least 1, got 0"),
     (["run", "accuracy", "--scale", "huge"], "there is no scale 'huge': choose smoke, small or paper"),
     (["run", "learning_rate", "-o", "lr=1"], "study 'learning_rate' varies 'lr' along its axis 'lr': remove"),
     (["run", "dynamics", "-o", "epoch=1"], "timm's train.py accepts no option 'epoch'; the nearest is 'epochs'"),
     (["run", "accuracy", "--scale", "paper", "--dataset", "imagenet"], "there is no data set 'imagenet'; the nearest"),
-    (["run", "dynamics", "--dataset", "cifar01"], "there is no data set 'cifar01'; the nearest are cifar10 and"),
+    (["run", "dynamics", "--dataset", "cifar01"], "there is no data set 'cifar01'; the nearest are cifar10, cifar100"),
     (["run", "dynamics", "--dataset", "cifar10"],
      "data set 'torch/cifar10' needs --data-dir: timm expects its files in DATA_DIR/cifar-10-batches-py"),
     (["run", "dynamics", "--dataset", "tiny_imagenet"],

@@ -77,7 +77,7 @@ def test_a_study_with_the_name_of_a_shipped_study_and_other_axes(tmp_path):
     ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; the nearest is 'training'"),
     ({"plots": [{"points": {"X": "depth"}}]}, "report: plot 'points' accepts no option 'X'"),
     ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; the nearest is 'transitions'"),
-    ({"order": "depth", "rows": ["connection"]}, "report: order accepts no entry 'depth'; the nearest is 'connection'"),
+    ({"order": "depth", "rows": ["connection"]}, "report: order accepts no entry 'depth'; known are connection"),
     ({"plots": [{"points": {"x": "deep"}}]}, "report: plot 'points' accepts no dimension 'deep'"),
     ({"plots": [{"points": {"measures": ["top2"]}}]}, "report: plot 'points' accepts no measure 'top2'"),
     (["rows"], r"report must be a mapping, not \['rows'\]"),

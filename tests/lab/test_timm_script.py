@@ -317,7 +317,7 @@ def test_a_run_cannot_change_its_trainer(tmp_path):
     experiment = planned(request(path, tmp_path / "out", train_py=STAND_IN, **options))
     there = experiment.runs["linear-seed0"]
     experiment.runs = {"linear-seed0": folders.replace(there, trainer="lab")}
-    with pytest.raises(LabError, match=r"is a run with other options \(trainer is 'train.py' there and 'lab' here"):
+    with pytest.raises(LabError, match=r"is a run with other options \(trainer was 'train.py' and is now 'lab'"):
         experiment.write()
     experiment.runs = {"linear-seed0": folders.replace(there, trainer="/elsewhere/train.py")}
     experiment.write()

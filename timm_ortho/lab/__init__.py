@@ -49,16 +49,23 @@ def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: st
     """Raise a LabError if a name is unknown: "OWNER accepts no NOUN 'NAME'; the nearest is 'KNOWN NAME'"."""
     for name in names:
         if name not in known:
-            raise LabError(f"{owner} accepts no {noun} '{name}'; the nearest is '{nearest(name, known)[0]}'")
+            raise LabError(f"{owner} accepts no {noun} '{name}'; {suggestion(name, known)}")
 
 
-def nearest(name: Any, known: Iterable[Any], count: int = 1) -> list[str]:
-    """Return the `count` known names that are most similar to a name.
+def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
+    """Return the end of an error message for an unknown name: the `count` nearest known names, or some known names.
 
-    >>> nearest("vit_smal", ["vit_small", "vit_base"])
-    ['vit_small']
+    >>> suggestion("vit_smal", ["vit_small", "vit_base"])
+    "the nearest is 'vit_small'"
+    >>> suggestion("nosuch", ["vit_small", "vit_base"])
+    'known are vit_small, vit_base'
     """
-    return difflib.get_close_matches(str(name), map(str, known), n=count, cutoff=0.0)
+    names = [str(each) for each in known]
+    similar = difflib.get_close_matches(str(name), names, n=count, cutoff=0.5)
+    if len(similar) == 1:
+        return f"the nearest is '{similar[0]}'"
+    return f"the nearest are {', '.join(similar)}" if similar else f"known are {', '.join(names[:12])}" + (
+        ", ..." if len(names) > 12 else "")
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

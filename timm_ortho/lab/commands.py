@@ -119,8 +119,9 @@ def run(
     Raises:
         LabError: The study cannot be run, or a run failed.
     """
-    if (threads is not None and threads < 1) or parallel < 1:
-        raise LabError(f"--threads and --parallel must be at least 1, got {threads} and {parallel}")
+    for option, value in (("--threads", threads), ("--parallel", parallel)):
+        if value is not None and value < 1:
+            raise LabError(f"{option} must be at least 1, got {value}")
     planned = _planned(request)
     for line in planned.left_out:
         print(f"timm-ortho: left out: {line}", file=sys.stderr)

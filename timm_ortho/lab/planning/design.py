@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from .. import LabError, check_names, nearest, read_user_yaml, shipped_files
+from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
 from ..options import known_options
 from ..paper import architecture
 from . import recipe
@@ -229,8 +229,8 @@ def read(name: str, extending: Sequence[Path] = ()) -> Any:
     if path is None or not path.is_file():
         if name in COST_STUDIES:
             raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
-        raise LabError(f"there is no study '{name}'; the nearest is '{nearest(name, shipped())[0]}' (see "
-                       "timm-ortho study list)")
+        raise LabError(f"there is no study '{name}'; {suggestion(name, shipped())} (see timm-ortho "
+                       "study list)")
     values = read_user_yaml(path, f"study '{path.stem}'")
     if isinstance(values, dict) and "extends" in values:
         base = str(values.pop("extends"))
@@ -368,8 +368,8 @@ def timm_name(dataset: str) -> str:
         return dataset
     if dataset in _TIMM_NAMES:
         return _TIMM_NAMES[dataset]
-    near = nearest(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2)
-    raise LabError(f"there is no data set '{dataset}'; the nearest are {' and '.join(near)}. timm's other names "
+    near = suggestion(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2)
+    raise LabError(f"there is no data set '{dataset}'; {near}. timm's other names "
                    "have a prefix (torch/, tfds/, hfds/, wds/), and '' with --data-dir is an image folder")
 
 

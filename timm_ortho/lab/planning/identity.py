@@ -1,6 +1,7 @@
 """Find the settings that decide the results of studies and runs, and derive the output folder from these settings."""
 import hashlib
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Mapping
@@ -69,8 +70,8 @@ def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject
     stored, new = _flat(stored), _flat(as_yaml_values(new))
     differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
     if differing:
-        values = "; ".join(f"{key.rpartition('options.')[2]} is {stored.get(key)!r:.60} there and {new.get(key)!r:.60} "
-                           "here" for key in differing[:3])
+        values = "; ".join(f"{re.sub(r'.*options[.]|^given[.]', '', key)} was {stored.get(key)!r:.60} and is now "
+                           f"{new.get(key)!r:.60}" for key in differing[:3])
         more = f", and {len(differing) - 3} other settings differ" if len(differing) > 3 else ""
         raise LabError(f"{subject} ({values}{more}): {advice}")
 

@@ -15,7 +15,7 @@ import timm
 
 from ...models.names import base_name, bases_with_variants
 from ...runs.folders import import_modules
-from .. import LabError, check_names, nearest, one_line, read_user_yaml, shipped_files
+from .. import LabError, check_names, one_line, read_user_yaml, shipped_files, suggestion
 from ..options import defaults, known_options, options_with
 
 _BY_MODEL = ("model_kwargs", "img_size", "input_size")  # dropped if the user chooses another model than the recipe's
@@ -31,7 +31,7 @@ def find(name: str) -> Path:
     known = shipped()
     if name in known:
         return known[name]
-    raise LabError(f"there is no recipe '{name}': the nearest is '{nearest(name, known)[0]}'. timm-ortho recipe --list "
+    raise LabError(f"there is no recipe '{name}'; {suggestion(name, known)}. timm-ortho recipe --list "
                    "shows all names; for your own recipe use the path of its file")
 
 
@@ -107,9 +107,8 @@ def _variant(base: str) -> str:
     name = f"{base}_ortho"
     if timm.is_model(name):
         return name
-    similar = nearest(base, bases_with_variants(), 3)
-    raise LabError(f"there is no orthogonal variant of '{base}'; the nearest are {', '.join(similar)} "
-                   "(see timm-ortho list)")
+    raise LabError(f"there is no orthogonal variant of '{base}'; {suggestion(base, bases_with_variants(), 3)} (see "
+                   "timm-ortho list)")
 
 
 def of_script(script: Path) -> argparse.ArgumentParser:

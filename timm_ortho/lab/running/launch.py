@@ -309,7 +309,7 @@ class Slurm:
             for name in (name for name in waiting(root, runs) if name not in in_queue and name not in progress.failed):
                 error = last_session(root / name).get("error")
                 if attempts[name] >= ATTEMPTS or (attempts[name] and error):
-                    progress.fail(name, error or f"its process {_exit(1)}")
+                    progress.fail(name, error or "its process ended without a result")
                 else:
                     todo.append(name)
             if todo:
