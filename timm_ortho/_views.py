@@ -1,10 +1,10 @@
 """View a tensor of any shape and memory format with three axes: ``[outer, width, inner]``.
 
 The update projects the branch output of a residual block onto the stream, the tensor that the block receives. ``width``
-joins the axes of one projection, which are adjacent in memory in common layouts. If tokens or pixels are projected,
-tensors with the channels last in memory have ``inner = 1``, and in contiguous NCHW ``inner`` is the number of pixels.
-If samples are projected, ``outer`` is the batch size. Tensors in any other layout are copied first: expanded or sliced
-tensors, and tensors in which the axes of a projection are not adjacent.
+joins the axes over which one projection sums. With one projection per token or pixel, ``width`` is the number of
+channels; ``inner`` is 1 if the channels are last in memory, and the number of pixels in contiguous NCHW. With one
+projection per sample, ``outer`` is the batch size. These axes are adjacent in memory in common layouts. Other tensors
+are copied first, for example expanded or sliced tensors.
 """
 import functools
 import itertools
@@ -58,7 +58,7 @@ def arranged(tensor: Tensor, view: View) -> Tensor:
 
 
 def put_back(result: Tensor, target: Tensor, view: View) -> None:
-    """Copy ``result`` to ``target``, unless they share memory because :func:`arranged` did not copy ``target``."""
+    """Copy ``result`` to ``target`` if :func:`arranged` made a copy of ``target``. Otherwise they share memory."""
     if result.data_ptr() != target.data_ptr():
         target.copy_(result.permute(view.inverse))
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Run timm's own model tests on the variants that `import timm_ortho` registers.
 
-    python -m scripts.checks.timm_tests [OPTIONS]    all variants, the smallest first, without finished ones
+    python -m scripts.checks.timm_tests [OPTIONS]    all variants, the smallest first; a repeated run continues
 
     --marked              only the tests that timm's CI runs, which is much faster
     --above 100           only architectures of more than 100 million parameters
     --spread              forty quick variants, each of a different kind
-    --only NAME ...       only these variants: vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
+    --only NAME ...       only the named variants, for example vit_tiny_patch16_224_ortho deit_tiny_patch16_224_orthog
     --skip TRANSFORM      use this skip transform in the variants: --only test_vit_ortho --skip orthogonal_tp
 
 timm's `tests/test_models.py` is downloaded with the source distribution of the installed version into a cache folder.
@@ -36,7 +36,7 @@ from typing import Dict, Iterable, List, Optional, Tuple
 
 import pytest
 
-# Quick variants with many kinds of blocks, stems, norms and heads. The scopes alternate.
+# Quick variants with many kinds of blocks, stems, norms and heads. About half are _ortho, and half are _orthog.
 SPREAD = (
     "test_vit_ortho", "test_vit3_orthog",  # Block; test_vit3 has LayerScale, registers and average pooling
     "vit_base_patch16_rpn_224_ortho",  # ResPostBlock

@@ -54,7 +54,7 @@ def test_effective_rank_is_invariant_to_rotation_scale_and_offset():
 
 def test_feature_std():
     features = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 6.0]])
-    # The variances are 8 / 2 and 24 / 2.
+    # The squared deviations sum to 8 and 24. Divided by n - 1 = 2, the variances are 4 and 12.
     assert representation.feature_std(features) == pytest.approx((2 + math.sqrt(12)) / 2)
     assert representation.feature_std(randn(40, 9)) == pytest.approx(randn(40, 9).std(0).mean().item())
 

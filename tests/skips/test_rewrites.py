@@ -78,7 +78,10 @@ def test_diagonalise(kind, connection, skip):
 
 
 def test_theorem_1_for_a_single_q():
-    """Eq. 12 and 13 of the paper: z_1 = Q^L x_1. Q^(i-L-1) is applied before branch F_i, and Q^(L-i) after it."""
+    """Eq. 12 and 13 of the paper, for L branches: the stream starts as z_1 = Q^L x_1.
+
+    Q^(i-L-1) is applied before branch F_i, and Q^(L-i) after it.
+    """
     model = build("vit", skip="orthogonal_tp")
     q, count = sites(model)[0].connection.skip.matrix(), len(sites(model))
     other = absorb(model)

@@ -5,7 +5,7 @@
 | `type`, `default`, `choices` | as in timm's parser |
 | `list` | true if the option is a list |
 | `or_list` | true if the option is a number on the command line, and a number or a list in YAML |
-| `lab` | `used` by the lab's loop, or `unused` because it affects only logs and files; the loop rejects the rest |
+| `lab` | `used`: the lab's loop applies it; `unused`: it affects only logs and files; otherwise the loop rejects it |
 | `about` | `machine`: no effect on results; `data`: an option of the data; otherwise an option of the training |
 """
 import json

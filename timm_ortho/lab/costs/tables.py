@@ -30,12 +30,12 @@ class Content(NamedTuple):
 
 
 def content(name: str, rows: Sequence[Row]) -> Content:
-    """Return the tables of a report. `name` is the table of costs, and `rows` are from `measure.rows`."""
+    """Return the tables of the report `name` (`overhead`, `parameters` or `gamma`) from the rows of `measure.rows`."""
     return {"overhead": _overhead, "parameters": _parameters, "gamma": _gamma}[name](rows)
 
 
 def _model(label: str) -> str:
-    """Return the paper's name of a model and its arguments except `img_size`: `ViT-S` for `vit_small(img_size=64)`."""
+    """Return the paper's name of a model with its arguments except `img_size`: `vit_small(img_size=64)` is `ViT-S`."""
     model, _, arguments = label.partition("(")
     name = paper.name("model", paper.architecture(model) or model)
     others = [argument for argument in arguments.rstrip(")").split(", ") if argument.partition("=")[0] != "img_size"]
@@ -50,7 +50,7 @@ def _overhead(rows: Sequence[Row]) -> Content:
     models = [_model(row["model"]) for row in rows]
     names = [model if models.count(model) == 1 else f"{model}, {row['layout']}, {row['dtype']}, {row['mode']}"
              for model, row in zip(models, rows, strict=True)]
-    # The paper does not state its memory layout, so its numbers for a model are beside each row of this model.
+    # A model has a row for each memory layout. The paper does not state its layout: all these rows show its numbers.
     stated = {name: values for key, values in paper.numbers()["throughput"].items() if isinstance(values, list)
               for model in [paper.name("model", key)]
               for name in [name for name, other in zip(names, models, strict=True) if other == model] or [model]}
@@ -136,5 +136,5 @@ def _gamma(rows: Sequence[Row]) -> Content:
     return Content(
         ["model"], texts({models.get(row["model"], {"name": row["model"]})["name"]: row for row in rows}),
         texts({stated["name"]: stated for stated in models.values()}),
-        "γ is the mean width of the stream divided by the number of blocks. The numbers here are counted in the "
-        "registered models.")
+        "γ is the mean width of the stream divided by the number of blocks. The numbers here are those of the "
+        "models that this package registers.")

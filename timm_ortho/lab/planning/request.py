@@ -15,13 +15,13 @@ class Request:
 
     design: Design  # the study at its scale
     options: Mapping[str, Any]  # timm's options from the command line, including `dataset` and `data_dir`
-    seeds: Sequence[int] | int | None = None  # a list of seeds, or their number; None for the study's number
+    seeds: Sequence[int] | int | None = None  # a list of seeds, or how many; None for as many as the study sets
     output: Optional[str] = None  # output folder; None for a folder below `output/` whose name depends on the settings
     # Pairs of an axis and comma-separated values: only cells with one of these values are run. Empty for all cells.
     only: Sequence[tuple[str, str]] = ()
     train_py: Optional[Path] = None  # timm's train.py, required at scale `paper`; None for the lab's own loop
-    gpus: int = 0  # number of GPUs of each run of `train.py` on each node; 0 to use `--device`
-    nodes: int = 1  # number of machines of each run of `train.py`
+    gpus: int = 0  # GPUs per node that each run of `train.py` uses; 0 to use `--device`
+    nodes: int = 1  # machines that each run of `train.py` uses
     command: str = ""  # the command line, which the report shows
 
     @property
@@ -50,7 +50,7 @@ class Request:
         return str(device)
 
     def seed_list(self, first: int) -> list[int]:
-        """Return the requested seeds. A number of seeds means this many integers from `first`, the recipe's seed."""
+        """Return the requested seeds: consecutive ones from `first`, the recipe's seed, if only their number is set."""
         seeds = self.design.seeds if self.seeds is None else self.seeds
         seeds = list(range(first, first + seeds)) if isinstance(seeds, int) else list(dict.fromkeys(seeds))
         if not seeds:
