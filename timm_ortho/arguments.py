@@ -58,7 +58,7 @@ def _plain_block(model: nn.Module) -> Optional[str]:
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether ``connect`` with these arguments would leave exactly the present linear sites linear."""
+    """Return whether, after ``connect`` with these arguments, exactly the sites that are linear now would be linear."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
         isinstance(site.connection, LinearConnection) != (

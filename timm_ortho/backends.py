@@ -100,7 +100,8 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
         return "torch"
     if name == "auto":
         # Triton is preferred because of its memory traffic, not because of a measurement. Its kernels read or write 3
-        # tensors of the stream's size in the forward pass and 5 in the backward pass; PyTorch's operations 9 and 15.
+        # tensors of the stream's size in the forward pass and 5 in the backward pass. PyTorch's operations read or
+        # write 9 and 15.
         takes_triton = x.is_cuda and is_plain(x) and is_plain(f) and _why_not("triton", x, f) is None
         return "triton" if takes_triton and not _is_recorded() else "torch"
     source = BACKEND_VARIABLE if backend is None else "backend"
@@ -143,8 +144,8 @@ def _cpp_compiler_is_installed() -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a backend function with dynamic sizes, for calls from eager mode without gradients.
 
-    A case is a combination of dtypes, axes of size 1 and constant arguments. If a case reaches torch's recompilation
-    limit, a RuntimeWarning is issued, and further calls of this case run in eager mode.
+    A case is a combination of dtypes, axes of size 1 and the values of arguments that are not tensors. If a case
+    reaches torch's recompilation limit, a RuntimeWarning is issued, and further calls of this case run in eager mode.
     """
     in_eager_mode = set()  # cases that reached the limit
 

@@ -312,7 +312,8 @@ class HybridConnection(Connection):
         eps: Added to |x|^2.
         start: ``"orthogonal"`` (rho 1, theta 0) or ``"linear"`` (rho sqrt(2), theta pi/4).
         device, dtype: Device and dtype of rho and theta.
-        groups: Number of equal parts of the channel axis. Each part has its own projection; all share rho and theta.
+        groups: Number of equal parts of the channel axis. Each part has its own projection. All parts share rho and
+            theta.
 
     Example:
         >>> hybrid = HybridConnection(start="linear")

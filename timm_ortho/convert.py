@@ -130,7 +130,7 @@ def connect(
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
     do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. Each call makes new
     parameters, which must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
-    returns their names. Connect with ``hybrid`` before DistributedDataParallel, which does not synchronise parameters
+    includes their names. Connect with ``hybrid`` before DistributedDataParallel, which does not synchronise parameters
     that are added later. After ``fully_shard``, connections can only be replaced by connections without parameters.
 
     Args:

@@ -265,7 +265,8 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
         each of the shape of ``f`` and in the dtype of ``x + f``.
 
     Raises:
-        ValueError: Shapes differ, a dtype is not floating-point, ``dim`` does not exist, or ``eps`` is not positive.
+        ValueError: Shapes differ, a dtype is not floating-point, ``dim`` does not exist, or ``eps`` is not positive and
+            finite.
 
     Example:
         >>> decompose(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0]))
@@ -296,8 +297,8 @@ def residual_update(
     The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
     ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation this function calls
     :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does not compile
-    keyword-only arguments. In eager mode x and f may be jagged nested tensors ``[B, *, C]`` with one projection per
-    token.
+    keyword-only arguments. In eager mode x and f may be jagged nested tensors ``[B, *, C]``, if ``dim`` is the channel
+    axis.
 
     Args:
         x: Stream, of any shape.
@@ -320,8 +321,8 @@ def residual_update(
 
     Raises:
         ValueError: Shapes or devices differ, a dtype is not floating-point, ``dim`` does not exist, a weight is not a
-            scalar, ``eps`` is not positive, ``mask`` is not boolean or does not broadcast, or ``keep`` or ``backend``
-            is unknown.
+            scalar, ``eps`` is not positive and finite, ``mask`` is not boolean or does not broadcast, or ``keep`` or
+            ``backend`` is unknown.
         RuntimeError: The requested backend cannot run.
 
     Example:

@@ -240,7 +240,7 @@ def _gradients_kernel(
         xg = _total(xg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
         if FOR_WEIGHTS:
             fg = _total(fg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
-    else:  # with learned weights `kept_ptr` contains f
+    else:  # if FOR_WEIGHTS, `kept_ptr` contains f
         xg, fg = _sums(
             x_ptr, kept_ptr, g_ptr, p, valid, step_p, step_w, width, False, FOR_WEIGHTS, BLOCK_P, BLOCK_W, ACC)
     if FOR_WEIGHTS:  # noqa: SIM102 as in _update_kernel
@@ -384,7 +384,7 @@ def _once(options: Dict[str, int]) -> bool:
 
 
 def _projections(x: Tensor, view: View, dims: Sequence[int], acc: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor with one number per projection: the shape of x, but with size 1 along ``dims``."""
+    """Return an uninitialized tensor of the shape of x, but with size 1 along ``dims``: one number per projection."""
     reduced = {d % x.dim() for d in dims}
     shape = [1 if axis in reduced else x.shape[axis] for axis in view.order]
     return x.new_empty(shape, dtype=acc).permute(view.inverse)

@@ -14,7 +14,8 @@ def looks_residual(cls: type) -> bool:
 
     A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or ``x.add(f)``.
     Every tensor argument counts as an input, because ``BertOutput`` gets branch and stream as two arguments. Arguments
-    and summands whose names refer to masks, biases, positions or losses do not count. Nor do sums of lists or tuples.
+    and summands whose names refer to masks, biases, positions or losses do not count. Sums of lists or tuples do not
+    count either.
 
     The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
     call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``, or

@@ -10,8 +10,8 @@ all axes but the first. Special cases:
     the square of the stream.
   * Class and register tokens count as tokens. Padding does not count.
   * Some models cut the stream into pieces along the batch axis (the patches of ``mobilevit``, the pixels of ``tnt``).
-    The global scope then has one projection per piece. Swin, MaxViT and SAM cut inside the branch, so one projection
-    covers the whole sample.
+    The global scope then has one projection per piece. Swin, MaxViT and SAM cut windows inside the branch, so one
+    projection covers the whole sample.
   * The class attention of ``xcit`` changes only the class token. Its branch output contains copies of the patch tokens.
     In a projection over all tokens, these copies would dominate the sums, and the update would remove the stream of the
     class token. In this block the global scope therefore projects each token separately.

@@ -97,7 +97,7 @@ def read_user_yaml(path: Path, subject: str) -> Any:
 
 @contextmanager
 def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
-    """Yield a temporary path, and rename its file to `path` at the end. `path` never has an incomplete file.
+    """Yield a temporary path, and rename its file to `path` at the end. The file at `path` is never incomplete.
 
     Args:
         path: The final path.

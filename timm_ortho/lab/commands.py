@@ -178,8 +178,8 @@ def report_on(folders: Sequence[Path], output: Optional[Path] = None, opened: bo
     """Write the report of all finished runs, and return its main table as text.
 
     Args:
-        folders: Output folders of studies, folders of published studies, and folders of runs. Or the path of one
-            `results.json`, whose report is written again.
+        folders: Output folders of studies, folders of published studies, and folders of runs. Alternatively, one
+            `results.json` file, whose report is written again.
         output: Folder of the report. The default is the first of `folders`, or the folder of the `results.json`.
         opened: Open the report in the browser.
     """

@@ -91,7 +91,9 @@ class ImageError(LabError):
 
 
 class _View(Dataset):
-    """The images of a data set at the positions `index`, by default all. `mode` is their mode, if it is set.
+    """The images of a data set at the positions `index`, by default all.
+
+    If `mode` is set, the images are converted to this Pillow mode.
 
     An unreadable image raises an ImageError. timm's `ImageDataset` would return a different image in its place.
     """

@@ -43,8 +43,8 @@ class Stage:
 
     folder: str  # folder of the options and checkpoints, relative to the run's folder
     options: Mapping[str, Any]  # all of timm's options
-    # Empty for the first stage. The second stage keeps either only the weights of the first (`weights`; optimizer and
-    # schedule are new; paper, Table 3), or weights, optimizer and schedule (`checkpoint`; paper, Table 10).
+    # Empty for the first stage. `weights`: the second stage begins with the first stage's weights, a new optimizer and
+    # a new schedule (paper, Table 3). `checkpoint`: it keeps weights, optimizer and schedule (paper, Table 10).
     begins_with: str = ""
     stop_epoch: Optional[int] = None  # number of epochs after which the stage ends; None for the whole schedule
 
@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def last_epoch(self) -> int:
-        """The number of epochs at the end of the stage, including epochs of the checkpoint that it begins with."""
+        """Number of epochs at the end of the stage, including epochs of the checkpoint that the stage begins with."""
         return self.stop_epoch or self.scheduled_epochs
 
 
@@ -99,7 +99,7 @@ class RunPlan:
         return max(1, self.gpus) * self.nodes
 
     def whole_batch(self, stage: Stage) -> int:
-        """Return the number of images of all processes and accumulated steps in one update of the weights."""
+        """Return the number of images in one update of the weights, over all processes and accumulated steps."""
         return stage.options["batch_size"] * max(1, stage.options["grad_accum_steps"]) * self.processes
 
     def with_divided_batch(self) -> "RunPlan":

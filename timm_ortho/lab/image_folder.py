@@ -80,7 +80,7 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 def check_files(options: Namespace, split: str) -> None:
     """Raise a LabError if a split's folder has hidden images, or images whose format timm's reader skips.
 
-    If there is a class map, only folders with the name of one of its classes are checked, because timm reads no others.
+    If there is a class map, check only folders that are named after its classes, because timm reads no other folders.
     """
     if options.class_map and is_torchvision_folder(options):
         raise LabError(f"class_map has no effect on data set {options.dataset}: remove --dataset or class_map")
@@ -172,7 +172,7 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
 def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
     """Return why the folders that contain images cannot all be class folders, None if they can.
 
-    No folder with images may be inside another such folder, and no two may have the same name.
+    A class folder must not be inside another class folder, and no two class folders may have the same name.
 
     Args:
         folders: Paths relative to the folder of the split.

@@ -33,7 +33,7 @@ def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Sourc
     `num_classes`, are set in place in the variants.
 
     Returns:
-        The opened data set, or None if it is not on this machine; and the image size of each variant.
+        The opened data set, or None if only `train.py` opens it; and the image size of each variant.
     """
     return (_check_for_lab if request.trainer == "lab" else _check_for_script)(request, variants)
 

@@ -112,7 +112,7 @@ class Design:
 
     @property
     def is_comparison(self) -> bool:
-        """Whether the study is from `timm-ortho compare`, which has one cell, and a recipe that the user chooses."""
+        """Whether `timm-ortho compare` made the study. It then has one cell, and the user may choose its recipe."""
         return self.name == COMPARISON
 
     @property

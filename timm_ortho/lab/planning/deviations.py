@@ -1,7 +1,6 @@
 """Describe how a study's runs differ from the paper's runs.
 
-They may differ because of the scale, because of the user's options, or because the paper's recipe cannot be reproduced
-exactly.
+Reasons are the scale, the user's options, and recipes of the paper that cannot be reproduced exactly.
 """
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -79,7 +78,7 @@ def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[
     """Yield each architecture in `here` with its first variant, and the variant in `there` to compare it with.
 
     The two variants have the same architecture and cell. If `there` has no such variant, take its first variant of the
-    architecture. If it has none either, take its first variant.
+    architecture. If `there` does not have the architecture, take its first variant.
     """
     models = list(dict.fromkeys(variant.options.model for variant in here))
     for model in models:
