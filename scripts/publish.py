@@ -73,7 +73,7 @@ def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
 
 
 def commit_before(file: Path) -> str:
-    """Return the commit that was checked out when a file was last written."""
+    """Return the newest commit of this branch that is older than the last change of a file."""
     command = ["git", "rev-list", "-1", f"--before={int(file.stat().st_mtime)}", "HEAD"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()[:12]
 

@@ -12,7 +12,7 @@
 # If --experiment NAME is set, repeating the command continues from the last checkpoint of this experiment.
 #
 #   TIMM_DIR         the folder of timm that has train.py (default: the current folder)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (29500)    for several machines; run the command on each machine
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (default: 29500)    several machines; run the command on each of them
 #   NPROC_PER_NODE   processes per machine (default: one per GPU)
 #   PYTHON           the interpreter (default: python)
 #

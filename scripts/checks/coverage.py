@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def survey(module: str) -> dict:
-    """Return a module's architectures: `covered` maps names to numbers of sites, `left_out` names to reasons."""
+    """Return `covered`, a dict of names and numbers of sites, and `left_out`, a dict of names and reasons."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
         with on_meta(), warnings.catch_warnings(action="ignore"):  # deprecated models warn

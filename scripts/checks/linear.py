@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("pattern", nargs="?", default="*")
     parser.add_argument("--above", type=float, default=0.0, metavar="MILLIONS", help="only models with more parameters")
     parser.add_argument("--up-to", type=float, default=350.0, metavar="MILLIONS",
-                        help="only build larger models on the meta device (default: 350)")
+                        help="build larger models on the meta device, without comparing them (default: 350)")
     args = parser.parse_args()
     counts = Counter()
     for millions, base, count in sorted(measured(base) for base in fnmatch.filter(bases(), args.pattern)):
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def measured(base: str) -> tuple[float, str, int]:
-    """Return the number of parameters in millions, the name `base`, and the number of sites of a variant."""
+    """Return the number of parameters of `base` + "_ortho" in millions, the name `base`, and the number of sites."""
     model = model_on_meta(base + "_ortho")
     return sum(p.numel() for p in model.parameters()) / 1e6, base, len(sites(model))
 

@@ -119,7 +119,7 @@ def as_in_training(device: torch.device) -> Iterator[None]:
 
 
 def _attempt(result: Result, call: Callable[[], Any]) -> Any:
-    """Return `call()`; None if it or an earlier call failed. Out-of-memory and compiler errors become `result.note`."""
+    """Return `call()`, or None if `result` has a note. An out-of-memory or compiler error becomes the note."""
     if result.note:
         return None
     try:

@@ -28,7 +28,7 @@ DEFAULTS = {
         models=dict.fromkeys(("vit_small_patch16_224", "vit_base_patch16_224", "resnetv2_34", "resnetv2_50"), 256),
         batch_size=256, repeats=20, copy_bytes=512 << 20),
 }
-# torch.compile takes most of the time of a quick run. This time grows with the number of blocks, so models have few.
+# torch.compile takes most of the time of a quick run. This time grows with the number of blocks, which SHORT reduces.
 QUICK = dict(
     shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})

@@ -134,7 +134,7 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
 
 # ---------------------------------------------------------------------------------------------- the machine
 def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Measurement:
-    """Return the columns of device, versions, commit, command and date; `timm-ortho env` prints `environment`."""
+    """Return the columns `MACHINE` without `threads`. `environment` has the values that `timm-ortho env` prints."""
     made, gpu = made_on(), device.type == "cuda"
     return {
         **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},
@@ -148,7 +148,7 @@ def machine(device: torch.device, environment: Mapping[str, str], command: str) 
 
 
 # ----------------------------------------------------------------------------------------- table, CSV, plot
-_TABLES = {  # by part: header, and a column or a function that returns the cell's text
+_TABLES = {  # part -> header of the table -> column of bench.csv, or function that returns the cell's text
     "operator": {
         "shape": "shape", "layout": "layout", "scope": "scope", "dtype": "dtype", "step": "step",
         "candidate": "candidate", "ms": lambda row: _cell(row, "ms_p50", "{:.3f}"),

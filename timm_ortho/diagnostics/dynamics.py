@@ -1,7 +1,7 @@
 """Measure norms and angles of stream and branch output at each site with forward hooks.
 
-A site with stream x (after the connection's skip transform, if any) and branch output f has these values (Oh et al.
-2025, Section 3.5, Figures 3 and 10 to 12):
+A site is one residual addition in a block. With the stream x (after the connection's skip transform, if any) and the
+branch output f, its values are (Oh et al. 2025, Section 3.5, Figures 3 and 10 to 12):
 
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
 
@@ -46,7 +46,7 @@ class SiteDynamics(NamedTuple):
 
 # ---------------------------------------------------------------------------------------- one measurement
 def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-    """Return ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, a tensor on the device of ``x``.
+    """Return a tensor ``[stream, parallel, orthogonal, cosine]`` of a connection's inputs, on the device of ``x``.
 
     With groups of channels, the cosine of each group is appended.
 

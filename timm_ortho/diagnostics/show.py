@@ -71,7 +71,7 @@ def _bar(cosine: float) -> str:
 
 
 def as_svg(measured: MeasuredSites, path: Path, title: str = "") -> None:
-    """Plot stream norm and cosine of each site into an SVG file, the first block at the top. Requires matplotlib."""
+    """Plot |x|² and the cosine of each site into an SVG file, the first block at the top. Requires matplotlib."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

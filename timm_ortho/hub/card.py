@@ -58,7 +58,7 @@ class Subject:
         config: Content of `config.json` (architecture, model_args, pretrained_cfg, num_classes); None for results
             without weights.
         parameters: Number of parameters; None without weights.
-        load: Argument of `timm.create_model`: `hf-hub:me/repo`, `vit_test_ortho.digits`.
+        load: Name for `timm.create_model`, such as `hf-hub:me/repo` or `vit_test_ortho.digits`; None without weights.
         repo_id: Repository of the weights on the Hub; None for weights that are not on the Hub.
         revision: Revision in that repository; None for main.
         license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.

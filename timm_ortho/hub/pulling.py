@@ -17,8 +17,7 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
 
     The model is the same as from ``timm.create_model("hf-hub:...", pretrained=True)``. If the Hub fails, timm alone
     needs from 23 seconds to several minutes to raise an error, and reports "check your connection" for every cause.
-    This function sends one request, reports the cause within seconds, and lets timm build the model from local files.
-    It uses cached files if the Hub cannot be reached.
+    This function reports the cause within seconds. If the Hub cannot be reached, it uses cached files.
 
     >>> import tempfile, timm, timm_ortho
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -22,13 +22,13 @@ from huggingface_hub.utils import validate_repo_id
 from .._text import error_text
 
 REQUEST_TIMEOUT = 5.0  # seconds for one request
-TOTAL_TIMEOUT = 7.0  # seconds in total, including the DNS lookup and the client's own requests
+TOTAL_TIMEOUT = 7.0  # seconds for one call of huggingface_hub, including the DNS lookup and repeated requests
 
 T = TypeVar("T")
 
 
 class WeightsError(RuntimeError):
-    """Pretrained weights cannot be downloaded or used. The message is one line: the source, the cause, what to do."""
+    """Pretrained weights cannot be downloaded or used. The message names source, cause and remedy in one line."""
 
 
 def check_repo_id(repo_id: str, error_class: Type[Exception], hint: str = "") -> None:

@@ -36,7 +36,7 @@ def pop_connect_arguments(kwargs: Dict[str, Any], connection: str) -> Dict[str, 
         connection: The default connection.
 
     Raises:
-        ValueError: An unknown connection, or an unknown argument that begins with ``connection`` or ``skip_``.
+        ValueError: The connection is unknown, or an argument that begins with ``connection`` or ``skip_`` is unknown.
     """
     arguments = {"connection": connection}
     for name in [name for name in kwargs if is_variant_argument(name)]:

@@ -95,7 +95,7 @@ IMPORT_TAG = "import_timm_ortho"
 
 
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
-    """Return the requested configuration; for a tag or None, the variant's own instead of the base model's."""
+    """Return the requested configuration. A tag or None selects a configuration of the variant, not of its base."""
     if requested and not isinstance(requested, str):
         return requested
     if requested == IMPORT_TAG:  # transformers passes the architecture's tag here

@@ -29,7 +29,7 @@ __all__ = ["CifarResNetV2", "PaperVisionTransformer"]  # timm's registry appends
 
 
 def _block(**kwargs) -> Block:
-    """Return timm's block whose LayerNorms have no weight and bias. The norm before the head has both."""
+    """Return timm's Block with LayerNorms that have no weight or bias. The norm before the head has both."""
     return Block(**dict(kwargs, norm_layer=partial(LayerNorm, eps=1e-6, affine=False)))
 
 

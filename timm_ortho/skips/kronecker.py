@@ -1,4 +1,4 @@
-"""Make the matrices whose Kronecker products are skip transforms. Each matrix is a list of rows."""
+"""Make the matrices whose Kronecker products are the orthogonal skip transforms. Each matrix is a list of rows."""
 import math
 import random
 from statistics import NormalDist

@@ -77,7 +77,7 @@ class Coordinates(ChangeOfBasis):
 
 
 class _SiteWithSkip(NamedTuple):
-    """A site, its block and its transform P as a float64 matrix."""
+    """A site (residual addition), its block, and its transform P as a float64 matrix."""
 
     site: Site
     block: nn.Module

@@ -9,8 +9,8 @@ and 24 to 26. The stream x has C channels in B branches. P acts along the channe
 | ``idempotent_mr`` | P_MR = 1/B (1 1^T) ⊗ I, a B x B block matrix of identities: the mean of the branches | C/B |
 | ``idempotent_cmr`` | I - P_MR: each branch minus the mean of the branches; 0 for B = 1 | C - C/B |
 | ``orthogonal_tp`` | M ⊗ ... ⊗ M; M = [[1, -1], [1, 1]] / sqrt(2) if C is a power of 2 | C |
-| ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n with random rotations R_i, different at each site | C |
-| ``scaled`` | I / L for L sites, so that y = x / L + f | C |
+| ``orthogonal_random`` | R_1 ⊗ ... ⊗ R_n with random rotations R_i, different at each residual addition | C |
+| ``scaled`` | I / L for L residual additions, so that y = x / L + f | C |
 
 The Kronecker products have one factor per prime factor of C, the largest first. For a prime p, M is Hartley's matrix
 with its rows in reverse order: p x p with entries cas(2 pi (p - 1 - j) k / p) / sqrt(p), where cas = cos + sin. M is

@@ -196,8 +196,9 @@ def _warn_of_new_classifier(
     if names and all(name in state_dict and state_dict[name].shape == own[name].shape for name in names):
         warnings.warn(
             f"{source}: the classifier ({', '.join(names)}) of the checkpoint fits, but timm replaces it, because "
-            f"num_classes is {cfg.num_classes} in the configuration and {classes} in the model. To keep it, add "
-            f"num_classes={classes} to pretrained_cfg_overlay (train.py's --pretrained-path sets -1).", stacklevel=2)
+            f"num_classes is {cfg.num_classes} in the configuration and {classes} in the model. To keep the "
+            f"checkpoint's classifier, add num_classes={classes} to pretrained_cfg_overlay. train.py's "
+            "--pretrained-path sets num_classes=-1 there, so that timm always replaces the classifier.", stacklevel=2)
 
 
 def _classifiers(cfg: PretrainedCfg) -> Tuple[str, ...]:
