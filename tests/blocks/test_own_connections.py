@@ -115,7 +115,7 @@ def test_compare_takes_the_connection_of_a_module_by_name(tmp_path, monkeypatch,
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"Linear", "half"}
     options = yaml.safe_load((tmp_path / "out" / "half-seed0" / "args.yaml").read_text())
     assert options["device_modules"] == ["timm_ortho", "mine"]
-    # The run's process keeps the default start method of multiprocessing, which its data loaders use.
+    # In the run's process, multiprocessing has its default start method, with which data loaders start their workers.
     assert (tmp_path / "mine.txt").read_text() == multiprocessing.get_context().get_start_method()
     assert cli.main([*command, "device_modules=nowhere"]) == 2
     assert "option 'device_modules': No module named 'nowhere'" in capsys.readouterr().err

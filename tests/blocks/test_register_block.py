@@ -34,7 +34,7 @@ class Embedding(nn.Module):
 
 
 class Written(nn.Module):
-    """A block whose own code contains its connection."""
+    """A block that creates and calls a connection in its own code."""
 
     def __init__(self, dim=8):
         super().__init__()
@@ -271,7 +271,7 @@ def test_a_block_with_a_forward_on_the_instance(registered):
     del model[0].forward
     routed_forward = connect(model, "feature")[0].forward
     model[0].forward = lambda x: routed_forward(x)
-    connect(model, "global")  # allowed, because it keeps the class of the block
+    connect(model, "global")  # allowed, because replacing a connection does not change the block's class
     assert {type(site.connection) for site in sites(model)} == {GlobalConnection}
     with pytest.raises(UnsupportedModelError, match="a MyBlock has an instance attribute forward"):
         disconnect(model)

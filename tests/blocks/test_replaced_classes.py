@@ -73,7 +73,7 @@ def test_only_a_subclass_that_bypasses_the_connections_warns(make, warns):
 
 
 def test_connections_in_an_authors_code_cause_no_warning():
-    """A forward may compute the name of the connection's attribute, so its source need not contain the name."""
+    """Code may compute the name of a connection's attribute, so the source of forward need not contain the name."""
     class Dynamic(nn.Module):
         def __init__(self):
             super().__init__()

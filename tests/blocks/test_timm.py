@@ -285,7 +285,7 @@ def test_a_gate_of_the_branch_is_not_a_residual_block():
 
 # ---------------------------------------------------------------------------------------------- scope of tokens
 def test_the_global_scope_projects_each_token_of_xcits_class_attention():
-    """For patch tokens, the branch output copies the stream, which would dominate a projection over all tokens."""
+    """The branches pass patch tokens through. In a projection over all tokens, these tokens would dominate."""
     model, size = build("xcit_nano_12_p8_224")
     connect(model, "global").eval()
     checked = []

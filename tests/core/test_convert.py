@@ -237,7 +237,7 @@ def test_hooks_are_kept():
 
 
 def test_parametrized_blocks():
-    """Parametrization creates a subclass of the routed class at run time."""
+    """At run time, parametrization creates a subclass of the class that connect has given the block."""
     model = connect(timm.create_model("test_convnext"), "feature")
     before, block = len(sites(model)), model.stages[0].blocks[0]
     cls = type(parametrized(model).stages[0].blocks[0])
@@ -375,7 +375,7 @@ class OutputOfMany(Output):
 
 
 class Subclass(vit.Block):
-    """A subclass with its own forward, to which the table's row of the base class does not apply."""
+    """A subclass with its own forward. The table's row for the base class does not apply to the subclass."""
 
     def forward(self, x):
         x = x + self.mlp(x)

@@ -46,7 +46,7 @@ def error(result, truth):
 
 
 def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=lambda x, f, a, b: (x, f, a, b)):
-    """Check output and gradients. An error may be twice that of ``oracle.rounded`` plus a few last places."""
+    """Check y and gradients. An error may be twice that of ``oracle.rounded`` plus a few units in the last place."""
     def ours(**inputs):
         x, f, a, b = of(**inputs)
         return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=EPS, keep=keep, backend=backend)

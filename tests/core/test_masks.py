@@ -113,7 +113,7 @@ def test_padding_in_integer_masks_of_scores(form, allowed):
 
 
 def test_float_masks_of_scores_are_additive():
-    """Float masks of 0 and 1 exclude no token, and neither do the log sizes of merged tokens."""
+    """Float masks are added to the scores. Values of 0 and 1 exclude no token, nor do log sizes of merged tokens."""
     for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
         assert real_tokens(mask, LONG).all()
 

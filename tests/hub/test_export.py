@@ -1,4 +1,4 @@
-"""Test the files of exported folders. Models that are loaded from such a folder have bit-identical logits."""
+"""Test the files of exported folders. A loaded folder has the logits of the exported model, bit for bit."""
 import json
 import shutil
 from pathlib import Path

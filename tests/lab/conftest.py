@@ -7,7 +7,7 @@ SAVEFIG = Figure.savefig
 
 @pytest.fixture(scope="module")
 def undrawn_module():
-    """Write empty SVG files instead of plots, which take long, in a test module and its module-scoped fixtures."""
+    """Write empty SVG files instead of plots in all tests of a module and in its fixtures. Drawing plots is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg/>"))
         yield

@@ -62,7 +62,7 @@ def test_switches(tmp_path):
         return {place["cell"]["switch"]: found.runs[place["run"]] for place in found.places}, found.places
 
     runs, places = stages("kept", 5)
-    # A place has the connection after the switch.
+    # The report shows a switched run under the connection after the switch.
     assert [place["connection"] for place in places] == ["linear", "feature", "linear", "feature"]
     assert {cell: [stage.connection for stage in run.stages] for cell, run in runs.items()} == {
         "linearlinear": ["linear"], "linearfeature": ["linear", "feature"], "featurelinear": ["feature", "linear"],

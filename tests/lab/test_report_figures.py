@@ -224,7 +224,7 @@ def test_points_are_runs_with_mean_and_deviation():
 def test_stream_is_that_of_the_probes():
     found = drawn(study_of("compare"), runs_of("compare"))
     norm, cosine = found["profile"].axes
-    assert list(norm.lines[0].get_ydata()) == [math.sqrt(7.0)] * 4  # the probe after epoch 3, the last
+    assert list(norm.lines[0].get_ydata()) == [math.sqrt(7.0)] * 4  # the probe after the last epoch, 3
     assert [label.get_text() for label in norm.get_xticklabels()] == ["0 attention", "0 mlp", "1 attention", "1 mlp"]
     assert all(math.isnan(value) for value in cosine.lines[1].get_ydata())
     linear = found["stream_by_epoch"].axes[0]

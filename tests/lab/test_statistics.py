@@ -64,7 +64,7 @@ def test_float32_accuracies_of_the_same_images_are_equal():
 def test_equal_networks_are_seldom_called_different():
     """Two equally good networks classify 100 test images with two seeds.
 
-    In 5.8 % of such comparisons, both seeds differ by the same number of images, not zero. These differences have no
+    In 5.8 % of such comparisons, the differences of both seeds are equal and not zero. Equal differences have no
     variance and must not count as detected.
     """
     random, called = np.random.default_rng(0), 0
@@ -75,7 +75,7 @@ def test_equal_networks_are_seldom_called_different():
 
 
 def test_reach():
-    """`reach` is the half-width in standard deviations of the differences, about nine for two pairs."""
+    """`reach` is the half-width divided by the standard deviation of the differences. It is about 9 for two pairs."""
     assert reach(2) == pytest.approx(8.98, abs=0.01)
     assert reach(3) == pytest.approx(2.48, abs=0.01)
     differences = [1.0, 2.0, 4.0]

@@ -228,7 +228,7 @@ def test_a_users_block_refuses_ambiguous_masks():
 
 
 def packed_attention(module, query, key, value, mask, scaling=None, **_):
-    """Stand in for flash attention, whose mask is [B, N] or None. The attention is causal if `module.is_causal` is."""
+    """Replace flash attention, whose mask is [B, N] or None. Attention is causal if `module.is_causal` is true."""
     allowed = torch.ones(query.shape[2], key.shape[2]).bool()
     allowed = allowed.tril() if module.is_causal else allowed
     if mask is not None:

@@ -207,7 +207,7 @@ def test_effects_of_the_paper():
 
 
 def test_comparisons_outside_the_families_are_never_confirmed():
-    """In the preregistration, all comparisons outside its families are exploratory."""
+    """The preregistration calls all comparisons outside its families of hypotheses exploratory."""
     assert {result.claims for result in hypotheses.BESIDE} == {"different", "equal"}
 
 
@@ -334,7 +334,7 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
 
 
 def sweep(runs, monkeypatch, leads):
-    """Return a made-up learning-rate study. Linear is best at 1e-3. `leads` contains F − linear by rate and seed."""
+    """Return a made-up learning-rate study. Linear is best at 1e-3. `leads` maps a rate to F − linear of each seed."""
     levels = {5e-4: 80.0, 1e-3: 82.0, 4e-3: 75.0}
     made = {rate: [levels[rate] + value for value in lead] for rate, lead in leads.items()}
     runs("study-digits-small", {setting: values for rate in leads for setting, values in (

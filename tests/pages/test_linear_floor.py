@@ -19,7 +19,7 @@ def test_ridge_regression_on_the_images_of_a_run(tmp_path):
     assert {key: found[key] for key in ("train", "validation", "held_out")} == {
         "train": 64, "validation": 32, "held_out": True}
 
-    digits = Digits(True)  # held-out and training images are chosen at even distances
+    digits = Digits(True)  # both the held-out images and the training images are evenly spaced
     held = np.arange(300) * len(digits) // 300
     train = np.setdiff1d(np.arange(len(digits)), held)
     train, held = train[np.arange(64) * len(train) // 64], held[np.arange(32) * 300 // 32]

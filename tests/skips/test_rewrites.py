@@ -58,7 +58,7 @@ def test_absorb(kind, connection, skip):
     assert not changes(model)
     assert torch.equal(model(images()), expected)
     without = connect(other, connection) if connection != "hybrid" else other
-    torch.testing.assert_close(without(images()), expected, rtol=0, atol=1e-5)  # no skip remains to be removed
+    torch.testing.assert_close(without(images()), expected, rtol=0, atol=1e-5)  # absorb has removed all skips
     assert (connect(model, connection)(images()) - expected).abs().max() > 1e-3  # skips affect the original model
 
 
@@ -78,7 +78,7 @@ def test_diagonalise(kind, connection, skip):
 
 
 def test_theorem_1_for_a_single_q():
-    """Eq. 12 and 13 of the paper, for L branches: the stream starts as z_1 = Q^L x_1.
+    """Eq. 12 and 13 of Wang et al. (2017), for L branches: the stream starts as z_1 = Q^L x_1.
 
     Q^(i-L-1) is applied before branch F_i, and Q^(L-i) after it.
     """
@@ -111,7 +111,7 @@ def test_a_rewritten_model_trains():
 
 
 class Written(nn.Module):
-    """A model that contains its own connection."""
+    """A model that creates a connection in its own code."""
 
     def __init__(self):
         super().__init__()

@@ -1,9 +1,9 @@
 """A local mock of the Hugging Face Hub. The real huggingface_hub client can push to it and pull from it.
 
-    with HubServer(folder, uploads="lfs") as hub:
+    with HubServer(folder, uploads="lfs") as hub:               # a client needs HF_ENDPOINT=hub.endpoint
         token = hub.add_user("me")
         hub.create_repo("me/model", private=True)
-        hub.commit("me/model", {"config.json": b"{}"})          # a client has HF_ENDPOINT=hub.endpoint
+        hub.commit("me/model", {"config.json": b"{}"})
         hub.fail(503, path="model.safetensors", times=2)        # for the next two requests of this file
         hub.files("me/model"), hub.requests
 
@@ -19,7 +19,7 @@ The argument ``uploads`` selects the upload mode:
     hf_xet can read these files, because their chunks are compressed.
 
 As on the real Hub, the contents of large files have another host name (``localhost``) than the API (``127.0.0.1``). A
-token that is sent to this host name has leaked. Status codes and headers follow the client's source. They were not
+token that is sent to ``localhost`` has leaked. Status codes and headers follow the client's source. They were not
 compared with the real Hub.
 """
 import hashlib
