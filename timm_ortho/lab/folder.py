@@ -55,7 +55,7 @@ class Stage:
 
     @property
     def scheduled_epochs(self) -> int:
-        """The number of epochs of the whole schedule, as timm counts them: with warmup and cooldown epochs."""
+        """The number of epochs of the schedule, with cooldown epochs and, if `warmup_prefix` is set, warmup epochs."""
         options = self.options
         return options["epochs"] + options["cooldown_epochs"] + options["warmup_prefix"] * options["warmup_epochs"]
 
