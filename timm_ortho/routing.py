@@ -131,9 +131,11 @@ class Route:
             streams = " or ".join(dict.fromkeys(repr(stream) for expected in sums for stream in expected.normalized))
             others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
             matched = "; ".join(router.matched) or others
+            count = len(router.matched)
+            reached = f", at most {router.length} in one call" if router.length != count else ""
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
-                f"{router.length} ({matched}){router.problem}")
+                f"{count} ({matched}){reached}{router.problem}")
         self.branch_first = router.branch_first
         self._paths = router.paths
 
@@ -199,7 +201,9 @@ class _Router(ast.NodeTransformer):
         match = self._match(node, node.left, node.right) if isinstance(node.op, ast.Add) else None
         if match is None:
             if isinstance(node.op, ast.Add) and any(map(self._is_sum, (node.left, node.right))):
-                self.problem = f"; the last summand of {ast.unparse(node)!r} would stay linear: write x + (f + g)"
+                self.problem += (
+                    f"; the last summand of {ast.unparse(node)!r} would stay linear: write x + (f + g), for a class of "
+                    "a library in a subclass that overrides the method")
             return self.generic_visit(node)
         connection, stream, branch = match
         if connection is None:
@@ -238,7 +242,7 @@ class _Router(ast.NodeTransformer):
         if self.branch_first[number]:
             summands = summands[::-1]
             if sources[1] not in expected.normalized:
-                self.problem = f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
+                self.problem += f"; {self.matched[-1]!r} is where an addition to {expected.stream!r} is expected"
         self.paths[number].append(tuple(self._known_conditions()))
         return expected.connection, summands[0], summands[1]
 
@@ -275,8 +279,9 @@ class _Router(ast.NodeTransformer):
             self.conditions.pop()
             ends.append(start if _leaves(side) else self.position)
         if start not in ends and ends[0] != ends[1] and not self.sides_differ:
-            self.problem = (f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} "
-                            "additions; both must have the same number, or one of them none")
+            self.problem += (
+                f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} additions: pass "
+                "sides_differ=True, with a kind for each addition of both sides")
         self.position = max(ends)
         return visited[0], visited[1]
 

@@ -256,6 +256,54 @@ def test_a_wrong_registration(block, arguments, error, message):
     assert before == tables.SPECS
 
 
+class Sides(nn.Module):
+    """A parallel block or a sequential block, like GPT-NeoX."""
+
+    def __init__(self, parallel):
+        super().__init__()
+        self.f, self.g, self.parallel = nn.Linear(8, 8), nn.Linear(8, 8), parallel
+
+    def forward(self, x):
+        if self.parallel:
+            return x + (self.f(x) + self.g(x))
+        x = x + self.f(x)
+        x = x + self.g(x)
+        return x
+
+
+class Summed(Sides):
+    """A parallel block that adds its two branches to the stream one after the other, like StableLM."""
+
+    def forward(self, x):
+        if self.parallel:
+            x = x + self.f(x) + self.g(x)
+        else:
+            x = x + self.f(x)
+            x = x + self.g(x)
+        return x
+
+
+def test_a_block_whose_sides_differ():
+    timm_ortho.register_block(Sides, stream="x", kinds=("parallel", "attention", "mlp"), sides_differ=True)
+    x = tokens()
+    for parallel, kinds in ((True, ["parallel"]), (False, ["attention", "mlp"])):
+        model = nn.Sequential(Sides(parallel))
+        host = copy.deepcopy(model)
+        assert torch.equal(connect(model, "linear")(x), host(x))
+        assert [site.kind for site in sites(connect(model, "feature"))] == kinds
+        assert not torch.allclose(model(x), host(x))
+
+
+def test_a_block_whose_sides_differ_needs_the_argument():
+    with pytest.raises(RoutingError) as error:
+        timm_ortho.register_block(Summed, stream="x", kinds=("attention", "mlp"))
+    assert str(error.value).partition("expected ")[2] == (
+        "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 in one call; "
+        "the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g), for a class of a "
+        "library in a subclass that overrides the method; the sides of 'if self.parallel' have 1 and 2 additions: "
+        "pass sides_differ=True, with a kind for each addition of both sides")
+
+
 def test_a_dim_outside_the_tensor_is_an_error_in_the_forward_pass():
     timm_ortho.register_block(MyBlock, stream="x", kinds=("attention", "mlp"), dim=3)
     with pytest.raises(ValueError, match=r"dim must be one or more different axes in \[-3, 2\], got 3"):

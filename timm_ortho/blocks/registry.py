@@ -21,6 +21,7 @@ def register_block(
         method: str = "forward",
         mask: str = "attn_mask",
         causal: Union[bool, str] = False,
+        sides_differ: bool = False,
 ) -> type:
     """Register a class of residual blocks for :func:`timm_ortho.connect`.
 
@@ -34,7 +35,7 @@ def register_block(
             A sequence of expressions for one addition lists the variants on the two sides of an ``if``.
         kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
             ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
-            two sides of an ``if`` count as one.
+            two sides of an ``if`` count as one, unless ``sides_differ``.
         dim: Channel axis of the stream, -1 for tokens and 1 for B C H W: one axis for all additions, or one for each.
         keep: ``"branch"`` if the block changes the sum in place, for example by an activation; otherwise ``"output"``.
         method: Name of the method with the additions.
@@ -45,6 +46,8 @@ def register_block(
         causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses
             connections with one projection per sample. A string names an attribute that is true in causal blocks. The
             attribute is read from the block, or from the nearest module around the block that has the attribute.
+        sides_differ: True if the two sides of an ``if`` have additions of different kinds, such as a parallel block on
+            one side and a sequential block on the other side. ``kinds`` then names the additions of both sides.
 
     Returns:
         The class.
@@ -96,7 +99,8 @@ def register_block(
         raise TypeError(f"causal must be True, False or the name of an attribute, got {causal!r}")
     name = tables.class_name(block)
     spec = BlockSpec(
-        name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="", causal=causal)
+        name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="", causal=causal,
+        sides_differ=bool(sides_differ))
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
     known = tables.SPECS.get(name, spec)
