@@ -67,8 +67,8 @@ def test_operator_metrics(operator_run):
         assert float(copy["gb_per_s"]) == pytest.approx(2 * 2**20 / float(copy["ms_p50"]) / 1e6, rel=1e-4)
     assert by["backward", "linear"]["gb_per_s"] == ""
     assert by["both", "linear"]["saved_bytes"] == "0"
-    # For the backward pass, the update keeps x and y (640 bytes each) and two numbers for each of 10 tokens (40 bytes
-    # each, or 64 with padding). The plain formula keeps x, f and further tensors.
+    # For the backward pass, the update keeps x and y (640 bytes each), and two tensors with one number for each of 10
+    # tokens (40 bytes per tensor, or 64 with padding). The plain formula keeps x, f and further tensors.
     assert 2 * 640 <= int(by["both", "torch"]["saved_bytes"]) <= 2 * 640 + 2 * 64
     assert int(by["both", "plain"]["saved_bytes"]) > 2 * 640
 

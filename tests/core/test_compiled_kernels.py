@@ -99,7 +99,7 @@ ALIGNED = {"tokens", "tokens in float32", "longest row", "channels", "global"}
 
 @pytest.fixture(scope="module")
 def compiled_kernels(tmp_path_factory):
-    """Return ptxas's resource usage of every kernel for compute capabilities 8.0 and 9.0."""
+    """Return the rows that helpers/compiled_kernels.py prints for compute capabilities 8.0 and 9.0."""
     triton = pytest.importorskip("triton")
     if not (Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump").exists():
         pytest.skip("the installed Triton has no cuobjdump")

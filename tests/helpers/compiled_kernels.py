@@ -22,7 +22,7 @@ from timm_ortho import kernels
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-SIZES = {  # outer, width, inner of the view that the kernels read; dtype of stream, branch and gradients
+SIZES = {  # shape (outer, width, inner) of the view that the kernels read; dtype of x, f and gradients
     "tokens": (256 * 197, 768, 1, "bf16"),
     "tokens in float32": (256 * 197, 768, 1, "fp32"),
     "odd tokens": (1000, 1000, 1, "bf16"),

@@ -186,7 +186,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def switches(tmp_path_factory):
-    """Return a study's file and the folder of its uninterrupted run for each `optimizer` setting of a switch."""
+    """For each `optimizer` setting of a switch, return a study's file and the folder of its uninterrupted run."""
     runs = {}
     for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
                                ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):
