@@ -8,7 +8,8 @@ the metrics.
 
 A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
 would bring the ratio closer to 1. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may
-search for its fastest convolution. In half precision, the operator's tensors have that dtype, and models use autocast.
+search for its fastest convolution. In half precision, the operator's tensors have the half-precision dtype, and models
+use autocast.
 
 The part `launch` measures the overhead of starting operations on small tensors. It does not flush the cache before a
 call: on a GPU the flush would hide the overhead, and on a CPU it would evict the interpreter from the cache.

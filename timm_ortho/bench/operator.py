@@ -47,6 +47,7 @@ def shortest_update(x: Tensor, f: Tensor, dim: int, eps: float = EPS) -> Tensor:
     return x + f - s * x
 
 
+# formulas that are short enough to paste into a model, for comparison with this package's connections
 PASTED = {"appendix": appendix_update, "shortest": shortest_update}
 
 

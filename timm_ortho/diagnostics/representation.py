@@ -1,7 +1,7 @@
-"""Compute effective rank, spectral entropy, spread and linear CKA of a model's features.
+"""Compute effective rank, spectral entropy, standard deviation and linear CKA of a model's features.
 
-F contains one row of features for each of n images, and C is their covariance matrix (Oh et al. 2025, final version,
-notes to Table 4)::
+F contains one row of features for each of n images, and C is the covariance matrix of the features (Oh et al. 2025,
+final version, notes to Table 4)::
 
     p_i = lambda_i / sum_j lambda_j                  lambda: eigenvalues of C
     spectral entropy H = -sum_i p_i log p_i          in nats

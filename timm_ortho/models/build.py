@@ -90,7 +90,7 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     return own
 
 
-# Tag of the architecture in an exported config.json. Without timm_ortho, errors of timm and transformers quote it.
+# Tag of the architecture in an exported config.json. Without timm_ortho, errors of timm and transformers contain it.
 IMPORT_TAG = "import_timm_ortho"
 
 
