@@ -118,13 +118,14 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
                 f"| {chosen.rates[connection]:g} | {accuracy:+.2f} | {loss:+.3f} "
                 f"| {'passed' if chosen.passes(connection) else 'not passed'} |")
     edges = [f"{name}, {connection}" for name, chosen in recipes.items() for connection in chosen.edges]
-    shared = ", ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
+    shared = " and ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
     return [*made, "",
-            f"Recipe of S1, S2 and S4: {shown} (the recipes differ only in weight decay and gradient clipping). "
-            f"Rates chosen for both connections together: {shared}. Accuracy of ridge regression: {ridge:.2f} %. "
-            f"Lowest possible training loss (floor): {floor:.3f}. Chosen rates that are the lowest or highest tried: "
-            f"{'; '.join(edges) or 'none'}."]
+            f"Studies S1, S2 and S4 use the recipe `{shown}`. The recipes differ only in weight decay and gradient "
+            f"clipping. The shared rate, which is chosen from the mean accuracy over both connections, is {shared}. "
+            f"The accuracy of ridge regression is {ridge:.2f} %. The floor is {floor:.3f}. "
+            + (f"These chosen rates are the lowest or highest of the table: {'; '.join(edges)}." if edges else
+               "No chosen rate is the lowest or highest of the table.")]
 
 
 def main(folders: Sequence[Path]) -> int:

@@ -332,7 +332,7 @@ def rates_slope(rates: Sequence[float]) -> Weights:
 
 
 def switch(first: float, last: float) -> Weights:
-    """Return `first` times the weights of the effect of an orthogonal start, plus `last` times those of the end."""
+    """Return weights of `first` times the effect of an orthogonal start plus `last` times that of an orthogonal end."""
     return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
             for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}
 

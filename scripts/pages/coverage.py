@@ -15,5 +15,6 @@ def table() -> str:
     """Return Markdown: the number of covered architectures, and a table of timm's modules."""
     rows = coverage.timm_modules()
     covered, left_out = (sum(len(names) for names in column) for column in list(zip(*rows, strict=True))[1:])
-    total = f"{covered:,} of timm {coverage.load()['timm']}'s {covered + left_out:,} architectures:"
+    total = (f"The package covers {covered:,} of the {covered + left_out:,} architectures of timm "
+             f"{coverage.load()['timm']}:")
     return f"{total}\n\n{coverage.table()}"

@@ -260,7 +260,7 @@ def explored() -> dict[str, list[Comparison]]:
               for factor, (low, high) in FACTORS.items() if factor not in ("rate", "width"))]),
         "Table 3": _both("switch_reinitialised", "first of two trainings: orthogonal − linear", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
-        "Table 10": _both("switch_kept", "orthogonal, then linear − always linear",
+        "Table 10": _both("switch_kept", "first orthogonal, then linear − always linear",
                           {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},
                           paper=of_paper("connection_switch_continuous", minus("OL", "LL"))),
         "Table 4": _both("layer_pattern", "F in all blocks − F in no block",
@@ -280,9 +280,9 @@ def explored() -> dict[str, list[Comparison]]:
                        [(f"{study}-{data}-small", rates_slope(rates[:-1]))], bases="linear",
                        paper=of_paper("learning_rate_sweep", of_rates))
               for which, study, data, rates in RATE_STUDIES)],
-        "Figure 4": _both("probability", "accuracy at pi = 1 minus pi = 0",
+        "Figure 4": _both("probability", "accuracy at pi = 1 minus accuracy at pi = 0",
                           {(1.0, "feature"): 1.0, (0.0, "linear"): -1.0}),
-        "Figure 5": _both("epsilon", "accuracy at eps = 1e-3 minus eps = 1e-8",
+        "Figure 5": _both("epsilon", "accuracy at eps = 1e-3 minus accuracy at eps = 1e-8",
                           {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
         "Table 4 (final version)": _both(
             "representation", "effective rank of the features, F relative to linear", difference(),

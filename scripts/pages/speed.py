@@ -86,20 +86,19 @@ def opening(rows: Sequence[BenchRow]) -> str:
     sentences = []
     for kind, on_cpu in (("CPU", True), ("GPU", False)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
-        steps = [f"{name}: {'; '.join(ranges)}" for name, models in SHOWN.items() if (ranges := [
+        steps = [f"For {name}, the change is {_listed(ranges)}." for name, models in SHOWN.items() if (ranges := [
             f"{percent(of)} {how}" for mode, how in HOW.items() if (of := ratios(mine, "models", models, mode))])]
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
-            sentences.append("Orthogonal connections change the time of a training step, relative to linear "
-                             f"connections, by the following amounts on a {kind} ({', '.join(names)}). "
-                             f"{'. '.join(steps)}.")
+            sentences.append(f"On a {kind} ({', '.join(names)}), the time of a training step changes as follows if "
+                             f"orthogonal connections replace linear connections. {' '.join(steps)}")
         if small:
-            over = [sorted(float(row[column]) for row in small) for column in ("appendix_ratio_p50", "ratio_p50")]
-            sentences.append("With orthogonal connections, a ViT of width 64 takes {:.2f} to {:.2f} times as long as "
-                             "with the formula of the paper's appendix, and {:.2f} to {:.2f} times as long as with "
-                             "plain addition.".format(
-                                 *(end for matched in over for end in (matched[0], matched[-1]))))
+            appendix, linear = (times([float(row[column]) for row in small])
+                                for column in ("appendix_ratio_p50", "ratio_p50"))
+            sentences.append("A training step or a forward pass of a ViT of width 64 takes, with orthogonal "
+                             f"connections, {appendix} as long as with the formula of the paper's appendix, and "
+                             f"{linear} as long as with plain addition.")
         if not steps and not small:
             sentences.append(f"On a {kind}: not measured.")
     return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
@@ -115,6 +114,16 @@ def percent(matched: Sequence[float]) -> str:
     """Return the range of ratios in percent, such as `+7 to +17 %`."""
     low, high = (f"{100 * (end - 1):+.0f}".replace("-0", "+0") for end in (min(matched), max(matched)))
     return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+def times(matched: Sequence[float]) -> str:
+    """Return the range of ratios as text, such as `1.05 to 1.34 times`."""
+    low, high = (f"{end:.2f}" for end in (min(matched), max(matched)))
+    return f"{low} times" if low == high else f"{low} to {high} times"
 
 
 def section(rows: Sequence[BenchRow]) -> str:

@@ -85,8 +85,8 @@ def blocks(page: Path, folder: Path) -> list[Block]:
             block = replace(block, path=f"plots/{page.stem}.svg")  # the page's only plot shows the differences
         if heading not in LEFT_OUT:
             kept.append(block)
-    text = (f"docs/evidence.md defines the terms. The numbers of every run are in {where}. This command writes the "
-            "whole report, with a plot for each metric:")
+    text = (f"docs/evidence.md defines the terms. The folder model_cards/{where} contains the numbers. This command "
+            "writes the whole report:")
     return [*kept, Heading("Data"), Text(text), Code(f"timm-ortho study report model_cards/{where} --output DIR")]
 
 

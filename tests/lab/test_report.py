@@ -73,10 +73,10 @@ def test_command_changes_and_unfinished_runs_are_named(written):
     name, folder, text = written
     for told in texts(folder):
         assert study_of(name)["command"] in told
-        assert ("epochs: 3 here, 300 in the paper" in told) == (name not in ("families", "compare"))
+        assert ("epochs: 3 here; 300 in the paper" in told) == (name not in ("families", "compare"))
         assert ("Not finished: a-seed9." in told) == (name not in ROWS)
         assert ("Method and terms" in told) == (name not in ROWS)
-        assert "validation" not in told.partition("The paper:")[0]  # the made-up runs are evaluated on test images
+        assert "validation" not in told.partition("The paper has")[0]  # the made-up runs are evaluated on test images
     assert ("not finished: a-seed9" in text) == (name not in ROWS)
     assert text.endswith(f"report: {folder / 'report.html'}")
 
@@ -155,7 +155,7 @@ def test_several_studies_in_one_report(tmp_path):
     text = report.write_many(parts, tmp_path / "one")
     told, markdown = texts(tmp_path / "one")
     for said in (told, markdown, text):
-        assert said.count("No difference could be tested (3 equal differences)") == 1
+        assert said.count("No difference could be tested (all 3 differences are equal)") == 1
     headings = [element.text for element in parsed(tmp_path / "one").iter("h2")]
     assert headings == ["What about switch_kept? (Table 0), digits", "What about switch_kept? (Table 0), torch/cifar10",
                         "Method and terms"]
@@ -175,22 +175,23 @@ def test_the_images_are_described(tmp_path):
     study, runs = accuracy(BOTH)
     text = write({**study, "data": data}, runs, [], tmp_path)
     for told in (*texts(tmp_path), text):
-        assert ("Images of 32 x 48 pixels (from recipe small_images; the first image of the data set has 375 x 500 "
-                "pixels), 3 channels, 10 classes: 9,469 training images and 3,925 validation images (val).") in told
-        assert not re.search(r"\btest (images|loss|top-1)", told.partition("The paper:")[0])
+        assert ("The images have 32 x 48 pixels (set by recipe small_images; the first image of the data set has "
+                "375 x 500 pixels), 3 channels and 10 classes. There are 9,469 training images and 3,925 validation "
+                "images (split “val”).") in told
+        assert not re.search(r"\btest (images|loss|top-1)", told.partition("The paper has")[0])
     for split in ("test", "hold-out"):
         write({**study, "validation": split, "data": {**data, "validation_split": split}}, runs, [], tmp_path)
-        assert f"3,925 {split} images ({split})." in texts(tmp_path)[0]
+        assert f"3,925 {split} images (split “{split}”)." in texts(tmp_path)[0]
     write({**study, "data": data}, runs, [], tmp_path)
     assert results(tmp_path)["study"]["data"] == data
     write({**study, "data": {**data, "first_image": [32, 48], "channels": 1, "classes": 1}}, runs, [], tmp_path)
-    assert "32 x 48 pixels (from recipe small_images), 1 channel, 1 class: 9,469" in texts(tmp_path)[0]
+    assert "32 x 48 pixels (set by recipe small_images), 1 channel and 1 class. There are 9,469" in texts(tmp_path)[0]
     several = {**data, "image_size": None, "size_from": "each model's default"}
     del several["first_image"]
     write({**study, "data": several}, runs, [], tmp_path)
-    assert "Images of several sizes (from each model's default), 3 channels" in texts(tmp_path)[0]
+    assert "The images have several sizes (set by each model's default), 3 channels" in texts(tmp_path)[0]
     write(study, runs, [], tmp_path)  # earlier versions of timm-ortho wrote no key `data`
-    assert "Images of" not in texts(tmp_path)[0]
+    assert "The images have" not in texts(tmp_path)[0]
 
 
 @pytest.mark.parametrize("name", ["accuracy", "compare"])

@@ -24,7 +24,7 @@ def test_paper_numbers_of_each_table():
         "skips_depthwise": 24}
     assert stated["learning_rate"][("5e-4",), ("CIFAR-10", "Linear")] == [90.41, 0.15]
     assert stated["switch_kept"][("Orthogonal → Linear",), ("CIFAR-10", "top-5 %")] == [99.72, 0.03]
-    assert stated["representation"][("linear CKA between the two",), ("Orthogonal-F",)] == [0.546]
+    assert stated["representation"][("linear CKA with the baseline",), ("Orthogonal-F",)] == [0.546]
     assert stated["skips_depthwise"][("56", "Orthogonal-Random"), ("SVHN",)] == [97.058, 0.055]
 
 
@@ -129,10 +129,10 @@ def test_switches_are_compared_with_no_switch(tmp_path):
 def test_cka_has_no_baseline(tmp_path):
     write(study_of("representation"), runs_of("representation"), [], tmp_path)
     found = side_by_side(tmp_path)
-    assert found[("linear CKA between the two",), "Orthogonal-F"] == ("0.546", "0.600 ± 0.000")
-    assert found[("linear CKA between the two",), "Linear"] == ("–", "–")
+    assert found[("linear CKA with the baseline",), "Orthogonal-F"] == ("0.546", "0.600 ± 0.000")
+    assert found[("linear CKA with the baseline",), "Linear"] == ("–", "–")
     assert found[("effective rank",), "Linear"] == ("572.9", "11.0 ± 1.0")
-    assert "linear CKA between the two" not in [names[0] for names in differences(tmp_path)]
+    assert "linear CKA with the baseline" not in [names[0] for names in differences(tmp_path)]
 
 
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):

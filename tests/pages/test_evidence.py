@@ -439,7 +439,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
     assert "more accurate on CIFAR-10 and Tiny ImageNet" in " ".join(evidence.readme().split())
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
     assert "ViT: F − linear at width 384 minus F − linear at width 128, CIFAR-10" in after
-    assert "Recipe of S1, S2 and S4: " in after
+    assert "Studies S1, S2 and S4 use the recipe `" in after
     assert "\n| setting | C1 | C2 | H1 | paper |\n" in after
     assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 |\n" in after
     assert set(evidence.pictures()) == {"questions", "differences", "by_epoch"}

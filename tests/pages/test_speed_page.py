@@ -94,9 +94,10 @@ def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
         dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate="ortho",
              ratio_p50="1.2", appendix_ratio_p50="0.9")])
     text = " ".join(speed.opening(speed.rows_of(tmp_path)).split())
-    assert "(Some CPU). ViT-S: +30 % in eager mode; -2 % under `torch.compile`. ResNetV2-50: +7 to +10 % in" in text
-    assert "0.90 to 0.90 times" in text
-    assert "1.20 to 1.20 times" in text
+    assert "For ViT-S, the change is +30 % in eager mode and -2 % under `torch.compile`. " in text
+    assert "For ResNetV2-50, the change is +7 to +10 % in eager mode." in text
+    assert "connections, 0.90 times as long as" in text
+    assert "and 1.20 times as long as" in text
     assert text.endswith("On a GPU: not measured.")
 
 

@@ -306,7 +306,7 @@ def _difference(paired: Optional[Mapping[str, Any]]) -> str:
         return "-"
     mean, half = paired["mean"], paired["half_width"]
     if half is None:
-        reason = "one pair" if paired["pairs"] < 2 else f"{paired['pairs']} equal differences"
+        reason = "one pair" if paired["pairs"] < 2 else f"all {paired['pairs']} differences are equal"
         return f"{mean:+.2f} ({reason}, no interval)"
     return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
 

@@ -95,7 +95,7 @@ def title(study: Mapping[str, Any]) -> str:
 
 
 def _about(study: Mapping[str, Any]) -> str:
-    return f"Study “{study['name']}” at scale “{study['scale']}”; nothing is trained."
+    return f"Study “{study['name']}” at scale “{study['scale']}” trains no network."
 
 
 def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]:
@@ -109,7 +109,7 @@ def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]
         Heading("The paper's table and this one"),
         Grid(shown.table(), "the table"), Text(report.note(study, shown.note)), *report.extra_blocks(shown.extras),
         Heading("What differs from the paper"),
-        Items(study["changed"]) if study["changed"] else Text("No known difference."),
+        Items(report.changed(study)) if study["changed"] else Text("No known difference."),
         Heading("How it was made"), Code(study["command"]),
         *([Grid(made, "how it was made", wrap=True)] if made.rows else []),
     ]

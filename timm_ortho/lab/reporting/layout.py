@@ -66,7 +66,7 @@ MEASURES = {
     "loss": Measure("{images} loss", _number("loss"), 4),
     "effective_rank": Measure("effective rank", _represented("effective_rank"), 1),
     "spectral_entropy": Measure("spectral entropy", _represented("spectral_entropy"), 3),
-    "linear_cka": Measure("linear CKA between the two", _represented("linear_cka"), 3),
+    "linear_cka": Measure("linear CKA with the baseline", _represented("linear_cka"), 3),
     "feature_std": Measure("feature standard deviation", _represented("feature_std"), 3),
 }
 
@@ -103,7 +103,7 @@ class Layout:
     paper: Sequence[str] = ()
     order: str = ""
     unstated: str = "not in the paper"
-    protocol: str = "Values are those of the last epoch."
+    protocol: str = "The values are from the last epoch."
     plots: Sequence[Any] = ("training", "stream")
     tables: Sequence[str] = ()
     generic: bool = False

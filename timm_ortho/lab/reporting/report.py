@@ -17,7 +17,7 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
         "report": {"rows": [...], ...},     # see `layout`; by default as in the package's study of this name
         "validation": "test",               # images of the accuracy: "test" or "hold-out"
-        "data": {"image_size": [32, 32],    # None where the models differ
+        "data": {"image_size": [32, 32],    # None if the models differ
                  "size_from": "the model's default", "first_image": [32, 32], "channels": 3, "classes": 10,
                  "train": 50000, "validation": 10000, "validation_split": "test"},
     }
@@ -98,8 +98,10 @@ class Part:
     def about(self) -> str:
         study = self.study
         name = f"Study “{study['name']}”" + (f" at scale “{study['scale']}”" if study["scale"] else "")
-        trained = f"{name}: {study['model']} on {study['dataset'] or 'own images'}, {_count(study['seeds'], 'seed')}."
-        return " ".join([trained, *_of_data(study.get("data") or {}, self.layout.images)])
+        models = ", ".join(map(str, study["axes"].get("model", [study["model"]])))
+        data, seeds = study["dataset"] or "own images", _count(study["seeds"], "seed")
+        images = _of_data(study.get("data") or {}, self.layout.images)
+        return " ".join([f"{name} trains {models} on {data} with {seeds}.", *images])
 
     @property
     def json(self) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def _section(part: Part) -> Iterator[Block]:
     yield from _results(part)
     if study["changed"] or study["paper"]:
         yield Heading("What differs from the paper")
-        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
+        yield Items(changed(study)) if study["changed"] else Text("No known difference.")
     if part.runs:
         yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
@@ -241,9 +243,16 @@ def note(study: Mapping[str, Any], *measured: str) -> str:
     """Return sentences about the measurement with the paper's protocol and source."""
     section = paper.section(study.get("table"))
     protocol = section.get("protocol") or section.get("definition")
-    sentences = [*measured, f"The paper: {protocol}." if protocol else "",
+    sentences = [*measured, f"{protocol}." if protocol else "",
                  f"Source: {section['source']}." if "source" in section else ""]
     return " ".join(filter(None, sentences))
+
+
+def changed(study: Mapping[str, Any]) -> list[str]:
+    """Return the lines of `changed`. A semicolon separates the two sides, which may be lists."""
+    older = "other than in the paper as well:"  # words of an earlier version
+    return [line.replace(" here, ", " here; ").replace(older, "also different from the paper:")
+            for line in study["changed"]]
 
 
 def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
@@ -251,10 +260,11 @@ def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
     if data:
         size, first = (data.get(key) and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
         resized = f"; the first image of the data set has {first} pixels" if first and first != size else ""
-        yield (f"Images of {f'{size} pixels' if size else 'several sizes'} (from {data['size_from']}{resized}), "
-               f"{_count(data['channels'], 'channel')}, {_count(data['classes'], 'class', 'classes')}: "
-               f"{data['train']:,} training images and {data['validation']:,} {evaluated} images "
-               f"({data['validation_split']}).")
+        size = f"{size} pixels" if size else "several sizes"
+        yield (f"The images have {size} (set by {data['size_from']}{resized}), "
+               f"{_count(data['channels'], 'channel')} and {_count(data['classes'], 'class', 'classes')}. There are "
+               f"{data['train']:,} training images and {data['validation']:,} {evaluated} images (split "
+               f"“{data['validation_split']}”).")
 
 
 def _count(items: Any, one: str, many: str = "") -> str:
@@ -292,9 +302,10 @@ def _lead(parts: Sequence[Part]) -> str:
             f"{len(detected)} of {len(compared)} differences {where}")
         sentences = [f"{subject} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
     if unadjusted:
-        sentences.append(f"{_count(unadjusted, 'more confidence interval' if detected else 'confidence interval')} "
-                         f"{'excludes' if unadjusted == 1 else 'exclude'} zero, but not after adjustment for "
-                         f"{_adjustment(parts)}.")
+        more, one = " more" * bool(detected), unadjusted == 1
+        sentences.append(f"{unadjusted}{more} confidence {'interval excludes' if one else 'intervals exclude'} zero, "
+                         f"but {'this difference is' if one else 'these differences are'} not detected after "
+                         f"adjustment for {_adjustment(parts)}.")
     sentences += [f"{_untested(entries)} could not be tested: {why}." for why, entries in untested.items()]
     if any(entry.difference and entry.difference.pairs == _FEW for entry in tested):
         sentences.append(f"With two seeds, the half-width of an interval is {reach(_FEW):.1f} standard deviations of "

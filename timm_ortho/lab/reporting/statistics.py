@@ -42,7 +42,7 @@ class Difference:
         """The reason why there is no interval, or an empty string if there is an interval."""
         if self.half_width is not None:
             return ""
-        return "one pair" if self.pairs < 2 else f"{self.pairs} equal differences"
+        return "one pair" if self.pairs < 2 else f"all {self.pairs} differences are equal"
 
     def text(self, digits: int = 2) -> str:
         """Return mean and interval, or the mean alone.

@@ -59,7 +59,8 @@ class Entry:
     def reading(self) -> str:
         """The unadjusted interval in words, with a note if the adjusted p is above 5 %."""
         words = reading(self.difference)
-        return f"{words}, but not after Holm" if words in ("higher", "lower") and not self.is_detected else words
+        only_unadjusted = words in ("higher", "lower") and not self.is_detected
+        return f"{words}, but not after Holm's adjustment" if only_unadjusted else words
 
     @cached_property
     def moments(self) -> list[float]:
@@ -316,7 +317,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def every_run(runs: Sequence[Run]) -> Table:
-    """Return a row for each run, without empty columns. Equal models and their parameters have no column."""
+    """Return a row for each run, without empty columns. Model and parameters have columns if the models differ."""
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
                if any(key in run for run in runs) and (several or key not in ("model", "parameters"))]
