@@ -2,9 +2,10 @@
 
 | card | source of the numbers |
 | --- | --- |
-| weights that ship, `vit_test_*` | `model_cards/results/comparisons` |
+| weights that were trained here, such as `vit_test_*` | `model_cards/results/comparisons/BASE_TAG` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
+BASE is the model's name without suffix: `vit_test_digits` for `vit_test_ortho.digits`.
 `timm_ortho.hub.card` fills the template of the cards. `studies.py` writes the remaining pages of model_cards.
 """
 from functools import cache
@@ -19,13 +20,13 @@ import timm_ortho  # noqa: F401  registers the models
 from timm_ortho.hub.card import Subject, draw_curve, model_card
 from timm_ortho.hub.trained_run import Run, comparison_rows
 from timm_ortho.lab.paper import experiments
+from timm_ortho.lab.reporting.published import STUDY
 from timm_ortho.models.meta import on_meta
-from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
+from timm_ortho.models.names import SUFFIXES, base_name, is_variant, suffix_of
 
 from . import studies
 
 VALIDATE = "https://github.com/huggingface/pytorch-image-models/blob/main/validate.py"
-SEED = 0  # seed of the run whose weights scripts/make_test_weights.py puts into the package
 
 
 class Card(NamedTuple):
@@ -41,11 +42,17 @@ class PublishedRun(Run):
 
     Args:
         folder: The comparison in `model_cards/results/comparisons`.
-        connection, seed: The connection and the seed of the run.
+        connection: The connection of the run. Its seed is the first seed of the comparison.
+
+    Attributes:
+        seed: The seed of the run.
+        command: The command that trained all runs of the comparison.
     """
 
-    def __init__(self, folder: Path, connection: str, seed: int) -> None:
+    def __init__(self, folder: Path, connection: str) -> None:
         part = studies.part(folder)
+        self.seed = seed = part.study["seeds"][0]  # not the best seed, whose accuracy would be biased
+        self.command = part.study["command"]
         runs = [run for run in part.runs if run["connection"] == connection]
         run = next(run for run in runs if run["seed"] == seed)
         options = part.study["options"]
@@ -75,29 +82,44 @@ def cards() -> tuple[Card, ...]:
 def _cards() -> Iterator[Card]:
     for name in timm.list_pretrained():
         if is_variant(name):
-            if name in AUTHORS:
-                yield of_authors(name)
-            elif get_pretrained_cfg(name).file:
-                yield of_shipped(name)
-            else:
-                raise SystemExit(f"no card of the weights {name}: write a function like of_authors in {__file__}")
+            yield of_authors(name) if name in AUTHORS else of_comparison(name)
 
 
-def of_shipped(name: str) -> Card:
-    """Return the card of weights that are part of the package."""
-    architecture, _, data = name.partition(".")
-    folder = studies.RESULTS / "comparisons" / f"vit_test_{data}"
-    run = PublishedRun(folder, SUFFIXES[suffix_of(architecture)], SEED)
-    about = (
-        "These weights are part of timm-ortho, in float32, and load without a network connection. They are small "
-        "because they are meant for tests and for trying out tools.\n\n"
-        f"`timm-ortho compare --recipe vit_test_{data}` trains them with seed {SEED}. `scripts/make_test_weights.py` "
-        "copies them into the package, together with inputs and outputs for the tests.")
-    return Card(name, model_card(subject(name, about=about, license="apache-2.0"), run, curve=f"{name}.png"), run)
+def comparison_of(name: str) -> Path:
+    """Return the folder of the published comparison that trained the weights MODEL.TAG.
+
+    Raises:
+        SystemExit: There is no such comparison.
+    """
+    model, _, tag = name.partition(".")
+    folder = studies.RESULTS / "comparisons" / f"{base_name(model)}_{tag}"
+    if not (folder / STUDY).is_file():
+        raise SystemExit(
+            f"no card of the weights {name}: publish the output folder of the timm-ortho compare that trained them, "
+            f"python -m scripts.publish --name {folder.name} FOLDER. For weights that others trained, write a function "
+            f"like of_authors in {__file__}")
+    return folder
+
+
+def of_comparison(name: str) -> Card:
+    """Return the card of weights that were trained here, with the numbers of their comparison."""
+    cfg = get_pretrained_cfg(name)
+    run = PublishedRun(comparison_of(name), SUFFIXES[suffix_of(name.partition(".")[0])])
+    trained = f"`{run.command}` trains them with seed {run.seed}."
+    if cfg.hf_hub_id:
+        about = (
+            f"These weights are in the Hub repository [{cfg.hf_hub_id}](https://huggingface.co/{cfg.hf_hub_id}). "
+            f"`pretrained=True` downloads `{cfg.hf_hub_filename}`.\n\n{trained}")
+    else:
+        about = (
+            "These weights are part of timm-ortho, in float32, and load without a network connection. They are small "
+            f"because they are meant for tests and for trying out tools.\n\n{trained} `scripts/make_weights.py` copies "
+            "them into the package, together with inputs and outputs for the tests.")
+    return Card(name, model_card(subject(name, about=about, license=cfg.license), run, curve=f"{name}.png"), run)
 
 
 # From the cards of the authors' repositories: top-1 and top-5 on ImageNet-1k in %, and the step of the checkpoint.
-# Weights that are not from this project need a function like `of_authors`.
+# Other weights that were not trained here need a function like `of_authors`.
 AUTHORS = {
     "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
     "vit_base_linear.authors_in1k": (71.23, 90.29, "after an unknown step"),

@@ -5,7 +5,7 @@
 | ``vit_base_{ortho,linear}.authors_in1k`` | the authors' ViT-B for ImageNet-1k | their repositories on the Hub |
 | ``vit_test_{ortho,orthog,linear}.digits`` | 0.2 MB each, for tests and first steps | ``timm_ortho/weights`` |
 
-To add weights, add an entry to ``_OF_ARCHITECTURE``. For all other variants ``pretrained=True`` raises timm's error.
+To add weights, add an entry to ``ENTRIES``. For all other variants ``pretrained=True`` raises timm's error.
 """
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from ..hub_client.download import cached
 from .checks import SAFE
 
 _AUTHORS = dict(
-    hf_hub_filename=SAFE,
     crop_pct=1.0,  # as in recipes/vit_b_imagenet1k.yaml and the authors' code, which validate on whole images
     license="cc-by-sa-4.0",
     origin_url="https://github.com/BootsofLagrangian/ortho-residual",
@@ -30,23 +29,28 @@ _AUTHORS = dict(
 
 
 def weights_file(name: str) -> Path:
-    """Return the path in this package of the weights ``name`` (model and tag). The file need not exist."""
+    """Return the path in this package of the weights ``name``, MODEL.TAG. The file need not exist."""
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
-# model -> tag -> fields of the configuration that differ from the architecture's
-_OF_ARCHITECTURE: Dict[str, Dict[str, Dict[str, Any]]] = {
-    **{f"vit_base_{name}": {"authors_in1k": dict(
-        hf_hub_id=f"BootsofLagrangian/{name}-vit-b-imagenet1k-hf", **_AUTHORS)} for name in ("ortho", "linear")},
-    **{name: {"digits": dict(file=str(weights_file(f"{name}.digits")), label_names=tuple("0123456789"))}
-       for name in ("vit_test_ortho", "vit_test_orthog", "vit_test_linear")},
+# MODEL.TAG -> fields of the configuration that differ from the architecture's. Weights with ``hf_hub_id`` are in that
+# repository on the Hub, all others in this package. Without a tag, ``pretrained=True`` loads a model's first entry.
+ENTRIES: Dict[str, Dict[str, Any]] = {
+    **{f"vit_base_{kind}.authors_in1k": dict(
+        hf_hub_id=f"BootsofLagrangian/{kind}-vit-b-imagenet1k-hf", **_AUTHORS) for kind in ("ortho", "linear")},
+    **{f"vit_test_{kind}.digits": dict(label_names=tuple("0123456789")) for kind in ("ortho", "orthog", "linear")},
 }
 
 
-def pretrained_cfgs(name: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
-    """Return the configurations of a model by name and tag; ``{name: cfg}`` if it has no weights."""
-    tags = _OF_ARCHITECTURE.get(name)
-    return {f"{name}.{tag}": replace(cfg, **own) for tag, own in tags.items()} if tags else {name: cfg}
+def pretrained_cfgs(model: str, cfg: PretrainedCfg) -> Dict[str, PretrainedCfg]:
+    """Return the configurations of a model by MODEL.TAG; ``{model: cfg}`` if it has no weights."""
+    entries = {name: fields for name, fields in ENTRIES.items() if name.partition(".")[0] == model}
+    cfgs = {name: replace(cfg, **_source(name, fields), **fields) for name, fields in entries.items()}
+    return cfgs or {model: cfg}
+
+
+def _source(name: str, fields: Dict[str, Any]) -> Dict[str, str]:
+    return dict(hf_hub_filename=SAFE) if "hf_hub_id" in fields else dict(file=str(weights_file(name)))
 
 
 # ---------------------------------------------------------------------------------- transformers' layout

@@ -1,0 +1,91 @@
+"""Add the weights of a finished comparison to the package, with inputs and outputs for the tests.
+
+    timm-ortho compare --recipe vit_test_digits --output output/vit_test_digits
+    python -m scripts.make_weights digits output/vit_test_digits
+    python -m scripts.publish --name vit_test_digits output/vit_test_digits
+
+The arguments of the second command are the tag of the weights and the output folder of the comparison. It requires
+entries with this tag in `timm_ortho/weights/pretrained.py`, such as `vit_test_ortho.digits`. For each entry it writes
+two files into `timm_ortho/weights`, from the last epoch of the run with the first seed:
+
+    vit_test_ortho.digits.safetensors           the weights in float32; the header describes the run and its accuracy
+    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each class, preprocessed
+                                                features, pre_logits, output: the model's outputs
+                                                target: the labels
+
+The third command publishes the results of all runs, from which the model cards are generated. Its NAME is that of the
+model without suffix, an underscore, and the tag.
+"""
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import timm
+import torch
+import yaml
+from safetensors.torch import save_file
+
+import timm_ortho
+from timm_ortho.lab.data import open_source
+from timm_ortho.models.names import SUFFIXES, base_name
+from timm_ortho.weights.pretrained import ENTRIES, weights_file
+
+from .publish import commit_before
+
+MOST_CLASSES = 10  # number of images in the file for the tests
+
+
+def main(tag: str, folder: Path) -> None:
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    seed, base = results["study"]["seeds"][0], base_name(results["study"]["model"])
+    runs = {run["connection"]: run for run in results["runs"] if run["seed"] == seed}
+    names = {connection: f"{base}{suffix}" for suffix, connection in SUFFIXES.items()
+             if f"{base}{suffix}.{tag}" in ENTRIES}
+    if not names:
+        raise SystemExit(f"there are no weights {base}*.{tag}: add an entry such as {base}_ortho.{tag} to ENTRIES in "
+                         "timm_ortho/weights/pretrained.py first")
+    missing = [connection for connection in names if connection not in runs]
+    if missing:
+        raise SystemExit(f"{folder} has no finished run with seed {seed} of {', '.join(missing)}")
+    for connection, name in names.items():
+        run = folder / f"{connection}-seed{seed}"
+        # top-1 is measured after the last epoch
+        model = timm.create_model(f"{name}.{tag}", checkpoint_path=str(run / "last.pth.tar")).eval()
+        options = Namespace(**yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8")))
+        about = {"model": name, "connection": connection, "data": options.dataset, "seed": seed,
+                 "commit": commit_before(folder / "study.yaml"),
+                 "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
+                 "timm_ortho": timm_ortho.__version__, "timm": timm.__version__, "torch": str(torch.__version__)}
+        file = weights_file(f"{name}.{tag}")
+        save_file(model.state_dict(), file, metadata={key: str(value) for key, value in about.items()})
+        checked_by = file.with_suffix(".tensors.safetensors")
+        save_file(check_tensors(model, options), checked_by)
+        for path in (file, checked_by):
+            path.chmod(0o644)  # safetensors makes files readable by their owner only
+        print(f"{file}  {file.stat().st_size / 1000:.0f} kB  top-1 {runs[connection]['top1']:.2f} %")
+
+
+def check_tensors(model: torch.nn.Module, options: Namespace) -> dict[str, torch.Tensor]:
+    """Return inputs, labels and outputs of one pass over an image of each class, at most `MOST_CLASSES`; [N, ...]."""
+    held_out = open_source(options).validation
+    held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
+    first: dict[int, torch.Tensor] = {}
+    for image, target in held_out:
+        first.setdefault(int(target), image)
+    targets = sorted(first)[:MOST_CLASSES]
+    images = torch.stack([first[target] for target in targets])
+    with torch.no_grad():
+        features = model.forward_features(images)
+        pre_logits = model.forward_head(features, pre_logits=True)
+        output = model(images)
+    tensors = {"input": images, "target": torch.tensor(targets), "features": features, "pre_logits": pre_logits,
+               "output": output}
+    # safetensors cannot store views
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
+    main(sys.argv[1], Path(sys.argv[2]))

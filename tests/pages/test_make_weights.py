@@ -1,0 +1,59 @@
+"""Test that scripts/make_weights.py reproduces the weights in the package from the folder of their comparison."""
+import json
+
+import pytest
+import timm
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from scripts import make_weights
+from scripts.pages import cards
+from timm_ortho.lab.reporting import published
+from timm_ortho.models.names import SUFFIXES
+from timm_ortho.weights.pretrained import weights_file
+
+
+@pytest.fixture
+def comparison(tmp_path, monkeypatch):
+    """Return the output folder of a comparison whose first seed has the weights of the package."""
+    monkeypatch.setattr(make_weights, "weights_file", lambda name: tmp_path / weights_file(name).name)
+    study, runs, _ = published.read(cards.comparison_of("vit_test_ortho.digits"))
+    (tmp_path / "results.json").write_text(json.dumps({"study": study, "runs": runs}))
+    (tmp_path / "study.yaml").touch()
+    for suffix, connection in SUFFIXES.items():
+        run = tmp_path / f"{connection}-seed0"
+        run.mkdir()
+        (run / "args.yaml").write_text(yaml.safe_dump(study["options"]))
+        model = timm.create_model(f"vit_test{suffix}.digits", pretrained=True)
+        torch.save({"state_dict": model.state_dict()}, run / "last.pth.tar")
+    return tmp_path
+
+
+def test_the_weights_of_the_package(comparison):
+    make_weights.main("digits", comparison)
+    for suffix in SUFFIXES:
+        shipped = weights_file(f"vit_test{suffix}.digits")
+        written = comparison / shipped.name
+        for file in (shipped, shipped.with_suffix(".tensors.safetensors")):
+            expected, tensors = load_file(file), load_file(comparison / file.name)
+            assert tensors.keys() == expected.keys()
+            for name, tensor in tensors.items():
+                torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-4)
+        about, stored = (safe_open(file, "pt").metadata() for file in (written, shipped))
+        for key in ("model", "connection", "data", "seed", "top1", "epochs"):
+            assert about[key] == stored[key]
+
+
+def test_an_unknown_tag(comparison):
+    with pytest.raises(SystemExit, match=r"no weights vit_test\*.tiny: add an entry such as vit_test_ortho.tiny to"):
+        make_weights.main("tiny", comparison)
+
+
+def test_a_run_that_is_missing(comparison):
+    results = json.loads((comparison / "results.json").read_text())
+    results["runs"] = [run for run in results["runs"] if run["connection"] != "global"]
+    (comparison / "results.json").write_text(json.dumps(results))
+    with pytest.raises(SystemExit, match="has no finished run with seed 0 of global"):
+        make_weights.main("digits", comparison)
