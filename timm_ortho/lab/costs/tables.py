@@ -65,7 +65,7 @@ def _overhead(rows: Sequence[Row]) -> Content:
         "medians with the paper's formula, 100 (1 - feature / linear). Each repetition times both models, so it has an "
         "overhead of its own. The overhead by repetition is the median of these overheads, with their 20 % and 80 % "
         "quantiles in brackets.",
-        [Extra("What was measured",
+        [Extra("Settings of the measurements",
                "Both models are timed in turns. The time covers forward pass, cross entropy and backward pass.",
                Table(["model", "images", "layout", "precision", "mode", "repetitions", "note"], [
                    [name, row["shape"], row["layout"], row["dtype"], row["mode"], str(row["repeats"]),
@@ -136,5 +136,5 @@ def _gamma(rows: Sequence[Row]) -> Content:
     return Content(
         ["model"], texts({models.get(row["model"], {"name": row["model"]})["name"]: row for row in rows}),
         texts({stated["name"]: stated for stated in models.values()}),
-        "γ is the mean width of the stream divided by the number of blocks. The numbers here are those of the "
+        "γ is the mean width of the stream divided by the number of blocks. The numbers here describe the "
         "models that this package registers.")

@@ -81,7 +81,7 @@ def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measur
 
 
 def _traces(rows: Rows, measure: str) -> dict[tuple[int, str], dict[int, float]]:
-    """Return the values of each site by step. JSON's null, which stands for NaN and infinities, becomes NaN."""
+    """Return the values of each site by step. JSON's null (NaN or an infinity) becomes NaN."""
     traces: dict = {}
     for row in rows:
         if measure not in row:
