@@ -39,7 +39,28 @@ def test_linear_equals_the_original_model_and_the_cache_equals_one_pass(name):
     assert result.linear_cached is result.cache is (None if text.task == "encoder" else True)
     assert result.kinds == ", ".join(text.kinds)
     if PAGE.exists():
-        assert result.row() in PAGE.read_text(encoding="utf-8").splitlines()
+        problem = missing_row(PAGE.read_text(encoding="utf-8"), name, result.row())
+        if problem:
+            pytest.fail(problem, pytrace=False)
+
+
+def missing_row(page, name, row):
+    """Return the text of an error with the row that the page needs, or None if the page has the row."""
+    if row in page.splitlines():
+        return None
+    names = list(TEXT)
+    before = names[names.index(name) - 1] if name != names[0] else None
+    where = f"below the row of {before}" if before else "as the first row"
+    return f"docs/text_models.md does not have this row. Add it {where}:\n{row}"
+
+
+def test_a_missing_row_is_printed():
+    page = PAGE.read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| OPT |"))
+    assert missing_row(page, "OPT", row) is None
+    assert missing_row(page.replace(row, ""), "OPT", row) == (
+        f"docs/text_models.md does not have this row. Add it below the row of GPT-NeoX, sequential:\n{row}")
+    assert "Add it as the first row:\n| x |" in missing_row(page, "GPT-2", "| x |")
 
 
 def test_the_page_lists_every_model():
@@ -47,7 +68,7 @@ def test_the_page_lists_every_model():
         pytest.skip("requires a checkout of the repository")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.read_text(encoding="utf-8").splitlines()
             if " | yes | " in line]
-    assert rows == list(TEXT)
+    assert rows == list(TEXT), "docs/text_models.md and TEXT differ in their models or in the order"
 
 
 def snippets():
