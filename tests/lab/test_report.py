@@ -232,7 +232,7 @@ def test_the_page_opens_with_the_answer_and_ends_with_the_method(tmp_path):
     text = write(*accuracy(BOTH), ["a-seed9"], tmp_path)
     lead = results(tmp_path)["lead"]
     half = results(tmp_path)["summary"][-1]["difference"]["half_width"]
-    assert lead == ("No difference between the connections was detected; with 3 seeds, differences in top-1 below "
+    assert lead == ("No difference between the connections was detected. With 3 seeds, differences in top-1 below "
                     f"about {half:.2g} points cannot be detected.")
     assert lead in text
     for told in texts(tmp_path):

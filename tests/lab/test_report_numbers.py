@@ -46,7 +46,7 @@ def test_the_interval_determines_the_reading(tmp_path, feature, reading):
     text = write(study, runs, [], tmp_path)
     assert differences(tmp_path)["Orthogonal-F", "top-1 %"]["reading"] == reading
     found = results(tmp_path)["summary"][-1]["difference"]
-    told = "No difference between the connections was detected; with 3 seeds" if reading == "not detected" else (
+    told = "No difference between the connections was detected. With 3 seeds" if reading == "not detected" else (
         f"The difference between the connections was detected: Orthogonal-F {found['mean']:+.2f} "
         f"[{found['mean'] - found['half_width']:+.2f}, {found['mean'] + found['half_width']:+.2f}] in top-1 %. With 3")
     half = found["half_width"]
@@ -87,7 +87,7 @@ def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
     assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
     assert row["reading"] == "no interval: all 2 differences are equal"
     assert "-1.00 (all 2 differences are equal, no interval)" in text
-    assert "Of 2 differences between the connections, 1 could be tested and was not detected; with 2 seeds" in text
+    assert "Of 2 differences between the connections, 1 could be tested and was not detected. With 2 seeds" in text
     assert "Orthogonal-F (-1.00 in top-1 %) could not be tested: all 2 differences are equal." in text
     assert "adjusted for 2 comparisons. 1 of them has no p and counts as p = 1." in texts(tmp_path)[0]
     assert "p and the reading use only the paired differences" in texts(tmp_path)[0]

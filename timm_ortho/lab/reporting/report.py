@@ -293,14 +293,14 @@ def _lead(parts: Sequence[Part]) -> str:
     none = f"No difference {where} was detected" if not untested else (
         f"Of {_count(compared, 'difference')} {where}, {len(tested)} could be tested and "
         f"{'was not' if len(tested) == 1 else 'none was'} detected")
-    sentences = [f"{none}; {_sensitivity(tested)}."]
+    sentences = [f"{none}.", _sensitivity(tested)]
     if detected:
         named = "; ".join(f"{_label(entry)} {entry.compared()} in {entry.title}" for entry in detected[:_NAMED])
         among = "among them " if len(detected) > _NAMED else ""
         verb = "was" if len(detected) == 1 else "were"
         subject = f"The difference {where}" if len(compared) == 1 else (
             f"{len(detected)} of {len(compared)} differences {where}")
-        sentences = [f"{subject} {verb} detected: {among}{named}.", f"W{_sensitivity(tested)[1:]}."]
+        sentences = [f"{subject} {verb} detected: {among}{named}.", _sensitivity(tested)]
     if unadjusted:
         more, one = " more" * bool(detected), unadjusted == 1
         sentences.append(f"{unadjusted}{more} confidence {'interval excludes' if one else 'intervals exclude'} zero, "
@@ -330,7 +330,7 @@ def _adjustment(parts: Sequence[Part]) -> str:
 
 
 def _sensitivity(tested: Sequence[tables.Entry]) -> str:
-    """Return the half-widths of the first tested measure. The interval of a smaller difference contains zero."""
+    """Return a sentence with the half-widths of the first tested measure. Smaller differences are not detected."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
     differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
     seeds = sorted({difference.pairs for difference in differences})
@@ -339,8 +339,8 @@ def _sensitivity(tested: Sequence[tables.Entry]) -> str:
     spread = f" ({least} to {most}, depending on the comparison)" if least != most else ""
     title, percent, protocol = MEASURES[first.measure].title.format(images="").partition(" %")
     unit = " points" if percent else ""
-    return (f"with {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
-            f"below about {middle}{unit} cannot be detected{spread}")
+    return (f"With {' to '.join(map(str, (seeds[0], seeds[-1])[:len(seeds)]))} seeds, differences in {title}{protocol} "
+            f"below about {middle}{unit} cannot be detected{spread}.")
 
 
 def _two_digits(value: float) -> str:
