@@ -145,12 +145,12 @@ def of_authors(name: str) -> Card:
         "the images of ImageNet-1k in class folders below `IMAGENET/validation`:\n\n"
         "    python -m timm_ortho run validate.py --data-dir IMAGENET --model 'vit_base_*.authors_in1k' --pretrained"
         "\n\n"
-        f"**Licence:** {cfg.license}, share-alike. Works based on these weights, such as a fine-tuned copy, are "
-        "published under the same licence and name the authors.")
+        f"**Licence:** {cfg.license}, share-alike. Works based on these weights, such as a fine-tuned copy, must be "
+        "published under the same licence and must name the authors.")
     known = [
         "These weights were not loaded here. The renaming is tested on random weights in the same layout: the logits "
         "equal those of a plain implementation to 1e-4.",
-        "The resolution, crop, mean and std are those of this package's recipe `vit_b_imagenet1k`.",
+        "The resolution, crop, mean and std are from this package's recipe `vit_b_imagenet1k`.",
     ]
     return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=known)))
 
