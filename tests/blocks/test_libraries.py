@@ -21,6 +21,10 @@ QUICK |= {f"torchvision {name}" for name in (
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 COMPILED = {*(f"torchvision {name}" for name in ("vit", "resnet50", "convnext")),
             *(f"transformers {name}" for name in ("vit", "convnext"))}
+# These blocks belong to text encoders, or to architectures whose input is not only an image.
+OTHER_INPUTS = {
+    "Swinv2CrLayer", "Siglip2EncoderLayer", "PerceiverLayer", "PerceiverAttention", "ModernBertEncoderLayer",
+    "TransformerBlock"}
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate(MODELS)}
 
 
@@ -118,10 +122,7 @@ def test_every_row_of_a_table_has_a_model_here(library):
             model, _ = made(name)
             covered |= {spec.name for module in model.modules() if (spec := spec_of(module)) and reached(module, spec)}
     covered |= {spec.name for spec in specs(library) if spec.causal}  # test_text_models.py tests language models
-    # These blocks belong to text encoders, or to architectures whose input is not only an image.
-    others = {"Swinv2CrLayer", "Siglip2EncoderLayer", "PerceiverLayer", "PerceiverAttention", "ModernBertEncoderLayer",
-              "TransformerBlock"}
-    assert {name for name in lines - covered if name.rpartition(".")[2] not in others} == set()
+    assert {name for name in lines - covered if name.rpartition(".")[2] not in OTHER_INPUTS} == set()
 
 
 @pytest.mark.parametrize("name", ["torchvision resnet18", "transformers vit"])
