@@ -49,7 +49,7 @@ def study_of(name, **changes):
         "name": name, "title": f"What about {name}?", "paper": "Table 0" if table else "", "table": table,
         **({"kind": name} if name in ROWS else {}), "scale": "small", "dataset": "digits", "model": "vit_small",
         "axes": axes, "connections": ["linear", "feature"], "seeds": [0, 1, 2], "baseline": baseline,
-        "changed": ["epochs: 3 here, 300 in the paper"] if table else [],
+        "changed": ["epochs: 3 here; 300 in the paper"] if table else [],
         "command": f"timm-ortho {'cost' if name in ROWS else 'study run'} {name}", **changes}
 
 

@@ -12,8 +12,8 @@ def lines(name, scale, dataset, seeds=5):
 
 def test_a_small_scale_lists_its_changes():
     changed = lines("hybrid", "small", "digits", 3)
-    assert {"data set: digits here, tiny_imagenet in the paper", "seeds: 3 here, 5 in the paper",
-            "epochs: 15 here, 300 in the paper", "embed_dim: 64 here, 384 in the paper"} <= set(changed)
+    assert {"data set: digits here; tiny_imagenet in the paper", "seeds: 3 here; 5 in the paper",
+            "epochs: 15 here; 300 in the paper", "embed_dim: 64 here; 384 in the paper"} <= set(changed)
     assert not any(line.startswith("RandAugment") for line in changed)  # scale small does not use it
 
 

@@ -63,7 +63,7 @@ def load(name: str, scale: str) -> tuple[dict[str, Any], dict[str, Any]]:
         raise LabError(f"there is no scale '{scale}': choose {', '.join(SCALES)}")
     values = read_user_yaml(shipped_files("costs")[name], name)
     here, paper = ({**values.get("arguments", {}), **(values["scales"][key] or {})} for key in (scale, "paper"))
-    changed = [f"{key}: {_argument(here, key)} here, {_argument(paper, key)} at scale paper"
+    changed = [f"{key}: {_argument(here, key)} here; {_argument(paper, key)} at scale paper"
                for key in dict.fromkeys([*here, *paper]) if here.get(key) != paper.get(key)]
     study = {"name": name, "kind": name, "scale": scale, "title": values["title"], "paper": values["paper"],
              "table": values["table"], "dataset": None, "model": None, "seeds": [], "changed": changed}
@@ -109,7 +109,7 @@ def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]
         Heading("The paper's table and this one"),
         Grid(shown.table(), "the table"), Text(report.note(study, shown.note)), *report.extra_blocks(shown.extras),
         Heading("What differs from the paper"),
-        Items(report.changed(study)) if study["changed"] else Text("No known difference."),
+        Items(study["changed"]) if study["changed"] else Text("No known difference."),
         Heading("How it was made"), Code(study["command"]),
         *([Grid(made, "how it was made", wrap=True)] if made.rows else []),
     ]

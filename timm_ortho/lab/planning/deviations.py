@@ -18,7 +18,7 @@ _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_si
 
 
 def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab") -> list[str]:
-    """Return a line for each difference from the paper, such as "epochs: 15 here, 300 in the paper".
+    """Return a line for each difference from the paper, such as "epochs: 15 here; 300 in the paper".
 
     Runs are compared with the study at scale `paper`, on the same data set. If the paper does not have this data set,
     they are compared with the runs on the first of the paper's data sets. Further lines describe the options in which
@@ -62,11 +62,11 @@ def comparison(subject: str, here: Any, there: Any) -> str:
     """Return a line that compares a value of this study with the paper's value.
 
     >>> comparison("epochs", 15, 300)
-    'epochs: 15 here, 300 in the paper'
+    'epochs: 15 here; 300 in the paper'
     """
     here, there = ("none" if value is None else list(value) if isinstance(value, tuple) else value
                    for value in (here, there))
-    return f"{subject}: {here} here, {there} in the paper"
+    return f"{subject}: {here} here; {there} in the paper"
 
 
 def _prefix(models: Sequence[str], pairs: Sequence) -> str:

@@ -12,7 +12,7 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
         "baseline": {"layers": "none"},     # values in which the baseline differs from the compared run. All other
                                             # values and the seed are equal; default {"connection": "linear"}
-        "changed": ["epochs: 15 here, 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
+        "changed": ["epochs: 15 here; 300 in the paper", ...], "command": "timm-ortho study run layer_pattern",
         # optional
         "versions": {"timm-ortho": ..., "torch": ..., "timm": ...},    # for runs without "made_with"
         "report": {"rows": [...], ...},     # see `layout`; by default as in the package's study of this name
@@ -193,7 +193,7 @@ def _section(part: Part) -> Iterator[Block]:
     yield from _results(part)
     if study["changed"] or study["paper"]:
         yield Heading("What differs from the paper")
-        yield Items(changed(study)) if study["changed"] else Text("No known difference.")
+        yield Items(study["changed"]) if study["changed"] else Text("No known difference.")
     if part.runs:
         yield from (Heading("Every run"), Grid(tables.every_run(part.runs), "every run"))
         diverged = [_seeded(run) for run in part.runs if "loss" in run and not finite(run["loss"])]
@@ -246,13 +246,6 @@ def note(study: Mapping[str, Any], *measured: str) -> str:
     sentences = [*measured, f"{protocol}." if protocol else "",
                  f"Source: {section['source']}." if "source" in section else ""]
     return " ".join(filter(None, sentences))
-
-
-def changed(study: Mapping[str, Any]) -> list[str]:
-    """Return the lines of `changed`. A semicolon separates the two sides, which may be lists."""
-    older = "other than in the paper as well:"  # words of an earlier version
-    return [line.replace(" here, ", " here; ").replace(older, "also different from the paper:")
-            for line in study["changed"]]
 
 
 def _of_data(data: Mapping[str, Any], evaluated: str) -> Iterator[str]:
