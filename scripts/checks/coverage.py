@@ -52,7 +52,8 @@ def survey(module: str) -> dict:
     """Return `covered`, a dict of names and numbers of sites, and `left_out`, a dict of names and reasons."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
-        with on_meta(), warnings.catch_warnings(action="ignore"):  # deprecated models warn
+        with on_meta(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated models warn
             model = timm.create_model(name)
         try:
             covered[name] = len(sites(connect(model, "linear")))

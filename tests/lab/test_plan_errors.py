@@ -19,7 +19,7 @@ from timm_ortho.lab.planning import design
     (dict(scales={"small": {}}), "there is no scale 'smoke', only small"),
     (dict(options={"epoch": 3}), "options accepts no key 'epoch'; the nearest is 'epochs'"),
     (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
-    (dict(grid={"rate": [1, 2]}), "axis 'rate', value '1' accepts no key 'rate'"),
+    (dict(grid={"rate": [1, 2]}), "axis 'rate' lists the values of an option, and a study accepts no option 'rate'"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
      "value 'a' accepts no key 'conection'; the nearest is 'connection'"),
     (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs the keys 'to'"),

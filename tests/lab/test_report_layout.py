@@ -113,7 +113,7 @@ def test_probability_has_pearsons_r(tmp_path):
     runs = runs_of("probability")
     expected = scipy.stats.pearsonr([run["cell"]["probability"] for run in runs], [run["top1"] for run in runs])
     write(study_of("probability"), runs, [], tmp_path)
-    assert side_by_side(tmp_path)[("0.5",), "top-1 %"] == ("only drawn", "82.00 ± 1.00")
+    assert side_by_side(tmp_path)[("0.5",), "top-1 %"] == ("only in a plot", "82.00 ± 1.00")
     assert (f"top-1 %: r = {expected.statistic:+.2f}, p = {expected.pvalue:.2g}, 9 runs; top-5 %: r undefined (9 runs)."
             in texts(tmp_path)[1])
 
@@ -136,7 +136,7 @@ def test_cka_has_no_baseline(tmp_path):
 
 
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):
-    """results.json contains 100 of the 500 recorded steps. The transition and the maximum are at other steps."""
+    """results.json contains 100 of the 500 recorded steps. The runs switch and reach their maxima at other steps."""
     runs = [run_of(connection, seed, dynamics=recorded(connection, seed, 500))
             for connection in ("linear", "feature") for seed in range(3)]
     for run in runs:

@@ -125,7 +125,7 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
 def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
     """Two runs that a user starts without --seed have the same seed, timm's default."""
     manual = [manual_run(unfinished, tmp_path / name) for name in ("one", "two")]
-    with pytest.raises(LabError, match=r"two is a second run of feature, seed 7, in tiny: remove one"):
+    with pytest.raises(LabError, match="two is a second run of 'feature' with seed 7 in study 'tiny': remove one"):
         collect.collect([unfinished, *manual])
 
 
@@ -167,7 +167,7 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------- switches
 def epochs_seen(folder):
-    """Return the numbers of epochs that the mock has counted in the weights, the optimizer and the checkpoint."""
+    """Return the epochs that the mock has counted in `head.bias`, the optimizer and the checkpoint."""
     saved = state(folder)
     return round(saved["state_dict"]["head.bias"].mean().item()), saved["optimizer"]["epochs"], saved["epoch"] + 1
 

@@ -21,7 +21,7 @@ MeasuredSites = List[Tuple[Site, SiteDynamics]]
 
 
 def measured_sites(model: nn.Module, images: Tensor) -> MeasuredSites:
-    """Run ``model`` once in evaluation mode and return each site with its averages.
+    """Run ``model`` once in evaluation mode and return each site with its mean squared norms and cosine.
 
     Args:
         model: A model with connections.

@@ -1,9 +1,9 @@
 """List the architectures of timm that have variants.
 
 ``python -m scripts.checks.coverage`` builds every architecture, which takes too long for an import, and writes
-``coverage.json``. An architecture has variants if the file lists covered architectures of its module and does not
-exclude the architecture. If a newer timm adds architectures to such a module, they have variants too. Building one of
-these variants raises an error if its architecture cannot be connected.
+``coverage.json``. An architecture has variants if the file has a covered architecture of the same timm module and does
+not have this one under ``left_out``. Architectures that a newer timm adds to such a module therefore have variants too.
+Building one of these variants raises an error if its architecture cannot be connected.
 """
 import json
 from functools import cache
@@ -41,7 +41,7 @@ def load() -> dict:
 
 
 def architectures(module: str) -> List[str]:
-    """Return timm's own architectures of a module, without variants."""
+    """Return the architectures that timm itself defines in a module. Variants of this package are omitted."""
     return [name for name in list_models(module=module) if model_entrypoint(name).__module__.startswith("timm.models.")]
 
 

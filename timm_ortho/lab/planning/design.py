@@ -299,7 +299,9 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
         elif key in known_options():
             changes["options"] = _merged(changes["options"], {key: value})
         else:
-            check_names([key], [*_CELL, *known_options()], where)
+            owner, noun = (f"axis '{axis}' lists the values of an option, and a study", "option") if key == axis else (
+                where, "key")
+            check_names([key], [*_CELL, *known_options()], owner, noun)
     _check_types(changes, {"connections": list, "connection": str, "model": str, "recipe": str})
     return changes
 

@@ -40,8 +40,8 @@ def _of_outputs(folders: Sequence[Path]) -> list[Part]:
         number, run = _by_hand(folder, plans)
         study, runs, _ = parts[number]
         if any(all(other[key] == run[key] for key in ("cell", "connection", "seed")) for other in runs):
-            raise LabError(f"{folder} is a second run of {run['connection']}, seed {run['seed']}, in {study['name']}: "
-                           "remove one of them. Each run of train.py needs its own --seed")
+            raise LabError(f"{folder} is a second run of '{run['connection']}' with seed {run['seed']} in study "
+                           f"'{study['name']}': remove one of the two. Each run of train.py needs its own --seed")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
     return parts
