@@ -121,8 +121,9 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
     shared = " and ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
     return [*made, "",
-            f"Studies S1, S2 and S4 use the recipe `{shown}`. The recipes differ only in weight decay and gradient "
-            f"clipping. The shared rate, which is chosen from the mean accuracy over both connections, is {shared}. "
+            f"Studies S1, S2 and S4 use the recipe `{shown}`. The recipe `paper` has the paper's weight decay and no "
+            "gradient clipping; `clipped` has a higher weight decay and clipping. All other settings are equal. "
+            f"The shared rate, which is chosen from the mean accuracy over both connections, is {shared}. "
             f"The accuracy of ridge regression is {ridge:.2f} %. The floor is {floor:.3f}. "
             + (f"These chosen rates are the lowest or highest of the table: {'; '.join(edges)}." if edges else
                "No chosen rate is the lowest or highest of the table.")]

@@ -175,7 +175,7 @@ PART_ONE = (
 RESNET = Contrast("ResNetV2-18: F − linear, Fashion-MNIST, the runs of P1b",
                   [(f"confirm_resnet-{FASHION}-small", difference())], paper=GAINS["resnetv2_18"])
 BESIDE = (  # outside the two families of hypotheses: their p is not adjusted, and they cannot be "confirmed"
-    Hypothesis("P1b", "the ViT gains more from F than the ResNet",
+    Hypothesis("P1b", "the ViT of H1 gains more from F than a ResNet (Fashion-MNIST)",
                Unpaired("P1b: the ViT gains more from F than the ResNet", PART_ONE[0].contrast, RESNET), "different"),
     _hypothesis("P2b", "H2's comparison on Fashion-MNIST (points per tenfold rate)",
                 f"confirm_learning_rate_fashion-{FASHION}", rates_slope(RATES_FASHION), "different", bases="linear",

@@ -84,6 +84,19 @@ def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]
     return others
 
 
+def made_after(part: str, history: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return, for each study, how many runs record a commit after the rules, with their commits and devices."""
+    after = {commit for commit, position in history[part]["commits"].items() if position == "after"}
+    made = []
+    for study in studies_of(part):
+        runs = [run for run in runs_of(study) if run["made_with"].get("commit") in after]
+        if runs:
+            made.append({"study": study.partition("-")[0], "runs": len(runs),
+                         "devices": _named(runs, "gpu") or _named(runs, "cpu"),
+                         "commits": sorted({run["made_with"]["commit"][:7] for run in runs})})
+    return made
+
+
 def mixed_pairs(part: str) -> list[dict[str, Any]]:
     """Return the studies and seeds whose runs had several processors or torch versions, with their names."""
     pairs = []

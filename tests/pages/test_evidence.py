@@ -326,11 +326,12 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE})
     for run in contrasts.runs_of("study"):
         run["history"] = history if run["connection"] == "linear" else [
-            {**row, "train_loss": 0.9 - 0.01 * run["seed"]} for row in history]
+            {**row, "train_loss": 0.9 - 0.01 * run["seed"], "eval_loss": 1.1 + 0.01 * run["seed"]} for row in history]
     rows = [{"hypothesis": hypotheses.Hypothesis(name, "", contrast(contrasts.difference())), "decision": decision}
             for name, decision in zip(("C1", "H1"), decisions, strict=True)]
     assert evidence.verdict(rows).startswith(
-        f"F {expected}. F's final training loss is lower on CIFAR-10 and Fashion-MNIST. ")
+        f"F {expected}. F's final training loss is lower on CIFAR-10 and Fashion-MNIST; its test loss is lower on no "
+        "data set and higher on CIFAR-10 and Fashion-MNIST. ")
 
 
 def sweep(runs, monkeypatch, leads):
@@ -430,6 +431,8 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two):
     after = evidence.text({**history, "two": {**history["two"], "commits": {"c" * 40: "after"}}})
     assert "runs record commits that do not come after the rules of part two" in before
     assert "runs record commits that do not come after the rules of part two" not in after
+    assert "runs of `cifar_accuracy` record commit ccccccc, which comes after it" in after
+    assert "which comes after it" not in before
     rows = {line.split(" | ")[0].strip("| "): line for line in after.splitlines() if line.startswith("| C")}
     assert "**confirmed** | no, larger (+0.79)" in rows["C1"]
     assert "**confirmed**" in rows["C2"]
