@@ -9,8 +9,8 @@ from ._text import did_you_mean
 
 
 def check_eps(eps: float) -> None:
-    """Raise ValueError unless ``eps`` is at least 2**-126, the smallest normal float32, and less than 2**128."""
-    if not (isinstance(eps, Real) and 2.0**-126 <= eps < 2.0**128):  # torch.compile can trace comparisons
+    """Raise ValueError unless ``eps`` is from 2**-126, the smallest normal float32, to 2**127."""
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps <= 2.0**127):  # torch.compile can trace comparisons
         raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
 
 

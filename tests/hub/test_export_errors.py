@@ -58,7 +58,7 @@ def test_other_wrong_arguments(tmp_path):
     for name in ("model", "me/model/x", "me/-model", "me/mo del"):
         assert f"'{name}' is not the name of a repository: pass owner/name" in message(
             tiny(), tmp_path / "out", name)
-    assert "a model has no EMA weights" in message(tiny(), tmp_path / "out", ema=True)
+    assert "ema=True needs the path of a checkpoint" in message(tiny(), tmp_path / "out", ema=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     assert "contains other files ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
