@@ -57,7 +57,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values of -1000 or less forbid attention, all others allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | if any value is positive, 0 forbids attention; otherwise as floating-point |
+    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; a mask without positive values is added to the scores |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
@@ -269,7 +269,7 @@ class FeatureConnection(Connection):
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
             # always float32, because bfloat16 would round the probability
-            if isinstance(x, Tensor):  # not x.new_full, so that torch.func.vmap with randomness="same" draws once
+            if isinstance(x, Tensor):  # not x.new_full, which torch.func.vmap would batch: randomness="same" draws once
                 probability = torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device)
             else:  # FX: torch 2.6 does not accept a proxy as a device
                 probability = x.new_full([], 1.0 - self.prob, dtype=torch.float32)
@@ -431,7 +431,8 @@ def create_connection(
         groups: See :class:`FeatureConnection`. Must be 1 for connections without this argument, except for ``linear``,
             which has no projection.
         branch_first: See :class:`Connection`.
-        tokens_apart: Whether the global scope projects each token separately, see :class:`timm_ortho.blocks.BlockSpec`.
+        tokens_apart: Whether ``global`` has one projection per token instead of one per sample, see
+            :class:`timm_ortho.blocks.BlockSpec`.
         in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
         mask_layout: Layout of the block's attention masks, see :func:`real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
@@ -560,7 +561,7 @@ def sites(model: nn.Module) -> List[Site]:
 
 
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
-    """Return whether ``connect`` added a connection and the block's class, replaced since, does not call it."""
+    """Return whether the class of the block was replaced and no longer calls the connection that was added."""
     return isinstance(connection, Connection) and connection.routed and not _uses(cast(type, type(block)), attribute)
 
 

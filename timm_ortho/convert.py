@@ -34,7 +34,8 @@ class _Block(NamedTuple):
     Attributes:
         name: Name in ``named_modules()``.
         spec: Description of the block's class; None if the block's own code contains the connections.
-        kinds: Kinds of the block's sites. If ``spec`` is None, the names of the attributes that hold the connections.
+        kinds: Kinds of the block's sites (residual additions). If ``spec`` is None, the names of the attributes that
+            hold the connections.
     """
 
     name: str
@@ -154,13 +155,13 @@ def connect(
         groups: Number of equal parts of the channel axis. Each part has its own projection. ``feature``,
             ``hybrid`` and custom connections with an argument ``groups`` support this. ``"heads"`` means the number of
             heads of the block's attention, at every site of the block.
-        skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: y = P x + a f_par +
-            b f_orth, where f_par is parallel and f_orth orthogonal to P x. One of ``identity``, ``idempotent_mr``,
+        skip: Transform P of the stream at every site, independent of ``layers`` and ``kinds``: the connection combines
+            P x and f instead of x and f. One of ``identity``, ``idempotent_mr``,
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
             the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
-        skip_branches: Number of equal parts of the channel axis over which an idempotent P averages; None for the
-            number of channels.
+        skip_branches: Number of equal parts of the channel axis that an idempotent P mixes; None for the number of
+            channels.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
@@ -170,8 +171,8 @@ def connect(
     Raises:
         ValueError: A name is unknown, a value is outside its range, the connection does not have the required
             signature, or it has the global scope and a block is causal. The model is unchanged.
-        UnsupportedModelError: The model has no supported blocks or has unsupported residual blocks, or sharded blocks
-            would need a new class or new parameters. The model is unchanged.
+        UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
+            would change the class or the parameters of a sharded block. The model is unchanged.
         timm_ortho.RoutingError: The source of a block does not match its description.
 
     Example:
@@ -339,7 +340,7 @@ def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]
 
 
 def _remove_unused(blocks: Iterable[nn.Module]) -> None:
-    """Remove connections that no code calls, because the class of their block was replaced."""
+    """Remove the connections of blocks whose class was replaced by a class that does not call them."""
     for module in list(blocks):
         for name, child in list(module.named_children()):
             if is_unused(module, name, child):
@@ -420,7 +421,7 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
         ValueError: The name is unknown, or an argument does not fit a width of the model.
     """
     if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
-        create_skip(skip, 1, **arguments)  # checks the arguments; the widths of the blocks may be unknown
+        create_skip(skip, 1, **arguments)  # only checks the arguments; the width 1 stands for unknown widths
         return repeat(None)
     streams = [(block.widths()[kind], detail["dim"]) for block in blocks for kind, detail in block.details().items()]
     skips = [

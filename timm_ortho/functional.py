@@ -76,7 +76,7 @@ def _formula(
 
 
 def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
-    """Return ``1 + k s`` and ``b f``. Each case gives every variable one type, as TorchScript requires."""
+    """Return ``1 + k s`` and ``b f``. TorchScript needs a case for each combination of tensors and numbers."""
     if isinstance(a, Tensor):
         return (n + a * xf - _times(b, xf)) / n, _times(b, f)
     elif isinstance(b, Tensor):
@@ -349,7 +349,7 @@ def checked_update(
     noticeable share of a small model's time.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX proxies
-        # handle_torch_function would call active modes first, and they would record each operation separately
+        # handle_torch_function would call active modes first, which record plain_update's operations and not one call
         proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     if x.is_nested or f.is_nested:

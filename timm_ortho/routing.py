@@ -69,7 +69,7 @@ def syntax_tree(function: FunctionType) -> ast.Module:
         >>> ast.unparse(syntax_tree(timm.models.resnet.BasicBlock.forward)).splitlines()[1]
         '    shortcut = x'
     """
-    # All code from exec has the file name <string>. Python 3.13 returns the text of ``python -c`` for that name.
+    # All code from exec has the file name <string>. For it, ``inspect`` in Python 3.13 returns ``python -c``'s text.
     if function.__code__.co_filename == "<string>":
         raise OSError("could not get source code")
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -158,7 +158,7 @@ class Route:
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         local = dict(vars(self.owner))  # the method's default arguments may use names of the class body
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # no other feature is optional
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # other features are mandatory
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
             exec(code, self.method.__globals__, local)
@@ -202,8 +202,8 @@ class _Router(ast.NodeTransformer):
         if match is None:
             if isinstance(node.op, ast.Add) and any(map(self._is_sum, (node.left, node.right))):
                 self.problem += (
-                    f"; the last summand of {ast.unparse(node)!r} would stay linear: write x + (f + g), for a class of "
-                    "a library in a subclass that overrides the method")
+                    f"; the last summand of {ast.unparse(node)!r} would stay linear: write x + (f + g); for a class of "
+                    "a library, do so in a subclass that overrides the method")
             return self.generic_visit(node)
         connection, stream, branch = match
         if connection is None:
@@ -281,7 +281,7 @@ class _Router(ast.NodeTransformer):
         if start not in ends and ends[0] != ends[1] and not self.sides_differ:
             self.problem += (
                 f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} additions: pass "
-                "sides_differ=True, with a kind for each addition of both sides")
+                "sides_differ=True, and a name in kinds for each addition of both sides")
         self.position = max(ends)
         return visited[0], visited[1]
 

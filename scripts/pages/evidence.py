@@ -104,8 +104,8 @@ def setting(study: str) -> dict[str, tuple[str, str]]:
     here, paper = _options(study), recipe.resolve_variant({"dataset": "torch/cifar10"}, "vit_s_cifar10")
     wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
     width, blocks = here.model_kwargs["embed_dim"], here.model_kwargs.get("depth", wide["blocks"])
-    keys = {"weight decay": "weight_decay", "gradient clipping": "clip_grad", "label smoothing": "smoothing",
-            "epochs": "epochs"}
+    keys = {"learning rate": "lr", "batch size": "batch_size", "weight decay": "weight_decay",
+            "gradient clipping": "clip_grad", "label smoothing": "smoothing", "epochs": "epochs"}
     return {"width, blocks": (f"{width}, {blocks:g}", f"{wide['width']:g}, {wide['blocks']:g}"),
             "width over depth": (f"{width / blocks:.3g}", f"{wide['gamma']:g}"),
             "augmentation": (_augmentation(here), _augmentation(paper)),
@@ -309,6 +309,8 @@ def text(history: Mapping[str, Any]) -> str:
         sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
         image_points=100 / images["digits"], images=images, h4_images=abs(h4.difference.mean) * images["digits"] / 100,
         history=history, elsewhere_made={part: provenance.elsewhere(part, history) for part in provenance.RULES},
+        not_run="".join(f"{DATA.get(row['hypothesis'].name, row['hypothesis'].name)}; " for row in two
+                        if not row["hypothesis"].is_run),
         made_after=provenance.made_after("two", history),
         mixed=[pair for part in provenance.RULES for pair in provenance.mixed_pairs(part)],
         without_first=h1.without(*provenance.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"]),

@@ -260,7 +260,7 @@ def explored() -> dict[str, list[Comparison]]:
               for factor, (low, high) in FACTORS.items() if factor not in ("rate", "width"))]),
         "Table 3": _both("switch_reinitialised", "first of two trainings: orthogonal − linear", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
-        "Table 10": _both("switch_kept", "first orthogonal, then linear − always linear",
+        "Table 10": _both("switch_kept", "(first orthogonal, then linear) − always linear",
                           {("OL", "linear"): 1.0, ("LL", "linear"): -1.0},
                           paper=of_paper("connection_switch_continuous", minus("OL", "LL"))),
         "Table 4": _both("layer_pattern", "F in all blocks − F in no block",

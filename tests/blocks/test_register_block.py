@@ -299,9 +299,9 @@ def test_a_block_whose_sides_differ_needs_the_argument():
         timm_ortho.register_block(Summed, stream="x", kinds=("attention", "mlp"))
     assert str(error.value).partition("expected ")[2] == (
         "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 in one call; "
-        "the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g), for a class of a "
-        "library in a subclass that overrides the method; the sides of 'if self.parallel' have 1 and 2 additions: "
-        "pass sides_differ=True, with a kind for each addition of both sides")
+        "the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g); for a class of a "
+        "library, do so in a subclass that overrides the method; the sides of 'if self.parallel' have 1 and 2 "
+        "additions: pass sides_differ=True, and a name in kinds for each addition of both sides")
 
 
 def test_a_dim_outside_the_tensor_is_an_error_in_the_forward_pass():
