@@ -30,7 +30,7 @@ def logits(model, chans=3, size=32):
 def pull(name):
     return timm.create_model("hf-hub:" + name, pretrained=True).eval()
 """
-MODELS = {  # the weights of the ViT exceed 10 MB, the limit for a file in the request of a commit
+MODELS = {  # the ViT's weights exceed 10 MB, the limit for files inside a commit request
     "me/vit": ("vit_small_orthog", dict(img_size=32, patch_size=8, depth=2, num_classes=7, connection_prob=0.5)),
     "me/resnet": ("resnetv2_18_cifar_ortho", dict(
         channels=[16, 16, 32, 32], head_norm=True, num_classes=5, connection_layers=[0, 3])),
@@ -130,7 +130,7 @@ def test_private(server, client):
 def test_an_interrupted_upload_changes_nothing(server, client, what, path, method):
     assert client.run("hub.push(tiny(), 'me/model')").error is None
     before = server.files("me/model")
-    # PUT is refused, because the client would repeat an upload whose connection is cut for half a minute.
+    # PUT fails with 403. If its connection were cut, the client would retry the upload for half a minute.
     server.fail(what, path, method, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
     refusals = r"PublishError: the (Hub refuses this token write access|upload was interrupted \(Rem)"
@@ -207,7 +207,7 @@ def test_tokens_are_only_in_the_header(server, client):
         assert token not in result.output + result.error
         assert server.leaks(token) == []
     assert server.files("me/model") == before
-    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # HF_TOKEN
+    stored = client.run("hub.push(tiny(), 'me/other', token=True)")  # the token in HF_TOKEN
     assert stored.error is None, stored.output
     anonymous = client.run("hub.push(tiny(), 'me/model', token=False)")
     assert anonymous.error.startswith("PublishError: the Hub does not accept requests without a token (401 from ")

@@ -38,7 +38,7 @@ def test_leaked_tokens_are_reported(server):
     token = server.add_user("me")
     server.commit("me/model", {"model.safetensors": b"1" * 100})
     headers = {"Authorization": f"Bearer {token}"}
-    urllib.request.urlopen(urllib.request.Request(  # urllib sends the header to the blobs' host too
+    urllib.request.urlopen(urllib.request.Request(  # urllib also sends the header to the host it is redirected to
         f"{server.endpoint}/me/model/resolve/main/model.safetensors", headers=headers)).close()
     urllib.request.urlopen(f"{server.endpoint}/api/agent-harnesses?token={token}").close()
     assert server.leaks(token) == [

@@ -68,7 +68,7 @@ def test_validation_on_test_folder_sees_its_images_only(tmp_path):
     source = run.open_source(Namespace(**options))
     assert (len(source.train), len(source.validation), source.num_classes) == (16, 4, 2)
     assert {Path(path).parent.parent.name for path, _ in samples(source.validation)} == {"test"}
-    assert known_options()["val_split"]["default"] == "validation"  # timm's default, for which this test has no folder
+    assert known_options()["val_split"]["default"] == "validation"  # timm's default; `root` has no such folder
 
 
 @pytest.mark.parametrize("dataset", ["", "torch/image_folder"])

@@ -503,7 +503,7 @@ def test_progress_of_a_result_without_accuracy(tmp_path, capsys):
 def test_a_terminated_slurm_task_waits_to_be_requeued(tmp_path, monkeypatch, status, waits):
     """Slurm sends SIGTERM to all processes of a preempted job. If the task ended at once, Slurm would not requeue it.
 
-    A status of 143, -15 or -12 means that a signal of Slurm ended the run.
+    The exit status of a run that Slurm has signalled is 143 (128 + SIGTERM), -15 (SIGTERM) or -12 (SIGUSR2).
     """
     job = SimpleNamespace(hostnames=["node7"], array_job_id=None, job_id="12", node=0)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(JobEnvironment=lambda: job))

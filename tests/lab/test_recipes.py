@@ -46,7 +46,7 @@ def values(name):
 
 
 def cell(name):
-    """Return the architecture, the data set, and `_initialisation` or None, which are the parts of a recipe's name."""
+    """Split a recipe's name into the architecture, the data set, and `_initialisation` or None."""
     architecture, data, study = re.fullmatch(
         r"(vit_[sb]|resnetv2_\d+)_(cifar100?|tiny_imagenet|imagenet1k)(_initialisation)?", name).groups()
     return architecture, data, study
@@ -113,7 +113,7 @@ def test_values_are_the_papers_or_explained(name):
     }
     assert {key: found.get(key) for key in expected} == expected
     assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
-    # A key that is not in the paper has a comment beside or above it, or `follows` maps it to a key with a comment.
+    # Each key that is not in the paper has its own comment, or shares that of the key to which `follows` maps it.
     rest = set(found) - set(expected) - {"device_modules"}
     follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
                "clip_mode": "clip_grad", "train_crop_mode": "scale"}
@@ -244,7 +244,7 @@ def options(name):
 
 @pytest.mark.parametrize("name", ["vit_s_cifar10", "resnetv2_50_cifar100_initialisation"])
 def test_optimizer(name):
-    """SGD has no Nesterov momentum. Weight decay applies to all four parameters, including biases and normalisation."""
+    """SGD has no Nesterov momentum. Weight decay also applies to biases and to the parameters of BatchNorm."""
     given = options(name)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = create_optimizer_v2(model, **optimizer_kwargs(given), **given.opt_kwargs)
@@ -304,7 +304,7 @@ def transforms(name):
 
 @pytest.mark.parametrize("name", ["vit_s_cifar10", "vit_b_imagenet1k"])
 def test_vits_are_augmented(name):
-    """RandAugment's magnitude is converted from a scale of 30 to timm's scale of 10. Colour jitter is the next step."""
+    """RandAugment's magnitude is converted from a scale of 30 to timm's scale of 10. Colour jitter is applied later."""
     steps, given = transforms(name), table(name)
     augment, jitter = steps["RandAugment"], steps["ColorJitter"]
     assert (augment.num_layers, augment.choice_weights) == (given["randaugment"]["operations"], None)
@@ -335,7 +335,7 @@ def test_crops_have_the_mean_area_of_the_papers_crops():
     assert all(height == width for height, width in sides)
     assert {height for height, _ in sides} == {28, 29, 30, 31, 32}
     assert sum(height * width for height, width in sides) / 32 ** 2 / len(sides) == pytest.approx(0.88, abs=0.005)
-    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean visible share of an axis
+    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of a crop's side without padding
     assert padded ** 2 == pytest.approx(0.87, abs=0.005)
 
 

@@ -136,7 +136,7 @@ def test_cka_has_no_baseline(tmp_path):
 
 
 def test_transitions_and_maxima_are_of_all_steps(tmp_path):
-    """results.json contains 100 of the 500 recorded steps. The runs switch and reach their maxima at other steps."""
+    """results.json contains 100 of the 500 recorded steps. The transitions and maxima are at other steps."""
     runs = [run_of(connection, seed, dynamics=recorded(connection, seed, 500))
             for connection in ("linear", "feature") for seed in range(3)]
     for run in runs:

@@ -66,7 +66,7 @@ def test_ranks_equal_the_values_of_the_axis(scale):
 
 
 def test_the_papers_numbers_are_beside_the_runs():
-    """If the paper's table has a run's data set, the layout contains the paper's number for this run."""
+    """If the paper's table covers a run's data set, the layout contains the paper's number for this run."""
     study = {"name": "skips_branch4", "table": "skips_branch4", "axes": {"depth": [56], "skip": ["orthogonal_tp"]},
              "dataset": "torch/cifar100"}
     run = {"cell": {"depth": 56, "skip": "orthogonal_tp"}, "connection": "linear"}

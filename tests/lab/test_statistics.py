@@ -186,7 +186,7 @@ def test_an_interval_in_words(difference, said, effects, seen):
 
 @pytest.mark.parametrize(("mean", "half"), [*itertools.product([-0.5, 0.5], [0.4, 0.6])])
 def test_words_agree_with_p(mean, half):
-    # The half-width is t(0.975, 2) s / sqrt(3) with the standard deviation s of the values; t(0.975, 2) is 4.30265.
+    # Three values with standard deviation s have the half-width t(0.975, 2) s / sqrt(3), and t(0.975, 2) is 4.30265.
     values = [mean - half / 4.30265, mean, mean + half / 4.30265]
     scaled = [mean + (value - mean) * math.sqrt(3) for value in values]
     found = paired_difference(scaled, [0.0] * 3)

@@ -43,7 +43,7 @@ WHOLE = dict(train_num_samples=None, val_num_samples=None)
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
-    """Write 48 images of two classes, bright and dark, in class folders. Return the folder of the two splits."""
+    """Write train/ and val/ with class folders bright/ and dark/, 48 images in total. Return their parent folder."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 16), ("val", 8)):
@@ -330,7 +330,7 @@ def test_peak_memory_without_the_module_resource(monkeypatch):
 
 
 def fill_disk(context, file, error):
-    """Make ``error`` occur at the end of writing ``file``."""
+    """Make writing ``file`` fail with ``error``."""
     def full(*_, **__):
         raise error
 

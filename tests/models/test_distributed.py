@@ -55,7 +55,7 @@ def train(model, rank=0, size=1):
 
 
 def parallel(model, wrapper):
-    """Wrap ``model`` as in PyTorch's documentation."""
+    """Wrap ``model`` in DDP, or shard its blocks or stages and then the model with FSDP2."""
     if wrapper == "DDP":
         return DistributedDataParallel(model)
     for block in model.blocks if hasattr(model, "blocks") else model.stages:

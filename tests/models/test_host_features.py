@@ -127,7 +127,7 @@ def test_autograd_keeps_projected_shortcuts_and_two_numbers_per_projection(argum
     linear = connect(timm.create_model(**arguments).train(), "linear")
     projected, projections = [], []
     for name, module in ours.named_modules():
-        if name.endswith("downsample"):  # a projected shortcut, whose output only the connection keeps
+        if name.endswith("downsample"):  # a linear connection does not keep this output for backward
             module.register_forward_hook(lambda module, inputs, output: projected.append(output.numel()))
         if isinstance(module, Connection):
             module.register_forward_hook(

@@ -41,7 +41,7 @@ def test_widths_and_branches(name, widths, groups):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_order_of_a_branch(name):
-    """A branch is BN, convolution, BN, ReLU, convolution. Convolutions have no bias. No norm follows the blocks."""
+    """A branch is BN, convolution, BN, ReLU, convolution. Its convolutions have no bias. No norm follows the blocks."""
     model = small(f"{name}_linear").eval()
     x = torch.randn(2, 3, 16, 16)
     y = nn.functional.conv2d(x, model.stem.conv.weight, padding=1)

@@ -1,8 +1,8 @@
 """timm's unmodified train.py and validate.py run the variants.
 
 The environment variable TIMM_DIR must be a folder with timm's train.py and validate.py, which timm's wheel lacks. The
-tests run copies of the scripts, which import the installed timm. Images are synthetic. If TIMM_DATA is a folder that
-contains FashionMNIST/raw/, they come from Fashion-MNIST's test set instead.
+tests run copies of the scripts, which import the installed timm. Images are synthetic, unless TIMM_DATA is a folder
+that contains FashionMNIST/raw/. In that case, the images come from Fashion-MNIST's test set.
 """
 import csv
 import json
@@ -135,7 +135,7 @@ def validate(scripts, images, model, checkpoint, output):
 
 
 def test_the_cards_command_evaluates_the_authors_weights(scripts, images, tmp_path):
-    """Run the command from the model cards. The cache of the Hub contains narrow models in the authors' layout."""
+    """Run the command from the model cards. The Hub cache contains narrow models in the authors' layout."""
     card = (Path(__file__).parents[2] / "model_cards" / "vit_base_ortho.authors_in1k.md").read_text(encoding="utf-8")
     command = shlex.split(re.search(r"^    python (-m timm_ortho run validate.py .*)$", card, re.MULTILINE)[1])
     command = [str({"validate.py": scripts / "validate.py", "IMAGENET": images}.get(word, word)) for word in command]

@@ -43,7 +43,7 @@ def test_learned_connections_are_not_decayed(tmp_path):
 
 
 def test_decay_would_move_theta():
-    """Weight decay changes the update of a hybrid connection that starts as `linear`."""
+    """Weight decay moves theta away from pi/4, its value for a linear update, even if theta's gradient is zero."""
     model = timm.create_model("vit_small_ortho", connection="hybrid", connection_start="linear", **VIT)
     theta = model.blocks[0].connection_mlp.theta
     before = theta.item()

@@ -123,7 +123,7 @@ def test_numbers_of_weights_that_were_trained_here(name):
 
 
 def test_a_card_of_weights_on_the_hub(monkeypatch):
-    """A published comparison is enough, wherever the weights are."""
+    """Weights on the Hub also have a card if their comparison is published."""
     cfg = replace(get_pretrained_cfg("vit_test_ortho.digits"), file=None, hf_hub_id="me/mine", hf_hub_filename="w.st")
     monkeypatch.setattr(cards, "get_pretrained_cfg", lambda name: cfg)
     text = str(cards.of_comparison("vit_test_ortho.digits").card)

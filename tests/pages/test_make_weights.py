@@ -17,7 +17,7 @@ from timm_ortho.weights.pretrained import weights_file
 
 @pytest.fixture
 def comparison(tmp_path, monkeypatch):
-    """Return the output folder of a comparison whose first seed has the weights of the package."""
+    """Return the output folder of a comparison. Its runs with the first seed have the package's weights."""
     monkeypatch.setattr(make_weights, "commit_before", lambda file: "0123456789ab")  # a checkout may have no .git
     monkeypatch.setattr(make_weights, "weights_file", lambda name: tmp_path / weights_file(name).name)
     study, runs, _ = published.read(cards.comparison_of("vit_test_ortho.digits"))

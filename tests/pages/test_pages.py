@@ -111,7 +111,7 @@ def test_anchors_equal_githubs(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ commands
 def commands(path):
-    """Return the commands in code blocks, indented lines and backticks, without comments."""
+    """Return the commands in code blocks, indented lines and backticks. Shell comments are removed."""
     text = text_of(path)
     prose = without_blocks(text)
     blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))

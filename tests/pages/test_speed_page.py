@@ -155,7 +155,7 @@ def test_both_pages_get_the_rows(tmp_path):
         assert text.startswith("before\n")
         assert text.endswith("\nafter\n")
         assert "1.300 [1.290, 1.320]" in text
-    assert texts[readme].count("old") == 1  # in README, the text between the opening's markers is not generated
+    assert texts[readme].count("old") == 1  # `opening` is generated only in docs/speed.md
     assert "old" not in texts[page]
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="has no '<!-- opening: "):
