@@ -45,18 +45,18 @@ class _Block(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """Name of the module that is this block's layer: the block itself or a module around it."""
+        """Name of the module that ``layers`` counts as this block's layer: the block or a module around it."""
         return layer_name(self.name, self.spec.depth if self.spec else 0)
 
     def widths(self) -> dict[str, int]:
-        """Return the number of channels of the stream, by kind."""
+        """Return the number of channels of the stream at each kind of site."""
         if self.spec is None:
             raise ValueError(f"{self.name} is a {type(self.module).__name__}, whose own code contains its connections: "
                              "the width of its stream, which skips require, is unknown")
         return self.spec.widths(self.module)
 
     def details(self) -> dict[str, dict[str, Any]]:
-        """Return the arguments of :func:`create_connection` that depend on the block, by kind."""
+        """Return the arguments of :func:`create_connection` that depend on the block, for each kind of site."""
         if self.spec is None:
             present = {kind: getattr(self.module, kind) for kind in self.kinds}
             return {kind: dict(dim=connection.dim, in_place=connection.keep_branch, mask_layout=connection.mask_layout)
@@ -91,7 +91,7 @@ class _Block(NamedTuple):
         return counts.pop()
 
 
-_HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head")  # attributes of attention layers
+_HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head")  # attributes of layers or configs
 
 
 def _numbers_of_heads(owners: Iterable[Any]) -> set[int]:
@@ -126,13 +126,14 @@ def connect(
         skip_rank: Optional[int] = None,
         skip_seed: int = 0,
 ) -> ModelT:
-    """Give every residual addition of a model a connection, in place. Present connections are replaced.
+    """Replace every residual addition of a model by a connection, in place. Existing connections are replaced too.
 
     The model can be connected at any time, also during training. Its own parameters, buffers, hooks and state-dict keys
     do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. Each call makes new
     parameters, which must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
-    includes their names. Connect with ``hybrid`` before DistributedDataParallel, which does not synchronise parameters
-    that are added later. After ``fully_shard``, connections can only be replaced by connections without parameters.
+    includes the names of these parameters. Connect with ``hybrid`` before you wrap the model in
+    DistributedDataParallel, which does not synchronise parameters that are added later. After ``fully_shard``,
+    connections can only be replaced by connections without parameters.
 
     Args:
         model: Any module that contains supported blocks, with or without adapters such as LoRA. A block is supported if
@@ -148,7 +149,7 @@ def connect(
             for all blocks. A block inside another block has the index of the outer block.
         kinds: Kind or kinds of branches with the connection, as :func:`timm_ortho.sites` lists them; all other branches
             are linear. For example, ``"mlp"`` leaves the attention of a ViT linear. None for all kinds.
-        start: Start of ``hybrid``: ``orthogonal`` or ``linear``.
+        start: Form of ``hybrid`` before training: ``orthogonal`` or ``linear``.
         keep: ``"branch"`` if a forward hook or the code of the model changes the output of a block in place. Autograd
             then saves the branch output instead of the sum. With ``"output"``, the backward pass of such a model raises
             "one of the variables needed for gradient computation has been modified by an inplace operation".
@@ -160,8 +161,8 @@ def connect(
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
             the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
-        skip_branches: Number of equal parts of the channel axis that an idempotent P mixes; None for the number of
-            channels.
+        skip_branches: Number of equal groups of channels over which an idempotent P takes a mean; None for one channel
+            per group.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
@@ -170,10 +171,10 @@ def connect(
 
     Raises:
         ValueError: A name is unknown, a value is outside its range, the connection does not have the required
-            signature, or it has the global scope and a block is causal. The model is unchanged.
+            signature, or it projects over all tokens (``global``) and a block is causal. The model is unchanged.
         UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
             would change the class or the parameters of a sharded block. The model is unchanged.
-        timm_ortho.RoutingError: The source of a block does not match its description.
+        timm_ortho.RoutingError: The source code of a block does not match the registered description of its class.
 
     Example:
         >>> import timm
@@ -230,7 +231,7 @@ def connect(
 def disconnect(model: ModelT) -> ModelT:
     """Undo :func:`connect` in place: restore the class of every block and remove the connections.
 
-    Connections in a block's own code become ``linear`` instead.
+    Connections that a block's own code contains are kept and become ``linear``.
 
     Args:
         model: Any module, with or without connections.
@@ -293,7 +294,8 @@ def _spare_from_weight_decay(model: nn.Module) -> None:
 def _blocks(model: nn.Module) -> list[_Block]:
     """Return the blocks that add to a stream in their present configuration.
 
-    A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch.
+    A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch, and
+    is therefore not returned.
 
     Raises:
         UnsupportedModelError: There are no supported blocks, or there are unsupported residual blocks.
@@ -348,7 +350,7 @@ def _remove_unused(blocks: Iterable[nn.Module]) -> None:
 
 
 def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connection]) -> None:
-    """Raise ValueError for a connection with the global scope in a causal block."""
+    """Raise ValueError if a block is causal and one of its connections projects over all tokens."""
     if block.spec is None or all(connection.dims is not None for connection in connections):
         return
     names = {layer_name(block.name, depth): None for depth in range(block.name.count(".") + 2)}  # "" names the model

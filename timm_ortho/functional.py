@@ -50,7 +50,7 @@ Weight = Union[float, Tensor]
 def _formula(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, reuse: bool = False,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return ``y, <x, f>, n``. Both sums keep ``dims`` as axes of size 1; y has the memory format of ``x + f``.
+    """Return ``y, <x, f>, n``. ``<x, f>`` and n have size 1 along ``dims``; y has the memory format of ``x + f``.
 
     ``1 + k s`` is computed as ``(n + k <x, f>) / n``, because adding a Python number to a tensor is slower to launch
     than adding two tensors, and launches dominate the time of small models. If ``reuse`` is true, the products and the
@@ -109,15 +109,15 @@ def plain_update(
     """Compute the update in plain operations, which autograd differentiates.
 
     Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to the results of
-    :func:`residual_update` in eager mode, because a deep network would amplify any difference in rounding. Arguments
-    are not checked.
+    :func:`residual_update` in eager mode: a deep network would amplify any difference in rounding. Arguments are not
+    checked.
 
     Args:
         x: Stream, of any shape.
         f: Branch output, of the same shape.
         parallel: Weight ``a`` of the parallel part, a float or a 0-d tensor.
         orthogonal: Weight ``b`` of the orthogonal part, a float or a 0-d tensor.
-        dims: Axes of one projection; None for all axes but the first.
+        dims: Axes over which one projection sums; None for all axes but the first.
         eps: Added to |x|^2, in float32, or in float64 for float64 inputs.
         mask: True for real positions, see :func:`residual_update`.
 
@@ -152,7 +152,7 @@ def _gradients(
         x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: List[int],
         recover: bool, branch_dtype: torch.dtype, needed: Tuple[bool, bool, bool],
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Tensor, Optional[Tensor]]:
-    """Return ``dL/dx, dL/df, <x, g>, <f, g>``, with None for unneeded results except ``<x, g>``.
+    """Return ``dL/dx, dL/df, <x, g>, <f, g>``. Results that are not needed are None, except ``<x, g>``.
 
     ``kept`` is y if ``recover``, otherwise f.
     """
@@ -160,7 +160,7 @@ def _gradients(
     stream_dtype, acc, k = x.dtype, n.dtype, a - b
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
-    if g.stride() != x.stride():  # for example in the expanded gradient of a mean
+    if g.stride() != x.stride():  # for example, the gradient of a mean is an expanded tensor
         g = torch.zeros_like(x) + g
     xg = (x * g).sum(dims, True)
     t, ks = xg / n, s
@@ -183,8 +183,8 @@ def _gradients(
 class _ResidualUpdate(torch.autograd.Function):
     """The update with closed-form gradients.
 
-    For a = 0 and b = 1 the branch output is recovered as f = y - (1 - s) x in the backward pass. The layers before and
-    after save x and y anyway, so the only extra memory is two numbers per projection.
+    For a = 0 and b = 1 the backward pass recovers the branch output as f = y - (1 - s) x. The neighbouring layers save
+    x and y anyway, so the only extra memory is two numbers per projection, s and n.
 
     ``s`` is a second output, so that a double backward pass can differentiate it. This class does not support
     ``torch.func``, because the support would cost 70 us per call.
@@ -257,7 +257,7 @@ def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[T
     Args:
         x: Stream, of any shape.
         f: Branch output, of the same shape.
-        dim: Axis or axes of one projection; None for all axes but the first (the batch).
+        dim: Axis or axes over which one projection sums; None for all axes but the first (the batch).
         eps: Added to |x|^2, in float32, or in float64 for float64 inputs.
 
     Returns:
@@ -305,8 +305,8 @@ def residual_update(
         f: Branch output, of the same shape.
         parallel: Weight ``a``, a float or a 0-d tensor that may require gradients. 0 drops the parallel part.
         orthogonal: Weight ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is bit-identical to ``x + f``.
-        dim: Axis or axes of one projection. The channel axis gives one projection per token or pixel (Algorithm 1).
-            None means all axes but the first, which gives one projection per sample (Algorithm 2).
+        dim: Axis or axes over which one projection sums. The channel axis gives one projection per token or pixel
+            (Algorithm 1). None means all axes but the first, which gives one projection per sample (Algorithm 2).
         eps: Added to |x|^2, in float32, or in float64 for float64 inputs.
         mask: Boolean tensor that broadcasts to the shape of x, for example ``[B, N, 1]`` for the tokens of a padded
             batch. True marks real positions. Padding may contain any value: sums exclude it, and its results and
@@ -343,13 +343,14 @@ def checked_update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], eps: float,
         mask: Optional[Tensor] = None, keep_branch: bool = False, backend: Optional[str] = None,
 ) -> Tensor:
-    """Compute :func:`residual_update` for weights, dims and eps that are already validated.
+    """Compute :func:`residual_update` for weights and eps that are already validated.
 
-    Only tensors are checked here. Connections check their arguments at construction, because repeated checks take a
-    noticeable share of a small model's time.
+    Only the tensors and ``dims`` are checked here. Connections check their arguments at construction, because repeated
+    checks take a noticeable share of a small model's time.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX proxies
-        # handle_torch_function would call active modes first, which record plain_update's operations and not one call
+        # Call the proxy directly, which records one call of plain_update. handle_torch_function would first call
+        # active modes, and they record each operation inside plain_update.
         proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     if x.is_nested or f.is_nested:

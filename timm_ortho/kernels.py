@@ -7,12 +7,12 @@ Memory traffic for a stream of S bytes (k S means k tensors of that size):
 
 | | forward | backward |
 | --- | --- | --- |
-| lower bound: read every input once, write every result once | 3 S, as ``x + f`` | 5 S: g, x, y or f, 2 gradients |
+| lower bound: read every input once, write every result once | 3 S, like ``x + f`` | 5 S: g, x, y (or f), 2 gradients |
 | one projection fits one program (``feature``) | 3 S | 5 S |
 | a projection is split into pieces (``global``) | 5 S: x and f are read again after the sums | 7 S |
 
-Tensors are viewed as ``[outer, width, inner]`` with a projection over ``width`` (:mod:`timm_ortho._views`). Contiguous
-NCHW is not transposed: a program reads several of the ``inner`` pixels at once.
+Tensors are viewed as ``[outer, width, inner]``, and each projection sums over ``width`` (:mod:`timm_ortho._views`).
+Contiguous NCHW is not transposed: a program reads several of the ``inner`` pixels at once.
 
 Sums have a fixed order and use no atomics, so results are deterministic. The kernels do not synchronise the device and
 can be captured in a CUDA graph.
@@ -34,7 +34,7 @@ TILE = 4096  # elements of each tensor in one tile, which a program loads at onc
 LONGEST_ROW = 8192  # longest row (adjacent elements) that one program reads; longer rows are split into pieces
 LONGEST_COLUMN = 512  # longest column (channels of a pixel in NCHW) in one tile; longer columns are read twice
 PIXELS = 16  # smallest number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
-PER_THREAD = 16  # elements of each tensor per thread: two or four loads of 16 bytes
+PER_THREAD = 16  # elements of each tensor per thread: two (16 bits) or four (32 bits) loads of 16 bytes
 MOST_PIECES = 1024  # limit on the pieces of a row; one program adds their sums in one step
 
 
@@ -47,7 +47,7 @@ def _combine(x, f, s, a, b):
 
 @triton.jit
 def _branch(x, kept, s, RECOVER: tl.constexpr):
-    """Return ``f``. If RECOVER, `kept` contains y, and a = 0 and b = 1 give ``f = y - (1 - s) x``."""
+    """Return ``f``. If RECOVER, `kept` contains y, and ``f = y - (1 - s) x``, which requires a = 0 and b = 1."""
     if RECOVER:
         kept = kept - (1.0 - s) * x
     return kept
@@ -217,7 +217,7 @@ def _gradients_kernel(
 ):
     """Backward: store dL/dx if FOR_X, dL/df if FOR_F, and <x, g> and <f, g> of each projection if FOR_WEIGHTS.
 
-    If RECOVER, `kept_ptr` contains y, otherwise f. ONCE and BLOCK_PIECES are as in :func:`_update_kernel`.
+    If RECOVER, `kept_ptr` contains y, otherwise f. :func:`_update_kernel` describes ONCE and BLOCK_PIECES.
     """
     CUT: tl.constexpr = BLOCK_PIECES > 0
     start, projection, p, valid, piece, width = tile_index(
@@ -299,7 +299,7 @@ def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
 def update(
         x: Tensor, f: Tensor, a: Weight, b: Weight, dims: Sequence[int], eps: float, keep: bool = True,
 ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """Compute the update for checked arguments of :func:`timm_ortho.functional.residual_update`, with any strides.
+    """Compute :func:`timm_ortho.functional.residual_update` for checked arguments and tensors of any strides.
 
     Args:
         keep: Whether to return s and n. If False, only y is allocated.

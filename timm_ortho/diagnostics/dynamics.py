@@ -1,7 +1,7 @@
 """Measure norms and angles of stream and branch output at each site with forward hooks.
 
 A site is one residual addition in a block. With the stream x (after the connection's skip transform, if any) and the
-branch output f, its values are (Oh et al. 2025, Section 3.5, Figures 3 and 10 to 12):
+branch output f, the values of a site are (Oh et al. 2025, Section 3.5, Figures 3 and 10 to 12):
 
     stream = |x|^2    parallel = |f_par|^2    orthogonal = |f_orth|^2    cosine = <x, f> / (|x| |f|)
 
@@ -53,8 +53,8 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
     >>> measure(timm_ortho.FeatureConnection(), torch.tensor([[3.0, 0.0]]), torch.tensor([[4.0, 3.0]]))
     tensor([ 9.0000, 16.0000,  9.0000,  0.8000])
     """
-    # in float16, the square of a norm of 256 overflows
     x = connection.carried(x)
+    # float32, because the square of a norm of 256 overflows float16
     x, f = (t if t.dtype == torch.float64 else t.float() for t in (x, f))
     real = real_tokens(attn_mask, x, connection.mask_layout)
     if real is not None:
@@ -67,12 +67,12 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
     means = torch.stack([*squares, cosines.mean()])
     if connection.groups > 1:
         means = torch.cat([means, cosines.movedim(dim, 0).flatten(1).mean(1)])
-    return means if real is None else means / real.to(means).mean()  # the means include zeros from padding
+    return means if real is None else means / real.to(means).mean()  # the means count padding as zeros
 
 
 @contextmanager
 def _measuring(connections: Sequence[nn.Module], add: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Measure each connection before each of its calls, and pass its index and the measurement to ``add``."""
+    """Measure the inputs of each call of a connection. Pass the connection's index and the measurement to ``add``."""
     def hook_of(index: int) -> Callable:
         def hook(connection: Any, inputs: Tuple[Tensor, ...], options: Dict[str, Any]) -> None:
             with torch.no_grad():
@@ -167,7 +167,7 @@ class Recorder:
 
     Hooks do not run inside a compiled model. Before a recorded pass, the recorder therefore calls such a model once in
     eager mode, without gradients, and restores random state and buffers. Create the recorder before the model's first
-    compiled pass. With ``fullgraph=True``, pass the compiled model: a hook on the inner model would break
+    compiled pass. With ``fullgraph=True``, record the compiled model: a hook on the inner model would break
     the graph. Call :meth:`close` before you script the model.
 
     Args:
@@ -363,7 +363,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Disable gradients, and restore random state and buffers at the end."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
-    kind = next((device.type for device in devices), "cuda")  # without devices, only the CPU's state is restored
+    kind = next((device.type for device in devices), "cuda")  # if `devices` is empty, only the CPU's state is restored
     with torch.random.fork_rng([device.index for device in devices], device_type=kind), torch.no_grad():
         try:
             yield

@@ -1,14 +1,15 @@
 """Write the rows of :func:`timm_ortho.record` to a JSON lines file that an environment variable names.
 
-With ``TIMM_ORTHO_RECORD=FILE.jsonl``, every 50th training pass of every new variant is recorded.
+A variant is a timm model with connections, such as ``vit_base_patch16_224_ortho``. If a variant is created with
+``TIMM_ORTHO_RECORD=FILE.jsonl`` in the environment, every 50th of its training passes is recorded.
 ``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts that have no option for recording, like
-timm's ``train.py``. Recording is not a model argument: arguments are saved with the model, so loading the model
-would start a recording. timm's own models are not recorded: for the baseline of ``vit_base_patch16_224_ortho``,
-record this variant with ``--model-kwargs connection=linear``.
+timm's ``train.py``. Recording is not a model argument, because model arguments are saved with the model, and loading
+the model would then start a recording. timm's own models are not recorded. To record a baseline, create the variant
+with ``--model-kwargs connection=linear``.
 
 Each line is one row. In distributed training, only the first process writes rows, for its share of the batch. Rows are
 appended to an existing file. The steps continue after the last step in the file, because this module cannot read the
-number of earlier passes from the checkpoint. Rows that were written after the last checkpoint are kept.
+number of earlier passes from the checkpoint. A resumed run keeps the rows written after its last checkpoint.
 """
 import json
 import os

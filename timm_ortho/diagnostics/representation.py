@@ -31,8 +31,8 @@ Extract = Callable[[nn.Module, Tensor], Tensor]
 class Moments:
     """Count, mean and scatter matrix of features, accumulated over batches in float64.
 
-    The scatter matrix of a batch is computed around the batch's own mean and then shifted (Chan et al. 1979), which
-    keeps precision for features far from zero.
+    The scatter matrix of a batch is computed around the batch's own mean and then shifted to the common mean (Chan et
+    al. 1979), which keeps precision for features far from zero.
 
     Attributes:
         count: Number of rows so far, n.

@@ -15,7 +15,7 @@ from .._text import aligned
 from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
-_BAR = 10  # characters to either side of zero
+_BAR = 10  # length of the bar of a cosine of 1 or -1, in characters
 
 MeasuredSites = List[Tuple[Site, SiteDynamics]]
 

@@ -152,7 +152,7 @@ def draw_curve(run: Run, path: Path) -> None:
 
 
 _BLUE = dict(color="#0072b2")
-_CURVES = (  # the left and the right panel: key in the history, label, style
+_CURVES = (  # lines of the left and of the right panel; each line is (key in the history, label, style)
     (("train_loss", "training", dict(color="#d55e00", linestyle="--")), ("eval_loss", "validation", _BLUE)),
     (("eval_top1", "validation", _BLUE),),
 )
@@ -301,7 +301,7 @@ def _compared(row: Mapping[str, Any]) -> list[str]:
 
 
 def _difference(paired: Optional[Mapping[str, Any]]) -> str:
-    """Return a mean difference with its confidence interval as text; `-` without a difference."""
+    """Return a mean difference with its confidence interval as text, or `-` for None."""
     if paired is None:
         return "-"
     mean, half = paired["mean"], paired["half_width"]
@@ -331,7 +331,7 @@ def made_with(result: Mapping[str, Any]) -> str:
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if made.get("command"):
         made["command"] = f"`{_without_folders(made['command'])}`"
-    if sessions:  # each session has its own host, process and command
+    if sessions:  # show only the count: each session has its own host, process and command
         made["continued"] = f"{len(sessions)} time{'s' * (len(sessions) > 1)}"
     shown = {**made, "commit": commit, "device": result.get("device")}
     return ", ".join(f"{key} {value}" for key, value in shown.items() if value)

@@ -15,9 +15,9 @@ from ..weights.checks import SAFE, safetensors_name, weights_in_folder
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
     """Load a pretrained model from the Hub or a folder.
 
-    The model is the same as from ``timm.create_model("hf-hub:...", pretrained=True)``. If the Hub fails, timm alone
-    needs from 23 seconds to several minutes to raise an error, and reports "check your connection" for every cause.
-    This function reports the cause within seconds. If the Hub cannot be reached, it uses cached files.
+    The model is the same as from ``timm.create_model("hf-hub:...", pretrained=True)``. If the Hub fails,
+    ``timm.create_model`` raises an error only after 23 seconds to several minutes, and reports "check your connection"
+    for every cause. ``pull`` reports the cause within seconds. If the Hub cannot be reached, it uses cached files.
 
     >>> import tempfile, timm, timm_ortho
     >>> with tempfile.TemporaryDirectory() as folder:

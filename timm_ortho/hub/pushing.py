@@ -43,9 +43,9 @@ def push(
             a run contains metrics, which are read from the run's files.
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
-        labels: Names of the classes. None: the names in the run, its data set or the model's `pretrained_cfg`.
+        labels: Names of the classes. None: names from the run or its data set; for a module, from its `pretrained_cfg`.
         license: License identifier of the Hub (`apache-2.0`). None: the card names no license.
-        private: Whether a new repository is private. None: the owner's default.
+        private: Whether a new repository is private. None: the default of the owner's account.
         revision: Branch, created if it does not exist. None: main.
         create_pr: Open a pull request instead of committing.
         commit_message: Title of the commit.

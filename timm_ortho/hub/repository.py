@@ -7,7 +7,7 @@
 | `README.md` | the model card, see `card` |
 | `training.png` | the training curve of a run; needs matplotlib |
 
-Before publication, the model is loaded from the folder. Its logits must equal the original model's bit for bit.
+Before publication, the model is loaded from the folder. Its logits must be bit-identical to those of the original.
 """
 import json
 import shutil
@@ -62,7 +62,7 @@ def export(
         revision: Optional[str] = None,
         token: Optional[str] = None,
 ) -> ModelCard:
-    """Write the files that `hub.push` uploads into a folder, and check that they load.
+    """Write into a folder the files that `hub.push` uploads, and check that they load.
 
     >>> import tempfile, timm
     >>> model = timm.create_model("vit_test_ortho.digits", pretrained=True)
@@ -75,7 +75,7 @@ def export(
     Args:
         model, repo_id, ema, labels, license, revision: See :func:`timm_ortho.hub.push`.
         folder: The folder to write. An earlier export in it is replaced.
-        token: A token that the files must not contain, in addition to huggingface_hub's token.
+        token: A token that the files must not contain, in addition to the token that huggingface_hub uses.
 
     Returns:
         The card.
@@ -103,7 +103,7 @@ class Publication:
     Attributes:
         model: A copy of the model on the CPU, in evaluation mode.
         repo_id: `owner/name` of the repository.
-        run: The run that trained the model, if it is published from a run.
+        run: The run that trained the model; None if a module is published.
         initial: `hf_hub_id` and `license` of the pretrained weights that training started with; empty
             for random weights.
     """
@@ -144,7 +144,7 @@ class Publication:
         Args:
             folder: An existing folder.
             labels, license, revision: See :func:`timm_ortho.hub.push`.
-            token: A token that the files must not contain, in addition to huggingface_hub's token.
+            token: A token that the files must not contain, in addition to the token that huggingface_hub uses.
 
         Raises:
             PublishError: The model cannot be published.
@@ -166,7 +166,7 @@ class Publication:
         """Save weights and config.json as timm does, correct the arguments in config.json, and return its content."""
         connection = _connection_arguments(self.model)
         arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
-        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # outdated after a later `connect`
+        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # `connect` may have changed these
         names = _labels(self.model, self.run, labels)
         self.model.pretrained_cfg = _pretrained_cfg(
             self.model, self.run, _architecture(self.model, connection), license)
@@ -226,7 +226,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     """Build a run's model as timm's train.py does, and load the run's weights.
 
     Args:
-        run: A run of train.py or of the lab.
+        run: A run of timm's `train.py`, `timm-ortho compare` or `timm-ortho study`.
         name: Another model for these weights, such as a variant with another connection.
         overrides: Arguments of the model that replace the run's arguments.
 
@@ -240,7 +240,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     connection = None
     if name != options["model"] or any(map(is_variant_argument, overrides)):
         kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
-    elif run.connection != kwargs.get("connection"):  # the run changed its connection
+    elif run.connection != kwargs.get("connection"):  # the run changed its connection during training
         connection = run.connection
     kwargs.update(overrides)
     size = options.get("input_size")
@@ -369,7 +369,7 @@ def _check_finite(model: nn.Module) -> None:
 
 
 def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Load the folder and compare its weights and logits with the model's, bit for bit."""
+    """Load the model from the folder, and check that its logits are bit-identical to those of ``model``."""
     images = torch.randn(2, *config["pretrained_cfg"]["input_size"], generator=torch.Generator().manual_seed(0))
     dtype = next(model.parameters()).dtype
     try:

@@ -86,7 +86,7 @@ class Run:
 
     @property
     def top1_std(self) -> Optional[float]:
-        """Sample standard deviation over seeds; None for fewer than two."""
+        """Sample standard deviation over seeds; None for fewer than two seeds."""
         return stdev(self.peers.values()) if len(self.peers) > 1 else None
 
 
@@ -123,7 +123,7 @@ class CheckpointRun(Run):
 
 # -------------------------------------------------------------------------------------------- the files
 def checkpoint_file(path: Path) -> Path:
-    """Return the checkpoint at a path, or the last one in the folder of a run.
+    """Return the checkpoint at a path, or the last checkpoint in the folder of a run.
 
     Raises:
         PublishError: There is no checkpoint.
@@ -157,7 +157,7 @@ def _read_checkpoint(path: Path) -> dict:
 
 
 def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the options in args.yaml; the checkpoint completes options without a value there, such as num_classes."""
+    """Return the options in args.yaml. Options without a value there, such as num_classes, come from the checkpoint."""
     args = checkpoint.get("args")
     options = dict(vars(args)) if isinstance(args, Namespace) else {}
     if (folder / "args.yaml").is_file():

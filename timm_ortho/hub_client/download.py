@@ -21,7 +21,7 @@ CacheDir = Union[str, Path, None]
 
 
 def split_revision(hf_hub_id: str) -> Tuple[str, Optional[str]]:
-    """Split timm's ``owner/name@revision`` into repository and revision; None is the default branch.
+    """Split timm's ``owner/name@revision`` into repository and revision. None means the default branch.
 
     >>> split_revision("me/my-model@v1"), split_revision("me/my-model")
     (('me/my-model', 'v1'), ('me/my-model', None))

@@ -47,7 +47,7 @@ def check_repo_id(repo_id: str, error_class: Type[Exception], hint: str = "") ->
 
 
 def with_timeout(function: Callable[[], T]) -> T:
-    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT. A DNS lookup has no timeout of its own."""
+    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT, which also limits the DNS lookup."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -109,7 +109,7 @@ _REFUSALS = {
 
 
 def _refusal(error: Any, repo_id: str, revision: Optional[str], access: str, token: Optional[str]) -> str:
-    """Describe an answer with an error status."""
+    """Describe a response of the Hub with an error status."""
     status, page = error.response.status_code, f"{constants.ENDPOINT}/{repo_id}"
     log_in = "log in with another account (`hf auth login`)" if token else "log in (`hf auth login`)"
     if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError
@@ -132,7 +132,7 @@ def _refusal(error: Any, repo_id: str, revision: Optional[str], access: str, tok
 
 
 def _connection_failure(chain: List[BaseException], if_interrupted: str) -> str:
-    """Describe a missing or incomplete answer. Class names are matched, since huggingface_hub's HTTP library varies."""
+    """Describe a missing or incomplete response. Error classes of the HTTP library are matched by name."""
     names = " ".join(base.__name__ for error in chain for base in type(error).__mro__)
     cause = f"{type(chain[-1]).__name__}: {error_text(chain[-1])}"
     is_network = any(name in names for name in ("Connect", "Timeout", "Transport", "Proxy", "SSL", "Chunked"))
