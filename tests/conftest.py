@@ -25,7 +25,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
-    """Yield a mock Hub and a client. The client is a process that has run the test module's code IMPORTS."""
+    """Yield a mock Hub and a client. The client's process has run IMPORTS of the test module."""
     folder = tmp_path_factory.mktemp("hub")
     imports = request.module.IMPORTS
     with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:

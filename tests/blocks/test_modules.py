@@ -46,7 +46,7 @@ def test_same_outputs_in_onnxruntime(module, connection):
 
 @pytest.mark.parametrize("module", of_modules())
 def test_the_operator_rounds_as_the_plain_formula_at_every_site(module):
-    """Sites are compared one by one, because deep networks would amplify a difference."""
+    """Compare each site on its own inputs. Otherwise, rounding differences would grow from site to site."""
     model, size = model_of(of_modules()[module], "feature")
     reached = []
 

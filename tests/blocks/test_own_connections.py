@@ -79,7 +79,7 @@ def test_arguments_that_a_partial_has_bound(registered):
 
 
 def test_a_connection_by_name(tmp_path):
-    """A variant accepts a registered name. Exports write this name to config.json and the card, and restore it."""
+    """A variant accepts a registered name. Exports store it in config.json and the card, and loading restores it."""
     timm_ortho.register_connection("clipped", Clipped)
     timm_ortho.register_connection("clipped", Clipped)  # the cell of a notebook may run twice
     model = timm.create_model("vit_test_ortho", connection="clipped", connection_eps=1e-4).eval()
@@ -115,7 +115,7 @@ def test_compare_takes_the_connection_of_a_module_by_name(tmp_path, monkeypatch,
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} >= {"Linear", "half"}
     options = yaml.safe_load((tmp_path / "out" / "half-seed0" / "args.yaml").read_text())
     assert options["device_modules"] == ["timm_ortho", "mine"]
-    # In the run's process, multiprocessing has its default start method, with which data loaders start their workers.
+    # A run must not change multiprocessing's start method, which data loaders use to start their workers.
     assert (tmp_path / "mine.txt").read_text() == multiprocessing.get_context().get_start_method()
     assert cli.main([*command, "device_modules=nowhere"]) == 2
     assert "option 'device_modules': No module named 'nowhere'" in capsys.readouterr().err

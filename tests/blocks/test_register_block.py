@@ -257,7 +257,7 @@ def test_a_wrong_registration(block, arguments, error, message):
 
 
 class Sides(nn.Module):
-    """A parallel block or a sequential block, like GPT-NeoX."""
+    """A block like GPT-NeoX's. An argument selects whether it is parallel or sequential."""
 
     def __init__(self, parallel):
         super().__init__()
@@ -272,7 +272,7 @@ class Sides(nn.Module):
 
 
 class Summed(Sides):
-    """A parallel block that adds its two branches to the stream one after the other, like StableLM."""
+    """A block like StableLM's. The parallel form adds f(x) and then g(x), not their sum."""
 
     def forward(self, x):
         if self.parallel:

@@ -45,7 +45,7 @@ def test_linear_equals_the_original_model_and_the_cache_equals_one_pass(name):
 
 
 def missing_row(page, name, row):
-    """Return the text of an error with the row that the page needs, or None if the page has the row."""
+    """Return None if the page has this row, otherwise an error message that says where to add it."""
     if row in page.splitlines():
         return None
     names = list(TEXT)
@@ -79,7 +79,7 @@ def snippets():
 
 
 def test_the_snippets_of_the_page(monkeypatch, tmp_path):
-    """Replace the download by a tiny model, and `feature` by `hybrid`, whose parameters the last snippet loads."""
+    """Replace the download by a tiny model, and `feature` by `hybrid`, because snippet 3 loads parameters."""
     monkeypatch.chdir(tmp_path)
     code = "\n".join(snippets()[:3])
     download = 'AutoModelForCausalLM.from_pretrained("openai-community/gpt2"), "feature"'
@@ -97,7 +97,7 @@ def test_the_example_of_the_page(monkeypatch):
     names = {}
     exec(compile(example, str(PAGE), "exec"), names)
     assert set(names["losses"]) == {"linear", "feature"}
-    assert all(loss < 3.5 for loss in names["losses"].values())  # uniform predictions over 256 tokens: log(256) = 5.5
+    assert all(loss < 3.5 for loss in names["losses"].values())  # log(256) = 5.5 for equal probabilities of 256 bytes
     assert {site.connection.name for site in sites(names["model"])} == {"feature"}
 
 
@@ -157,7 +157,7 @@ def test_every_row_of_the_table_has_a_model_here():
 
 # --------------------------------------------------------------------------------------------- global scope
 def test_global_in_a_decoder_lets_tokens_see_later_ones(monkeypatch):
-    """With the check disabled, the last token changes the logits of the first. `connect` therefore refuses `global`."""
+    """If `connect` did not refuse `global`, the last token would change the logits of the first token."""
     name = next(name for name in tables.SPECS if name.endswith("LlamaDecoderLayer"))
     monkeypatch.setattr(tables, "SPECS", {**tables.SPECS, name: tables.SPECS[name]._replace(causal=False)})
     model, ids = connect(made("Llama"), "global"), tokens()

@@ -1,4 +1,4 @@
-"""The table of timm's residual blocks: each row on a small model, and the additions that are not sites."""
+"""The table of timm's residual blocks: each row on a small model, and additions that connections do not replace."""
 import copy
 import importlib
 import inspect
@@ -100,7 +100,7 @@ def test_every_row_is_valid_for_the_installed_timm(spec):
 
 
 def test_channel_axes():
-    """The size of each site's axis is the number of channels in the model's configuration."""
+    """Connections project over channels: their axis has one of the widths in the model's configuration."""
     def axes(name):
         model, size = build(name)
         connect(model, "feature")
@@ -149,7 +149,7 @@ def test_a_block_with_one_of_its_two_sums():
     *(pytest.param(name, marks=pytest.mark.whole) for name in ("shvit_s1", "efficientvim_m1", "fastvit_t8")),
 ])
 def test_folding_a_model_changes_nothing(name):
-    """Re-parameterisation folds some additions into convolutions. If these were sites, folding would change outputs."""
+    """Re-parameterisation folds some additions into convolutions, so connections must not replace these additions."""
     model, size = build(name)
     model = connect(model, "feature").eval()
     step(model, size)  # changes BatchNorm's initial mean 0 and variance 1
@@ -285,7 +285,7 @@ def test_a_gate_of_the_branch_is_not_a_residual_block():
 
 # ---------------------------------------------------------------------------------------------- scope of tokens
 def test_the_global_scope_projects_each_token_of_xcits_class_attention():
-    """The branches pass patch tokens through. In a projection over all tokens, these tokens would dominate."""
+    """The branches pass patch tokens through, which would dominate a projection over all tokens."""
     model, size = build("xcit_nano_12_p8_224")
     connect(model, "global").eval()
     checked = []

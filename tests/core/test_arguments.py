@@ -78,7 +78,7 @@ def test_sites_that_differ_have_no_common_arguments():
 
 
 def test_a_model_with_a_disconnected_part_has_no_arguments():
-    """The remaining layers are numbered from 0, so the arguments would name other blocks."""
+    """The remaining layers are renumbered from 0, so the argument `layers` would select other blocks."""
     model = connect(timm.create_model("vit_test_ortho"), "feature", layers=[1, 2])
     disconnect(model.blocks[0])
     with pytest.raises(ValueError, match=r"blocks\.0 has no connections: connect the whole model with one call"):

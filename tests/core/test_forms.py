@@ -44,7 +44,7 @@ def model(name, **arguments):
 
 
 def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **options):
-    """Return a test case per form of a module. ``inputs`` is the number of input tensors, or 0 for images."""
+    """Return a test case for each form in ``forms`` and ``slow``. ``inputs`` counts input tensors; 0 means images."""
     label = "-".join(str(getattr(value, "__name__", value)) for value in (*arguments, *options.values()))
     return [
         pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id=f"{label}-{form}")
@@ -73,7 +73,7 @@ TABLE = [
 
 def results(module, inputs):
     """Return a dict of the output ``y`` and of the gradients of inputs (by position) and parameters (by name)."""
-    torch.manual_seed(2)  # for connections with a probability
+    torch.manual_seed(2)  # connections with prob < 1 draw random numbers
     y = module(*inputs)
     parameters = {name.removeprefix("_orig_mod."): p for name, p in module.named_parameters()}
     upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)

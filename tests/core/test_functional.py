@@ -267,7 +267,7 @@ class Mutations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-LARGE = (2, 64, 48, 48)  # enough elements to reuse memory if no mode is active
+LARGE = (2, 64, 48, 48)  # so large that memory is reused, unless a mode is active
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -411,7 +411,7 @@ def test_compile_keeps_the_closed_form_without_a_graph_break():
         return graph.forward
 
     y = torch.compile(Update(), fullgraph=True, backend=backend)(x, f)
-    if not torch.__version__.startswith("2.6."):  # torch 2.6 records the function's operations instead
+    if not torch.__version__.startswith("2.6."):  # torch 2.6 records the operations inside the function
         assert [str(node.target) for node in graphs[0].graph.nodes].count("autograd_function_apply") == 2
     torch.testing.assert_close(y, Update()(x, f))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))

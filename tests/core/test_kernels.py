@@ -150,7 +150,7 @@ def swapped(t):
 
 
 def constant(t):
-    return t[:1, :1, :1, :1].expand_as(t)  # the strides of the gradient of y.sum()
+    return t[:1, :1, :1, :1].expand_as(t)  # all strides are 0, as in the gradient of y.sum()
 
 
 def unaligned(t):

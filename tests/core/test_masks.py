@@ -113,7 +113,7 @@ def test_padding_in_integer_masks_of_scores(form, allowed):
 
 
 def test_float_masks_of_scores_are_additive():
-    """Float masks are added to the scores. Values of 0 and 1 exclude no token, nor do log sizes of merged tokens."""
+    """Float masks are added to the scores, so 0, 1 and the log sizes of merged tokens (ToMe) exclude no token."""
     for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
         assert real_tokens(mask, LONG).all()
 
@@ -122,7 +122,7 @@ def test_float_masks_of_scores_are_additive():
     ((8, 8), SQUARE_X, ["can be [B, N] or [N, N]", "[B, 1, 1, N] or as [1, 1, N, N]", "[8, 8]", "[8, 8, 6]"]),
     ((4, 8, 8), LONG, ["samples or heads as its first axis", "[B, 1, N, N] or as [1, heads, N, N]", "[4, 8, 8]"]),
     ((4, 1, 8), LONG, ["samples or heads as its first axis", "[4, 1, 8]"]),
-    ((12, 8, 8), LONG, ["samples or heads as its first axis", "[12, 8, 8]"]),  # nn.MultiheadAttention: [B heads, N, N]
+    ((12, 8, 8), LONG, ["samples or heads as its first axis", "[12, 8, 8]"]),  # [B * heads, N, N] of MultiheadAttention
     ((3, 8), LONG, ["must be [B, N], [N, N]", "[3, 8]"]),
     ((2, 1, 8, 8), LONG, ["must be [B, N], [N, N]", "[2, 1, 8, 8]"]),
     ((4, 1, 3, 8), LONG, ["must be [B, N], [N, N]", "[4, 1, 3, 8]"]),
@@ -164,12 +164,12 @@ def test_masks_of_flex_attention():
 
 
 def test_a_token_that_one_head_attends_to_is_real():
-    halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # each head has a mask
+    halves = torch.stack([torch.arange(8) < 4, torch.arange(8) > 5]).view(2, 1, 8)  # one mask per head
     assert real_tokens(halves, torch.zeros(4, 8, 6)).flatten().tolist() == [True] * 4 + [False] * 2 + [True] * 2
 
 
 def test_tokens_need_not_attend_to_themselves():
-    # The only token of the fourth sample does not attend to itself, so it counts as padding.
+    # The fourth sample has one token, to which no token attends, so it counts as padding.
     assert torch.equal(real_tokens(OTHERS, torch.zeros(4, 8, 6))[:3], MASK[:3])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from timm_ortho.blocks.detection import looks_residual
 from timm_ortho.routing import Route, RoutingError, Sum
 
-SCALE = 2.0  # a global name in the blocks' forward
+SCALE = 2.0  # a global that `forward` of the blocks reads
 
 
 class Block(nn.Module):
@@ -179,7 +179,7 @@ def test_random_conditions_are_not_evaluated():
 
 
 class Conditions(nn.Module):
-    """Methods with conditions. In all methods but the last, the additions may be reached."""
+    """Methods with conditions. Only the last method has one that can be evaluated before a call."""
 
     def __init__(self):
         super().__init__()
@@ -312,7 +312,7 @@ class Expressions(nn.Module):
 
 
 class Sides(nn.Module):
-    """A block with the conditions of timm's blocks. The added constants show which sides have run."""
+    """A block with conditions like those of timm's blocks. The sum of the constants shows which sides have run."""
 
     def __init__(self, gamma=None, mixer=True, fused=False):
         super().__init__()
@@ -400,7 +400,7 @@ def test_additions_that_an_instance_cannot_reach():
     assert route.reached(Sides()) == [True, True, True]
     assert route.reached(Sides(mixer=False)) == [True, False, True]
     assert route.reached(Sides(fused=True)) == [False, True, True]
-    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # the mode may change before a call
+    assert route.reached(Sides(gamma=1.0).eval()) == [True, True, True]  # train() may be called later
 
 
 class Uneven(nn.Module):
@@ -456,7 +456,7 @@ class Early(nn.Module):
 def test_code_after_a_return_counts_as_the_else_side():
     route = Route(Early, sums(("x", "one"), ("x", "two")))
     assert route.reached(Early()) == [False, False]
-    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # the mode may change before a call
+    assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # train() may be called later
 
 
 def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):

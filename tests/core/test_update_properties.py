@@ -44,7 +44,7 @@ def cases(draw, elements=4000):
 
 
 def laid_out(generator, shape, order, step, dtype):
-    """Return a random tensor with its axes in this order in memory, sliced with ``step`` along the innermost axis."""
+    """Return a random tensor whose axes have this order in memory, sliced with ``step`` along the innermost axis."""
     inverse = [order.index(axis) for axis in range(len(shape))]
     sizes = [shape[axis] for axis in order]
     sizes[-1] *= step

@@ -43,7 +43,7 @@ def test_measuring_has_no_side_effects():
 
 
 class Unused(nn.Module):
-    """A model with two connections. It calls `connection` in evaluation mode, `auxiliary` in training mode."""
+    """A model with two connections. It calls `auxiliary` in training mode, otherwise `connection`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Test the rows of timm_ortho.record and the steps that it records. A recorded training stays bit-identical."""
+"""Test the rows and steps of timm_ortho.record. Training with and without recording is bit-identical."""
 import contextlib
 import copy
 import math
@@ -181,7 +181,7 @@ def test_a_resumed_training_has_the_rows_of_an_uninterrupted_one():
     train(model, 5)
     state = copy.deepcopy(first.state_dict())
     weights = copy.deepcopy(model.state_dict())
-    train(model, 2, start=5)  # steps after the checkpoint, which the resumed run repeats
+    train(model, 2, start=5)  # after the checkpoint; the resumed run repeats these steps
     other = vit()
     other.load_state_dict(weights)
     second = timm_ortho.record(other, every=3)

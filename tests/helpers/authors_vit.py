@@ -8,7 +8,7 @@ REPOSITORY = "BootsofLagrangian/{}-vit-b-imagenet1k-hf"
 
 
 class Layer(nn.Module):
-    """The parameters of one layer. `AuthorsViT.forward` applies them, and LayerNorms without parameters."""
+    """The parameters of one layer. `AuthorsViT.forward` uses them. The layer's LayerNorms have no parameters."""
 
     def __init__(self, width):
         super().__init__()

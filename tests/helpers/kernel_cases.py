@@ -40,8 +40,8 @@ def inputs_with_gradients(shape=(3, 5, 20)):
     return x.requires_grad_(), f.requires_grad_()
 
 
-# Shape of the stream and axes of one projection. The kernels read a projection as a row or a column, and cut a long row
-# into pieces.
+# Shape of the stream, and axes over which one projection sums. The kernels read these axes as a row or a column. Long
+# rows are cut into pieces.
 LAYOUTS = {
     "row": ((7, 13, 197), -1),
     "cut row": ((2, 70, 300), None),

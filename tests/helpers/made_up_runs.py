@@ -103,7 +103,7 @@ def recorded(connection, seed, steps=6):
 
 
 def connections_in(name, cell):
-    """Return the connections with which the shipped study runs this cell."""
+    """Return the connections with which the shipped study runs this cell of its grid."""
     if "switch" in cell:
         return ["feature" if cell["switch"][1] == "O" else "linear"]
     if cell.get("layers") == "none" or cell.get("probability") == 0.0 or name.startswith("skip"):

@@ -15,7 +15,7 @@ def truth(x, f, a, b, dims, eps, mask=None):
     Args:
         x, f: Stream and branch output.
         a, b: Weights of f_par and f_orth, floats or 0-d tensors.
-        dims: Axes of one projection; None for all axes except the first.
+        dims: Axes over which one projection sums; None for all axes except the first.
         eps: Added to <x, x>.
         mask: True for positions that are not padding.
     """

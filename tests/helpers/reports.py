@@ -31,13 +31,13 @@ def parsed(folder):
 
 
 def tables_of(folder):
-    """Return the page's tables as lists of rows of texts. A cell that spans columns is repeated for each column."""
+    """Return the page's tables; a row is a list of texts. A cell that spans columns is repeated for each column."""
     return [[[text for cell in row for text in ["".join(cell.itertext())] * int(cell.get("colspan", 1))]
              for row in table.iter("tr")] for table in parsed(folder).iter("table")]
 
 
 def side_by_side(folder):
-    """Return {(cells that name the row, column): (paper's value, measured value)} for the first table of the page."""
+    """Return ``{(row labels, column title): (paper's value, measured value)}`` for the page's first table."""
     groups, _, *rows = tables_of(folder)[0]
     names = next(index for index, group in enumerate(groups) if groups.count(group) == 2)
     return {(tuple(row[:names]), groups[at]): (row[at], row[at + 1])
@@ -45,7 +45,7 @@ def side_by_side(folder):
 
 
 def differences(folder):
-    """Return {cells that name the row: {title of a column: cell}} for the table of differences."""
+    """Return ``{row labels: {column title: cell}}`` for the table of differences."""
     table = next(table for table in tables_of(folder) if "p (Holm)" in table[0])
     names = table[0].index("against")
     return {tuple(row[:names]): dict(zip(table[0][names:], row[names:], strict=True)) for row in table[1:]}

@@ -19,7 +19,7 @@ BERT = dict(COMMON, type_vocab_size=2)
 
 
 class Text(NamedTuple):
-    """A text model: prefix of its class names, architecture, kinds of the sites of a layer, and config."""
+    """A text model: prefix of its class names, architecture, kinds of a layer's branches, and config."""
 
     prefix: str
     task: str  # decoder, encoder or both (encoder and decoder)
@@ -106,7 +106,7 @@ def logits(model: torch.nn.Module, ids: torch.Tensor, **arguments: Any) -> torch
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Return the name of the argument for the key-value cache, which is new in transformers 5.24."""
+    """Return the name of the argument for the key-value cache, which transformers 5.24 has renamed."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

@@ -147,7 +147,7 @@ def rates(folder):
 
 
 def assert_same_run(one, other):
-    """Check that the weights, optimizers, EMAs and records of two runs' folders are bit-identical in each stage."""
+    """Check that two runs have bit-identical checkpoints, records and results, apart from times and memory."""
     files = [{path.relative_to(folder) for path in folder.rglob("*.pth.tar")} for folder in (one, other)]
     assert files[0] == files[1]
     for stage in (file.parent for file in files[0]):

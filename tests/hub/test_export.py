@@ -148,7 +148,7 @@ def test_a_variant_after_disconnect_is_linear(tmp_path, name):
 
 @pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this release of timm does not store the arguments of a model")
 def test_timms_save_for_hf_stores_the_arguments_of_create_model(tmp_path):
-    """save_for_hf does not store the arguments of a later `connect`. docs/hub.md states this."""
+    """save_for_hf and push_to_hf_hub do not store the arguments of `connect`, as docs/hub.md states."""
     model = tiny(connection="hybrid", connection_start="linear")
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     assert repr(timm_ortho.sites(loaded(tmp_path))) == repr(timm_ortho.sites(model))

@@ -150,7 +150,7 @@ WEIGHTS = {
 }
 
 
-# If num_classes differs from the checkpoint's, timm alone might silently load wrong weights or leave a layer random.
+# If model and checkpoint differ in num_classes, timm alone might silently load wrong weights or leave a layer random.
 @pytest.mark.parametrize(("kind", "way"), [
     *product(WEIGHTS, [BY_NAME, BY_TIMM]),
     *product(["missing", "surplus", "misshapen", "NaN"], ["small(num_classes=3)"]),

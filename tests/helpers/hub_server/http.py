@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------ answers
     def send(self, status: int, content: bytes = b"", **headers: str) -> None:
-        """Send an answer. After a ``cut`` fault, the header states the full length, but only the first bytes follow."""
+        """Send an answer. For a ``cut`` fault, the header states the full length, but only the first bytes follow."""
         self.send_response(status)
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         for name, value in {"Content-Length": str(len(content)), **headers}.items():

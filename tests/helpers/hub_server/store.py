@@ -10,7 +10,7 @@ LARGE = (".safetensors", ".bin", ".pth", ".npz")  # such files are uploaded befo
 
 @dataclass(frozen=True)
 class File:
-    """Description of a file in a commit. The Hub's ``blobs`` contain the content."""
+    """Description of a file in a commit. `HubServer.blobs` contains the content."""
 
     size: int
     sha256: str
