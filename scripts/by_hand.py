@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def command(name: str, model: str, data: str, *options: str) -> list[str]:
-    """Return the command line, without the Python interpreter, that trains a model with a recipe."""
+    """Return the command that trains a model with a recipe, without its first word, the Python interpreter."""
     script = Path(os.environ.get("TIMM_DIR", "."), "train.py")
     parser = recipe.of_script(script)
     batch_size = parser.get_default("batch_size")

@@ -33,7 +33,7 @@ from timm_ortho.weights.pretrained import ENTRIES, weights_file
 
 from .publish import commit_before
 
-MOST_CLASSES = 10  # number of images in the file for the tests
+MOST_CLASSES = 10  # maximum number of images in the file for the tests, one per class
 
 
 def main(tag: str, folder: Path) -> None:
@@ -50,7 +50,7 @@ def main(tag: str, folder: Path) -> None:
         raise SystemExit(f"{folder} has no finished run with seed {seed} of {', '.join(missing)}")
     for connection, name in names.items():
         run = folder / f"{connection}-seed{seed}"
-        # top-1 is measured after the last epoch
+        # the last checkpoint, because the run's top-1 is the accuracy after the last epoch
         model = timm.create_model(f"{name}.{tag}", checkpoint_path=str(run / "last.pth.tar")).eval()
         options = Namespace(**yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8")))
         about = {"model": name, "connection": connection, "data": options.dataset, "seed": seed,
@@ -67,7 +67,7 @@ def main(tag: str, folder: Path) -> None:
 
 
 def check_tensors(model: torch.nn.Module, options: Namespace) -> dict[str, torch.Tensor]:
-    """Return inputs, labels and outputs of one pass over an image of each class, at most `MOST_CLASSES`; [N, ...]."""
+    """Return inputs, labels and outputs, [N, ...], for one image of each of the first `MOST_CLASSES` classes."""
     held_out = open_source(options).validation
     held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
     first: dict[int, torch.Tensor] = {}

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parsed = parser.parse_args(arguments)
     for folder in parsed.folders:
         print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
-    from scripts.pages import __main__ as pages, provenance  # reads the numbers written above
+    from scripts.pages import __main__ as pages, provenance  # both read the numbers written above
     provenance.record()
     return pages.main([], root)
 
@@ -43,7 +43,8 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
-    commit = named.pop() if len(named) == 1 else None  # the runs may come from another machine with an older commit
+    # prefer the commit of the runs to that of the study: another machine may have trained them with an older commit
+    commit = named.pop() if len(named) == 1 else None
     versions = study.get("versions", {})
     commit = commit or versions.get("commit") or commit_before(folder / "study.yaml")
     study["versions"] = {**versions, "commit": commit[:12]}

@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def survey(module: str) -> dict:
-    """Return `covered`, a dict of names and numbers of sites, and `left_out`, a dict of names and reasons."""
+    """Return two dicts: `covered` maps architectures to their number of sites, and `left_out` maps them to reasons."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
         with on_meta(), warnings.catch_warnings():

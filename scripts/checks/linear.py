@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def measured(base: str) -> tuple[float, str, int]:
-    """Return the number of parameters of `base` + "_ortho" in millions, the name `base`, and the number of sites."""
+    """Return the millions of parameters of the model `base` + "_ortho", then `base`, then the number of sites."""
     model = model_on_meta(base + "_ortho")
     return sum(p.numel() for p in model.parameters()) / 1e6, base, len(sites(model))
 

@@ -25,7 +25,7 @@ FILE = Path(__file__).parents[2] / "model_cards" / "results" / "floors" / "ridge
 
 
 def floor(run: Path) -> dict[str, Any]:
-    """Return the top-1 accuracies in percent, the best alpha, and the numbers of images of a run's data."""
+    """Return accuracies in percent, the best alpha, images per split, and whether training images are held out."""
     plan = RunPlan.read(run)
     source = open_source(Namespace(**plan.stages[0].options), plan.hold_out)
     (x, y), (of_validation, labels) = arrays(source.train), arrays(source.validation)

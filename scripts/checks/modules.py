@@ -8,9 +8,9 @@
 | check | condition |
 | --- | --- |
 | train `_ortho`, train `_orthog` | 30 training steps on digits reduce the loss and give every parameter a gradient |
-| export | the program that ``torch.export`` returns has the model's outputs |
+| export | the program that ``torch.export`` returns has the same outputs as the model |
 | compile | under ``torch.compile(fullgraph=True, backend="aot_eager")`` the model has the same outputs |
-| onnx | the exported ONNX file has the model's outputs in onnxruntime; needs onnx, onnxscript and onnxruntime |
+| onnx | onnxruntime computes the model's outputs from the exported file; needs onnx, onnxscript and onnxruntime |
 
 The check `inductor` is `compile` with PyTorch's default backend. It takes half a minute per model and only runs on
 request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use only

@@ -91,7 +91,7 @@ class Chosen:
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """Return the recipe in which linear is most accurate, or `paper` if it is at most SAME_RECIPE points below."""
+    """Return the recipe with the most accurate linear runs, or `paper` if it is at most SAME_RECIPE points worse."""
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best

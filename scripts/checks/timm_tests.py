@@ -15,7 +15,7 @@ pytest plugin (`-p timm_tests`). The plugin registers the variants before timm's
 tests of the requested models, and records each outcome.
 
 If a process dies from lack of memory or time, a new process runs the remaining tests, beginning with the test in which
-the first process died. If the new process dies in this test too, the test counts as failed.
+the old process died. A test counts as failed if a process dies in it before finishing any other test.
 
 If a variant fails a test, the test is repeated with timm's own architecture. If this architecture fails too, or timm
 excludes it from the test, the result is reported as excused.

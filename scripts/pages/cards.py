@@ -42,7 +42,7 @@ class PublishedRun(Run):
 
     Args:
         folder: The comparison in `model_cards/results/comparisons`.
-        connection: The connection of the run. Its seed is the first seed of the comparison.
+        connection: The connection of the run. The seed of the run is the first seed of the comparison.
 
     Attributes:
         seed: The seed of the run.

@@ -1,9 +1,9 @@
 """Define comparisons of published runs, and functions that read the compared metrics.
 
-A contrast is a weighted sum over the settings of a study for each seed, with Student's interval of the mean over the
-seeds. Differences, slopes over the learning rate, main effects and interactions are contrasts that differ in their
-weights. `Unpaired` (Welch) and `Effect` (a factor of a fractional factorial design) are not contrasts, because their
-error terms differ.
+A contrast is a weighted sum of a metric over the settings of a study. It is computed for each seed, and its mean over
+the seeds has Student's interval. Differences, slopes over the learning rate, main effects and interactions are
+contrasts that differ in their weights. `Unpaired` (Welch) and `Effect` (a factor of a fractional factorial design) are
+not contrasts, because their standard errors are computed differently.
 """
 import math
 from dataclasses import dataclass, field
@@ -97,11 +97,11 @@ class Comparison:
         return span(list(self.paper.values())) if self.paper else ""
 
     def ends(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the two-sided interval at a confidence level, or (-inf, inf) if all differences are equal."""
+        """Return the two-sided interval, or (-inf, inf) if there is one difference or all differences are equal."""
         raise NotImplementedError
 
     def within(self, bound: float) -> bool:
-        """Return whether two one-sided tests show equivalence, so that the 90 % interval is within [-bound, bound]."""
+        """Return whether two one-sided 5 % tests show equivalence: the 90 % interval is within [-bound, bound]."""
         return max(map(abs, self.ends(0.9))) <= bound
 
     def compatible(self) -> str:
@@ -125,7 +125,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast(Comparison):
-    """A weighted sum over settings, for each seed that has runs of all these settings.
+    """A weighted sum of a metric over settings, for each seed that has runs of all these settings.
 
     Attributes:
         parts: See `Comparison`. Settings without a weight are ignored. The sums of several parts are averaged.
@@ -202,7 +202,7 @@ class Contrast(Comparison):
 
 @dataclass(frozen=True)
 class Unpaired(Comparison):
-    """The difference of the means of two contrasts with unrelated runs, with Welch's interval."""
+    """The mean of contrast `one` minus the mean of `other`, with Welch's interval. Their runs are not paired."""
 
     label: str
     one: Contrast
@@ -225,7 +225,8 @@ class Unpaired(Comparison):
 class Effect(Comparison):
     """A factor's effect on F − linear in `cifar_factors`: the mean at its second level minus the mean at its first.
 
-    The error variance is estimated from the differences F − linear after subtracting the means of cells and seeds.
+    Each combination of levels is a cell. The error variance is estimated from the differences F − linear after
+    subtracting the means of cells and seeds.
     """
 
     label: str
@@ -239,7 +240,7 @@ class Effect(Comparison):
 
     @cached_property
     def by_cell(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
-        """The levels of the factors in each cell, and the differences F − linear as an array ``[seeds, cells]``."""
+        """The cells (tuples of one level per factor), and the differences F − linear as an array ``[seeds, cells]``."""
         rows = list(table(self.study, None, self.read).values())
         cells = list(dict.fromkeys(setting[0] for setting in rows[0]))
         differences = [[row[cell, "feature"] - row[cell, "linear"] for cell in cells] for row in rows]
@@ -332,7 +333,10 @@ def rates_slope(rates: Sequence[float]) -> Weights:
 
 
 def switch(first: float, last: float) -> Weights:
-    """Return weights of `first` times the effect of an orthogonal start plus `last` times that of an orthogonal end."""
+    """Return the weights of `first` times the effect of O in the first training plus `last` times that in the last.
+
+    A setting has two trainings in succession, each linear (L) or orthogonal (O).
+    """
     return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
             for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}
 
@@ -363,14 +367,14 @@ def mlp_cosine(*layers: int) -> Callable[[Run], float]:
 
 
 def late_cosine(run: Run) -> float:
-    """Return the mean cosine over the MLP sites of the last two blocks in the last epoch's records."""
+    """Return the mean cosine of x and f over the MLP sites of the last two blocks and the records of the last epoch."""
     rows = [row for row in run["dynamics"] if row["kind"] == "mlp"]
     last, step = max(row["layer"] for row in rows), max(row["step"] for row in rows) * (1 - 1 / run["epochs"])
     return fmean(row["cosine"] for row in rows if row["layer"] >= last - 1 and row["step"] > step)
 
 
 def learned_theta(run: Run) -> float:
-    """Return theta of the MLP sites minus theta of the attention sites, at the last record."""
+    """Return the mean theta of the MLP sites minus that of the attention sites, at the last recorded step."""
     last = max(row["step"] for row in run["dynamics"])
     theta = {kind: fmean(row["theta"] for row in run["dynamics"] if row["step"] == last and row["kind"] == kind)
              for kind in ("mlp", "attention")}

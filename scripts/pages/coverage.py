@@ -1,4 +1,4 @@
-"""Write the table of architectures in docs/coverage.md from the list of `python -m scripts.checks.coverage`."""
+"""Write the table of architectures in docs/coverage.md from the file that `scripts.checks.coverage` writes."""
 from pathlib import Path
 
 from timm_ortho.models import coverage

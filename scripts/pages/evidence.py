@@ -100,7 +100,7 @@ def _options(study: str) -> Any:
 
 
 def setting(study: str) -> dict[str, tuple[str, str]]:
-    """Return the values of a study of ViTs and of the paper's ViT-S on CIFAR-10, by the name of the setting."""
+    """Return, for each hyperparameter, its value in a study of ViTs and its value for the paper's ViT-S on CIFAR-10."""
     here, paper = _options(study), recipe.resolve_variant({"dataset": "torch/cifar10"}, "vit_s_cifar10")
     wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
     width, blocks = here.model_kwargs["embed_dim"], here.model_kwargs.get("depth", wide["blocks"])
@@ -124,7 +124,7 @@ def _augmentation(options: Any) -> str:
     return ", ".join(["crop, flip", *strong])
 
 
-DATA = {"C1": "CIFAR-10", "C2": "Tiny ImageNet", "H1": "Fashion-MNIST"}  # data sets of hypotheses on ViTs' accuracy
+DATA = {"C1": "CIFAR-10", "C2": "Tiny ImageNet", "H1": "Fashion-MNIST"}  # data set of each hypothesis on ViTs' accuracy
 
 
 def accuracies(contrast: Contrast) -> str:
@@ -143,14 +143,14 @@ def slower(contrast: Contrast) -> float:
 
 
 def detectable(pairs: int, power: float = 0.8) -> float:
-    """Return the effect, in standard deviations, that a two-sided paired test at the 5 % level detects with a power."""
+    """Return the effect, in standard deviations, that a two-sided paired 5 % test detects with probability `power`."""
     limit = stats.t.ppf(0.975, pairs - 1)
     return float(optimize.brentq(lambda d: stats.nct.sf(limit, pairs - 1, d * math.sqrt(pairs)) - power, 0.1, 3.9))
 
 
 # -------------------------------------------------------------------------------------------- the first answers
 def answers() -> dict[str, str]:
-    """Return the summary for the evidence page and README: an answer in Markdown by subject."""
+    """Return the summary for the evidence page and README, as a dict from subjects to answers in Markdown."""
     family = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
     vits, h1, h2 = [family[name] for name in DATA], family["H1"], family["H2"]
     of_data = " and ".join(
@@ -192,7 +192,7 @@ def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, D
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
-    """Return the answer for ViTs in words, from the decisions on accuracy and the final training losses.
+    """Return the answer for ViTs in words, from the decisions on accuracy and the final training and test losses.
 
     Args:
         rows: The rows of `decided` for hypotheses on the accuracy of ViTs.
@@ -206,7 +206,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
             DATA[row["hypothesis"].name])
     accuracy = " and ".join(f"{word} on {' and '.join(names)}" for word, names in data.items())
 
-    def on(loss: int, sign: int) -> str:  # the data sets on which this loss of F is lower (-1) or higher (1)
+    # the data sets on which F's final training loss (0) or test loss (1) is significantly lower (-1) or higher (1)
+    def on(loss: int, sign: int) -> str:
         ends = {row["hypothesis"].name: course(row["hypothesis"])[loss].difference.ends for row in run}
         return " and ".join(DATA[name] for name, (low, high) in ends.items() if min(sign * low, sign * high) > 0) or (
             "no data set")
@@ -222,7 +223,11 @@ def section_width() -> int:
 
 # -------------------------------------------------------------------------------------------- the pictures
 def pictures() -> dict[str, Figure]:
-    """Return three plots: differences of the hypotheses, differences of all reports, and F − linear by epoch."""
+    """Return three plots.
+
+    They show the differences of hypotheses and exploratory comparisons, the differences of all reports, and F − linear
+    by epoch.
+    """
     asked = [contrast for contrasts in explored().values() for contrast in contrasts if contrast.unit == "points"]
     asked = [one.contrast for one in (*PART_TWO, *PART_ONE) if one.is_run] + asked
     every = []
@@ -279,7 +284,7 @@ def text(history: Mapping[str, Any]) -> str:
     confirming = provenance.studies_of("one") + provenance.studies_of("two")
     every = [run for folder in studies.folders() if folder.name not in confirming
              for run in studies.part(folder).runs if studies.trains(folder)]
-    # Several studies may contain the same run. Its metrics identify it.
+    # Several studies may contain the same run. Runs with equal seed, connection and metrics count as one.
     same = Counter((run["seed"], run["connection"], run["loss"], run["top1"], run["parameters"]) for run in every)
     ridge = _json("floors/ridge.json")
     floors = [(study, floor, [fmean(map(top1, runs)) for runs in settings_of(study)])

@@ -286,7 +286,7 @@ def explored() -> dict[str, list[Comparison]]:
                           {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
         "Table 4 (final version)": _both(
             "representation", "effective rank of the features, F relative to linear", difference(),
-            # a ratio, because widths differ from the paper's
+            # with the logarithm, the difference is a ratio: ranks depend on the width, which differs from the paper's
             read=lambda run: 100 * math.log(run["representation"]["effective_rank"]), unit="log-%",
             paper={"": 100 * math.log(rank["feature"]["effective_rank"][0] / rank["linear"]["effective_rank"][0])}),
         "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms of the stream − identity", BRANCH4,

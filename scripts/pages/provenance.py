@@ -1,7 +1,7 @@
 """Find the commits, processors and torch versions of the runs that test hypotheses.
 
-`python -m scripts.publish` records the commits in model_cards/results/provenance/commits.json. Therefore a checkout
-without history can check the evidence page.
+`python -m scripts.publish` records the commits in model_cards/results/provenance/commits.json, so that the evidence
+page can also be checked in a checkout without git history.
 """
 import json
 import subprocess
@@ -12,7 +12,7 @@ from . import studies
 from .contrasts import Run, is_published, runs_of
 
 ROOT = Path(__file__).parents[2]
-RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # headings committed with the rules
+RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # headings of hypotheses.md, added with the rules
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
@@ -38,7 +38,7 @@ def read_history(
 ) -> Optional[dict[str, Any]]:
     """Return, for each part, the commit that added the rules, its date, and the position of each run's commit.
 
-    A position is `before`, `after` or `not in the history`. Returns None without git or without history.
+    The position relative to the rules is `before`, `after` or `not in the history`. Returns None without git history.
     """
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
@@ -98,7 +98,7 @@ def made_after(part: str, history: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def mixed_pairs(part: str) -> list[dict[str, Any]]:
-    """Return the studies and seeds whose runs had several processors or torch versions, with their names."""
+    """Return each study and seed whose runs had several processors or torch versions, and the names of these."""
     pairs = []
     for study in filter(is_published, studies_of(part)):
         for seed in sorted({run["seed"] for run in runs_of(study)}):

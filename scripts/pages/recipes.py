@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from timm_ortho.lab.paper import Experiment, experiments, numbers
 
 WIDTH = 120
-# Differences between the authors' published code and their paper. The recipes follow the paper and have a comment.
+# Values in the authors' published code that differ from their paper. The recipes contain them only as comments.
 PUBLISHED = {
     ("vit_s", "imagenet1k"): {"scale": "0.8 to 1"},
     ("vit_b", "imagenet1k"): {"scale": "0.8 to 1", "lr": "1e-4", "weight_decay": "1e-3"},
@@ -37,7 +37,7 @@ FITS = {
 
 
 class Option(NamedTuple):
-    """A line of YAML, with the reason for a value that the paper does not state."""
+    """A line of YAML, and the text of a comment on its value (may be empty)."""
 
     key: str
     value: Any

@@ -1,8 +1,8 @@
 """Write README's table of costs and the tables of docs/speed.md from the rows of `timm-ortho bench`.
 
 The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may contain several runs of
-one commit. The tables contain all measured cases. Default cases of `timm-ortho bench` without a row are listed as "not
-measured".
+one commit. The tables contain all measured cases. If a table has no rows from a CPU or none from a GPU, it lists the
+default cases of `timm-ortho bench` for this kind of device as "not measured".
 """
 import csv
 import textwrap
@@ -159,7 +159,7 @@ def device(row: BenchRow) -> str:
 
 
 def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str]]:
-    """Return a line for each default model, shape or launch if a kind of device has no rows of this kind."""
+    """Return a line for each default case (model, shape or launch) of a kind of device without rows in the table."""
     lines = []
     for kind, name in (("cpu", "CPU"), ("cuda", "GPU")):
         if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
@@ -228,7 +228,7 @@ def formula(rows: Sequence[BenchRow], name: str) -> str:
 
 
 def speedup(rows: Sequence[BenchRow]) -> str:
-    """Return the speedup of the kernels, or else of the eager update, over the formula of the paper's appendix."""
+    """Return the speedup over the formula of the paper's appendix: of Triton, or else of the eager update."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:

@@ -49,7 +49,7 @@ def summary(folder: Path) -> list[dict[str, Any]]:
 
 # ---------------------------------------------------------------------------------------------- the pages
 def pages(root: Path) -> dict[Path, Path]:
-    """Return the path of the page of each study and comparison, with the folder of its numbers."""
+    """Map the page of each study and comparison to the folder that contains its numbers."""
     prefixes = (("studies", "study"), ("comparisons", "compare"))
     return {root / "model_cards" / f"{prefix}_{folder.name}.md": folder
             for kind, prefix in prefixes for folder in folders(kind)}
@@ -72,7 +72,7 @@ def text(page: Path, folder: Path) -> str:
 
 
 def blocks(page: Path, folder: Path) -> list[Block]:
-    """Return the report of a study without the sections in `LEFT_OUT`, and a section with the folder of its numbers."""
+    """Return a study's report without the sections in `LEFT_OUT`, and a section that names its folder of numbers."""
     where = f"results/{folder.parent.name}/{folder.name}"
     kept: list[Block] = []
     heading = ""

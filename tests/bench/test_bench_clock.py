@@ -128,7 +128,7 @@ def test_cuda_clock(monkeypatch):
 
 
 def test_peak_memory_excludes_other_candidates(monkeypatch):
-    allocated = [1000]  # bytes of all tensors; 200 of them belong to the measured candidate
+    allocated = [1000]  # bytes of all tensors, including 200 bytes of the measured candidate
     peak = [0]
 
     def allocate(amount):
@@ -149,7 +149,7 @@ def test_peak_memory_excludes_other_candidates(monkeypatch):
 
 
 def test_saved_bytes():
-    a, b = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
+    a, b = (torch.randn(4, 8, requires_grad=True) for _ in range(2))  # 4 * 8 float32 numbers are 128 bytes
     assert saved_bytes(lambda: a * b) == 2 * 128
     assert saved_bytes(lambda: a * b, [b]) == 128
     assert saved_bytes(lambda: a * a.t().t()) == 128  # both factors share a storage

@@ -96,7 +96,7 @@ def test_machine_columns(operator_run):
 
 
 def test_no_commit_outside_a_checkout():
-    assert provenance.commit_of(ROOT / "timm_ortho") == ""  # this folder has no .git; git must not use its parent's
+    assert provenance.commit_of(ROOT / "timm_ortho") == ""  # the folder has no .git, and its parent's must not be used
 
 
 def test_plot(operator_run):

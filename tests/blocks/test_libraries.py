@@ -107,7 +107,7 @@ def test_compiles_if_the_original_model_does(name):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     logits = []
     for form in (compiled, model):
-        torch.manual_seed(0)  # vit_mae removes random patches
+        torch.manual_seed(0)  # ViT-MAE drops random patches
         logits.append(output(form(images)))
     torch.testing.assert_close(*logits)
 
@@ -172,7 +172,7 @@ WITHOUT_STREAM = ("alexnet", "densenet", "googlenet", "inception", "shufflenet",
 @pytest.mark.slow
 def test_every_classification_network_of_torchvision_is_covered():
     for name in torchvision.models.list_models(module=torchvision.models):
-        reads_numbers = name.startswith("regnet")  # its constructor needs values of tensors, not meta tensors
+        reads_numbers = name.startswith("regnet")  # its constructor reads values, which meta tensors lack
         if reads_numbers and name != "regnet_y_400mf":
             continue
         arguments = dict(init_weights=False) if name in ("googlenet", "inception_v3") else {}
