@@ -92,7 +92,7 @@ def test_gamma_is_that_of_table_11():
 
 # ------------------------------------------------------------------------------- overhead (the paper's Table 1b)
 class GivenTimes:
-    """A mock clock. After the warm-up, the orthogonal model takes alternately 25 % and 30 % longer than linear."""
+    """A mock clock. Linear models take 8 ms. After the warm-up, orthogonal models take 10 ms and 10.4 ms in turn."""
 
     def __init__(self, device):
         self.device = device

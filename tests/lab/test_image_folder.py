@@ -417,7 +417,7 @@ def test_corrupt_image_fails_train_py(tmp_path, monkeypatch):
 
 
 def test_other_images_under_the_same_output_are_refused(tmp_path):
-    """If an output folder had runs on old and new images, the report would mix their results."""
+    """If an output folder had runs on different images, the report would mix their results."""
     root = image_folder(tmp_path / "data", "train", "val")
 
     def plan_again():

@@ -175,7 +175,7 @@ def test_a_line_has_one_setting():
 
 
 def test_two_probes_make_no_curve():
-    """A published run contains only some of its probes. Two probes, the first and the last, are too few for a curve."""
+    """A curve over several epochs needs at least three probes (measurements on one fixed batch)."""
     runs = [{**run, "probe": [run["probe"][0], run["probe"][-1]]} for run in runs_of("compare")]
     assert "stream_by_epoch" in drawn(study_of("compare"), runs_of("compare"))
     assert "stream_by_epoch" not in drawn(study_of("compare"), runs)

@@ -50,7 +50,7 @@ def test_without_variance_there_is_no_interval_and_no_verdict(shift, seeds):
 
 
 def test_float32_accuracies_of_the_same_images_are_equal():
-    """Both seeds differ by one image, but means of float32 percentages over batches of 12 differ in the last digits."""
+    """With both seeds, the networks differ by one image. Float32 rounding makes the two differences unequal."""
     def top1(correct):
         return [float(np.mean([np.float32(count) * np.float32(100) / np.float32(12) for count in batches]))
                 for batches in correct]

@@ -86,7 +86,7 @@ def test_files(study):
         assert result["images_per_second"] > 0
         assert (result["trainer"], result["connection"], result["seed"]) == ("lab", name.split("-")[0], 0)
         assert 1.0 <= result["representation"]["effective_rank"] <= 16.0
-        # In two epochs of four steps, every second step is recorded at two sites in each of two blocks.
+        # Two epochs have eight steps. Every second step is recorded, at the attention and the MLP of two blocks.
         records = read_lines(folder / "records.jsonl")
         assert [row["step"] for row in records] == [step for step in (0, 2, 4, 6) for _ in range(4)]
         probes = read_lines(folder / "probe.jsonl")

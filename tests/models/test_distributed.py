@@ -110,7 +110,7 @@ def test_same_losses_as_one_process(results, wrapper, name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_checkpoint_loads_into_one_process(results, wrapper, name):
-    """The checkpoint has timm's parameter names, and the weights and logits of a model trained in one process."""
+    """The checkpoint has timm's parameter names. Weights and logits equal those of a model trained in one process."""
     model, (_, expected) = create(**CASES[name]).eval(), alone(name)
     model.load_state_dict(results(wrapper, name)["weights"], strict=True)
     for (parameter, loaded), weight in zip(model.named_parameters(), expected.parameters(), strict=True):
@@ -147,7 +147,7 @@ def test_a_sharded_model_keeps_its_sites():
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("before", "after"), [("feature", "global"), ("hybrid", "linear")])
 def test_connecting_a_sharded_model_keeps_it_sharded(before, after):
-    """Before and after the switch, losses and weights equal the results of a model that is not sharded."""
+    """Losses before and after `connect`, and the last weights, equal those of a model that is not sharded."""
     models = create(before, checkpointing=False), parallel(create(before, checkpointing=False), "FSDP2")
     classes = [type(module) for module in models[1].modules() if not isinstance(module, timm_ortho.Connection)]
     losses = []
