@@ -69,7 +69,7 @@ def syntax_tree(function: FunctionType) -> ast.Module:
         >>> ast.unparse(syntax_tree(timm.models.resnet.BasicBlock.forward)).splitlines()[1]
         '    shortcut = x'
     """
-    # All code from exec has the file name <string>. For it, ``inspect`` in Python 3.13 returns ``python -c``'s text.
+    # Code from exec has the file name <string>, for which ``inspect`` in Python 3.13 returns the text of ``python -c``.
     if function.__code__.co_filename == "<string>":
         raise OSError("could not get source code")
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -158,7 +158,7 @@ class Route:
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         local = dict(vars(self.owner))  # the method's default arguments may use names of the class body
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # other features are mandatory
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # all other features are always on
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
             exec(code, self.method.__globals__, local)

@@ -1,4 +1,4 @@
-"""Arguments of variants that set the connections, and the corresponding arguments of ``connect``."""
+"""Translate the arguments ``connection*`` and ``skip*`` of variants like ``vit_base_ortho`` to those of ``connect``."""
 from inspect import signature
 from typing import Any, Dict
 
@@ -8,7 +8,7 @@ from ..convert import connect
 
 
 def variant_argument(name: str) -> str:
-    """Return the variants' name of an argument of :func:`timm_ortho.connect`.
+    """Return the name that variants use for an argument of :func:`timm_ortho.connect`.
 
     >>> variant_argument("prob"), variant_argument("skip_rank")
     ('connection_prob', 'skip_rank')

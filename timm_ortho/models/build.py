@@ -77,7 +77,7 @@ def create(
     return record_if_requested(model)
 
 
-# The fields of a PretrainedCfg that describe one set of weights, with the values of an architecture without weights.
+# The fields of a PretrainedCfg that describe weights, with their default values.
 _WITHOUT_WEIGHTS = {name: getattr(PretrainedCfg(), name) for name in (
     "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "tag", "custom_load",
     "label_offset", "label_names", "label_descriptions", "origin_url", "notes")}
@@ -90,12 +90,13 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     return own
 
 
-# Tag of the architecture in an exported config.json. Without timm_ortho, errors of timm and transformers contain it.
+# Tag of the architecture in an exported config.json. If timm_ortho is not imported, errors of timm and transformers
+# contain this tag.
 IMPORT_TAG = "import_timm_ortho"
 
 
 def _own_pretrained_cfg(name: str, requested: Union[str, Dict, PretrainedCfg, None]) -> Union[Dict, PretrainedCfg]:
-    """Return the requested configuration. A tag or None selects a configuration of the variant, not of its base."""
+    """Return the requested configuration. A tag or None selects a configuration of the variant, not of timm's model."""
     if requested and not isinstance(requested, str):
         return requested
     if requested == IMPORT_TAG:  # transformers passes the architecture's tag here
@@ -114,7 +115,7 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the arguments that built a variant, without arguments of connections; empty for timm's own models."""
+    """Return the arguments that built a variant, except those of connections. Empty for timm's own models."""
     return dict(getattr(model, "creation_arguments", {}))
 
 

@@ -1,9 +1,9 @@
 """List the architectures of timm that have variants.
 
 ``python -m scripts.checks.coverage`` builds every architecture, which takes too long for an import, and writes
-``coverage.json``. An architecture has variants if the file has a covered architecture of the same timm module and does
-not have this one under ``left_out``. Architectures that a newer timm adds to such a module therefore have variants too.
-Building one of these variants raises an error if its architecture cannot be connected.
+``coverage.json``. An architecture has variants if the file lists any ``covered`` architecture in its timm module, and
+does not list the architecture itself under ``left_out``. If a newer timm adds an architecture to such a module, it has
+variants too. Building one of these variants raises an error if its architecture cannot be connected.
 """
 import json
 from functools import cache

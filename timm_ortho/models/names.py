@@ -32,5 +32,5 @@ def is_variant(name: str) -> bool:
 
 
 def bases_with_variants() -> list[str]:
-    """Return the base names that have an Orthogonal-F variant."""
+    """Return the names ``X`` for which a model ``X_ortho`` is registered."""
     return [name.removesuffix("_ortho") for name in list_models("*_ortho")]

@@ -74,7 +74,7 @@ def _rebound(function: FunctionType, build: Callable[..., nn.Module]) -> Functio
 
 @cache
 def _builds(caller: FunctionType, name: str) -> bool:
-    """Return whether ``name`` is a function of the caller's module that calls ``build_model_with_cfg``."""
+    """Return whether ``name`` in the caller's module is a function that leads to a call of ``build_model_with_cfg``."""
     function = caller.__globals__.get(name)
     if not isinstance(function, FunctionType) or function.__globals__ is not caller.__globals__ or function is caller:
         return False

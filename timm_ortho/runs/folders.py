@@ -23,7 +23,7 @@ def read_history(folder: Path) -> list[dict]:
     """Return the metrics of each epoch from `summary.csv`, with None for NaN and infinities.
 
     If `train.py` resumes or starts again, it appends a second header and its rows to an existing file. A second row for
-    an epoch replaces all previous rows of this and later epochs.
+    an epoch replaces all previous rows of this epoch and of later epochs.
 
     Args:
         folder: Folder of the run.
@@ -54,7 +54,7 @@ def json_lines(text: str) -> list[dict]:
 
 
 def class_names(dataset: Any) -> Optional[list[str]]:
-    """Return the class names of a data set of torchvision or timm in the order of the labels, or None."""
+    """Return the class names of a data set of torchvision or timm in the order of the labels, or None if unknown."""
     dataset = getattr(dataset, "dataset", dataset)
     index = getattr(getattr(dataset, "reader", None), "class_to_idx", None)
     names = getattr(dataset, "classes", None) or (sorted(index, key=index.get) if index else None)

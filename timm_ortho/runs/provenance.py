@@ -68,7 +68,7 @@ def _backend(device: str) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty without a checkout."""
+    """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty for other folders."""
     if not (root / ".git").exists():  # git would search the parent folders
         return ""
     return _first_line("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

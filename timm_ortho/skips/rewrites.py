@@ -9,8 +9,8 @@ y = P x + F(x) becomes
 skip becomes the identity. If all L blocks have P = Q, then z_1 = Q^L x_1, and block i adds
 Q^(L-i) F_i(Q^(i-L-1) z_i) to the stream.
 
-:func:`diagonalise` (Eq. 19 to 23) chooses T = U with P = U^T Lambda U. Every skip becomes Lambda, a diagonal matrix of
-zeros and ones, and U^T follows the last block.
+:func:`diagonalise` (Eq. 19 to 23) chooses T_i = U for all i, where P = U^T Lambda U. Every skip becomes Lambda, a
+diagonal matrix of zeros and ones, and U^T follows the last block.
 
 Both rewrites preserve inner products. Components parallel and orthogonal to P x stay parallel and orthogonal, so the
 connections do not change. Each width of the stream has its own basis. If a block changes the width, its projected
@@ -123,8 +123,8 @@ def diagonalise(model: ModelT) -> ModelT:
     """Return an equivalent network with diagonal skips, for a network with idempotent skips (Section 3.3).
 
     Args:
-        model: As for :func:`absorb`, with skips that are idempotent or the identity. All sites of a width must have the
-            same skip.
+        model: A model that :func:`absorb` supports, but with skips that are idempotent or the identity. All sites of a
+            width must have the same skip.
 
     Returns:
         A new model with the same outputs, whose skips are diagonal matrices of zeros and ones.

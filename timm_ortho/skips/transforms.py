@@ -77,7 +77,7 @@ def _transformed(
     shape = y.shape
     y = y.to(accumulate_in(x.dtype))
     if len(tensors) > 0:
-        below = width * inner  # number of elements between consecutive rows of a factor
+        below = width * inner  # becomes the stride of the axis on which each factor acts
         for tensor in tensors:
             size = tensor.shape[0]
             below = below // size
@@ -127,7 +127,7 @@ class _Mapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, skip, transposed):
         ctx.skip, ctx.transposed = skip, transposed
-        return skip.compute(x, transposed).detach()  # not a view, because autograd adds gradients in place
+        return skip.compute(x, transposed).detach()  # detached, it is not a view; autograd adds to gradients in place
 
     @staticmethod
     def backward(ctx, g):

@@ -1,8 +1,8 @@
-"""Find weights as safetensors and compare them with the model before they are loaded.
+"""Find weights in safetensors files, and compare them with the model before they are loaded.
 
 timm reads a pickle if there are no safetensors, and leaves missing tensors random if the number of classes differs from
-the checkpoint's. This module never unpickles a file of a repository or of a folder with a config.json. It raises an
-error for every tensor that does not fit, except in the head if the number of classes differs.
+that of the checkpoint. This module never unpickles a file of a repository or of a folder with a config.json. It raises
+an error for every tensor that does not fit, except in the head if the number of classes differs.
 """
 import warnings
 from contextlib import contextmanager
@@ -25,7 +25,8 @@ Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
 def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
     """Return the changes to a configuration that make timm read its weights from a local safetensors file.
 
-    Weights of the Hub are downloaded first. Any other ``file`` or ``state_dict`` needs no changes.
+    Weights on the Hub are downloaded first. In a folder with a config.json, the file is ``model.safetensors``. If the
+    configuration itself has a ``file`` or ``state_dict``, the result is empty.
     Before 1.0.29, timm unpickles all files that it finds by ``hf_hub_filename``; a local file avoids this.
 
     Args:

@@ -29,11 +29,11 @@ _AUTHORS = dict(
 
 
 def weights_file(name: str) -> Path:
-    """Return the path in this package of the weights ``name``, MODEL.TAG. The file need not exist."""
+    """Return the path in this package for weights with the name MODEL.TAG. The file need not exist."""
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
-# MODEL.TAG -> fields of the configuration that differ from the architecture's. Weights with ``hf_hub_id`` are in that
+# MODEL.TAG -> fields that differ from the architecture's configuration. Weights with ``hf_hub_id`` are in that
 # repository on the Hub, all others in this package. Without a tag, ``pretrained=True`` loads a model's first entry.
 ENTRIES: Dict[str, Dict[str, Any]] = {
     **{f"vit_base_{kind}.authors_in1k": dict(
@@ -55,7 +55,7 @@ def _source(name: str, fields: Dict[str, Any]) -> Dict[str, str]:
 
 # ---------------------------------------------------------------------------------- transformers' layout
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Convert a checkpoint of the paper's ViT from transformers' layout (the authors') to timm's, if necessary.
+    """Convert a checkpoint of the paper's ViT to timm's layout if it has transformers' layout, like the authors' files.
 
     Position and patch embeddings are resampled to the model's size, as in timm.
 
@@ -129,7 +129,7 @@ class Weights(NamedTuple):
 
 
 def weights(name: str) -> Optional[Weights]:
-    """Return the weights of a registered model, with or without tag, or None. Does not use the network.
+    """Return the weights of a registered model, or None. The name may have a tag. Does not use the network.
 
     >>> weights("vit_test_ortho").name
     'vit_test_ortho.digits'

@@ -1,4 +1,4 @@
-"""Statistics of runs that are paired by seed: confidence intervals, paired and pooled, and adjusted p-values.
+"""Statistics of runs that are paired by seed: paired and pooled confidence intervals, and adjusted p-values.
 
 Each docstring gives its formula. The distributions are from SciPy.
 """
@@ -10,7 +10,7 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-ROUNDING = 1e-6  # relative tolerance; float32 accuracies of equal numbers of images differ by less
+ROUNDING = 1e-6  # relative tolerance; float32 accuracies differ by less if their counts of correct images are equal
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float], level:
     """Return Student's interval of paired differences d = values - baseline.
 
     The interval is mean(d) ± t(q, n - 1) s(d) / sqrt(n) with q = (1 + level) / 2, and p = P(|T| > |t|) (Student, "The
-    probable error of a mean", Biometrika 6, 1908). Accuracies are counts of images, so a few differences can be equal
-    by chance. Their variance is then unknown, and there is neither an interval nor p.
+    probable error of a mean", Biometrika 6, 1908). Accuracies are counts of images, so the differences of
+    a few pairs can all be equal by chance. Their variance is then unknown, and there is neither an interval nor p.
 
     >>> str(paired_difference([91.0, 92.0, 93.0], [90.0, 90.0, 90.0]))
     '+2.00 [-0.48, +4.48]'
@@ -122,14 +122,14 @@ def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
     return [None if value is None else new for value, new in zip(p, adjusted.tolist(), strict=True)]
 
 
-Block = Mapping[Hashable, Mapping[int, float]]  # treatment -> seed -> value
+Block = Mapping[Hashable, Mapping[int, float]]  # the values of one cell: treatment -> seed -> value
 
 
 def pooled_differences(
         blocks: Sequence[Block], pairs: Sequence[tuple[int, Hashable, Hashable]]) -> list[Optional[Difference]]:
-    """Return the difference of a treatment and a baseline in one cell, for each triple of cell, treatment, baseline.
+    """Return treatment minus baseline in a cell, for each triple (cell, treatment, baseline) in ``pairs``.
 
-    See :func:`pooled_contrasts`.
+    A cell is an index into ``blocks``. See :func:`pooled_contrasts`.
     """
     return pooled_contrasts(blocks, [
         {(cell, treatment): 1.0, (cell, baseline): -1.0} for cell, treatment, baseline in pairs])
@@ -141,19 +141,20 @@ def pooled_contrasts(
     """Return weighted sums of treatments with one error variance for all cells of a study.
 
     The model y_cts = treatment_ct + seed_cs + error is fitted by least squares in each cell c. All cells share the
-    error variance. It is estimated as s^2, the sum of squared residuals divided by f = observations - rank, both summed
-    over the cells. A contrast c'b has the interval c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of
-    randomised blocks (Cochran and Cox, "Experimental Designs", 1957, chapter 4). Cells may lack values.
+    error variance. Its estimate s^2 is the sum of squared residuals of all cells, divided by f, the sum of
+    (observations - rank of the design matrix X) over the cells. A contrast c'b has the interval
+    c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of randomised blocks (Cochran and Cox, "Experimental
+    Designs", 1957, chapter 4). Cells may lack values.
 
     The intervals have more degrees of freedom than paired t. They are valid only if cells share one error variance.
 
     Args:
         blocks: The values of each cell.
-        contrasts: Weights by cell and treatment; in each cell they sum to zero.
+        contrasts: Weights by (index of the cell, treatment). In each cell they sum to zero.
 
     Returns:
-        One difference per contrast; None without degrees of freedom, if treatments have no seed in common, or if the
-        weights of a cell do not sum to zero.
+        One difference per contrast. It is None if there are no degrees of freedom, if the treatments of a cell have no
+        seed in common, or if the weights of a cell do not sum to zero.
     """
     fits = [_fit(block) for block in blocks]
     freedom = sum(fit[3] for fit in fits)
@@ -180,7 +181,7 @@ def pooled_contrasts(
 
 
 def _fit(block: Block) -> tuple[np.ndarray, np.ndarray, float, int, dict[Hashable, int]]:
-    """Return coefficients, (X'X)^+, sum of squared residuals, degrees of freedom, and the treatments' columns."""
+    """Return coefficients, (X'X)^+, sum of squared residuals, degrees of freedom, and each treatment's column."""
     seeds = sorted({seed for values in block.values() for seed in values})
     columns = {treatment: index for index, treatment in enumerate(block)}
     rows = [(columns[treatment], len(columns) + seeds.index(seed), value)

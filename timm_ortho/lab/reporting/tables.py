@@ -1,4 +1,4 @@
-"""Make the tables of a report: metrics beside the paper's, differences, every run, and additional tables.
+"""Make the tables of a report: measured and published metrics, differences, every run, and additional tables.
 
 Runs that differ only in the seed are a group. Each metric of a group is an `Entry` with a position in the table.
 """
@@ -14,7 +14,7 @@ from .page import Table
 from .statistics import Difference, holm, paired_difference, pooled_differences, reading, sees
 
 NOT_RUN, NONE = "not run", "–"
-Group = tuple[tuple[tuple[str, Any], ...], str]  # the cell of the grid, and the connection
+Group = tuple[tuple[tuple[str, Any], ...], str]  # (axis, value) pairs of the grid's cell, and the connection
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Entry:
     title: str
     values: Mapping[int, float]  # finite values by seed
     runs: int  # number of finished runs; runs without a finite value are not in `values`
-    planned: int  # number of the study's seeds
-    paper: Optional[Sequence[float]] = None  # mean and standard deviation
+    planned: int  # number of seeds that the study sets
+    paper: Optional[Sequence[float]] = None  # mean and standard deviation in the paper
     baseline: Optional[Position] = None  # position of the baseline; equal to `position` for the baseline itself
-    difference: Optional[Difference] = None  # over the seeds of both sides
-    pooled: Optional[Difference] = None  # the same difference, with an error variance estimated from all cells
-    holm: Optional[float] = None  # adjusted p for all comparisons of the study; None if the difference has no p
+    difference: Optional[Difference] = None  # to the baseline, over the seeds that both have
+    pooled: Optional[Difference] = None  # the same difference; all cells together estimate its error variance
+    holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None if the difference has no p
     effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences, see `sees`
 
     @property
@@ -57,14 +57,14 @@ class Entry:
 
     @property
     def reading(self) -> str:
-        """The unadjusted interval in words, with a note if the adjusted p is above 5 %."""
+        """The interval in words. A note marks a difference that is not significant after Holm's adjustment."""
         words = reading(self.difference)
         only_unadjusted = words in ("higher", "lower") and not self.is_detected
         return f"{words}, but not after Holm's adjustment" if only_unadjusted else words
 
     @cached_property
     def moments(self) -> list[float]:
-        """Mean and, of two or more values, standard deviation."""
+        """The mean, and the standard deviation if there are two or more values."""
         values = list(self.values.values())
         return [fmean(values), stdev(values)] if len(values) > 1 else values
 
@@ -94,7 +94,7 @@ def _spread(moments: Sequence[float], digits: int) -> str:
 
 # ----------------------------------------------------------------------------------------------- entries
 def entries_of(runs: Sequence[Run], layout: Layout) -> list[Entry]:
-    """Return the entries of all groups, group by group, for each measure that at least one run of the group has."""
+    """Return an entry for each group and each measure that a run of the group has, sorted by group."""
     groups = grouped(runs, _group)
     unadjusted = [entry for measure in layout.measures
                   for entry in _with_pooled(_of_measure(groups, measure, layout), layout)]
@@ -148,7 +148,10 @@ def _baseline(groups: Iterable[Group], group: Group, baseline: Mapping[str, Any]
 
 
 def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layout) -> dict[str, float]:
-    """Return the paper's differences of means, for the same data set or else for each of the paper's data sets."""
+    """Return the paper's difference of means for the entry's data set.
+
+    If the paper has no such difference, return the difference for each data set of the paper.
+    """
     datasets = dict.fromkeys(leaf["dataset"] for leaf, _ in layout.leaves() if "dataset" in leaf)
     effects = {}
     for name, changed in (("", {}), *((layout.label("dataset", key), {"dataset": key}) for key in datasets)):
@@ -159,7 +162,10 @@ def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layou
 
 
 def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
-    """Add differences with pooled variance. Entries that differ only in the baseline's axes form a block."""
+    """Add differences with pooled variance.
+
+    A block consists of the entries that differ only in the connection and the axes that the baseline sets.
+    """
     def cell(entry: Entry) -> tuple:
         return tuple(axis for axis in entry.group[0] if axis[0] not in layout.study["baseline"])
 
@@ -172,7 +178,7 @@ def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
 
 
 def plain(entry: Entry) -> dict[str, Any]:
-    """Return an entry for JSON, rounded because the last digits depend on the versions of libraries."""
+    """Return an entry for JSON. Differences are rounded, because their last digits depend on library versions."""
     def rounded(difference: Optional[Difference]) -> Optional[dict]:
         return difference and {**{key: round(value, 6) + 0.0 if isinstance(value, float) else value  # -0.0 becomes 0.0
                                   for key, value in asdict(difference).items()}, "p": _short(difference.p)}
@@ -196,7 +202,7 @@ def _short(p: Optional[float]) -> Optional[float]:
 
 # ------------------------------------------------------------------------------------------ the main table
 def main_table(entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return the measured numbers beside the paper's. For a study without a paper, the differences are beside them."""
+    """Return the measured numbers beside those of the paper or, for a study without a paper, beside the differences."""
     scale = layout.study["scale"]
     title = "here" if scale == "paper" else f"here ({scale})"
     here = {entry.position: str(entry) for entry in entries}
@@ -219,11 +225,11 @@ def side_by_side(
 
     Args:
         names: Titles of the columns that name a row.
-        left, right: Texts by position. Columns of the right side come first.
+        left, right: Texts by position. Column names that only `left` has come last.
         titles: Titles of the left and the right columns.
         missing: Texts for positions that one side lacks. Positions that both sides lack have a dash.
-        order: Index of the row name whose number sorts the rows. By default the left side's order, grouped by the first
-            name.
+        order: Index into a row's names. Rows are sorted by the number at the start of this name. By default, rows are
+            in the order of `left` and then `right`, grouped by their first name.
     """
     rows = list(dict.fromkeys(row for row, _ in (*left, *right)))
     first = list(dict.fromkeys(row[0] for row in rows))
@@ -242,7 +248,7 @@ def side_by_side(
 
 
 def overview(runs: Sequence[Run], entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return the table of `timm-ortho compare`, a row for each group. Speed and memory are medians over the runs."""
+    """Return the table of `timm-ortho compare`, one row for each group. Speed and memory are medians over the runs."""
     axes, baseline = layout.study["axes"], ", ".join(
         layout.label(axis, value_text(value)) for axis, value in layout.study["baseline"].items())
     rows = []
@@ -270,7 +276,7 @@ def _memory(value: Optional[float]) -> str:
 
 # ------------------------------------------------------------------------------- differences, and every run
 def differences(entries: Sequence[Entry], layout: Layout) -> Table:
-    """Return a row for each entry that has a baseline."""
+    """Return a table with a row for each entry that has a baseline other than itself."""
     def against(entry: Entry) -> str:
         names, others = ([*row, *column] for row, column in (entry.position, entry.baseline))
         return ", ".join(other for name, other in zip(names, others, strict=True) if name != other)
@@ -317,7 +323,10 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def every_run(runs: Sequence[Run]) -> Table:
-    """Return a row for each run, without empty columns. Model and parameters have columns if the models differ."""
+    """Return a table with a row for each run, omitting columns that no run has.
+
+    Model and parameters are columns only if the models differ.
+    """
     several = len({run.get("model") for run in runs}) > 1
     columns = [(key, *column) for key, column in _COLUMNS.items()
                if any(key in run for run in runs) and (several or key not in ("model", "parameters"))]

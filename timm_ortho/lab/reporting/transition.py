@@ -9,8 +9,8 @@ cosine of the two connections begin to diverge). Here two traces are *apart* at 
     differences can be equal only if they do not depend on the seed. The second condition alone is not enough: even at
     step 0, the stream of a deep block is slightly shorter with orthogonal connections, which drop the parallel part.
 
-The transition point is the first step from which on the traces are apart at three of four recorded steps. The last
-tenth of the training is excluded, because too few steps follow.
+The transition point is the first step at which the traces are apart, if they are also apart at three quarters or more
+of all steps from there to the end. The last tenth of the training is excluded, because too few steps follow.
 """
 import math
 from typing import Any, Mapping, Optional, Sequence
@@ -21,12 +21,12 @@ from scipy import stats
 Rows = Sequence[Mapping[str, Any]]
 
 VISIBLE = 0.1  # minimal difference, as a share of the range of both traces
-MOSTLY = 0.75  # minimal share of the steps after the transition that are apart
-SEEN = 0.1  # minimal share of the steps that follow the transition
+MOSTLY = 0.75  # minimal share of the steps from the transition on at which the traces are apart
+SEEN = 0.1  # minimal share of all steps that must follow the transition
 
 
 def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Sequence[float]]) -> Optional[int]:
-    """Return the index of the recorded step at which two sets of traces diverge, None if they do not.
+    """Return the index of the recorded step at which two sets of traces diverge, or None if they do not.
 
     Args:
         linear: Traces of shape ``[seeds, steps]``. NaN, from a diverged run, counts as not apart.
@@ -50,18 +50,18 @@ def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Seq
         interval = stats.t.ppf(0.975, len(linear) - 1) * stats.sem(orthogonal - linear)
         apart &= np.abs(means[1] - means[0]) > interval
     steps = len(apart)
-    share_from = np.cumsum(apart[::-1])[::-1] / np.arange(steps, 0, -1)  # share of the steps from each step on
+    share_from = np.cumsum(apart[::-1])[::-1] / np.arange(steps, 0, -1)  # from each step on, share of apart steps
     early = np.arange(steps) < steps - max(1, SEEN * steps)
     candidates = np.flatnonzero(apart & early & (share_from >= MOSTLY))
     return int(candidates[0]) if len(candidates) else None
 
 
 def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measure: str = "stream") -> list[dict]:
-    """Return the transition point of each site: ``layer``, ``kind``, ``measure`` and ``step`` (None without one).
+    """Return ``layer``, ``kind``, ``measure`` and the transition's ``step`` (or None) for each site of the model.
 
     Args:
-        linear: Rows of :func:`timm_ortho.record` of a linear run, for each seed.
-        orthogonal: Rows of the orthogonal runs, for the same seeds in the same order.
+        linear: For each seed, the rows that :func:`timm_ortho.record` wrote in the linear run.
+        orthogonal: The rows of the orthogonal runs, for the same seeds in the same order.
         measure: A column of the rows. The paper uses ``stream`` and ``cosine``.
 
     Raises:

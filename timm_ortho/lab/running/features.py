@@ -1,8 +1,8 @@
 """Measure the features of a trained model, and store them to compare them with the features of other runs.
 
 Linear CKA compares the features of two models for the same images. Features are stored because the two runs end at
-different times. `features.npy` contains them as float16 numbers, divided by the largest magnitude. CKA does not depend
-on this scale. For the 50,000 validation images of ImageNet-1k, the file of a ViT-B takes 77 MB.
+different times. `features.npy` contains them as float16 numbers, divided by their largest magnitude. CKA does not
+depend on this scale. For the 50,000 validation images of ImageNet-1k, the file of a ViT-B takes 77 MB.
 """
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str
         runs: The runs with their metrics. Their key `representation` is replaced.
         folders: The folders of the runs, in the same order.
         baseline: The key `baseline` of the study: a connection, or values of axes. A run's baseline run has this
-            connection or these values, and otherwise the cell, connection and seed of the run.
+            connection or these values. Everything else, including the seed, is the same as in the run.
     """
     by_setting = {_setting(run, {}): folder for run, folder in zip(runs, folders, strict=True)}
     for run, folder in zip(runs, folders, strict=True):

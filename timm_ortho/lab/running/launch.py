@@ -57,7 +57,7 @@ class _Progress:
         tqdm.write(text, file=sys.stderr)
 
     def fail(self, name: str, reason: str) -> None:
-        """Store the reason why a run failed in its folder and in `failed`, and print it."""
+        """Store the reason for a run's failure in `failed` and in the run's folder, and print it."""
         if shutil.disk_usage(self.root).free < _NO_ROOM:
             reason += ", the disk is full"
         run_module.note_failure(self.root / name, reason)
@@ -175,8 +175,8 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
 def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     """Return the environment variables of each simultaneous run, which set its visible GPUs.
 
-    Each run of `train.py` gets its requested number of GPUs for itself. Runs of the lab's loop need one GPU each, and
-    several runs may share a GPU.
+    A run of `train.py` does not share its requested GPUs with other runs. A run of the lab's loop needs one GPU, which
+    it may share.
 
     Raises:
         LabError: This machine has fewer GPUs than a run needs, or a run needs several nodes.
@@ -199,11 +199,11 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     """Train the run in a folder. This is the main function of a run's process."""
-    # None restores the platform's start method. With forkserver, the start method of this process, each worker of a
-    # data loader would import torch again in every epoch.
+    # This process was started with forkserver. With this method, each worker of a data loader would import torch again
+    # in every epoch. None restores the platform's default.
     set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the launcher ends them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the launcher ends this one
     os.environ.clear()
     os.environ.update(environment)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -213,7 +213,7 @@ def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Wait until the launcher ends, then end this process. Its parent, the fork server, may outlive the launcher."""
+    """Wait until the launcher ends, then end this process. The fork server, its parent, may outlive the launcher."""
     parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -265,7 +265,7 @@ class Slurm:
     poll: float = 2.0  # number of seconds between two checks of the folders
 
     def executor(self, root: Path, run: RunPlan) -> Any:
-        """Return submitit's executor for jobs with the numbers of nodes and GPUs of `run`.
+        """Return submitit's executor for jobs that have as many nodes and GPUs as `run` requests.
 
         Raises:
             LabError: submitit or Slurm is missing.
@@ -297,7 +297,7 @@ class Slurm:
     def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
         """Submit the runs that are neither finished nor queued, and wait until all runs are finished or have failed.
 
-        Results and errors are read from the folders of the runs, because many clusters have no accounting.
+        Results and errors are read from the folders of the runs, because many clusters have no Slurm accounting.
 
         Returns:
             The reasons why runs failed, by the name of the run.

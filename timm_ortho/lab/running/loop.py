@@ -124,10 +124,10 @@ class Training:
                 recorder.close()
 
     def _recorder(self, first: int) -> Any:
-        """Return the recorder of the connections, None if the run has none.
+        """Return the recorder of the connections, or None if the plan records nothing.
 
         Args:
-            first: Number of finished epochs of the run, from which the recorder continues to count steps.
+            first: Number of finished epochs of the run. The recorder continues to count steps from there.
         """
         if self.plan.record is None:
             return None
@@ -211,7 +211,7 @@ class Training:
 
     # -------------------------------------------------------------------------------------- the checkpoint
     def _parts(self) -> dict[str, Any]:
-        """Return the objects whose state a checkpoint stores, by timm's keys of a checkpoint."""
+        """Return the objects whose state a checkpoint stores, by their keys in timm's checkpoints."""
         parts = {"state_dict": self.model, "optimizer": self.optimizer}
         if self.ema is not None:
             parts["state_dict_ema"] = self.ema.module
@@ -234,7 +234,7 @@ class Training:
     def _resume(self) -> tuple[int, dict[str, int]]:
         """Load the last checkpoint of this stage. If it has none, load the checkpoint of the first stage.
 
-        If the stage begins only with the first stage's weights, `build_model` has loaded them already.
+        If the stage takes only the weights of the first stage, `build_model` has already loaded them.
 
         Returns:
             The epoch to train next, and the sizes that the files in `growing` had at the checkpoint, in bytes.
@@ -254,7 +254,7 @@ class Training:
             raise LabError(f"{path} cannot be read ({one_line(error)}): remove {self.folder} to train the run "
                            "again") from None
         start = checkpoint["epoch"] + 1
-        # set the schedule's number of updates only: the learning rate is in the optimizer's state
+        # only the number of updates must be restored: the learning rate is in the optimizer's state
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
         return start, lengths
 
@@ -277,8 +277,8 @@ def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
 def _with_learning_rate(options: Namespace) -> Namespace:
     """Return the options with the learning rate `lr` set.
 
-    If `lr` is not set, scale `lr_base` by the batch size relative to `lr_base_size`. For adaptive optimizers, scale it
-    by the square root of this ratio. timm's `train.py` does the same.
+    If `lr` is not set, multiply `lr_base` by the ratio of the batch size to `lr_base_size`, or by its square root. By
+    default (`lr_base_scale` is empty), adaptive optimizers use the square root. timm's `train.py` does the same.
     """
     if options.lr:
         return options
@@ -291,7 +291,7 @@ def _with_learning_rate(options: Namespace) -> Namespace:
 def _peak_memory(device: torch.device) -> Optional[int]:
     """Return the largest memory that the process has used, in bytes.
 
-    This is the allocated memory of a GPU, or the resident memory for a CPU. On Windows, it is None for a CPU.
+    For a GPU, this is the allocated memory. For a CPU, it is the resident memory, or None on Windows.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -29,12 +29,12 @@ from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
-# With these errors, the run's folder cannot be written. The messages of other OSErrors contain the file's name.
+# These errors mean that the run's folder cannot be written. Messages of other OSErrors are kept: they name the file.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Train the run in a folder, and return the exit status: 0 if it is finished, 2 for a LabError, otherwise 1."""
+    """Train the run in a folder. Return the exit status: 0 if it is finished, 2 for a LabError, 1 for other errors."""
     parser = argparse.ArgumentParser(
         prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
@@ -95,7 +95,7 @@ def run(folder: Path, threads: int = 1) -> dict:
 def _begin_session(folder: Path) -> list[dict]:
     """Add an entry for this process to `sessions.json`, and return all entries.
 
-    Print a warning if a version of torch, timm or timm-ortho differs from the previous process's version.
+    Print a warning if a version of torch, timm or timm-ortho differs from that of the previous process.
     """
     sessions = read_json(folder / SESSIONS) or []
     here = {**made_on(), "command": shlex.join(sys.argv), "pid": os.getpid(), "begin": _now(),
@@ -110,7 +110,7 @@ def _begin_session(folder: Path) -> list[dict]:
 
 
 def note_failure(folder: Path, reason: str) -> None:
-    """Store an error in the last entry of `sessions.json` if it has none, because a killed process cannot store it."""
+    """Store why a run failed in the last entry of `sessions.json`, unless the run's process stored an error itself."""
     sessions = read_json(folder / SESSIONS) or []
     if sessions and not sessions[-1].get("error"):
         sessions[-1]["error"] = reason
@@ -147,7 +147,7 @@ def _train(plan: RunPlan, folder: Path) -> dict:
 
 
 def _options(plan: RunPlan, stage: Stage, folder: Path) -> Namespace:
-    """Return the options of a stage. A stage that begins with the first stage's weights has their path as an option."""
+    """Return the options of a stage. If it begins with weights of the first stage, add their path to the options."""
     options = Namespace(**stage.options)
     if stage.begins_with == "weights":
         options.initial_checkpoint = str((folder / plan.stages[0].folder / "last.pth.tar").absolute())
