@@ -27,7 +27,8 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 # Return whether a tensor is a batch of gradients in ``torch.autograd.grad(is_grads_batched=True)``.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
-# torch 2.6 has no is_exporting, and in torch 2.7 it is also true in compiled code. Both count compilation as export.
+# torch 2.6 has no is_exporting, and in torch 2.7 is_exporting is also true in compiled code. With these releases,
+# compilation counts as export.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 

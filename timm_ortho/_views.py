@@ -3,8 +3,8 @@
 The update projects the branch output of a residual block onto the stream, the tensor that the block receives. ``width``
 joins the axes over which one projection sums. With one projection per token or pixel, ``width`` is the number of
 channels; ``inner`` is 1 if the channels are last in memory, and the number of pixels in contiguous NCHW. With one
-projection per sample, ``outer`` is the batch size. These axes are adjacent in memory in common layouts. Other tensors
-are copied first, for example expanded or sliced tensors.
+projection per sample, ``outer`` is the batch size. In common layouts, the axes that are joined are adjacent in memory.
+Tensors in other layouts are copied first, for example expanded or sliced tensors.
 """
 import functools
 import itertools
@@ -38,7 +38,7 @@ def view_of(shape: Tuple[int, ...], strides: Tuple[int, ...], dims: Tuple[int, .
     order = sorted(range(len(shape)), key=lambda axis: -strides[axis])
     sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
     changes = sum(left[0] != right[0] for left, right in itertools.pairwise(sizes))
-    if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes of a projection are not adjacent
+    if changes > 2 or (changes == 2 and sizes[0][0]):  # the axes `dims` are not adjacent
         order = [axis for axis in range(len(shape)) if axis not in reduced] + sorted(reduced)
         sizes = [(axis in reduced, shape[axis]) for axis in order if shape[axis] != 1]
     outer, width, inner = 1, 1, 1
@@ -93,7 +93,7 @@ def folded(function: Callable[..., Any]) -> Callable[..., Any]:
             result = result.view([1 if axis in reduced else x.shape[axis] for axis in view.order]).permute(view.inverse)
             if reduced or result.stride() == x.stride():
                 return result
-            return torch.empty_like(x, dtype=result.dtype).copy_(result)  # the memory of x has another order
+            return torch.empty_like(x, dtype=result.dtype).copy_(result)  # x has another memory format
 
         return tuple(map(unfold, function(*map(fold, (x, *args)))))
 

@@ -58,7 +58,7 @@ def _plain_block(model: nn.Module) -> Optional[str]:
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether, after ``connect`` with these arguments, exactly the sites that are linear now would be linear."""
+    """Return whether ``connect`` with these arguments would make the same sites linear that are linear now."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
         isinstance(site.connection, LinearConnection) != (
@@ -69,7 +69,7 @@ def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
 
 
 def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]:
-    """Return the arguments for a model that was part of the connected model, with ``layers`` numbered in this part."""
+    """Return the arguments for a part of a larger, connected model, with ``layers`` numbered within this part."""
     layers = sorted({site.layer for site in connected if not isinstance(site.connection, LinearConnection)})
     if layers:
         return {**arguments, "layers": layers}
@@ -79,12 +79,12 @@ def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]
 def keep_in_config(model: nn.Module) -> None:
     """Store the connection arguments of transformers' models in ``config.timm_ortho``, or remove outdated arguments.
 
-    ``save_pretrained`` writes the config. ``from_pretrained`` does not connect the model, so the caller must then
-    run ``timm_ortho.connect(model, **model.config.timm_ortho)``. The config is copied first, because another model may
-    share the object.
+    ``save_pretrained`` writes the config. ``from_pretrained`` does not connect the model. Call
+    ``timm_ortho.connect(model, **model.config.timm_ortho)`` after it. The config is copied before it is changed,
+    because another model may share the object.
     """
     transformers = sys.modules.get("transformers.modeling_utils")
-    copies: Dict[int, Any] = {}  # id of a config -> its copy; deepcopy adds the configs that a config contains
+    copies: Dict[int, Any] = {}  # memo of deepcopy: id of a config, or of a config inside it -> copy
     for module in model.modules() if transformers else ():
         config = vars(module).get("config")
         if isinstance(module, transformers.PreTrainedModel) and id(config) not in copies:

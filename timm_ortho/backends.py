@@ -39,7 +39,7 @@ def accumulate_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Backend(NamedTuple):
-    """The two functions of a backend, with the arguments of the two functions in :mod:`timm_ortho.kernels`."""
+    """The two functions of a backend. :mod:`timm_ortho.kernels` has functions with the same names and arguments."""
 
     update: Callable[..., Any]
     gradients: Callable[..., Any]
@@ -194,10 +194,10 @@ _agrees: Dict[Tuple[Any, ...], bool] = {}  # case -> whether the kernels agreed 
 def checked(direction: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a kernel so that the first call of each case is compared with the torch backend.
 
-    A case is a combination of direction, device, dtypes, layout and sizes of the projected axes. If the results differ
-    beyond tolerance or the launch fails, a RuntimeWarning is issued, and this call and all later calls of the case
-    return the results of the reference. Calls during the capture of a CUDA graph are not compared. If a result of the
-    reference is not finite, the comparison is repeated at the next call.
+    A case is a combination of direction, device, dtypes, the sizes of the projected axes, and whether the last of these
+    axes has stride 1. If the results differ beyond tolerance or the launch fails, a RuntimeWarning is issued, and this
+    call and all later calls of the case return the results of the reference. Calls during the capture of a CUDA graph
+    are not compared. If a result of the reference is not finite, the comparison is repeated at the next call.
 
     Args:
         direction: ``"forward"`` or ``"backward"``, for the warning.

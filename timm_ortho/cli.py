@@ -462,7 +462,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _list_weights(pattern: str) -> int:
-    """List weights without network access. If a file is not downloaded, its size is 4 bytes for each parameter."""
+    """List weights without network access. The size of a file to download is estimated as 4 bytes per parameter."""
     import timm
 
     from .models.names import is_variant
@@ -610,7 +610,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """Parse `key=value` with a YAML value. 1e-6 becomes a number as in timm, although it is text in YAML."""
+    """Parse `key=value` with a YAML value. 1e-6 becomes a number as in timm, although YAML reads it as text."""
     import yaml
 
     key, sign, value = text.partition("=")

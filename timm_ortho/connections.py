@@ -148,7 +148,7 @@ class Connection(nn.Module):
     Attributes:
         dim: Channel axis of the stream.
         eps: Added to |x|^2, see :mod:`timm_ortho.functional`.
-        dims: Axes of one projection; None for all axes but the batch.
+        dims: Axes over which one projection sums; None for all axes but the first, the batch axis.
         groups: Number of equal parts of the channel axis. Each part has its own projection.
         keep: Tensor that autograd saves, ``output`` or ``branch``, see :func:`timm_ortho.functional.residual_update`.
         skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity.
@@ -269,7 +269,8 @@ class FeatureConnection(Connection):
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
             # always float32, because bfloat16 would round the probability
-            if isinstance(x, Tensor):  # not x.new_full, which torch.func.vmap would batch: randomness="same" draws once
+            # torch.func.vmap with randomness="same" rejects a batched probability, which x.new_full would return
+            if isinstance(x, Tensor):
                 probability = torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device)
             else:  # FX: torch 2.6 does not accept a proxy as a device
                 probability = x.new_full([], 1.0 - self.prob, dtype=torch.float32)

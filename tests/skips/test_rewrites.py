@@ -1,4 +1,4 @@
-"""absorb and diagonalise replace the skips of a model and keep its outputs. Models have perturbed float64 weights."""
+"""absorb and diagonalise rewrite the skip transforms of a model and keep its outputs, here with perturbed weights."""
 import pytest
 import timm
 import torch
@@ -78,9 +78,9 @@ def test_diagonalise(kind, connection, skip):
 
 
 def test_theorem_1_for_a_single_q():
-    """Eq. 12 and 13 of Wang et al. (2017), for L branches: the stream starts as z_1 = Q^L x_1.
+    """Eq. 12 and 13 of Wang et al. (2017): with L branches, the rewritten stream starts as Q^L x_1 instead of x_1.
 
-    Q^(i-L-1) is applied before branch F_i, and Q^(L-i) after it.
+    Branch F_i, i from 1 to L, is rewritten as Q^(L-i) F_i Q^(i-L-1).
     """
     model = build("vit", skip="orthogonal_tp")
     q, count = sites(model)[0].connection.skip.matrix(), len(sites(model))

@@ -1,4 +1,4 @@
-"""Skip transforms with every connection: in models, as arguments of variants, and in recorded rows."""
+"""Skip transforms with every connection: in models, as arguments of variants, and in the rows that `record` saves."""
 import copy
 
 import pytest
@@ -47,7 +47,7 @@ def test_gradients_through_skip_and_connection():
 @pytest.mark.parametrize("skip", SKIP_NAMES)
 @pytest.mark.parametrize("kind", ["vit", "basic", "bottleneck", "plain basic"])
 def test_every_site_of_a_model(kind, skip):
-    """Each linear site returns P x + f, P has the width of its stream, and every parameter gets a gradient."""
+    """Each connection returns P x + f, where P has the width of the stream, and every parameter gets a gradient."""
     model = connect(tiny(kind), "linear", skip=skip)
     all_sites = sites(model)
     checked = []
@@ -143,7 +143,7 @@ def test_recorded_streams_are_transformed():
 
 
 def test_compiled_models_use_the_skips_of_another_connect():
-    """Each `connect` with another seed replaces the skips."""
+    """Compiled code uses the new skips after `connect` is called with another seed."""
     torch._dynamo.reset()
     model, x, results = tiny("plain basic").double().eval(), images().double(), []
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -164,7 +164,7 @@ def test_autocast_trains():
 
 
 def test_transforms_of_a_pruned_architecture():
-    """The streams of a pruned model are narrower than the arguments of its class."""
+    """The streams of a pruned model are narrower than the arguments of the model specify."""
     model = timm.create_model("efficientnet_b1_pruned_ortho", skip="orthogonal_tp").eval()
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
     assert model.state_dict().keys() == timm.create_model("efficientnet_b1_pruned").state_dict().keys()

@@ -21,7 +21,7 @@ MAPS = {  # name: skip, arguments
     "random": ("orthogonal_random", {}),
     "scaled": ("scaled", {"count": 5}),
 }
-LAYOUTS = {  # shape of a stream of c channels, and its channel axis
+LAYOUTS = {  # a stream with c channels, and its channel axis
     "tokens": lambda c: (torch.randn(3, 5, c), -1),
     "nchw": lambda c: (torch.randn(2, c, 3, 5), 1),
     "channels_last": lambda c: (torch.randn(2, c, 3, 5).to(memory_format=torch.channels_last), 1),
@@ -33,7 +33,7 @@ LAYOUTS = {  # shape of a stream of c channels, and its channel axis
 
 
 def dense(name, width, branches=None, **arguments):
-    """Return P in float64 by its definition in Eq. 24 to 26 of Wang et al. (2017)."""
+    """Return P in float64: by its definition, or as the Kronecker product of Hartley matrices or rotations."""
     eye = torch.eye(width, dtype=torch.float64)
     if name.startswith("idempotent"):
         branches = branches or width
@@ -59,7 +59,7 @@ def _seed():
 @pytest.mark.parametrize("branches", [1, 2, 4, 16])
 @pytest.mark.parametrize("name", ["idempotent_mr", "idempotent_cmr"])
 def test_idempotent_exactly(name, branches):
-    """If x holds integers that are multiples of the number of branches, all sums are exact and P P x equals P x."""
+    """If all values of x are multiples of the number of branches, no sum is rounded, and P P x equals P x exactly."""
     skip = create_skip(name, 32, branches=branches)
     x = branches * torch.randint(-100, 100, (5, 32)).float()
     assert torch.equal(skip(skip(x)), skip(x))
@@ -108,7 +108,7 @@ def test_orthogonal(name, width):
 
 @pytest.mark.parametrize("name", ["orthogonal_tp", "orthogonal_random"])
 def test_a_product_of_many_transforms_is_orthogonal(name):
-    """110 transforms keep the norms of x and of its gradient."""
+    """110 transforms in a row keep the norms of the stream and of the gradient."""
     skips = [create_skip(name, 96, dim=1, site=site) for site in range(110)]
     x = torch.randn(2, 96, 4, 4, requires_grad=True)
     y = x
@@ -143,7 +143,7 @@ def test_random_differs_between_sites_and_seeds(width):
 
 
 def test_random_is_a_rotation_for_every_draw():
-    """The determinant is positive. A QR decomposition without correction gives a reflection for half of the draws."""
+    """The determinant is positive. QR without a correction of signs gives a reflection for half of the draws."""
     for site in range(12):
         assert torch.linalg.det(create_skip("orthogonal_random", 3, site=site).matrix()).item() == pytest.approx(1.0)
 
@@ -199,7 +199,7 @@ def test_gradients_are_no_views():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MAPS)
 def test_rounds_once(name, dtype):
-    """Only the result is rounded. The matrix and intermediate results are not."""
+    """Only the result is rounded to the dtype of x. The matrix and intermediate results are not."""
     skip, arguments = MAPS[name]
     x = (300 * torch.randn(5, 192)).to(dtype)
     module = create_skip(skip, 192, **arguments)
@@ -283,7 +283,7 @@ def test_compiled_matrices_are_constants():
 
 @told_from_export
 def test_equal_transforms_share_compiled_code():
-    """Separately compiled modules share a graph if their transforms are equal. Random rotations are not equal."""
+    """Two compiled modules share a graph if their transforms are equal. The random rotations of two sites differ."""
     torch._dynamo.reset()
     counter, x = CompileCounter(), torch.randn(2, 24)
     for name, expected in (("orthogonal_tp", 1), ("idempotent_cmr", 2), ("orthogonal_random", 4)):

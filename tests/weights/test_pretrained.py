@@ -1,4 +1,4 @@
-"""Test weights in the authors' layout, the weights in the package, and `timm-ortho list --weights`."""
+"""Test weights in the layout of the paper's authors, weights in the package, and `timm-ortho list --weights`."""
 import copy
 import json
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_the_linear_weights_have_the_same_layout(tmp_path):
 
 @torch.no_grad()
 def test_transformers_vit_has_the_same_logits(small, tmp_path):
-    """transformers loads weights in the authors' layout. Its connected model has the logits of `vit_base_ortho`."""
+    """transformers' ViT loads the authors' weights and, after `connect`, has the logits of `vit_base_ortho`."""
     transformers = pytest.importorskip("transformers", minversion="5")
     tensors = load_file(small[1])
     classes = tensors["classifier.bias"].shape[0]
@@ -166,7 +166,7 @@ def test_channels_and_classes_adapt_as_in_timm(small):
     ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
     ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])
 def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, connection):
-    """If num_classes differs from the pretrained configuration, timm replaces the classifier even if it would fit."""
+    """timm drops a classifier that fits if the model's num_classes is not that of the pretrained configuration."""
     trained = timm.create_model(name, num_classes=7, **arguments)
     classifier = f"{trained.pretrained_cfg['classifier']}.weight"
     torch.save(trained.state_dict(), tmp_path / "trained.pth")
@@ -184,7 +184,7 @@ def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, conne
     model = loaded({**overlay, "num_classes": 7}, num_classes=7)
     assert torch.equal(model.state_dict()[classifier], trained.state_dict()[classifier])
     for changes in (dict(num_classes=5), dict(num_classes=0), dict(features_only=True, out_indices=[0])):
-        loaded(**changes)  # a warning would be an error
+        loaded(**changes)  # pytest would turn a warning into an error
 
 
 @torch.no_grad()
@@ -242,7 +242,7 @@ def test_the_authors_configuration(kind):
 
 
 def test_a_table_entry_gives_a_variant_weights(monkeypatch):
-    """A variant of a timm architecture can have weights. The table entry needs only the repository's name."""
+    """An entry in `ENTRIES` gives weights to a variant. It contains only fields that differ from the architecture's."""
     for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
         monkeypatch.setattr(_registry, name, copy.deepcopy(getattr(_registry, name)))
     monkeypatch.setitem(pretrained.ENTRIES, "resnet18_made_up_ortho.mine", dict(hf_hub_id="me/mine"))
@@ -386,7 +386,7 @@ def test_list_of_weights_without_a_match(capsys):
 @pytest.mark.skipif(
     not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 cannot use the installed huggingface_hub")
 def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
-    """huggingface_hub finds the file in its cache. Old releases of timm would unpickle a file of this name."""
+    """The file is in huggingface_hub's cache. timm before 1.0.29 would unpickle it, but this package does not."""
     put_into_cache(offline.home, small[1])
     result = offline.run(f"""
 model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})

@@ -1,10 +1,10 @@
 """Measure the time and memory of the orthogonal update, alone and in whole models (`timm-ortho bench`).
 
-Candidates that do the same work form a group: the formulas on one tensor, or a model's variants and its baseline with
-linear connections and the same weights. A group is measured in turns, each candidate once per repetition. Ratios to the
-linear candidate are computed within a repetition, so that a temporary slowdown of the machine affects both times.
-Quantiles are computed over the repetitions. Times from different groups or runs are not comparable. `report` defines
-the metrics.
+Candidates that do the same work form a group: formulas of the update on the same tensors, or a model's variants and a
+baseline with linear connections and the same weights. A group is measured in turns, each candidate once per repetition.
+Ratios to the linear candidate are computed within a repetition, so that a temporary slowdown of the machine affects
+both times. Quantiles are computed over the repetitions. Times from different groups or runs are not comparable.
+`report` defines the metrics.
 
 A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
 would bring the ratio closer to 1. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may

@@ -83,7 +83,7 @@ class Clock:
             start = self._now()
             result = candidate.run(state)
             marks.append((start, self._now()))
-            del state, result  # outside the timed interval
+            del state, result  # frees memory outside the timed interval
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return sum(start.elapsed_time(end) for start, end in marks) / calls
@@ -145,7 +145,7 @@ def measure(candidates: Sequence[Candidate], repeats: int, clock: Clock, most_ca
             the remaining candidates are measured.
         repeats: Number of repetitions.
         clock: Times a candidate.
-        most_calls: Maximum number of calls in one repetition. A fast candidate is called for about 10 ms.
+        most_calls: Maximum number of calls in one repetition. A fast candidate is called repeatedly for about 10 ms.
 
     Returns:
         One result for each candidate.
@@ -177,7 +177,7 @@ def _once(candidate: Candidate, clock: Clock, most_calls: int) -> dict[str, Any]
 
 
 def _peak_memory(candidate: Candidate, device: torch.device) -> int:
-    """Return the bytes that a candidate holds plus the peak of a call, without other candidates' tensors."""
+    """Return the bytes of a candidate's own tensors plus the most that a call allocates at any time."""
     candidate.prepare()  # frees the gradients of the previous call
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -186,9 +186,9 @@ def _peak_memory(candidate: Candidate, device: torch.device) -> int:
 
 
 def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -> int:
-    """Return the bytes that autograd saves for the backward pass of `forward()`, without parameters.
+    """Return the bytes that autograd saves for the backward pass of `forward()`.
 
-    Tensors that share a storage count once.
+    Parameters do not count. Tensors that share a storage count once.
 
     >>> x = torch.ones(4, requires_grad=True)
     >>> saved_bytes(lambda: x * x), saved_bytes(lambda: x + x)
@@ -209,6 +209,6 @@ def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that compiles `function` at its first call, where `measure` catches compiler errors."""
+    """Return a function that compiles `function` at its first call. `measure` then catches compiler errors."""
     compile_once = cache(lambda: torch.compile(function, fullgraph=True, dynamic=False))
     return lambda *args: compile_once()(*args)

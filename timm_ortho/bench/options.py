@@ -147,7 +147,7 @@ def architecture(
     """Check a model's name and arguments, and return its description.
 
     Args:
-        name: A variant, or its name without suffix to measure both variants.
+        name: Name of a variant. Without a suffix, the variants `_ortho` and `_orthog` are measured.
         batch: Batch size.
         img_size: Image size, None for the model's default.
         arguments: Arguments of `timm.create_model`.

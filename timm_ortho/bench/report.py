@@ -56,7 +56,7 @@ class Result:
         moved: Bytes that a call must read and write; 0 if none, or if they are not counted (models).
         once: Columns with a single value: `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`.
         ms: Milliseconds of one call, one number for each repetition.
-        note: The error that ended the measurement, in one line.
+        note: The reason why the candidate was not measured, in one line; empty if it was.
     """
 
     name: str
@@ -135,7 +135,7 @@ def _over(result: Result, other: Result) -> Optional[list[float]]:
 
 # ---------------------------------------------------------------------------------------------- the machine
 def machine(device: torch.device, environment: Mapping[str, str], command: str) -> Measurement:
-    """Return the columns `MACHINE` without `threads`. `environment` has the values that `timm-ortho env` prints."""
+    """Return the columns in `MACHINE` except `threads`. `environment` has the values that `timm-ortho env` prints."""
     made, gpu = made_on(), device.type == "cuda"
     return {
         **{name: environment[name.replace("_", "-")] for name in MACHINE if name.replace("_", "-") in environment},

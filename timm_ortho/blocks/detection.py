@@ -66,7 +66,7 @@ def _sources(function: ast.FunctionDef) -> Set[str]:
 
 
 def _derived(function: ast.FunctionDef, sources: Set[str]) -> Set[str]:
-    """Return the names of the sources, and of variables computed from their values, not only from their shapes."""
+    """Return the names of the sources and of variables that depend on values of the sources, not only on shapes."""
     names: Set[str] = set()
     grown = set(sources)
     while grown - names:

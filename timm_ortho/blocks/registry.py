@@ -32,7 +32,7 @@ def register_block(
     Args:
         block: An ``nn.Module`` class with a method that contains the addition, such as ``x + self.f(self.norm(x))``.
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
-            A sequence of expressions for one addition lists the variants on the two sides of an ``if``.
+            If an addition is on both sides of an ``if``, a sequence contains the expression of each side.
         kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
             ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
             two sides of an ``if`` count as one, unless ``sides_differ``.

@@ -11,7 +11,7 @@ class BlockSpec(NamedTuple):
     Attributes:
         name: Full name of the class, for example ``timm.models.vision_transformer.Block``.
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
-            A tuple of expressions for one addition lists the variants on the two sides of an ``if``.
+            If an addition is on both sides of an ``if``, a tuple contains the expression of each side.
         kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
             ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel`` (attention and MLP in one
             sum) or ``branch`` (a wrapper around any module). Several additions of one kind have names such as ``mlp_2``
@@ -23,12 +23,12 @@ class BlockSpec(NamedTuple):
         mask: Argument of the method that connections receive as ``attn_mask``. Ignored if the method does not have it.
         mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
-        tokens_apart: Whether connections with one projection per sample elsewhere have one per token in this block.
+        tokens_apart: True if connections with one projection per sample need one per token in this block instead.
         width: Function of a block that returns the number of channels of its stream: one number for all additions, or
             one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
-            names the attribute with this value. It is read from the block, or from the nearest module around the block
-            that has the attribute.
+            names an attribute with this value. The attribute is read from the block, or from the nearest module around
+            the block that has the attribute.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
             ``BertLayer``. Sites of one layer have the same index.
         sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both
@@ -69,7 +69,7 @@ class BlockSpec(NamedTuple):
         return self._by_kind(self.width(block))
 
     def is_causal(self, around: Iterable[nn.Module]) -> bool:
-        """Return whether a block is causal; ``around`` yields the block, then the modules around it from the inside."""
+        """Return whether a block is causal; ``around`` yields the block, then its parents, innermost first."""
         if isinstance(self.causal, bool):
             return self.causal
         for module in around:
@@ -77,7 +77,7 @@ class BlockSpec(NamedTuple):
                 return bool(attrgetter(self.causal)(module))
             except AttributeError:
                 continue
-        return True  # without the attribute the block may be part of a decoder
+        return True  # no module has the attribute, so the block may be part of a decoder
 
     def _by_kind(self, value: Union[int, Tuple[int, ...]]) -> Dict[str, int]:
         values = value if isinstance(value, tuple) else (value,) * len(self.kinds)

@@ -9,9 +9,10 @@ all axes but the first. Special cases:
     The connections work as usual, because the projection is linear in the branch output and ``eps`` is added only to
     the square of the stream.
   * Class and register tokens count as tokens. Padding does not count.
-  * Some models cut the stream into pieces along the batch axis (the patches of ``mobilevit``, the pixels of ``tnt``).
-    The global scope then has one projection per piece. Swin, MaxViT and SAM cut windows inside the branch, so one
-    projection covers the whole sample.
+  * Some models split the stream into pieces along the batch axis. In ``mobilevit`` a piece has the pixels with the same
+    position inside their patch; in ``tnt`` a piece of the pixel stream has the pixels of one patch. The global scope
+    then has one projection per piece. Swin, MaxViT and SAM cut windows inside the branch, so one projection covers the
+    whole sample.
   * The class attention of ``xcit`` changes only the class token. Its branch output contains copies of the patch tokens.
     In a projection over all tokens, these copies would dominate the sums, and the update would remove the stream of the
     class token. In this block the global scope therefore projects each token separately.
@@ -40,7 +41,7 @@ def _of_mlp(block: nn.Module) -> int:
 def _shortcut_width(block: nn.Module) -> int:
     """Return the stream width of a block whose branch concatenates the outputs of two convolutions.
 
-    It is the width of the shortcut's projection, or of the input if there is no projection.
+    It is the output width of the shortcut's last convolution, or the input width if the shortcut has no convolution.
     """
     if any(True for _ in block.shortcut.parameters()):
         return last_width(block.shortcut)
@@ -155,7 +156,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("csatv2.Block", "shortcut", ("conv",), _NCHW, width=lambda block: last_width(block.pwconv2)),
     *_blocks("csatv2.TransformerBlock", "shortcut", _TRANSFORMER, _NCHW),
     # --------------------------------------------------------------------------------- convolutions, B C H W
-    # The stream is the shortcut: the input of the block, or its projection if the shape changes.
+    # The stream is the shortcut: the input of the block, or a convolution of the input if the shape changes.
     # keep="branch": an in-place activation may follow the sum, in this block or at the start of the next block.
     *_blocks(
         """resnetv2.PreActBasic resnetv2.PreActBottleneck cspnet.DarkBlock cspnet.EdgeBlock inception_next.MetaNeXtBlock

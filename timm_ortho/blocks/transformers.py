@@ -28,7 +28,7 @@ def _attention_width(block: nn.Module) -> int:
     return block.self_attn.o_proj.out_features
 
 
-_TOKENS, _NCHW = -1, 1  # channel axis of B N C (B H W C) and B C H W
+_TOKENS, _NCHW = -1, 1  # channel axis of B N C and B H W C, and of B C H W
 _TRANSFORMER = ("attention", "mlp")
 
 BLOCKS: Tuple[BlockSpec, ...] = (
@@ -51,7 +51,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     # in these layers the attention and the MLP have separate block classes
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
-    # the patches are along the batch axis, as in timm's mobilevit
+    # the positions inside a patch are along the batch axis, the patches along the token axis
     *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
     *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),
