@@ -1,6 +1,6 @@
 """List the architectures of timm that have variants.
 
-``python -m scripts.checks.coverage`` builds every architecture, which takes too long for an import, and writes
+``python -m scripts.checks.coverage`` builds every architecture (too slow at import time) and writes
 ``coverage.json``. An architecture has variants if the file lists any ``covered`` architecture in its timm module, and
 does not list the architecture itself under ``left_out``. If a newer timm adds an architecture to such a module, it has
 variants too. Building one of these variants raises an error if its architecture cannot be connected.

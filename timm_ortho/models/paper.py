@@ -78,8 +78,8 @@ class CifarResNetV2(ResNetV2):
 
     Args:
         head_norm: Whether a LayerNorm follows the pooling (paper, Table 9).
-        weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's: normal, by fan-out), ``xavier``
-            or ``orthogonal`` (paper, Table 7). Biases are initialized with 0, norms as the identity.
+        weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's normal values, scaled by fan-out),
+            ``xavier`` or ``orthogonal`` (paper, Table 7). Biases are initialized with 0, norms as the identity.
         output_stride: 8 by default. Lower values dilate later stages instead of halving the resolution.
 
     Raises:
