@@ -6,7 +6,7 @@
 | `costs` | measures parameters, FLOPs and throughput of models, and trains nothing |
 | `reporting` | makes tables, plots and a page from run folders |
 | `planning` | makes one folder for each run of a study, which is defined by a YAML file |
-| `running` | starts a process for each run, which trains with the lab's own loop or with timm's `train.py` |
+| `running` | trains each run in a process of its own, with the lab's own loop or with timm's `train.py` |
 | `folder` | reads and writes the files of a run |
 | `options` | lists the options of timm's `train.py` |
 | `data`, `image_folder` | open data sets, create loaders, and check the layout of image folders |
@@ -34,8 +34,8 @@ class LabError(ValueError):
 def one_line(error: BaseException) -> str:
     """Return an error as one line.
 
-    The line is the operating system's reason for an OSError, the message for a LabError, and the class with the message
-    for any other error.
+    For an OSError, the line is the operating system's reason. For a LabError, it is the message. For any other error,
+    it is the class and the message.
 
     >>> one_line(KeyError("epochs"))
     "KeyError: 'epochs'"
@@ -53,7 +53,9 @@ def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: st
 
 
 def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
-    """Return the end of an error message for an unknown name: the `count` nearest known names, or some known names.
+    """Return the end of an error message for an unknown name: a text with the `count` nearest known names.
+
+    If no known name is similar, the text lists the first twelve known names.
 
     >>> suggestion("vit_smal", ["vit_small", "vit_base"])
     "the nearest is 'vit_small'"
@@ -101,7 +103,7 @@ def whole_file(path: Path, writer: str = "") -> Iterator[Path]:
 
     Args:
         path: The final path.
-        writer: Suffix of the temporary path. Processes that write the same file need different suffixes.
+        writer: Part of the temporary file's name. Processes that write the same file need different values.
     """
     partial = path.with_name(f".{path.name}{writer}.partial")
     try:

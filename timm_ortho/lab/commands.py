@@ -61,7 +61,7 @@ def listing() -> str:
 
 
 def run_count(design: Design) -> str:
-    """Return the number of runs of a study as text. Cells with equal settings share a run, which is counted once."""
+    """Return the number of runs of a study as text. Runs with equal settings are counted once."""
     options = {"dataset": design.paper_data[0]} if design.scale == "paper" and design.paper_data else {}
     request = Request(design, options)
     return str(len(places_of(request, design.variants(options, request.trainer), range(design.seeds))[1]))

@@ -151,7 +151,7 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
-    val_split: str  # the option `val_split`, or `test` if this option has its default and no such folder exists
+    val_split: str  # the option `val_split`, or `test` if it is `validation` (the default) and no such folder exists
     validation_name: str  # name of the validation images' folder or split, or `hold-out`
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None if images are streamed
     labels: Optional[list[str]] = None  # class names, if the data set has them
@@ -316,7 +316,7 @@ def loaders(options: Namespace, source: Source, data_config: dict, device: torch
         raise LabError(f"batch_size {options.batch_size} is larger than the training set of {len(source.train)} "
                        "images: choose a smaller one with --option batch_size=N")
     for split in (source.train, source.validation):
-        # Cache only without workers, which would lose their caches after each epoch. Pillow uses 4 bytes per RGB pixel.
+        # Do not cache in workers: their memory is lost after each epoch. Pillow uses 4 bytes per RGB pixel.
         if (isinstance(split, _View) and split.cache is None and not options.workers
                 and len(split) * math.prod(source.first_size) * 4 <= _CACHE_BYTES):
             split.cache = {}
@@ -368,10 +368,10 @@ def _mixup_arguments(options: Namespace, source: Source) -> Optional[dict]:
 
 # ---------------------------------------------------------------------------------------- random numbers
 def epoch_seed(seed: int, epoch: int, stream: int) -> int:
-    """Return an independent seed for each run's seed, epoch and stream of random numbers (data or model).
+    """Derive a seed from a run's seed, an epoch, and the stream of random numbers (data or model).
 
-    The result does not depend on the numbers drawn in earlier epochs. A run that is interrupted and continued
-    therefore draws the same numbers as an uninterrupted run.
+    Different arguments give independent seeds. The result does not depend on the numbers drawn in earlier epochs. A run
+    that is interrupted and continued therefore draws the same numbers as an uninterrupted run.
     """
     return int(np.random.SeedSequence([seed, epoch, stream]).generate_state(1)[0])
 
@@ -388,7 +388,7 @@ class DataStream:
         self.state: Any = None
 
     def reseed(self, seed: int) -> None:
-        """Seed the random numbers of the data, without a change of the global generators."""
+        """Seed the random numbers of the data. The states of the global generators stay the same."""
         before = _get_state(self.device)
         random_seed(seed)
         self.state = _get_state(self.device)
@@ -407,7 +407,7 @@ class DataStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Draw from the random numbers of the data inside the context."""
+        """Inside the context, give the global generators the state for the data."""
         before = _get_state(self.device)
         try:
             _set_state(self.state, self.device)

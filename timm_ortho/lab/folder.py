@@ -32,7 +32,7 @@ from .._text import without_nan
 from ..runs.folders import json_lines, read_history
 from . import LabError, one_line, write_text
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, if PyYAML has it
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is much faster, but PyYAML may lack it
 LOG = "log.txt"
 PLAN, RESULT, SESSIONS = "run.yaml", "result.json", "sessions.json"
 
@@ -43,8 +43,8 @@ class Stage:
 
     folder: str  # folder of the options and checkpoints, relative to the run's folder
     options: Mapping[str, Any]  # all of timm's options
-    # Empty for the first stage. `weights`: the second stage begins with the first stage's weights, a new optimizer and
-    # a new schedule (paper, Table 3). `checkpoint`: it keeps weights, optimizer and schedule (paper, Table 10).
+    # Empty for the first stage. With `weights`, the second stage begins with the first stage's weights, a new optimizer
+    # and a new schedule (paper, Table 3). With `checkpoint`, it keeps weights, optimizer and schedule (Table 10).
     begins_with: str = ""
     stop_epoch: Optional[int] = None  # number of epochs after which the stage ends; None for the whole schedule
 
@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def last_epoch(self) -> int:
-        """Number of epochs at the end of the stage, including epochs of the checkpoint that the stage begins with."""
+        """Number of epochs that are done when the stage ends, including those of the checkpoint that it begins with."""
         return self.stop_epoch or self.scheduled_epochs
 
 
@@ -74,7 +74,7 @@ class RunPlan:
     record: Optional[int] = None  # steps between two records (:func:`timm_ortho.record`); None for no records
     representation: bool = False  # whether to measure the features of the validation images after training
     hold_out: int = 0  # number of training images to validate on; 0 to use the validation split
-    gpus: int = 0  # number of GPUs of `train.py` on each node, with one process for each GPU; 0 for one process
+    gpus: int = 0  # GPUs per node that `train.py` uses, with a process for each; 0 for one process per node
     nodes: int = 1
 
     @property
@@ -208,7 +208,7 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def work_on(folder: Path) -> Iterator[None]:
-    """Lock a run while its process trains it. If another process trains the run, raise a LabError."""
+    """Lock the folder of a run while this process trains it. If another process trains the run, raise a LabError."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=5)  # a process that calls `state` holds the lock for a moment

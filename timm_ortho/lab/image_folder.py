@@ -21,14 +21,14 @@ from .._compat import search_split
 from ..runs.folders import class_names
 from . import LabError, one_line
 
-_TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names of torchvision's ImageFolder
+_TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that need no --data-dir
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
 _COMPARED = 100  # to detect a copied folder, about this many pairs of files are compared
 
 
 def is_torchvision_folder(options: Namespace) -> bool:
-    """Return whether the data set is an image folder that torchvision reads, instead of timm's own reader."""
+    """Return whether the data set is an image folder that is read by torchvision, not by timm's own reader."""
     return options.dataset.lower() in _TORCHVISION
 
 
@@ -170,12 +170,12 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
 
 
 def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
-    """Return why the folders that contain images cannot all be class folders, None if they can.
+    """Return the reason why some of the folders cannot be class folders, or None if all can.
 
     A class folder must not be inside another class folder, and no two class folders may have the same name.
 
     Args:
-        folders: Paths relative to the folder of the split.
+        folders: All folders that contain images, as paths relative to the folder of the split.
     """
     first: dict[str, str] = {}
     for folder in folders:

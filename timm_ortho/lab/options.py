@@ -5,8 +5,10 @@
 | `type`, `default`, `choices` | as in timm's parser |
 | `list` | true if the option is a list |
 | `or_list` | true if the option is a number on the command line, and a number or a list in YAML |
-| `lab` | `used`: the lab's loop applies it; `unused`: it affects only logs and files; otherwise the loop rejects it |
-| `about` | `machine`: no effect on results; `data`: an option of the data; otherwise an option of the training |
+| `lab` | `used` if the lab's loop applies the option, `unused` if the option affects only logs and files. In the
+  lab's loop, options without this key must keep their defaults |
+| `about` | `machine` if the option has no effect on results, `data` if it is about the data. Options without this key
+  are about the training |
 """
 import json
 from functools import cache
@@ -32,7 +34,7 @@ def defaults() -> dict[str, Any]:
 
 @cache
 def options_with(key: str, *values: str) -> frozenset[str]:
-    """Return the names of the options whose key, such as `about`, has one of the values.
+    """Return the names of the options in which `key`, such as `about`, has one of the values.
 
     >>> "workers" in options_with("about", "machine")
     True

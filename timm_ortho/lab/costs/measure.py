@@ -1,9 +1,10 @@
-"""Measure what the paper's Tables 1 and 11 list: the costs of orthogonal connections, and width relative to depth.
+"""Measure what the paper's Tables 1 and 11 list: the costs of orthogonal connections, and the ratio of width to depth.
 
-FLOPs are counted during a forward pass of one image, as the paper counts them. Matrix products and convolutions count 2
-per multiplication and addition. An elementwise operation counts 1 per element of its result, or 2 if it multiplies and
-adds. A sum counts 1 per summed element. Copies and conversions count 0. In branches, only matrix products and
-convolutions count, as in Table 1a. In connections, all operations count, and an unknown operation is an error.
+FLOPs are counted during a forward pass of one image, with the paper's rules. In matrix products and convolutions, a
+multiplication and its addition count 2 together. An elementwise operation counts 1 per element of its result, or 2 if
+it multiplies and adds. A sum counts 1 per summed element. Copies and conversions count 0. In branches, only matrix
+products and convolutions count, as in Table 1a. In connections, all operations count, and an unknown operation is an
+error.
 
 Let the stream x and the branch output f have s tokens of d channels. The orthogonal update in the paper's form takes
 7sd + 2s FLOPs, which is 6sd + 2s more than the plain addition x + f. The sums x.x and x.f take 2sd each, and adding eps
@@ -55,7 +56,7 @@ class SiteFlops(NamedTuple):
     name: str
     tokens: int  # s, the number of tokens or pixels
     width: int  # d, the number of channels
-    branch: int  # FLOPs of matrix products and convolutions since the start of the block or since its previous site
+    branch: int  # FLOPs of matrix products and convolutions since the block's start or its previous site
     update: int  # FLOPs of the connection, including the addition to the stream
 
 
@@ -143,10 +144,10 @@ def site_flops(model: nn.Module) -> list[SiteFlops]:
 
 
 def flop_table(model: str, **arguments: Any) -> list[Row]:
-    """Return the paper's Table 1a for one architecture, with one site for each kind and shape of branch.
+    """Return the paper's Table 1a for one architecture. Sites whose branches have the same kind and shape share rows.
 
     Returns:
-        For each of these sites, a row for each connection: ``linear``, ``paper`` (the paper's Algorithm 1) and
+        For each kind and shape, a row for each connection: ``linear``, ``paper`` (the paper's Algorithm 1) and
         ``feature`` (as this package computes it). ``branch`` and ``update`` are FLOPs. ``extra`` is ``update`` minus
         the ``update`` of ``linear``.
 

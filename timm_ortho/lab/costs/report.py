@@ -51,7 +51,7 @@ def cost(
 
 
 def load(name: str, scale: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the description of a table of costs for its report, and the arguments that measure it.
+    """Return the description that a table's report shows, and the arguments of the function that measures the table.
 
     >>> study, arguments = load("gamma", "smoke")
     >>> study["paper"], arguments["models"]
@@ -99,7 +99,7 @@ def _about(study: Mapping[str, Any]) -> str:
 
 
 def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]:
-    """Return the texts and tables of a report in order, without its title."""
+    """Return the texts and tables below the title of a report, in order."""
     shown = content(study["name"], rows)
     properties = {"device": ", ".join(dict.fromkeys(row["device"] for row in rows if row.get("device"))),
                   **report.made_with(study, rows)}

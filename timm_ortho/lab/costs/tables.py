@@ -35,7 +35,7 @@ def content(name: str, rows: Sequence[Row]) -> Content:
 
 
 def _model(label: str) -> str:
-    """Return the paper's name of a model with its arguments except `img_size`: `vit_small(img_size=64)` is `ViT-S`."""
+    """Return the paper's name of a model and its arguments, except `img_size`: `vit_small(img_size=64)` is `ViT-S`."""
     model, _, arguments = label.partition("(")
     name = paper.name("model", paper.architecture(model) or model)
     others = [argument for argument in arguments.rstrip(")").split(", ") if argument.partition("=")[0] != "img_size"]
@@ -50,7 +50,7 @@ def _overhead(rows: Sequence[Row]) -> Content:
     models = [_model(row["model"]) for row in rows]
     names = [model if models.count(model) == 1 else f"{model}, {row['layout']}, {row['dtype']}, {row['mode']}"
              for model, row in zip(models, rows, strict=True)]
-    # A model has a row for each memory layout. The paper does not state its layout: all these rows show its numbers.
+    # A model has a row for each memory layout. The paper states no layout, so each of them shows the paper's numbers.
     stated = {name: values for key, values in paper.numbers()["throughput"].items() if isinstance(values, list)
               for model in [paper.name("model", key)]
               for name in [name for name, other in zip(names, models, strict=True) if other == model] or [model]}

@@ -29,7 +29,7 @@ def numbers() -> Mapping[str, Any]:
 
 
 def skip_recipe(name: str) -> tuple[str, str, dict[str, list[float]]] | None:
-    """Return data set, table, and top-1 by skip transform of a recipe of Wang et al., or None for any other recipe."""
+    """Return data set, table and top-1 by skip transform for a recipe of Wang et al., None for any other recipe."""
     network, _, data = name.partition("_")
     if network != "skipnet" or data not in numbers()["skip_recipe"]:
         return None
@@ -44,7 +44,7 @@ def section(table: str | None) -> Mapping[str, Any]:
 
 
 def name(dimension: str, key: str) -> str:
-    """Return the papers' name of a model, data set, connection or skip transform, or the key if they have none.
+    """Return the papers' name of a model, data set, connection or skip transform, or the key if there is none.
 
     >>> name("connection", "feature"), name("model", "vit_s"), name("layers", "0,1")
     ('Orthogonal-F', 'ViT-S', '0,1')
@@ -62,7 +62,7 @@ def recipe_deviations(recipe: str) -> Mapping[str, str]:
 
 
 def architecture(model: str) -> str | None:
-    """Return the paper's key of a model, or None for an architecture that the paper does not have.
+    """Return the key of a model in `paper.json`, or None if the paper does not have the model.
 
     >>> architecture("vit_small_ortho"), architecture("resnet50")
     ('vit_s', None)
@@ -76,9 +76,9 @@ def architecture(model: str) -> str | None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment of the paper, an architecture on a data set, for which the package has a recipe."""
+    """One of the paper's experiments for which the package has a recipe: an architecture on a data set."""
 
-    architecture: str  # the paper's key: `vit_s`, `resnetv2_34`, ...
+    architecture: str  # key in `paper.json`: `vit_s`, `resnetv2_34`, ...
     dataset: str  # `cifar10`, `cifar100`, `tiny_imagenet` or `imagenet1k`
     section: str = "accuracy"  # key of `numbers()`: `accuracy` (Table 2) or `initialisation` (Table 7)
 
@@ -93,7 +93,7 @@ class Experiment:
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """The paper's hyperparameters, including the data set's."""
+        """The paper's hyperparameters for this architecture and data set."""
         recipes = numbers()["recipes"]
         recipe = recipes[self.section if self.section in recipes else self.architecture.partition("_")[0]]
         shared = {key: value for key, value in recipe.items() if key not in numbers()["datasets"]}

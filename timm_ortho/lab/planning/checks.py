@@ -33,7 +33,7 @@ def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Sourc
     `num_classes`, are set in place in the variants.
 
     Returns:
-        The opened data set, or None if only `train.py` opens it; and the image size of each variant.
+        The opened data set, and the image size of each variant. The data set is None if only `train.py` opens it.
     """
     return (_check_for_lab if request.trainer == "lab" else _check_for_script)(request, variants)
 
@@ -61,7 +61,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
     if ignored:
         print(f"timm-ortho: train.py uses {' and '.join(ignored)} for streamed data sets only, and takes all "
               f"images of '{dataset or first.data_dir}'", file=sys.stderr)
-    unknown = first.num_classes is None  # then the data set must be opened; the paper's recipes set num_classes
+    unknown = first.num_classes is None  # then count the classes of the data set; the paper's recipes set num_classes
     if unknown or is_here(first):
         source = open_source(Namespace(**{**vars(first), **ignored}))
         for options in (variant.options for variant in variants):
@@ -77,7 +77,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
                 if key not in defaults:
                     raise LabError(f"{request.train_py} has no option {key}: the script is of another timm release")
             elif key in defaults:
-                setattr(variant.options, key, defaults[key])  # the script's release of timm may have another default
+                setattr(variant.options, key, defaults[key])  # the script may be from a timm with other defaults
             else:
                 delattr(variant.options, key)
     return source, sizes

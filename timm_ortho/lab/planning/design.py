@@ -11,27 +11,27 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `paper` | the paper's table or figure, such as `Table 4`; empty by default |
 | `table` | key of this table or figure in `paper.json` or `skips.json`; empty by default |
 | `model` | architecture, without the suffix `_ortho` |
-| `recipe` | recipe with the default options, or `paper` for the paper's recipe for each model and data set. The
+| `recipe` | recipe that sets the options' defaults, or `paper` for the paper's recipe of each model and data set. The
   default is `digits` for the data set `digits`, and `small_images` for all other data sets |
 | `options` | timm's options, which override the recipe's |
 | `connections` | the connections that each cell is trained with |
 | `seeds` | number of seeds |
 | `grid` | for each axis, a mapping from its values to their changes, such as `{batch: {large: {batch_size: 512}}}`. An
   axis with the name of an option may be a list of values of this option, such as `{lr: [0.01, 0.001]}` |
-| `baseline` | the runs from which differences are computed: `connection: linear`, or an axis with its value |
+| `baseline` | the runs that all other runs are compared with: `connection: linear`, or a value of an axis |
 | `record` | number of steps between two records of the connections, see `timm_ortho.record` |
 | `hold_out` | number of training images to validate on instead of the validation split, for choosing settings |
 | `representation` | whether to measure the model's features after training |
-| `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the first of them |
+| `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the first of these |
 | `report` | layout of the report's tables and plots, see `reporting.layout` |
 | `scales` | a mapping with one or more of the keys `smoke`, `small` and `paper`. Each scale may override `model`,
-  `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If an axis in this `grid` is a list of some of
-  the study's values, only these values remain |
+  `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If this `grid` lists some of the values that an
+  axis has in the study, the axis keeps only these values |
 
 A value of an axis may change timm's options, `model`, `recipe` and `connections`. In place of `connections` it may
 set `connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example
 `{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`. Keys that begin with `connection_` are
-arguments of the model. Entries of `model_kwargs` in scales and values are added to the study's `model_kwargs`.
+arguments of the model. `model_kwargs` of a scale or of an axis value are added to the study's `model_kwargs`.
 """
 import itertools
 import re
@@ -70,7 +70,7 @@ class Variant:
 
     cell: Mapping[str, Any]  # axis -> value
     connection: str  # the connection at the start of training
-    options: Namespace  # timm's options, with the connection in `model_kwargs` and the recipe's seed
+    options: Namespace  # timm's options; `model_kwargs` contains the connection, and `seed` is from the recipe
     recipe: str  # name or file of the recipe
     switch_to: str = ""  # the connection of a second stage of the training; empty for one stage
     # True: the second stage has a new optimizer, a new schedule and as many epochs as the first (paper, Table 3).
@@ -214,7 +214,7 @@ def load(name: str, scale: str) -> Design:
 
 
 def has_scale(name: str, scale: str) -> bool:
-    """Return whether the study with this name has a scale, `smoke`, `small` or `paper`."""
+    """Return whether the study with this name has this scale (`smoke`, `small` or `paper`)."""
     return scale in read(name)["scales"]
 
 
@@ -376,7 +376,7 @@ def timm_name(dataset: str) -> str:
 
 
 def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:
-    """Return the model arguments that have an effect with these connections. Equal runs then have equal arguments."""
+    """Return only the model arguments that affect a run with these connections, so equal runs have equal arguments."""
     linear = connections == {"linear"}
     return {key: value for key, value in model_kwargs.items()
             if (key, value) not in _MODEL_DEFAULTS.items() and not (linear and key.startswith("connection_"))}

@@ -1,6 +1,6 @@
 """Describe how a study's runs differ from the paper's runs.
 
-Reasons are the scale, the user's options, and recipes of the paper that cannot be reproduced exactly.
+Differences come from the scale, the user's options, and recipes of the paper that cannot be reproduced exactly.
 """
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -12,7 +12,7 @@ from ..options import known_options, options_with
 from ..paper import architecture, recipe_deviations
 from .design import Design, Variant, load
 
-# If one of these options differs from the paper's, it has a line of its own. All other options share one line.
+# Each of these options has a line of its own if it differs from the paper. All other options share one line.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
 
@@ -77,8 +77,8 @@ def _prefix(models: Sequence[str], pairs: Sequence) -> str:
 def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[str, Variant, Variant]]:
     """Yield each architecture in `here` with its first variant, and the variant in `there` to compare it with.
 
-    The two variants have the same architecture and cell. If `there` has no such variant, take its first variant of the
-    architecture. If `there` does not have the architecture, take its first variant.
+    The two variants have the same architecture and cell. If no variant in `there` has both, take
+    the first with the same architecture. If no variant in `there` has the architecture, take the first.
     """
     models = list(dict.fromkeys(variant.options.model for variant in here))
     for model in models:
@@ -108,7 +108,7 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]
 
 
 def _of_recipe(here: Variant, partner: Variant, data: str | None) -> list[str]:
-    """Return why the package's recipe differs from the paper's, for the options in which `here` equals `partner`."""
+    """Return why the recipe of `here` differs from the paper, for the options in which `here` equals `partner`."""
     model = base_name(partner.options.model)
     network = "skipnet" if model.startswith("skipnet_") else architecture(model)
     own = "_initialisation" if "weight_init" in partner.options.model_kwargs else ""

@@ -66,7 +66,7 @@ def data_name(requested: Mapping[str, Any], first: Variant) -> str:
 
 
 def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject: str, advice: str) -> None:
-    """Raise a LabError that lists the settings in which a stored folder and the new plan differ."""
+    """Raise a LabError if stored and new settings differ. The message lists the first three differences."""
     stored, new = _flat(stored), _flat(as_yaml_values(new))
     differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
     if differing:

@@ -41,7 +41,7 @@ class StudyPlan:
     folder: Path
     settings: dict  # the settings that decide the results; `write` refuses a folder with different settings
     study: dict  # the description of the study for its report
-    places: list[dict]  # each with `cell`, `connection`, `seed`, and `run`, the name of its run
+    places: list[dict]  # each with the keys `cell`, `connection`, `seed` and `run` (the run's name)
     runs: dict[str, RunPlan]  # the runs of this command by name; runs of earlier commands are in `places` only
     left_out: list[str]  # reasons why cells are not run
 
@@ -171,7 +171,7 @@ def _run(request: Request, variant: Variant, seed: int) -> RunPlan:
     common = dict(stages=stages, record=design.record, representation=design.representation, hold_out=design.hold_out)
     if request.trainer == "lab":
         return RunPlan("lab", **common)
-    script = str((request.train_py or Path("train.py")).absolute())  # `study list` counts runs without a script
+    script = str((request.train_py or Path("train.py")).absolute())  # `study list` counts runs even without a script
     return RunPlan(script, **common, gpus=request.gpus, nodes=request.nodes).with_divided_batch()
 
 

@@ -1,4 +1,4 @@
-"""Read recipes. A recipe is a YAML file with options of timm's `train.py`, which can also be passed to `train.py -c`.
+"""Read recipes. A recipe is a YAML file with options of timm's `train.py`. `train.py -c FILE` reads it, too.
 
 The options, their defaults and their types are in the module `options`. If the user has timm's script, its parser
 decides which options are allowed.

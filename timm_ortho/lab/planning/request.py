@@ -13,7 +13,7 @@ from .design import Design, Variant
 class Request:
     """The arguments of `timm-ortho study` or `compare`."""
 
-    design: Design  # the study at its scale
+    design: Design  # the study at the requested scale
     options: Mapping[str, Any]  # timm's options from the command line, including `dataset` and `data_dir`
     seeds: Sequence[int] | int | None = None  # a list of seeds, or how many; None for as many as the study sets
     output: Optional[str] = None  # output folder; None for a folder below `output/` whose name depends on the settings
@@ -50,7 +50,7 @@ class Request:
         return str(device)
 
     def seed_list(self, first: int) -> list[int]:
-        """Return the requested seeds: consecutive ones from `first`, the recipe's seed, if only their number is set."""
+        """Return the requested seeds. If only their number is set, count up from `first`, the recipe's seed."""
         seeds = self.design.seeds if self.seeds is None else self.seeds
         seeds = list(range(first, first + seeds)) if isinstance(seeds, int) else list(dict.fromkeys(seeds))
         if not seeds:
@@ -58,7 +58,7 @@ class Request:
         return seeds
 
     def select(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants in the cells that `only` selects. In `only`, `connection` is an axis, too."""
+        """Return the variants that `only` selects. In `only`, `connection` is an axis, too."""
         cells = [{axis: value_text(value)
                   for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
                  for variant in variants]

@@ -20,10 +20,11 @@ def collect(folders: Sequence[Path]) -> list[Part]:
 
     Args:
         folders: Published studies, outputs of `timm-ortho study` and `compare`, and folders of runs that the user
-            trained with `train.py`. A user's run is added to the first study in `folders` that has a matching cell.
+            trained with `train.py`. A user's run is added to the first study in `folders` that plans a run
+            with the same settings.
 
     Raises:
-        LabError: A folder is not one of these kinds, or a run matches no cell.
+        LabError: A folder is not one of these kinds, or no study plans a run with the settings of a user's run.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
     parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]
@@ -64,7 +65,7 @@ def _of_study(folder: Path, values: Mapping[str, Any]) -> Part:
 
 
 def _run(folder: Path) -> Optional[dict]:
-    """Return the metrics and traces of a finished run, or None for an unfinished run."""
+    """Return the metrics and records of a finished run, or None for an unfinished run."""
     result = read_json(folder / RESULT)
     if result is None:
         return None

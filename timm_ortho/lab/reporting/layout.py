@@ -3,13 +3,13 @@
 | key | meaning | default |
 | --- | --- | --- |
 | `rows`, `columns` | dimensions that name a row and a column | the grid's axes and `connection`; `measure` |
-| `measures` | metrics of a run, names in `MEASURES`; the first is the main one | `top1`, `top5` |
-| `titles` | dimension -> title | its name |
+| `measures` | metrics of a run, as keys of `MEASURES`. The first is the main metric | `top1`, `top5` |
+| `titles` | dimension -> title | the dimension's name |
 | `labels` | dimension -> value -> label | the paper's name |
-| `paper` | dimensions by which the paper's numbers are nested in the study's `table` | no numbers |
-| `order` | the dimension whose numbers sort the rows | the paper's order |
+| `paper` | dimensions by which the paper's numbers are nested in the study's `table` | none |
+| `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
 | `unstated` | text of the cells for which the paper has no number | not in the paper |
-| `protocol` | a sentence about how the metrics are measured | in the last epoch |
+| `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
 | `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS` | `training`, `stream` |
 | `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
 
@@ -32,13 +32,13 @@ Position = tuple[tuple[str, ...], tuple[str, ...]]  # names of the row and of th
 class Measure(NamedTuple):
     """A metric of a run."""
 
-    title: str  # with its unit; `{images}` is replaced by `test` or `validation`
+    title: str  # with its unit; `{images}` is replaced by `Layout.images`
     read: Callable[[Run], Optional[float]]  # returns None for a missing value, NaN for a value that is not finite
     digits: int = 2  # decimal places
 
 
 def _number(key: str) -> Callable[[Run], Optional[float]]:
-    """Read a number of `result.json`, where null means NaN or infinity."""
+    """Return a function that reads a number of `result.json`, where null means NaN or infinity."""
     def read(run: Run) -> Optional[float]:
         if key not in run:
             return None
@@ -51,7 +51,7 @@ def _represented(key: str) -> Callable[[Run], Optional[float]]:
 
 
 def _five_best(run: Run) -> Optional[float]:
-    """Return the mean of a run's five best epochs, the paper's protocol for Table 2."""
+    """Return the mean top-1 of a run's five best epochs, the paper's protocol for Table 2."""
     if not run.get("history"):
         return None
     values = sorted(row["eval_top1"] for row in run["history"] if finite(row.get("eval_top1")))
@@ -70,17 +70,17 @@ MEASURES = {
     "feature_std": Measure("feature standard deviation", _represented("feature_std"), 3),
 }
 
-TRACES = {  # columns of the records of each site, and `branch`, the sum of both parts
+TRACES = {  # titles of the records' columns; `branch` is `parallel` + `orthogonal`
     "stream": "|x|²", "parallel": "|f∥|²", "orthogonal": "|f⊥|²", "branch": "|f|²", "cosine": "cosine of x and f",
     "rho": "ρ", "theta": "θ",
 }
 
-# The plots and their options. All have `name`, for the file, and `caption`. `by` is a dimension: each of its values has
-# a plot or panel. `lines` are the dimensions that name a line.
+# The plots and their options. All plots have the options `name` (of the file) and `caption`. `by` is a dimension: each
+# of its values has a plot or panel. `lines` are the dimensions that name a line.
 PLOTS = {
     "training": ("by", "lines"),  # loss and top-1 by epoch
     "curves": ("by", "lines", "column"),  # one column of the history by epoch
-    "points": ("x", "lines", "measures", "log", "pearson"),  # measures by the numbers or names of a dimension
+    "points": ("x", "lines", "measures", "log", "pearson"),  # measures over the dimension `x`
     "stream": ("lines",),  # norm and cosine of each site, from the probes
     "traces": ("lines",),  # recorded norms and cosines of each site, by training step
     "last_branch": ("by", "lines"),  # norms of the last branch's output, by training step
@@ -112,8 +112,8 @@ class Layout:
     def of(cls, study: Mapping[str, Any]) -> "Layout":
         """Return the checked layout of a study.
 
-        The default is the layout of the package's study with the same name and axes. If there is none, the report has a
-        row for each cell and connection.
+        The default is the layout of the package's study with the same name and axes. If there is no such
+        study, the report has a row for each cell and connection.
         """
         dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
         keys = study.get("report")
@@ -123,7 +123,8 @@ class Layout:
             keys = keys if fits else None
         if not isinstance(keys or {}, Mapping):
             raise LabError(f"report must be a mapping, not {keys!r}")
-        keys = {"plots" if key == "figures" else key: value for key, value in (keys or {}).items()}  # the older name
+        # older studies have the key `figures` instead of `plots`
+        keys = {"plots" if key == "figures" else key: value for key, value in (keys or {}).items()}
         check_names(keys, set(cls.__dataclass_fields__) - {"study", "generic"}, "report")
         generic = not keys.keys() & {"rows", "columns"}
         layout = cls(study, **{"rows": [*study["axes"], "connection"], "generic": generic, **keys})
@@ -168,7 +169,7 @@ class Layout:
         return (paper.architecture(str(value)) if dimension == "model" else None) or value_text(value)
 
     def keys(self, run: Run, measure: str) -> dict[str, str]:
-        """Return a run's keys of all dimensions of the table."""
+        """Return the key of each dimension of the table for a run and a measure."""
         dimensions = {*self.rows, *self.columns} - {"measure"}
         return {"measure": measure, **{dimension: self.key(dimension, run) for dimension in dimensions}}
 
@@ -200,7 +201,7 @@ class Layout:
         return stated
 
     def leaves(self, section: Any = None, depth: int = 0) -> Iterator[tuple[dict[str, str], list[float]]]:
-        """Yield each list of numbers in the paper's table with its keys, nested as `paper` describes."""
+        """Yield each list of numbers in the paper's table, with its key in each of the dimensions `paper`."""
         section = paper.section(self.study.get("table")) if section is None else section
         if depth == len(self.paper):
             yield from [({}, section)] if isinstance(section, list) else []

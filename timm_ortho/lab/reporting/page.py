@@ -66,8 +66,8 @@ class Picture:
     Attributes:
         path: The file of the plot, relative to the report's folder.
         draw: Returns the figure. `narrow=True` is for narrow screens.
-        alt: The plot in words.
-        caption: The text below it.
+        alt: Description for readers who cannot see the plot.
+        caption: The text below the plot.
     """
 
     path: str
@@ -143,7 +143,7 @@ def text_table(table: Table) -> str:
 
 
 def svg(draw: Callable[[], Figure], salt: str) -> str:
-    """Return a figure as SVG. The same figure with the same salt has the same bytes."""
+    """Return a figure as SVG. The SVG's ids depend only on the figure and `salt`, so equal figures have equal bytes."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):  # text is not converted to paths
         draw().savefig(buffer, format="svg", metadata={"Date": None})

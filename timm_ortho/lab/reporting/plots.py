@@ -80,7 +80,7 @@ class Scene(NamedTuple):
         return self.layout.name(options.get("lines", own))
 
     def parts(self, options: Options, runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-        """Group the runs by the dimension of option `by`. Without it, all runs form one unnamed group."""
+        """Group the runs by the dimension in the option `by`. Without this option, all runs form one unnamed group."""
         return list(grouped(runs, self.layout.name([options["by"]] if "by" in options else [])).items())
 
 
@@ -195,13 +195,13 @@ def _focus(axes: Axes, panels: Sequence[Panel]) -> None:
 
 
 def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Callable) -> tuple:
-    """Return a line of a panel, with a curve for each run through the points that `x` and `y` read from its rows."""
+    """Return a line of a panel, with a curve for each run. `x` and `y` read the coordinates of a point from a row."""
     by_run = [rows(run) for run in runs]
     return look, [x(row) for row in max(by_run, key=len)], [[y(row) for row in of_run] for of_run in by_run]
 
 
 def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:
-    """Return a panel with a line for each name. Styles depend on the names of `among`."""
+    """Return a panel with a line for each name. The style of a line depends on the names of all runs in `among`."""
     names = list(grouped(among or runs, name))
     return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, *read)
                          for line, members in grouped(runs, name).items()})
@@ -260,7 +260,7 @@ _PROBES = {
 
 
 def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """Draw the stream from the probes of the lab's runs."""
+    """Draw the norm and cosine of the stream at each site. Only the lab's loop measures them (`probe.jsonl`)."""
     runs, name = scene.having("probe"), scene.lines(options)
     if not runs:
         return
@@ -292,7 +292,7 @@ def _profile(runs: Sequence[Run], name: Name) -> tuple[list[Panel], list[str]]:
 
 
 def _by_epoch(title: str, runs: Sequence[Run], read: Callable[[Mapping], Optional[float]]) -> Panel:
-    """Return a panel with a line for each block. The legend of more than eight blocks has the first and last."""
+    """Return a panel with a line for each block. Of more than eight blocks, the legend lists the first and last."""
     layers = sorted({site["layer"] for site in max((run["probe"] for run in runs), key=len)[-1]["sites"]})
     lines = {}
     for layer in layers:
@@ -341,7 +341,7 @@ def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
 
 
 def branch(row: Mapping[str, Any]) -> Optional[float]:
-    """Return |f|², the sum of the squared norms of the parallel and the orthogonal part, or None if not finite."""
+    """Return |f|², the sum of the squared norms of the parallel and the orthogonal part; None if not finite."""
     parts = (row["parallel"], row["orthogonal"])
     return sum(parts) if all(map(finite, parts)) else None
 
@@ -410,8 +410,8 @@ def _points(scene: Scene, options: Options) -> Iterator[Drawing]:
 def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[float]]) -> str:
     """Return Pearson's r of a metric with an axis of the grid over all runs, and its two-sided p.
 
-    r is undefined without variation. p is undefined if all runs are on a line, because no residuals remain
-    to estimate a variance.
+    r is undefined for fewer than three runs, or if the axis or the metric does not vary. p is undefined if all runs are
+    on a line, because no residuals remain to estimate a variance.
     """
     pairs = [(float(run["cell"][x]), read(run)) for run in runs if finite(read(run))]
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
@@ -425,7 +425,7 @@ def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
         narrow: bool = False,
 ) -> Figure:
-    """Draw points. Lines join the points if the x axis has numbers. If it has names, the points are side by side."""
+    """Draw points. If x has numbers, lines join the means. If x has names, the points of each line are set apart."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
 
@@ -476,7 +476,7 @@ def _ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
 
 # ----------------------------------------------------------------------------------------------- intervals
 class ForestRow(NamedTuple):
-    """A row of a forest plot: its label, the title of its panel, the intervals, and the paper's effects."""
+    """A row of a forest plot: its label, the title of its panel, the intervals, and the paper's differences."""
 
     label: str
     title: str

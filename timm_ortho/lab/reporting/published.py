@@ -7,8 +7,8 @@
 | `probe.csv.gz` | a row for each run, probe and site |
 | `records.csv.gz` | a row for each run, recorded step and site |
 
-A probe is a measurement of all sites on one batch. The first column of a table, `run`, is the run's position in
-`study.json`. An empty cell means None. Equal studies give equal bytes.
+A site is a residual addition in a block. A probe measures all sites on one batch. The first column of a table, `run`,
+is the run's position in `study.json`. An empty field means None. Equal studies give equal bytes.
 `timm-ortho study report FOLDER` writes the report of such a folder.
 """
 import csv
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 STUDY = "study.json"
-TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # file -> key of a run
+TABLES = {"history": "history", "probe": "probe", "records": "dynamics"}  # name of a table -> key in a run
 DIGITS = {"history": 7, "probe": 5, "records": 5}  # significant digits of the numbers in a table
 COARSE = {"images_per_second", "seconds"}  # columns with four significant digits
 LEFT_OUT = {"parallel_share", "orthogonal_share"}  # columns that are ratios of other columns
@@ -32,8 +32,8 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
     """Write a finished study into a folder, which is created if needed.
 
     Args:
-        folder: Files of an earlier version of the study are replaced.
-        study, runs, recorded: See `report.write`. Numbers of epochs and sites are rounded to `DIGITS`.
+        folder: Output folder. Files of an earlier version of the study are replaced.
+        study, runs, recorded: See `report.write`. Floats in the tables are rounded, see `DIGITS` and `COARSE`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = [{key: value for key, value in run.items() if key not in TABLES.values()} for run in runs]
@@ -51,7 +51,7 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
-    """Return the study, its runs and the summary of its records, as passed to `write`."""
+    """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     values = json.loads((folder / STUDY).read_text(encoding="utf-8"))
     runs = [_merged(values["shared"], run) for run in values["runs"]]
     if values["study"].get("kind", "training") == "training":
@@ -65,7 +65,7 @@ def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
-    """Return JSON with a line for each run and for each remaining entry. NaN and infinities become null."""
+    """Return JSON with a line for each run and for each other key. NaN and infinities become null."""
     plain = json.loads(json.dumps(values), parse_constant=lambda _: None)
     runs = ",\n".join(f"  {json.dumps(run, ensure_ascii=False)}" for run in plain.pop("runs"))
     head = "".join(f' {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n' for key, value in plain.items())
@@ -125,7 +125,7 @@ def _parsed(text: str) -> Any:
 
 # ------------------------------------------------------------------------------------- what all runs share
 def _shared(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entries that are equal in all runs, also those inside mappings such as `made_with`."""
+    """Return the entries that are equal in all runs, including entries of mappings such as `made_with`."""
     first, *rest = runs or [{}]
     shared: dict[str, Any] = {}
     for key, value in first.items():

@@ -6,7 +6,7 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
 
     study = {
         "name": "layer_pattern", "title": "Which blocks carry ...", "scale": "small", "dataset": "digits",
-        "paper": "Table 4", "table": "layer_pattern",   # a key of lab/paper/paper.json; both "" without a paper
+        "paper": "Table 4", "table": "layer_pattern",   # table: key of paper.json; without a paper, both are ""
         "model": "vit_small",               # or "7 architectures"
         "axes": {"layers": ["none", "0,1", ...]},    # each axis of the grid and its values, in order; {} for none
         "connections": ["linear", "feature"], "seeds": [0, 1, 2],    # in order
@@ -23,7 +23,7 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
     }
     runs = [{
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
-        "connection": "feature",                # connection at the end of training; "feature" for LO
+        "connection": "feature",                # connection at the end of training; LO: linear first, then "feature"
         # all keys below are optional; NaN and infinities are None
         "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
         "parameters", "model", "device", "dataset", "switch_epoch",
@@ -54,8 +54,8 @@ from .plots import Drawing, Scene, branch, drawings, forest, last_branch
 from .statistics import reach
 from .transition import transition_points
 
-_STEPS = 100  # recorded steps in results.json and plots; the folders of the runs have all steps
-_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns of the records with a transition point
+_STEPS = 100  # maximum number of recorded steps in results.json and plots; the folders of the runs have all steps
+_MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns for which transition points are computed
 
 _NOTHING = "No run is finished yet."
 _FEW = 2  # with this number of seeds, the report warns about wide intervals
@@ -73,7 +73,7 @@ class Part:
 
     @classmethod
     def of(cls, study: Mapping, runs: Sequence[Run], unfinished: Sequence[str], recorded: Optional[Mapping] = None):
-        """Complete a study's description, and thin the records of its runs."""
+        """Add defaults to a study's description, and keep at most `_STEPS` recorded steps of each run."""
         study = {"baseline": {"connection": "linear"}, "axes": {}, "paper": "", "scale": "", "changed": [], **study}
         recorded = _recorded(runs) if recorded is None else recorded
         return cls(study, [_thinned(run) for run in runs], unfinished, recorded)
@@ -123,7 +123,7 @@ def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, re
 
 
 def write_many(studies: Sequence[tuple], folder: Path) -> str:
-    """Write one report of several studies or data sets: a section for each, and a plot of all differences.
+    """Write one report of several studies or data sets: a section for each, and a plot of all differences in top-1.
 
     Args:
         studies: The arguments `study`, `runs`, `unfinished` and optionally `recorded` of `write` for each study.
@@ -150,7 +150,7 @@ def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any],
 
 # ----------------------------------------------------------------------------------------------- the document
 def document(parts: Sequence[Part]) -> Iterator[Block]:
-    """Yield the blocks of a report: the answer, the parts, and the method. Each of several parts has a heading."""
+    """Yield the blocks of a report: the answer, the parts (several have a heading each), and the method."""
     finished = any(part.runs for part in parts)
     if finished:
         yield Text(_lead(parts))
@@ -240,7 +240,7 @@ def _label(entry: tables.Entry) -> str:
 
 
 def note(study: Mapping[str, Any], *measured: str) -> str:
-    """Return sentences about the measurement with the paper's protocol and source."""
+    """Return the sentences `measured`, followed by the paper's protocol and source."""
     section = paper.section(study.get("table"))
     protocol = section.get("protocol") or section.get("definition")
     sentences = [*measured, f"{protocol}." if protocol else "",
@@ -268,7 +268,7 @@ def _count(items: Any, one: str, many: str = "") -> str:
 
 # ------------------------------------------------------------------------------------------------ the answer
 def _lead(parts: Sequence[Part]) -> str:
-    """Return the detected differences and the smallest difference that these runs can detect."""
+    """Describe the detected differences, and the smallest difference that these runs can detect."""
     compared = _compared(parts)
     if not compared:
         return "There is no pair of runs to compare yet."
@@ -323,7 +323,7 @@ def _adjustment(parts: Sequence[Part]) -> str:
 
 
 def _sensitivity(tested: Sequence[tables.Entry]) -> str:
-    """Return a sentence with the half-widths of the first tested measure. Smaller differences are not detected."""
+    """Return a sentence with the half-widths of the intervals in top-1 or, if untested, the first tested measure."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
     differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
     seeds = sorted({difference.pairs for difference in differences})
@@ -386,7 +386,7 @@ def _made(part: Part) -> list[list[str]]:
 
 
 def made_with(study: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, str]:
-    """Return versions, commits and machines of the runs. Older runs have the study's `versions`."""
+    """Return versions, commits and machines of the runs. A run without `made_with` has the study's `versions`."""
     made = [{**study.get("versions", {}), **(run.get("made_with") or {})} for run in runs]
     versions = [", ".join(f"{name} {of_run[name]}" for name in ("timm-ortho", "torch", "timm") if of_run.get(name))
                 for of_run in made]
@@ -434,10 +434,10 @@ def _short(part: Part) -> str:
 
 # -------------------------------------------------------------------------------------------- records
 def _recorded(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the summary of the complete records, which `results.json` keeps.
+    """Return a summary of the complete records. `results.json` contains it, because its own records are thinned.
 
     `transitions` has the transition points of linear and feature connections in studies without a grid. `last_branch`
-    has |f|² of each run's last branch at the first and the last record, and its maximum.
+    has |f|² of each run's last branch at the first and the last record, and the maximum over all records.
     """
     with_rows = [run for run in runs if run.get("dynamics")]
     if not with_rows:
@@ -457,7 +457,7 @@ def _ends(rows: Sequence[Mapping[str, Any]]) -> Optional[dict[str, float]]:
 
 
 def _thinned(run: Run) -> Run:
-    """Return a run with at most `_STEPS` recorded steps, including the first and the last, and values of 6 digits."""
+    """Return a run with at most `_STEPS` recorded steps, including the first and the last, rounded to 6 digits."""
     rows = run.get("dynamics")
     if not rows:
         return run
