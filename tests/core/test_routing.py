@@ -1,4 +1,4 @@
-"""Routing: which additions in the forward of a block become calls of connections, and errors."""
+"""Routing: which additions in a block's forward it replaces by calls of connections, and which errors it raises."""
 import importlib
 import inspect
 import linecache

@@ -65,7 +65,7 @@ def exports(name, connection):
 
 
 def compiles(name, connection, backend="aot_eager"):
-    """Check the forward and backward pass of a model that torch.compile compiles without graph breaks."""
+    """Check that torch.compile compiles a model without graph breaks, with autograd, and that outputs are the same."""
     model, size = model_of(name, connection)
     torch._dynamo.reset()
     same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend), grad=True)

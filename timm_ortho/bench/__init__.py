@@ -1,7 +1,7 @@
 """Measure the time and memory of the orthogonal update, alone and in whole models (`timm-ortho bench`).
 
-Candidates that do the same work form a group: formulas of the update on the same tensors, or a model's variants and a
-baseline with linear connections and the same weights. A group is measured in turns, each candidate once per repetition.
+Candidates that do the same work form a group. They are formulas of the update on the same tensors, or the variants of a
+model and a linear baseline with the same weights. A group is measured in turns, each candidate once per repetition.
 Ratios to the linear candidate are computed within a repetition, so that a temporary slowdown of the machine affects
 both times. Quantiles are computed over the repetitions. Times from different groups or runs are not comparable.
 `report` defines the metrics.
@@ -37,8 +37,8 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     """Measure, print the tables, and write `bench.csv` and `bench.svg`. Ctrl-C keeps the finished groups.
 
     Args:
-        requested: Options that override the device's defaults: the names in `DEFAULTS[device]`, and `device`, `quick`,
-            `img_size`, `model_kwargs`, `skips`, `groups`.
+        requested: Options by name. Those in `DEFAULTS[device]` replace the device's defaults. Also accepted are
+            `device`, `quick`, `img_size`, `model_kwargs`, `skips` and `groups`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the files.
         command: Command line, for the CSV.
@@ -67,7 +67,7 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
         with as_in_training(options.device), tqdm(groups, leave=False, disable=None) as bar:
             for group in bar:
                 bar.set_description(" ".join(filter(None, group.labels.values())))
-                torch.compiler.reset()  # torch limits the recompilations of code that groups share
+                torch.compiler.reset()  # groups share code, whose recompilations torch limits
                 gc.collect()  # reference cycles may keep the last group's models in memory
                 rows += [{**row, **machine} for row in _rows(group, options)]
     except KeyboardInterrupt:

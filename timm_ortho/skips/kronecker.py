@@ -8,7 +8,7 @@ import torch
 
 Matrix = List[List[float]]
 
-_FUSED = (8, 16, 32, 64)  # limits to try for the number of rows of a product of adjacent factors
+_FUSED = (8, 16, 32, 64)  # numbers of rows up to which `factors` multiplies adjacent factors
 
 
 def _primes(width: int) -> List[int]:
@@ -35,6 +35,7 @@ def rotation(p: int, draw: random.Random) -> Matrix:
     """Draw a rotation uniformly from SO(p).
 
     For p > 2 the rotation is Q of the QR decomposition of normal draws, with column i multiplied by the sign of R_ii.
+    If its determinant is -1, the first column is negated.
     """
     if p == 2:
         angle = 2 * math.pi * draw.random()
@@ -52,8 +53,8 @@ def factors(width: int, seed: str = "") -> List[Matrix]:
     """Return matrices whose Kronecker product acts on ``width`` channels.
 
     There is one factor per prime factor of ``width``: a Hartley matrix or, if a seed is set, a random rotation.
-    Adjacent factors are multiplied to reduce the number of matrices. ``_FUSED`` lists limits for the number of rows of
-    a matrix. The lowest limit that gives the smallest number of matrices is used.
+    Adjacent factors are replaced by their Kronecker product to reduce the number of matrices. ``_FUSED`` lists limits
+    for the number of rows of a matrix. The lowest limit that gives the smallest number of matrices is used.
     """
     draw = random.Random(seed)  # random() draws the same numbers on every machine and in every release of Python
     made = [rotation(p, draw) if seed else hartley(p) for p in _primes(width)]

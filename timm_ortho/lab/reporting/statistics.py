@@ -10,7 +10,7 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-ROUNDING = 1e-6  # relative tolerance; float32 accuracies differ by less if their counts of correct images are equal
+ROUNDING = 1e-6  # relative tolerance: equal counts of correct images give float32 accuracies that differ by less
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Difference:
         >>> Difference(0.12, 0.42, 3).text()
         '+0.12 [-0.30, +0.54]'
         """
-        # Round first, because the last bits depend on the machine: -1e-16 becomes 0, but -0.001 stays -0.00.
+        # Round first, because the last bits depend on the machine: -1e-16 is printed as +0.00, and -0.001 as -0.00.
         mean, low, high = (f"{round(value, 9) + 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
@@ -142,9 +142,9 @@ def pooled_contrasts(
 
     The model y_cts = treatment_ct + seed_cs + error is fitted by least squares in each cell c. All cells share the
     error variance. Its estimate s^2 is the sum of squared residuals of all cells, divided by f, the sum of
-    (observations - rank of the design matrix X) over the cells. A contrast c'b has the interval
-    c'b ± t(0.975, f) sqrt(s^2 c'(X'X)^+ c). This is the analysis of randomised blocks (Cochran and Cox, "Experimental
-    Designs", 1957, chapter 4). Cells may lack values.
+    (observations - rank of the design matrix X) over the cells. With the fitted coefficients b, a contrast w'b has the
+    interval w'b ± t(0.975, f) sqrt(s^2 w'(X'X)^+ w). This is the analysis of randomised blocks (Cochran and Cox,
+    "Experimental Designs", 1957, chapter 4). Cells may lack values.
 
     The intervals have more degrees of freedom than paired t. They are valid only if cells share one error variance.
 

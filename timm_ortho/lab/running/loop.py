@@ -61,7 +61,7 @@ class Training:
         stage: The stage to train.
         folder: The folder of the run.
         source: The opened data set.
-        options: The options of the stage, with the path of initial weights on this machine.
+        options: The options of the stage. The path of the initial weights exists on this machine.
     """
 
     def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
@@ -101,7 +101,7 @@ class Training:
     def train(self) -> None:
         """Train to the end of the stage. Each epoch writes its metrics and a checkpoint into the run's folder."""
         start, lengths = self._resume()
-        if start >= self.stage.last_epoch:  # the stage is finished; the files may already have rows of the next stage
+        if start >= self.stage.last_epoch:  # the stage is finished; rows of the next stage stay
             return
         for name in self.growing:  # drop the rows that an interrupted epoch wrote after the checkpoint
             path = self.folder / name
@@ -234,7 +234,7 @@ class Training:
     def _resume(self) -> tuple[int, dict[str, int]]:
         """Load the last checkpoint of this stage. If it has none, load the checkpoint of the first stage.
 
-        If the stage takes only the weights of the first stage, `build_model` has already loaded them.
+        If the stage takes only the weights of the first stage, only sizes are read: `build_model` loads the weights.
 
         Returns:
             The epoch to train next, and the sizes that the files in `growing` had at the checkpoint, in bytes.
