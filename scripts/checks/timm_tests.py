@@ -252,7 +252,7 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
     for name, base in bases.items():
         groups.setdefault(base_name(name), {})[name] = base
     print(f"{len(state)} of {len(groups)} architectures are finished in {state_file}", flush=True)
-    sizes = {stem: parameters(group[0]) for stem, group in groups.items() if stem not in state}
+    sizes = {stem: parameters(next(iter(group))) for stem, group in groups.items() if stem not in state}
     sizes = {stem: size for stem, size in sizes.items() if size > 1e6 * args.above}
     with ThreadPoolExecutor(args.workers) as pool:
         running = {}
