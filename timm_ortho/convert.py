@@ -423,7 +423,7 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
         ValueError: The name is unknown, or an argument does not fit a width of the model.
     """
     if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
-        create_skip(skip, 1, **arguments)  # only checks the arguments; the width 1 stands for unknown widths
+        create_skip(skip, 1, **arguments)  # only checks the arguments; width 1 is a placeholder
         return repeat(None)
     streams = [(block.widths()[kind], detail["dim"]) for block in blocks for kind, detail in block.details().items()]
     skips = [

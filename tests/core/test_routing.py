@@ -312,7 +312,7 @@ class Expressions(nn.Module):
 
 
 class Sides(nn.Module):
-    """A block with conditions like those of timm's blocks. The sum of the constants shows which sides have run."""
+    """A block with conditions as in timm's blocks. The sum of the constants shows which sides have run."""
 
     def __init__(self, gamma=None, mixer=True, fused=False):
         super().__init__()

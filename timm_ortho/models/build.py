@@ -115,7 +115,7 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the arguments that built a variant, except those of connections. Empty for timm's own models."""
+    """Return the arguments that built a variant, without the arguments of connections. Empty for timm's own models."""
     return dict(getattr(model, "creation_arguments", {}))
 
 
