@@ -67,7 +67,7 @@ def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
     if len(similar) == 1:
         return f"the nearest is '{similar[0]}'"
     return f"the nearest are {', '.join(similar)}" if similar else f"known are {', '.join(names[:12])}" + (
-        ", ..." if len(names) > 12 else "")
+        " and others" if len(names) > 12 else "")
 
 
 def shipped_files(folder: str) -> dict[str, Path]:
