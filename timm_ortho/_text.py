@@ -1,13 +1,22 @@
 """Format text: aligned columns, suggestions for unknown names, errors in one line, and values for JSON."""
 import difflib
 import math
-from typing import Any, Collection, List, Optional, Sequence
+from typing import Any, Iterable, List, Optional, Sequence
 
 
-def did_you_mean(name: Any, known: Collection[str]) -> str:
-    """Return text to append to a message about an unknown name: the most similar known name, or an empty string."""
-    nearest = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+def did_you_mean(name: Any, known: Iterable[Any], count: int = 1) -> str:
+    """Return text to append to a message about an unknown name: the most similar known names, or an empty string.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+        count: Maximum number of names in the text.
+
+    >>> did_you_mean("vit_smal", ["vit_small", "vit_base"])
+    "; did you mean 'vit_small'?"
+    """
+    similar = difflib.get_close_matches(str(name), [str(each) for each in known], n=count)
+    return f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> List[str]:

@@ -38,6 +38,11 @@ def test_bad_arguments(capsys, tmp_path, arguments, message):
     assert not output.exists()
 
 
+def test_unknown_option():
+    with pytest.raises(bench.BenchError, match=r"unknown option 'repeat', known .*; did you mean 'repeats'\?"):
+        bench.resolve(dict(device="cpu", what=["operator"], repeat=3))
+
+
 def test_an_output_that_is_a_file_is_refused_first(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", None)
     file = tmp_path / "file"

@@ -130,7 +130,7 @@ def test_help(capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--recipe", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'"),
-    (["--option", "mixpu=1"], "no option 'mixpu'; the nearest is 'mixup'"),
+    (["--option", "mixpu=1"], "no option 'mixpu'; did you mean 'mixup'"),
     (["--option", "mixup"], "'mixup' is not of the form key=value"),
     (["--model", "vit_smal"], "no orthogonal variant of 'vit_smal'"),
     (["--connections", "lineer"], "unknown connection 'lineer'"),

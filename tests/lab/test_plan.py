@@ -288,7 +288,7 @@ def test_printed_commands_are_quoted(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("base", "message"), [
-    ("layer_patern", "there is no study 'layer_patern'; the nearest is 'layer_pattern'"),
+    ("layer_patern", "there is no study 'layer_patern'; did you mean 'layer_pattern'"),
     ("own.yaml", "study 'own' extends itself"),
     ("other.yaml", "study 'own' extends itself"),
     ("list.yaml", r"study 'list.yaml', extended by study 'own', must be a mapping, not \['own'\]"),

@@ -12,16 +12,16 @@ from timm_ortho.lab.planning import design
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    (dict(grdi={}), "the file accepts no key 'grdi'; the nearest is 'grid'"),
+    (dict(grdi={}), "the file accepts no key 'grdi'; did you mean 'grid'"),
     (dict(title=...), "'title' is missing"),
     (dict(scales={"tiny": {}}), "scales accepts no key 'tiny'"),
     (dict(scales={"smoke": {"titel": 1}}), "scale 'smoke' accepts no key 'titel'"),
     (dict(scales={"small": {}}), "there is no scale 'smoke', only small"),
-    (dict(options={"epoch": 3}), "options accepts no key 'epoch'; the nearest is 'epochs'"),
+    (dict(options={"epoch": 3}), "options accepts no key 'epoch'; did you mean 'epochs'"),
     (dict(grid={"lr": 3}), "axis 'lr' must be a list of values"),
     (dict(grid={"rate": [1, 2]}), "axis 'rate' lists the values of an option, and a study accepts no option 'rate'"),
     (dict(grid={"x": {"a": {"conection": "linear"}}}),
-     "value 'a' accepts no key 'conection'; the nearest is 'connection'"),
+     "value 'a' accepts no key 'conection'; did you mean 'connection'"),
     (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs the keys 'to'"),
     (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "cannot switch to or from hybrid"),
     (dict(baseline={"lr": 5}), "the baseline is 5 on axis 'lr', which has no such value"),
@@ -49,14 +49,14 @@ def test_bad_study(tmp_path, changed, message):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["run", "acuracy"], "there is no study 'acuracy'; the nearest is 'accuracy' (see timm-ortho study list)"),
+    (["run", "acuracy"], "there is no study 'acuracy'; did you mean 'accuracy'? (see timm-ortho study list)"),
     (["run", "accuracy", "--threads", "0"], "--threads must be at least 1, got 0"),
     (["run", "accuracy", "--parallel", "0"], "--parallel must be at least 1, got 0"),
     (["run", "accuracy", "--scale", "huge"], "there is no scale 'huge': choose smoke, small or paper"),
     (["run", "learning_rate", "-o", "lr=1"], "study 'learning_rate' varies 'lr' along its axis 'lr': remove"),
-    (["run", "dynamics", "-o", "epoch=1"], "timm's train.py accepts no option 'epoch'; the nearest is 'epochs'"),
-    (["run", "accuracy", "--scale", "paper", "--dataset", "imagenet"], "there is no data set 'imagenet'; the nearest"),
-    (["run", "dynamics", "--dataset", "cifar01"], "there is no data set 'cifar01'; the nearest are cifar10, cifar100"),
+    (["run", "dynamics", "-o", "epoch=1"], "timm's train.py accepts no option 'epoch'; did you mean 'epochs'"),
+    (["run", "accuracy", "--scale", "paper", "--dataset", "imagenet"], "there is no data set 'imagenet'; did you mean"),
+    (["run", "dynamics", "--dataset", "cifar01"], "there is no data set 'cifar01'; did you mean 'cifar10' or 'cifar1"),
     (["run", "dynamics", "--dataset", "cifar10"],
      "data set 'torch/cifar10' needs --data-dir: timm expects its files in DATA_DIR/cifar-10-batches-py"),
     (["run", "dynamics", "--dataset", "tiny_imagenet"],
@@ -85,7 +85,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    (dict(model="vit_smal"), r"no orthogonal variant of 'vit_smal'; the nearest are vit_small,"),
+    (dict(model="vit_smal"), r"no orthogonal variant of 'vit_smal'; did you mean 'vit_small'"),
     (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
     (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': unknown name 'gleu'"),
     (dict(model_kwargs={"connection_eps": 0}), r"eps must be positive"),

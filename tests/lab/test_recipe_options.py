@@ -38,7 +38,7 @@ def test_assignments_read_numbers_as_timms_parser_does(text, value):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("weigth_decay: 0.1",
-     "recipe '.*': timm's train.py accepts no option 'weigth_decay'; the nearest is 'weight_decay'"),
+     "recipe '.*': timm's train.py accepts no option 'weigth_decay'; did you mean 'weight_decay'"),
     ("- a list", "must be a mapping of timm's train.py options, not a list"),
     ("a: [1", "is not YAML"),
 ])
@@ -61,7 +61,7 @@ def test_color_jitter_is_a_number_or_a_list():
     ("epochs", True, "option 'epochs' is True, but must be a whole number"),
     ("amp", "yes", "option 'amp' is 'yes', but must be true or false"),
     ("model_kwargs", 3, "option 'model_kwargs' is 3, but must be a mapping"),
-    ("mixpu", 1, "no option 'mixpu'; the nearest is 'mixup'"),
+    ("mixpu", 1, "no option 'mixpu'; did you mean 'mixup'"),
     ("kd_model_name", "resnet50", "train.py has 'kd_model_name', but the lab's own loop does not: remove the option"),
     ("aug_splits", 3, "train.py has 'aug_splits', but the lab's own loop does not: remove the option"),
 ])

@@ -389,7 +389,7 @@ def test_unknown_recipe(capsys):
     assert cli.main(["recipe", "vit_s_cifar-10"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("timm-ortho: error: there is no recipe 'vit_s_cifar-10'; the nearest is 'vit_s_ci")
+    assert captured.err.startswith("timm-ortho: error: there is no recipe 'vit_s_cifar-10'; did you mean 'vit_s_ci")
     assert captured.err.count("\n") == 1
 
 

@@ -71,12 +71,12 @@ def test_a_study_with_the_name_of_a_shipped_study_and_other_axes(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"row": ["connection"]}, "report accepts no key 'row'; the nearest is 'rows'"),
-    ({"rows": ["depht"]}, "report: rows accepts no entry 'depht'; the nearest is 'depth'"),
-    ({"measures": ["top-1"]}, "report: measures accepts no entry 'top-1'; the nearest is 'top1'"),
-    ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; the nearest is 'training'"),
+    ({"row": ["connection"]}, "report accepts no key 'row'; did you mean 'rows'"),
+    ({"rows": ["depht"]}, "report: rows accepts no entry 'depht'; did you mean 'depth'"),
+    ({"measures": ["top-1"]}, "report: measures accepts no entry 'top-1'; did you mean 'top1'"),
+    ({"plots": ["trainings"]}, "report: plots accepts no entry 'trainings'; did you mean 'training'"),
     ({"plots": [{"points": {"X": "depth"}}]}, "report: plot 'points' accepts no option 'X'"),
-    ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; the nearest is 'transitions'"),
+    ({"tables": ["transition"]}, "report: tables accepts no entry 'transition'; did you mean 'transitions'"),
     ({"order": "depth", "rows": ["connection"]}, "report: order accepts no entry 'depth'; known are connection"),
     ({"plots": [{"points": {"x": "deep"}}]}, "report: plot 'points' accepts no dimension 'deep'"),
     ({"plots": [{"points": {"measures": ["top2"]}}]}, "report: plot 'points' accepts no measure 'top2'"),

@@ -285,7 +285,7 @@ def test_errors(tmp_path):
     refused(r"script.py is not timm's train.py \(AttributeError: .*parser", train_py=script)
     script.write_text("import argparse\nparser = argparse.ArgumentParser()\n")
     refused("script.py is older than timm's option device_modules: use timm's train.py", train_py=script)
-    refused("timm's train.py accepts no option 'mixpu'; the nearest is 'mixup'", mixpu=1)
+    refused("timm's train.py accepts no option 'mixpu'; did you mean 'mixup'", mixpu=1)
     refused("train.py has no option stop_epoch: the script is of another timm release", stop_epoch=1)
     refused("train.py cannot hold images out: remove --train-py, or set", changes={"hold_out": 8})
     refused("train.py has no data set digits: choose another --dataset, or remove", dataset="digits", data_dir=None)

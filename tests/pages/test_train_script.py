@@ -106,7 +106,7 @@ def test_shipped_recipe_and_a_checkout_elsewhere(command, tmp_path):
     ([], {"gpus": 0, "NPROC_PER_NODE": "2"}, "several processes need GPUs, but PyTorch finds none"),
     ([], {"NPROC_PER_NODE": "3"}, "batch_size 1024 is not divisible by 3 (3 processes x grad_accum_steps 1)"),
     ([], {"TIMM_DIR": "/nowhere"}, "there is no /nowhere/train.py: use timm's train.py"),
-    ([], {"name": "vit_s_cifr10"}, "there is no recipe 'vit_s_cifr10'; the nearest is 'vit_s_cifar10'"),
+    ([], {"name": "vit_s_cifr10"}, "there is no recipe 'vit_s_cifr10'; did you mean 'vit_s_cifar10'"),
 ])
 def test_errors(command, options, given, words):
     with pytest.raises(LabError) as raised:

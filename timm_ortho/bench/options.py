@@ -1,6 +1,6 @@
 """Defaults of `timm-ortho bench`, and the checks of its options."""
 from argparse import Namespace
-from typing import Any, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence, Union
 
 import timm
 import torch
@@ -33,6 +33,8 @@ QUICK = dict(
     shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})
 SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
+# Options without a default.
+OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups")
 
 
 class BenchError(ValueError):
@@ -79,12 +81,13 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
         contains tuples, and `models` contains `Architecture` objects.
 
     Raises:
-        BenchError: A name is unknown, a shape or number is invalid, or the device is not available.
+        BenchError: An option or name is unknown, a shape or number is invalid, or the device is not available.
 
     >>> options = resolve(dict(device="cpu", what=["operator"], shapes=["2x5x16"]))
     >>> options.shapes, options.repeats
     ([(2, 5, 16)], 11)
     """
+    _check_known("option", requested, (*DEFAULTS["cpu"], *OPTIONAL))
     requested = {key: value for key, value in requested.items() if value is not None}
     quick, device = requested.pop("quick", False), _device(requested.pop("device", None))
     options = Namespace(**{**DEFAULTS[device.type], **(QUICK if quick else {}), **requested}, device=device)
@@ -120,7 +123,7 @@ def _device(name: Optional[str]) -> torch.device:
     return device
 
 
-def _check_known(kind: str, names: Sequence[str], known: Any) -> None:
+def _check_known(kind: str, names: Iterable[str], known: Any) -> None:
     try:
         for name in names:
             known_name(kind, name, known)

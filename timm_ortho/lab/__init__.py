@@ -14,7 +14,6 @@
 
 Planning, running and reporting share only the folders of the runs. `import timm_ortho` does not import the lab.
 """
-import difflib
 import json
 import os
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from typing import Any, Iterable, Iterator
 
 import yaml
 
-from .._text import error_text, without_nan
+from .._text import did_you_mean, error_text, without_nan
 
 
 class LabError(ValueError):
@@ -46,28 +45,25 @@ def one_line(error: BaseException) -> str:
 
 
 def check_names(names: Iterable[Any], known: Iterable[Any], owner: str, noun: str = "key") -> None:
-    """Raise a LabError if a name is unknown: "OWNER accepts no NOUN 'NAME'; the nearest is 'KNOWN NAME'"."""
+    """Raise a LabError if a name is unknown: "OWNER accepts no NOUN 'NAME'; did you mean 'KNOWN NAME'?"."""
     for name in names:
         if name not in known:
-            raise LabError(f"{owner} accepts no {noun} '{name}'; {suggestion(name, known)}")
+            raise LabError(f"{owner} accepts no {noun} '{name}'{suggestion(name, known)}")
 
 
 def suggestion(name: Any, known: Iterable[Any], count: int = 1) -> str:
-    """Return the end of an error message for an unknown name: a text with the `count` nearest known names.
+    """Return text to append to a message about an unknown name: at most `count` similar known names.
 
     If no known name is similar, the text lists the first twelve known names.
 
     >>> suggestion("vit_smal", ["vit_small", "vit_base"])
-    "the nearest is 'vit_small'"
+    "; did you mean 'vit_small'?"
     >>> suggestion("nosuch", ["vit_small", "vit_base"])
-    'known are vit_small, vit_base'
+    '; known are vit_small, vit_base'
     """
     names = [str(each) for each in known]
-    similar = difflib.get_close_matches(str(name), names, n=count, cutoff=0.5)
-    if len(similar) == 1:
-        return f"the nearest is '{similar[0]}'"
-    return f"the nearest are {', '.join(similar)}" if similar else f"known are {', '.join(names[:12])}" + (
-        " and others" if len(names) > 12 else "")
+    return did_you_mean(name, names, count) or (
+        f"; known are {', '.join(names[:12])}{' and others' if len(names) > 12 else ''}")
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

@@ -229,8 +229,7 @@ def read(name: str, extending: Sequence[Path] = ()) -> Any:
     if path is None or not path.is_file():
         if name in COST_STUDIES:
             raise LabError(f"study '{name}' trains nothing: use timm-ortho cost {name}")
-        raise LabError(f"there is no study '{name}'; {suggestion(name, shipped())} (see timm-ortho "
-                       "study list)")
+        raise LabError(f"there is no study '{name}'{suggestion(name, shipped())} (see timm-ortho study list)")
     values = read_user_yaml(path, f"study '{path.stem}'")
     if isinstance(values, dict) and "extends" in values:
         base = str(values.pop("extends"))
@@ -371,8 +370,8 @@ def timm_name(dataset: str) -> str:
     if dataset in _TIMM_NAMES:
         return _TIMM_NAMES[dataset]
     near = suggestion(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2)
-    raise LabError(f"there is no data set '{dataset}'; {near}. timm's other names "
-                   "have a prefix (torch/, tfds/, hfds/, wds/), and '' with --data-dir is an image folder")
+    raise LabError(f"there is no data set '{dataset}'{near} (timm's other names have a prefix: torch/, tfds/, hfds/ or "
+                   "wds/; '' with --data-dir is an image folder)")
 
 
 def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:

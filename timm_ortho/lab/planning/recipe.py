@@ -31,8 +31,8 @@ def find(name: str) -> Path:
     known = shipped()
     if name in known:
         return known[name]
-    raise LabError(f"there is no recipe '{name}'; {suggestion(name, known)}. timm-ortho recipe --list "
-                   "shows all names; for your own recipe use the path of its file")
+    raise LabError(f"there is no recipe '{name}'{suggestion(name, known)} (see timm-ortho recipe --list; "
+                   "for your own recipe, use the path of its file)")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _variant(base: str) -> str:
     name = f"{base}_ortho"
     if timm.is_model(name):
         return name
-    raise LabError(f"there is no orthogonal variant of '{base}'; {suggestion(base, bases_with_variants(), 3)} (see "
+    raise LabError(f"there is no orthogonal variant of '{base}'{suggestion(base, bases_with_variants(), 3)} (see "
                    "timm-ortho list)")
 
 
