@@ -6,7 +6,7 @@
 The script builds each architecture of timm's registry on the meta device and passes it to `timm_ortho.connect`. An
 architecture is covered if `timm_ortho.blocks` supports all of its residual blocks and at least one block has a site (a
 residual addition). The file also lists the remaining architectures, each with the reason. If MODULE names modules of
-timm.models, only their architectures are built, and the rest of the file is kept. Building all 1,300 models takes a
+timm.models, only their architectures are built, and the rest of the file is kept. Building all architectures takes a
 while. Run `python -m scripts.pages` afterwards to update the table in docs/coverage.md.
 """
 import argparse
