@@ -10,7 +10,7 @@ from ._text import did_you_mean
 
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is from 2**-126, the smallest normal float32, to 2**127."""
-    if not (isinstance(eps, Real) and 2.0**-126 <= eps <= 2.0**127):  # torch.compile can trace comparisons
+    if not (isinstance(eps, Real) and 2.0**-126 <= eps <= 2.0**127):  # torch.compile cannot trace math.isfinite
         raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
 
 
@@ -28,7 +28,7 @@ def check_groups(groups: int) -> int:
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Raise ValueError unless ``weight``, which the message calls ``name``, is a number or a 0-d tensor."""
+    """Raise ValueError unless ``weight``, which the message calls ``name``, is a number or a non-boolean 0-d tensor."""
     if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.dtype == torch.bool):
         raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight.dtype} of shape {tuple(weight.shape)}")
     if not isinstance(weight, (Tensor, Real)):

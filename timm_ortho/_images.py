@@ -28,7 +28,7 @@ def opened(file: Any, mode: str) -> Image.Image:
 
     Raises:
         OSError: The file is not an image.
-        ValueError: The image has 16 or 32 bits per pixel. Pillow would clip its values to 255.
+        ValueError: The image has 16 or 32 bits per channel. Pillow would clip its values to 255.
     """
     with Image.open(file) as image:
         if image.mode != mode and image.mode.startswith(("I", "F")):

@@ -58,7 +58,7 @@ def _plain_block(model: nn.Module) -> Optional[str]:
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether ``connect`` with these arguments would make the same sites linear that are linear now."""
+    """Return whether ``connect`` with these arguments would make a site linear if and only if it is linear now."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
         isinstance(site.connection, LinearConnection) != (

@@ -26,8 +26,9 @@ SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_
           "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
 
 # By default, the tests build one architecture in twelve on the meta device, and run a third of SMALLEST at full width
-# and depth. The marker `slow` adds tests to build one in three, and to run all of SMALLEST up to RUN_UP_TO parameters.
-# The marker `whole` adds tests to build all architectures. scripts/checks/linear.py runs the larger architectures.
+# and depth. The marker `slow` adds tests that build one in three, and tests that run all of SMALLEST with at most
+# RUN_UP_TO parameters. The marker `whole` adds tests to build all architectures. scripts/checks/linear.py runs the
+# larger architectures.
 SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
 

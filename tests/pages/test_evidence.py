@@ -207,7 +207,7 @@ def test_effects_of_the_paper():
 
 
 def test_comparisons_outside_the_families_are_never_confirmed():
-    """The preregistration calls all comparisons outside its families of hypotheses exploratory."""
+    """The preregistration calls a comparison exploratory if it is outside the families of hypotheses."""
     assert {result.claims for result in hypotheses.BESIDE} == {"different", "equal"}
 
 

@@ -1,4 +1,4 @@
-"""absorb and diagonalise rewrite the skip transforms of a model and keep its outputs, here with perturbed weights."""
+"""Test that absorb and diagonalise rewrite the skip transforms of a model without changing its outputs."""
 import pytest
 import timm
 import torch

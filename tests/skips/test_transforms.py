@@ -33,7 +33,7 @@ LAYOUTS = {  # a stream with c channels, and its channel axis
 
 
 def dense(name, width, branches=None, **arguments):
-    """Return P in float64: by its definition, or as the Kronecker product of Hartley matrices or rotations."""
+    """Return P in float64: orthogonal maps as Kronecker products, all other maps by their definition."""
     eye = torch.eye(width, dtype=torch.float64)
     if name.startswith("idempotent"):
         branches = branches or width

@@ -166,7 +166,7 @@ def test_channels_and_classes_adapt_as_in_timm(small):
     ("vit_small_ortho", dict(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)),
     ("resnetv2_18_cifar_ortho", dict(channels=[8, 8, 8, 8]))])
 def test_replacing_a_classifier_that_fits_warns(tmp_path, name, arguments, connection):
-    """timm drops a classifier that fits if the model's num_classes is not that of the pretrained configuration."""
+    """timm drops even a fitting classifier if num_classes of model and pretrained configuration differ."""
     trained = timm.create_model(name, num_classes=7, **arguments)
     classifier = f"{trained.pretrained_cfg['classifier']}.weight"
     torch.save(trained.state_dict(), tmp_path / "trained.pth")

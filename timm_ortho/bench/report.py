@@ -233,7 +233,7 @@ def write(folder: Path, rows: Sequence[Measurement]) -> None:
 
 
 def plot(rows: Sequence[Measurement]) -> Figure:
-    """Plot times relative to linear: p50 with whiskers from p20 to p80, one panel per part, one line per group."""
+    """Plot times relative to linear: p50 with whiskers from p20 to p80, one panel per part, one y tick per group."""
     drawn = [row for row in rows if row["candidate"] != "linear" and row["ratio_p50"]]
     parts = [part for part in _TABLES if any(row["what"] == part for row in drawn)] or ["operator"]
     lines = {part: list(dict.fromkeys(_line(row) for row in drawn if row["what"] == part)) for part in parts}

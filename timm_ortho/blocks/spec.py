@@ -23,7 +23,7 @@ class BlockSpec(NamedTuple):
         mask: Argument of the method that connections receive as ``attn_mask``. Ignored if the method does not have it.
         mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
-        tokens_apart: True if connections with one projection per sample need one per token in this block instead.
+        tokens_apart: True if connections with one projection per sample need one projection per token in this block.
         width: Function of a block that returns the number of channels of its stream: one number for all additions, or
             one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string

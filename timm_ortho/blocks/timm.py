@@ -24,7 +24,7 @@ These additions are not sites:
   * additions to a stream of one channel, which has no orthogonal component
   * sums of feature maps of different resolutions, additions of position embeddings, and concatenations
 
-``NOT_RESIDUAL`` lists classes that have only such additions.
+``NOT_RESIDUAL`` lists classes that look residual but have no site.
 """
 from typing import Dict, List, Tuple
 
