@@ -211,7 +211,7 @@ def _advice(options: Namespace) -> str:
 
 
 def refuse_shared_images(train: Any, validation: Any) -> None:
-    """Raise a LabError if a training image is also a validation image, by a link, a nested folder or a copy."""
+    """Raise a LabError if the splits share an image file, or if at least half of the compared images are copies."""
     for key in ("train", "split"):  # attributes in which torchvision's data sets and timm's readers store their split
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:

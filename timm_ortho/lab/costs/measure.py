@@ -56,7 +56,7 @@ class SiteFlops(NamedTuple):
     name: str
     tokens: int  # s, the number of tokens or pixels
     width: int  # d, the number of channels
-    branch: int  # FLOPs of matrix products and convolutions since the block's start or its previous site
+    branch: int  # FLOPs of matrix products and convolutions between the previous site (or block start) and this site
     update: int  # FLOPs of the connection, including the addition to the stream
 
 

@@ -50,7 +50,7 @@ def _overhead(rows: Sequence[Row]) -> Content:
     models = [_model(row["model"]) for row in rows]
     names = [model if models.count(model) == 1 else f"{model}, {row['layout']}, {row['dtype']}, {row['mode']}"
              for model, row in zip(models, rows, strict=True)]
-    # A model has a row for each memory layout. The paper states no layout, so each of them shows the paper's numbers.
+    # A model has a row for each layout, dtype and mode. The paper has one measurement per model, shown in all its rows.
     stated = {name: values for key, values in paper.numbers()["throughput"].items() if isinstance(values, list)
               for model in [paper.name("model", key)]
               for name in [name for name, other in zip(names, models, strict=True) if other == model] or [model]}

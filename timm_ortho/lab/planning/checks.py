@@ -120,7 +120,8 @@ def _origin_of_size(request: Request, variant: Variant) -> str:
 def _check_model(options: Namespace, connection: str) -> list[int]:
     """Build the model, run it on two blank images, and return the height and width of these images.
 
-    If the model's class has an argument `img_size`, the image size is added to `options.model_kwargs`.
+    If the model's class has an argument `img_size`, the image size is added to `options.model_kwargs`, unless the model
+    already has this size.
     """
     channels = options.in_chans or 3
 

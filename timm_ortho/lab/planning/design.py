@@ -25,8 +25,8 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the first of these |
 | `report` | layout of the report's tables and plots, see `reporting.layout` |
 | `scales` | a mapping with one or more of the keys `smoke`, `small` and `paper`. Each scale may override `model`,
-  `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If this `grid` lists some of the values that an
-  axis has in the study, the axis keeps only these values |
+  `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If the `grid` of a scale contains
+  an axis of the study, the axis has only the values that the scale lists |
 
 A value of an axis may change timm's options, `model`, `recipe` and `connections`. In place of `connections` it may
 set `connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example

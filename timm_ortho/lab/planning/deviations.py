@@ -108,7 +108,10 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]
 
 
 def _of_recipe(here: Variant, partner: Variant, data: str | None) -> list[str]:
-    """Return why the recipe of `here` differs from the paper, for the options in which `here` equals `partner`."""
+    """Return why the package's recipe differs from the paper, for each option that cannot be equal.
+
+    Options in which `here` differs from `partner` are left out, because `_differences` lists them.
+    """
     model = base_name(partner.options.model)
     network = "skipnet" if model.startswith("skipnet_") else architecture(model)
     own = "_initialisation" if "weight_init" in partner.options.model_kwargs else ""

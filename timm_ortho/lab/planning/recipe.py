@@ -1,7 +1,7 @@
 """Read recipes. A recipe is a YAML file with options of timm's `train.py`. `train.py -c FILE` reads it, too.
 
-The options, their defaults and their types are in the module `options`. If the user has timm's script, its parser
-decides which options are allowed.
+The options, their defaults and their types are in the module `options`. If timm's script trains the runs, its parser
+must have the requested options, too.
 """
 import argparse
 import importlib

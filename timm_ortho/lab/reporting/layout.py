@@ -6,7 +6,7 @@
 | `measures` | metrics of a run, as keys of `MEASURES`. The first is the main metric | `top1`, `top5` |
 | `titles` | dimension -> title | the dimension's name |
 | `labels` | dimension -> value -> label | the paper's name |
-| `paper` | dimensions by which the paper's numbers are nested in the study's `table` | none |
+| `paper` | dimensions of the nested keys in the paper's section that `table` names, outermost first | none |
 | `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
 | `unstated` | text of the cells for which the paper has no number | not in the paper |
 | `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
@@ -112,8 +112,8 @@ class Layout:
     def of(cls, study: Mapping[str, Any]) -> "Layout":
         """Return the checked layout of a study.
 
-        The default is the layout of the package's study with the same name and axes. If there is no such
-        study, the report has a row for each cell and connection.
+        The default is the layout of the package's study with the same name, if its rows and columns are dimensions of
+        this study. Otherwise, the report has a row for each cell and connection.
         """
         dimensions = {*study["axes"], "model", "dataset", "connection", "measure"}
         keys = study.get("report")
@@ -201,7 +201,7 @@ class Layout:
         return stated
 
     def leaves(self, section: Any = None, depth: int = 0) -> Iterator[tuple[dict[str, str], list[float]]]:
-        """Yield each list of numbers in the paper's table, with its key in each of the dimensions `paper`."""
+        """Yield each list of numbers in the paper's table, with its key in each dimension of `self.paper`."""
         section = paper.section(self.study.get("table")) if section is None else section
         if depth == len(self.paper):
             yield from [({}, section)] if isinstance(section, list) else []

@@ -1,9 +1,9 @@
 """Draw the plots that a study's layout lists.
 
-Lines show means over seeds, and shaded areas show the range of the seeds. Points show runs, and bars show one standard
-deviation about the mean. Values that are not finite leave gaps. Colour-blind readers can distinguish the colours, which
-are Okabe and Ito's. As in the paper, linear is red and orthogonal is blue. Line styles and markers differ too. If
-`narrow` is true, the panels are below each other, as needed on a phone.
+Lines show means over seeds, and shaded areas show the range of the seeds. Small dots show runs. Bars show one standard
+deviation about the mean or, in forest plots, confidence intervals. Values that are not finite leave gaps. Colour-blind
+readers can distinguish the colours, which are Okabe and Ito's. As in the paper, linear is red and orthogonal is blue.
+Line styles and markers differ too. If `narrow` is true, the panels are below each other, as needed on a phone.
 """
 import math
 import re
@@ -63,7 +63,7 @@ class Panel:
 
 
 class Scene(NamedTuple):
-    """The input of the plots: the finished runs, their layout, and the summary of their complete records."""
+    """The input of the plots: runs with thinned records, their layout, and a summary of the complete records."""
 
     runs: Sequence[Run]
     layout: Layout
@@ -331,7 +331,8 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
             yield _drawing(
                 f"{measure} {kind}",
                 f"{TRACES[measure]} in the {kind} branches, with a panel for each block (the paper's {source}). Dotted "
-                "lines: transition points of the linear and the orthogonal traces.", panels, "training step")
+                "lines mark the first step from which the linear and the orthogonal traces are mostly apart.",
+                panels, "training step")
 
 
 def _trace(site: str, measure: str) -> tuple[Callable, Callable, Callable]:
@@ -425,7 +426,7 @@ def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
         narrow: bool = False,
 ) -> Figure:
-    """Draw points. If x has numbers, lines join the means. If x has names, the points of each line are set apart."""
+    """Draw points. If x has numbers, lines join the means. If x has names, groups are drawn side by side."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
 
