@@ -13,8 +13,8 @@ two files into `timm_ortho/weights`, from the last epoch of the run with the fir
                                                 features, pre_logits, output: the model's outputs
                                                 target: the labels
 
-The third command publishes the results of all runs, from which the model cards are generated. Its NAME is that of the
-model without suffix, an underscore, and the tag.
+The third command publishes the results of all runs, from which the model cards are generated. Its NAME is
+the model's name without suffix, an underscore, and the tag.
 """
 import json
 import sys

@@ -14,8 +14,9 @@
 
 The check `inductor` is `compile` with PyTorch's default backend. It takes half a minute per model and only runs on
 request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use only
-one of the two variants, alternating from module to module. The table marks checks that timm's own model fails too. The
-exit status is 1 if a variant fails a check that timm's model passes, or if there are no results.
+one of the two variants, alternating from module to module. If such a check fails, it is repeated with timm's own model.
+The table marks checks that this model fails too. The exit status is 1 if any other check fails, or if there are no
+results.
 """
 import argparse
 import json

@@ -14,8 +14,8 @@ Only `tests/` is unpacked, so the installed timm is tested. A separate process r
 pytest plugin (`-p timm_tests`). The plugin registers the variants before timm's tests list their models, selects the
 tests of the requested models, and records each outcome.
 
-If a process dies from lack of memory or time, a new process runs the remaining tests, beginning with the test in which
-the old process died. A test counts as failed if a process dies in it before finishing any other test.
+If a process dies from lack of memory or time, a new process continues, beginning with the same test. If a process dies
+in the first test that it runs, this test counts as failed.
 
 If a variant fails a test, the test is repeated with timm's own architecture. If this architecture fails too, or timm
 excludes it from the test, the result is reported as excused.
@@ -106,7 +106,7 @@ def pytest_configure(config) -> None:
 
 @pytest.hookimpl(trylast=True)  # run after pytest's own deselection by marker
 def pytest_collection_modifyitems(config, items: list) -> None:
-    """Keep the tests with a wanted model among their parameters."""
+    """Keep the requested tests that have no outcome yet."""
     wanted, ended = json.loads(os.environ[WANTED]), set(json.loads(os.environ[ENDED]))
 
     def keep(item) -> bool:
@@ -273,8 +273,8 @@ def run_all(tests: Path, bases: Dict[str, Optional[str]], args: argparse.Namespa
 def batches(sizes: Dict[str, int], most: int = 10, room: float = 1e9) -> List[List[str]]:
     """Group the architectures by process: at most `most` architectures with at most `room` parameters in total.
 
-    Starting a process takes as long as the tests of a small architecture. The smallest architectures come
-    first, so that an interrupted run has finished many of them.
+    An architecture with more parameters has its own group. Starting a process takes as long as the tests of a small
+    architecture. The smallest architectures come first, so that an interrupted run has finished many of them.
     """
     groups: List[List[str]] = []
     left = 0.0

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))  # for `python scripts/pages`
 
 from scripts.pages import cards, coverage, evidence, recipes, speed, studies  # noqa: E402
 
-GENERATORS = {  # written in this order, because later pages show plots of earlier pages
+GENERATORS = {  # in this order, because `evidence` reads the files that `recipes` writes
     "recipes": recipes, "coverage": coverage, "speed": speed, "studies": studies, "evidence": evidence, "cards": cards}
 
 

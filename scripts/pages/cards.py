@@ -5,7 +5,7 @@
 | weights that were trained here, such as `vit_test_*` | `model_cards/results/comparisons/BASE_TAG` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
-BASE is the model's name without suffix: `vit_test_digits` for `vit_test_ortho.digits`.
+BASE is the model's name without suffix. The folder of `vit_test_ortho.digits` is named `vit_test_digits`.
 `timm_ortho.hub.card` fills the template of the cards. `studies.py` writes the remaining pages of model_cards.
 """
 from functools import cache

@@ -333,9 +333,9 @@ def rates_slope(rates: Sequence[float]) -> Weights:
 
 
 def switch(first: float, last: float) -> Weights:
-    """Return the weights of `first` times the effect of O in the first training plus `last` times that in the last.
+    """Return the weights of `first` times the effect of the first training plus `last` times the effect of the last.
 
-    A setting has two trainings in succession, each linear (L) or orthogonal (O).
+    A setting has two trainings in succession, each linear (L) or orthogonal (O). An effect is the mean of O minus L.
     """
     return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
             for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}

@@ -206,7 +206,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
             DATA[row["hypothesis"].name])
     accuracy = " and ".join(f"{word} on {' and '.join(names)}" for word, names in data.items())
 
-    # the data sets on which F's final training loss (0) or test loss (1) is significantly lower (-1) or higher (1)
+    # data sets with a significant F − linear of this sign in final training loss (`loss` 0) or test loss (1)
     def on(loss: int, sign: int) -> str:
         ends = {row["hypothesis"].name: course(row["hypothesis"])[loss].difference.ends for row in run}
         return " and ".join(DATA[name] for name, (low, high) in ends.items() if min(sign * low, sign * high) > 0) or (

@@ -32,7 +32,7 @@ NAMES = {DIGITS: "digits", FASHION: "Fashion-MNIST", CIFAR: "CIFAR-10", TINY: "T
 RATES, RATES_FASHION = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3), (1e-3, 2e-3, 4e-3, 8e-3)
 RANKS = (0.0, 0.0625, 0.25, 0.5, 0.75, 1.0)
 KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
-# Weights of F − linear in studies with an axis `update`, which gives each connection its own learning rate
+# Weights of F − linear in studies with the axis `update`, whose values set a connection and its learning rate
 UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}
 
 
@@ -105,7 +105,7 @@ class Hypothesis:
     says: str
     contrast: Comparison
     claims: str = "above"  # the claimed difference: "above" zero, "equal" to zero, or "different" from zero
-    equivalent: Optional[float] = None  # largest difference, in points, of equivalent settings
+    equivalent: Optional[float] = None  # bound of the equivalence test in points, or None without this test
     of_interest: float = 0.0  # the smallest difference of interest in points, from hypotheses.md
 
     @property

@@ -98,7 +98,7 @@ def made_after(part: str, history: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def mixed_pairs(part: str) -> list[dict[str, Any]]:
-    """Return each study and seed whose runs had several processors or torch versions, and the names of these."""
+    """Return each study and seed whose runs had several processors or torch versions, with lists of both."""
     pairs = []
     for study in filter(is_published, studies_of(part)):
         for seed in sorted({run["seed"] for run in runs_of(study)}):

@@ -64,7 +64,7 @@ def costs(rows: Sequence[BenchRow]) -> str:
 
 
 def ratio(rows: Iterable[BenchRow], models: Sequence[str], step: str, mode: str, name: str) -> str:
-    """Return, as text, the ratio `name` of the model with one of these names, in each measured precision."""
+    """Return the ratio `name` of a model in each measured precision, as text. `models` lists the model's names."""
     matched = [row for row in rows if row["what"] == "models" and row["model"] in models and row["candidate"] == "ortho"
              and row["layout"] in ("tokens", "nchw") and (row["step"], row["mode"]) == (step, mode)]
     sentences = {row["dtype"]: interval(row) if name == "ratio" else number(row, name, "{:.3f}") for row in matched}
@@ -159,7 +159,7 @@ def device(row: BenchRow) -> str:
 
 
 def unmeasured(rows: Sequence[BenchRow], what: str, width: int) -> list[list[str]]:
-    """Return a line for each default case (model, shape or launch) of a kind of device without rows in the table."""
+    """Return lines for the default cases of the CPU, the GPU, or both, if the table `what` has no rows from them."""
     lines = []
     for kind, name in (("cpu", "CPU"), ("cuda", "GPU")):
         if not any(row["what"] == what and (row["device"] == "cpu") == (kind == "cpu") for row in rows):
@@ -228,7 +228,7 @@ def formula(rows: Sequence[BenchRow], name: str) -> str:
 
 
 def speedup(rows: Sequence[BenchRow]) -> str:
-    """Return the speedup over the formula of the paper's appendix: of Triton, or else of the eager update."""
+    """Return Triton's speedup over the formula of the paper's appendix, or the eager update's if Triton has none."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:

@@ -25,7 +25,7 @@ def examples():
 
 @pytest.fixture
 def page(tmp_path):
-    """Run the examples of the page and return their names."""
+    """Run the examples of the page and return their global variables."""
     if not PAGE.exists():
         pytest.skip("requires a checkout of the repository")
     (tmp_path / "related.py").write_text("\n".join(["import timm", "import timm_ortho", "import torch", *examples()]))

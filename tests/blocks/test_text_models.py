@@ -79,7 +79,7 @@ def snippets():
 
 
 def test_the_snippets_of_the_page(monkeypatch, tmp_path):
-    """Replace the download by a tiny model, and `feature` by `hybrid`, because snippet 3 loads parameters."""
+    """Replace the download by a tiny model, and `feature` by `hybrid`, which has parameters for snippet 3 to load."""
     monkeypatch.chdir(tmp_path)
     code = "\n".join(snippets()[:3])
     download = 'AutoModelForCausalLM.from_pretrained("openai-community/gpt2"), "feature"'
