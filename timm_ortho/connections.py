@@ -57,7 +57,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values of -1000 or less forbid attention, all others allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; a mask without positive values is added to the scores |
+    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; without positive values, it is read as floating-point |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
@@ -268,8 +268,8 @@ class FeatureConnection(Connection):
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
-            # always float32, because bfloat16 would round the probability
-            # torch.func.vmap with randomness="same" rejects a batched probability, which x.new_full would return
+            # float32, because bfloat16 would round the probability
+            # torch.full, because x.new_full is batched under vmap, and bernoulli with randomness="same" rejects that
             if isinstance(x, Tensor):
                 probability = torch.full([], 1.0 - self.prob, dtype=torch.float32, device=x.device)
             else:  # FX: torch 2.6 does not accept a proxy as a device
@@ -424,7 +424,7 @@ def create_connection(
 ) -> Connection:
     """Make a connection.
 
-    All arguments are checked. Arguments that the connection does not accept are then ignored, except ``groups``.
+    All arguments are checked. The class or function then receives only the arguments that it accepts.
 
     Args:
         connection: Name, class, or a function that returns an instance.
@@ -518,7 +518,8 @@ class Site(NamedTuple):
     Attributes:
         layer: Index of the block's layer in the model, from 0.
         kind: Kind of the branch, such as ``attention``, ``mlp`` or ``conv``, see :class:`timm_ortho.blocks.BlockSpec`.
-            If the block's own code contains the connection, the kind is the name of the attribute with the connection.
+            If the block's own code contains the connection, the kind is the connection's attribute without the
+            prefix ``connection_``.
         name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
         connection: The connection, a module with ``forward(x, f)``.
     """

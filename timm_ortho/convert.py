@@ -45,7 +45,7 @@ class _Block(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """Name of the module that ``layers`` counts as this block's layer: the block or a module around it."""
+        """Name of the block's layer, as ``connect(layers=...)`` counts layers: the block or a module around it."""
         return layer_name(self.name, self.spec.depth if self.spec else 0)
 
     def widths(self) -> dict[str, int]:
@@ -161,8 +161,8 @@ def connect(
             ``idempotent_cmr``, ``orthogonal_tp``, ``orthogonal_random`` and ``scaled`` (P = I / L for the L sites of
             the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
-        skip_branches: Number of equal groups of channels over which an idempotent P takes a mean; None for one channel
-            per group.
+        skip_branches: Number of equal parts of the channel axis. An idempotent P uses the mean of these parts. None for
+            one channel per part.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
@@ -231,7 +231,7 @@ def connect(
 def disconnect(model: ModelT) -> ModelT:
     """Undo :func:`connect` in place: restore the class of every block and remove the connections.
 
-    Connections that a block's own code contains are kept and become ``linear``.
+    Connections that a block's own code contains are replaced by ``linear``.
 
     Args:
         model: Any module, with or without connections.
@@ -292,7 +292,7 @@ def _spare_from_weight_decay(model: nn.Module) -> None:
 
 
 def _blocks(model: nn.Module) -> list[_Block]:
-    """Return the blocks that add to a stream in their present configuration.
+    """Return the blocks that execute at least one residual addition in the model's configuration.
 
     A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch, and
     is therefore not returned.

@@ -350,7 +350,7 @@ def checked_update(
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX proxies
         # Call the proxy directly, which records one call of plain_update. handle_torch_function would first call
-        # active modes, and they record each operation inside plain_update.
+        # active torch-function modes, which record each operation inside plain_update.
         proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     if x.is_nested or f.is_nested:

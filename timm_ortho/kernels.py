@@ -8,8 +8,8 @@ Memory traffic for a stream of S bytes (k S means k tensors of that size):
 | | forward | backward |
 | --- | --- | --- |
 | lower bound: read every input once, write every result once | 3 S, like ``x + f`` | 5 S: g, x, y (or f), 2 gradients |
-| one projection fits one program (``feature``) | 3 S | 5 S |
-| a projection is split into pieces (``global``) | 5 S: x and f are read again after the sums | 7 S |
+| one tile contains the projection (``feature``) | 3 S | 5 S |
+| a projection is larger than a tile (``global``) | 5 S: x and f are read again after the sums | 7 S |
 
 Tensors are viewed as ``[outer, width, inner]``, and each projection sums over ``width`` (:mod:`timm_ortho._views`).
 Contiguous NCHW is not transposed: a program reads several of the ``inner`` pixels at once.
@@ -30,7 +30,7 @@ from .backends import accumulate_in
 
 Weight = Union[float, Tensor]
 
-TILE = 4096  # elements of each tensor in one tile, which a program loads at once
+TILE = 4096  # elements of each tensor in a tile, which a program loads at once; up to 8192 in long rows and columns
 LONGEST_ROW = 8192  # longest row (adjacent elements) that one program reads; longer rows are split into pieces
 LONGEST_COLUMN = 512  # longest column (channels of a pixel in NCHW) in one tile; longer columns are read twice
 PIXELS = 16  # smallest number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
@@ -276,7 +276,7 @@ def launch_of(outer: int, width: int, inner: int) -> Tuple[int, Dict[str, int]]:
     pieces, block_pieces, piece_width = 1, 0, width
     block_w = triton.next_power_of_2(width)
     if rows and width > LONGEST_ROW:
-        # each piece has at least four tiles, and there are at most MOST_PIECES pieces
+        # a full piece has at least four tiles, and there are at most MOST_PIECES pieces
         piece_width = max(4 * TILE, triton.cdiv(triton.cdiv(width, MOST_PIECES), TILE) * TILE)
         pieces = triton.cdiv(width, piece_width)
         block_w, block_p, block_pieces = TILE, 1, triton.next_power_of_2(pieces)

@@ -24,7 +24,7 @@ def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
 
 
 def _attention_width(block: nn.Module) -> int:
-    """Return the stream width of a block whose experts are not linear layers."""
+    """Return the stream width of a mixture of experts, whose last linear layer can have another width."""
     return block.self_attn.o_proj.out_features
 
 
@@ -51,7 +51,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     # in these layers the attention and the MLP have separate block classes
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
     *_blocks("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
-    # the positions inside a patch are along the batch axis, the patches along the token axis
+    # the stream has the shape [B * pixels of a patch, patches, C]
     *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
     *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),

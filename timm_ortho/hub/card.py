@@ -358,7 +358,7 @@ def _limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
         yield f"{len(run.peers)} seeds: the standard deviation is itself uncertain."
     if run is not None and any("difference" in row and row["difference"] for row in run.comparison):
         yield "The comparison applies only to this data set, model size and length of training."
-    yield "Only accuracy was measured, not robustness, calibration or fairness."
+    yield "Robustness, calibration and fairness were not measured."
 
 
 def _citations(subject: Subject, run: Optional[Run]) -> Iterator[str]:

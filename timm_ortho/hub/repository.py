@@ -166,7 +166,7 @@ class Publication:
         """Save weights and config.json as timm does, correct the arguments in config.json, and return its content."""
         connection = _connection_arguments(self.model)
         arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
-        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # `connect` may have changed these
+        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # `connection` sets them below
         names = _labels(self.model, self.run, labels)
         self.model.pretrained_cfg = _pretrained_cfg(
             self.model, self.run, _architecture(self.model, connection), license)

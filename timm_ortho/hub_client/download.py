@@ -1,6 +1,7 @@
 """Download files of the Hub into huggingface_hub's cache.
 
-A download checks the cache and the offline flag, then requests the metadata of the file once, then downloads the file.
+Before a download, the offline flag is checked and the file's metadata are requested with a timeout, so that most errors
+are raised within seconds.
 """
 from functools import partial
 from pathlib import Path
