@@ -160,7 +160,7 @@ def test_folding_a_model_changes_nothing(name):
 
 
 def test_the_list_of_classes_without_a_stream_is_needed():
-    """Each class in NOT_RESIDUAL looks residual and is not in the table of blocks."""
+    """All classes in NOT_RESIDUAL except pnasnet's cells look residual. None of them is in the table of blocks."""
     assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
@@ -169,7 +169,7 @@ def test_the_list_of_classes_without_a_stream_is_needed():
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
-    """`connect` refuses a model if one of its modules, such as an attention gate, looks residual and is in no table."""
+    """`connect` refuses models with a class that looks residual, unless blocks/timm.py lists the class."""
     names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
     names |= {f"timm.models.{name}" for name in list_modules() if coverage.architectures(name)}
     in_table = {host(spec) for spec in TIMM} - {None}
@@ -285,7 +285,7 @@ def test_a_gate_of_the_branch_is_not_a_residual_block():
 
 # ---------------------------------------------------------------------------------------------- scope of tokens
 def test_the_global_scope_projects_each_token_of_xcits_class_attention():
-    """The branches pass patch tokens through, which would dominate a projection over all tokens."""
+    """The branch outputs contain copies of the patch tokens. These would dominate a projection over all tokens."""
     model, size = build("xcit_nano_12_p8_224")
     connect(model, "global").eval()
     checked = []

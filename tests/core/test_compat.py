@@ -17,7 +17,7 @@ PROTECTED = {"_conv_forward"}  # a method of nn.Conv2d for subclasses
 
 
 def test_private_names_are_in_compat_only():
-    """Only _compat.py imports from private modules or uses private attributes that are defined in another file."""
+    """Only _compat.py imports private names of other packages, or uses private attributes that another file defines."""
     for path in Path(timm_ortho.__file__).parent.rglob("*.py"):
         if path.name == "_compat.py":
             continue

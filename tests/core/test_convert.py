@@ -237,7 +237,7 @@ def test_hooks_are_kept():
 
 
 def test_parametrized_blocks():
-    """Parametrization replaces the class that `connect` has set by a subclass that it creates at run time."""
+    """After `connect`, parametrization replaces the block's class with a subclass that it creates at run time."""
     model = connect(timm.create_model("test_convnext"), "feature")
     before, block = len(sites(model)), model.stages[0].blocks[0]
     cls = type(parametrized(model).stages[0].blocks[0])

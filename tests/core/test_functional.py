@@ -236,7 +236,7 @@ def test_the_result_has_the_memory_format_of_the_stream(stream, branch, dim, how
 @pytest.mark.parametrize("layouts", ["contiguous_format", "channels_last", "channels_last contiguous_format"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype, monkeypatch):
-    monkeypatch.setattr(functional, "is_observed", lambda *_: False)  # Allocations is a mode
+    monkeypatch.setattr(functional, "is_observed", lambda *_: False)  # a mode such as Allocations prevents reuse
     formats = [getattr(torch, name) for name in layouts.split()]
     x, f = (tensor.to(memory_format=layout) for tensor, layout in
             zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))

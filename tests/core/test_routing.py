@@ -1,4 +1,4 @@
-"""Routing: which additions in a block's forward it replaces by calls of connections, and which errors it raises."""
+"""Test which additions in a block's forward routing replaces with calls of connections, and which errors it raises."""
 import importlib
 import inspect
 import linecache
@@ -179,7 +179,7 @@ def test_random_conditions_are_not_evaluated():
 
 
 class Conditions(nn.Module):
-    """Methods with conditions. Only the last method has one that can be evaluated before a call."""
+    """Methods with conditions. Only `hasattr` in the last method can be evaluated before a call."""
 
     def __init__(self):
         super().__init__()

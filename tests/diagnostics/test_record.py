@@ -75,7 +75,7 @@ def test_known_angle():
 
 def test_shares_are_ratios_of_averages():
     # The stream's second token is zero, like the initial class token of the paper's ViTs. The shares of this token
-    # alone would be infinite, because a share is divided by the squared norm of the stream.
+    # alone would be infinite, because the squared norm of the stream is their denominator.
     model = OneSite(torch.tensor([[4.0, 3.0], [1.0, 1.0]]))
     recorder = timm_ortho.record(model)
     model(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))

@@ -20,7 +20,7 @@ def orthogonal(size, seed=0):
 
 
 def isotropic(dimension, width=None):
-    """Return the unit vector of each axis and its negative as rows. Their covariance is a multiple of the identity."""
+    """Return the unit vectors of the first axes and their negatives as rows. The variance along these axes is equal."""
     return torch.cat([torch.eye(dimension, width or dimension), -torch.eye(dimension, width or dimension)])
 
 
