@@ -80,7 +80,7 @@ class Route:
 
     Args:
         block: The host. The source of its method must be available.
-        sums: The expected additions, in source order.
+        sums: The expected additions, in the order of their numbers.
         method: Name of the method.
         mask: Argument of the method that is passed to connections as ``attn_mask``; ignored if the method lacks it.
         library: Library of the block, for errors: ``"timm 1.0.31"``.

@@ -8,7 +8,7 @@ import torch
 
 Matrix = List[List[float]]
 
-_FUSED = (8, 16, 32, 64)  # numbers of rows up to which `factors` multiplies adjacent factors
+_FUSED = (8, 16, 32, 64)  # limits for the number of rows of a product of adjacent factors
 
 
 def _primes(width: int) -> List[int]:

@@ -13,8 +13,8 @@ Q^(L-i) F_i(Q^(i-L-1) z_i) to the stream.
 diagonal matrix of zeros and ones, and U^T follows the last block.
 
 Both rewrites preserve inner products. Components parallel and orthogonal to P x stay parallel and orthogonal, so the
-connections do not change. Each width of the stream has its own basis. If a block changes the width, its projected
-shortcut also applies the new basis.
+connections do not change. Each width of the stream has its own matrices T_i. If a block changes the width, its
+projected shortcut also applies the new basis.
 
 The added maps (:class:`ChangeOfBasis`) are 1x1 convolutions, or linear layers for tokens, before the first norm of a
 branch and after its last layer. Their weights are fixed and part of the state dict.

@@ -86,7 +86,7 @@ def _transformed(
                 y = y.reshape(-1, size) @ matrix.t()
             else:
                 parts = y.reshape(-1, size, below)
-                y = torch.bmm(matrix.expand(parts.shape[0], size, size), parts)  # matmul would copy a transpose
+                y = torch.bmm(matrix.expand(parts.shape[0], size, size), parts)
     elif mean == 0.0:
         y = own * y
     else:
@@ -127,7 +127,7 @@ class _Mapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, skip, transposed):
         ctx.skip, ctx.transposed = skip, transposed
-        return skip.compute(x, transposed).detach()  # detached, it is not a view; autograd adds to gradients in place
+        return skip.compute(x, transposed).detach()  # autograd adds to gradients in place, which fails for views
 
     @staticmethod
     def backward(ctx, g):
@@ -271,7 +271,7 @@ def create_skip(
 ) -> Skip:
     """Make a skip transform by name.
 
-    All arguments are checked. Arguments that the transform does not need are ignored.
+    Arguments that the transform does not need are ignored, but all except ``dim`` and ``site`` are checked.
 
     Args:
         skip: One of :data:`SKIPS`.

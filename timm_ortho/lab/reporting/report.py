@@ -23,7 +23,7 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
     }
     runs = [{
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
-        "connection": "feature",                # connection at the end of training; LO: linear first, then "feature"
+        "connection": "feature",                # connection at the end of training; LO switches to it from linear
         # all keys below are optional; NaN and infinities are None
         "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
         "parameters", "model", "device", "dataset", "switch_epoch",
@@ -117,7 +117,8 @@ def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, re
     Args:
         study, runs, unfinished: See above.
         folder: Output folder.
-        recorded: The summary of the complete records from an earlier `results.json`, for runs with thinned records.
+        recorded: Summary of all recorded steps, from an earlier `results.json`, whose own runs have at most `_STEPS`
+            recorded steps. By default, it is computed from the runs.
     """
     return write_many([(study, runs, unfinished, recorded)], folder)
 
@@ -150,7 +151,7 @@ def write_files(title: str, blocks: Sequence[Block], results: Mapping[str, Any],
 
 # ----------------------------------------------------------------------------------------------- the document
 def document(parts: Sequence[Part]) -> Iterator[Block]:
-    """Yield the blocks of a report: the answer, the parts (several have a heading each), and the method."""
+    """Yield the blocks of a report: the answer, the parts (with headings if there are several), and the method."""
     finished = any(part.runs for part in parts)
     if finished:
         yield Text(_lead(parts))
@@ -323,7 +324,7 @@ def _adjustment(parts: Sequence[Part]) -> str:
 
 
 def _sensitivity(tested: Sequence[tables.Entry]) -> str:
-    """Return a sentence with the half-widths of the intervals in top-1 or, if untested, the first tested measure."""
+    """Return a sentence with the half-widths of the intervals in top-1 or, without top-1, the first tested measure."""
     first = next((entry for entry in tested if entry.measure == "top1"), tested[0])
     differences = [entry.difference for entry in tested if entry.measure == first.measure and entry.difference]
     seeds = sorted({difference.pairs for difference in differences})
@@ -355,8 +356,8 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
     if reaches:
         yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
     yield ("Pooled variance: the error variance of an additive model of settings and seeds in each cell of the study. "
-           "All cells share this variance. Because the settings may vary differently, p and the reading use only the "
-           "paired differences.")
+           "All cells share this variance. Because the variance may differ between settings, p and the reading use "
+           "only the paired differences.")
     untested = sum(entry.difference is not None and entry.p is None for entry in compared)
     without = f"{untested} of them {'has no p and counts' if untested == 1 else 'have no p and count'} as p = 1. "
     yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. "

@@ -10,7 +10,7 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-ROUNDING = 1e-6  # relative tolerance: equal counts of correct images give float32 accuracies that differ by less
+ROUNDING = 1e-6  # relative tolerance, above the float32 rounding error of an accuracy
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Entry:
 
     @property
     def reading(self) -> str:
-        """The interval in words. A note marks a difference that is not significant after Holm's adjustment."""
+        """The interval in words. A note marks a difference that is significant only before Holm's adjustment."""
         words = reading(self.difference)
         only_unadjusted = words in ("higher", "lower") and not self.is_detected
         return f"{words}, but not after Holm's adjustment" if only_unadjusted else words
@@ -137,8 +137,8 @@ def _distinct(positions: Mapping[Group, Position]) -> dict[Group, Position]:
 def _baseline(groups: Iterable[Group], group: Group, baseline: Mapping[str, Any]) -> Optional[Group]:
     """Return the baseline of a group: the group whose cell and connection have the values of the study's baseline.
 
-    If the study's baseline names a cell that was run with a single connection, this connection is the baseline. For
-    example, the cell `layers: none` has linear connections only.
+    If the study's baseline sets no connection, the baseline has the group's own connection. A baseline cell with
+    runs of a single connection, such as `layers: none` with linear only, is the baseline of every connection.
     """
     changed = {axis: baseline.get(axis, value) for axis, value in group[0]}
     candidates = [other for other in groups if dict(other[0]) == changed]
@@ -164,7 +164,7 @@ def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layou
 def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
     """Add differences with pooled variance.
 
-    A block consists of the entries that differ only in the connection and the axes that the baseline sets.
+    A cell of `pooled_differences` consists of the entries that differ only in the connection and the baseline's axes.
     """
     def cell(entry: Entry) -> tuple:
         return tuple(axis for axis in entry.group[0] if axis[0] not in layout.study["baseline"])
@@ -225,7 +225,7 @@ def side_by_side(
 
     Args:
         names: Titles of the columns that name a row.
-        left, right: Texts by position. Column names that only `left` has come last.
+        left, right: Texts by position. Columns without texts in `right` come last.
         titles: Titles of the left and the right columns.
         missing: Texts for positions that one side lacks. Positions that both sides lack have a dash.
         order: Index into a row's names. Rows are sorted by the number at the start of this name. By default, rows are
@@ -370,8 +370,8 @@ def _last_branch(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
                      f"{last / first:.3g}" if first else "unknown"])
     return Extra(
         "The last branch's output",
-        "The table has |f|² of the last branch over the channels of a pixel, averaged over the seeds. The columns are "
-        "the value at the first record, the highest value, the value at the last record, and the ratio of last to "
+        "The table has |f|² of the last branch: the sum over the channels, averaged over pixels and seeds. The columns "
+        "are the value at the first record, the highest value, the value at the last record, and the ratio of last to "
         "first.",
         Table([*layout.names, "first", "highest", "last", "last / first"], rows, len(layout.rows)))
 

@@ -5,12 +5,12 @@ cosine of the two connections begin to diverge). Here two traces are *apart* at 
 
   * visible: the means over the seeds differ by more than a tenth of the range of both traces over the whole training;
   * reliable: the two-sided 95 % Student interval of the differences of runs with the same seed excludes zero. If there
-    is no interval, because there is one pair or all differences are equal, the first condition decides: real-valued
-    differences can be equal only if they do not depend on the seed. The second condition alone is not enough: even at
-    step 0, the stream of a deep block is slightly shorter with orthogonal connections, which drop the parallel part.
+    is no interval, because there is one pair or all differences are equal, the first condition decides: differences
+    of real-valued traces are not equal by chance. The second condition alone is not enough: even at step 0, the stream
+    of a deep block is slightly shorter with orthogonal connections, which drop the parallel part.
 
-The transition point is the first step at which the traces are apart, if they are also apart at three quarters or more
-of all steps from there to the end. The last tenth of the training is excluded, because too few steps follow.
+The transition point is the first step at which the traces are apart and from which on they are apart at three quarters
+or more of the steps. The last tenth of the training is excluded, because too few steps follow.
 """
 import math
 from typing import Any, Mapping, Optional, Sequence

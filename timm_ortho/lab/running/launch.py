@@ -213,7 +213,7 @@ def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Wait until the launcher ends, then end this process. The fork server, its parent, may outlive the launcher."""
+    """Wait until the launcher ends, then end this process. Its parent, the fork server, may outlive the launcher."""
     parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
 

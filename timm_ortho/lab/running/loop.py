@@ -61,7 +61,7 @@ class Training:
         stage: The stage to train.
         folder: The folder of the run.
         source: The opened data set.
-        options: The options of the stage. The path of the initial weights exists on this machine.
+        options: The options of the stage. `initial_checkpoint`, if set, is a path on this machine.
     """
 
     def __init__(self, plan: RunPlan, stage: Stage, folder: Path, source: Source, options: Namespace) -> None:
@@ -234,7 +234,8 @@ class Training:
     def _resume(self) -> tuple[int, dict[str, int]]:
         """Load the last checkpoint of this stage. If it has none, load the checkpoint of the first stage.
 
-        If the stage takes only the weights of the first stage, only sizes are read: `build_model` loads the weights.
+        If the stage begins with only the weights of the first stage, read only the file sizes: `build_model` has loaded
+        the weights.
 
         Returns:
             The epoch to train next, and the sizes that the files in `growing` had at the checkpoint, in bytes.
