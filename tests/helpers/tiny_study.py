@@ -125,7 +125,7 @@ def stopped(folder, monkeypatch, step, error=Stop):
 
 
 def switching(optimizer, **options):
-    """Return changes for `written`: one run that switches connections and uses all state that checkpoints restore."""
+    """Return changes for `written`: one run with a switch, random augmentation and random connections."""
     values = yaml.safe_load(STUDY)
     values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
     return dict(

@@ -65,6 +65,6 @@ def test_models_pulled_from_olah_are_bit_identical(olah, tmp_path, saved):
             client.forget()
             result = client.run(f"model = {way}; answer([logits(model), connections(model)])")
             assert result.answer == [logits, connections], result.output
-        # olah reports a missing file as a missing repository.
+        # A missing file is not tested, because olah reports a missing repository instead.
         check_refused(client.run("timm_ortho.pull('me/none')"),
                 "hf-hub:me/none: config.json cannot be downloaded: the repository does not exist")

@@ -1,4 +1,4 @@
-"""costs/report.py and tables.py: `timm-ortho cost`, and its tables of measured numbers beside the paper's numbers."""
+"""costs/report.py and costs/tables.py: `timm-ortho cost` puts measured costs beside the paper's numbers."""
 import pytest
 import torch
 from helpers.made_up_runs import OVERHEAD, ROWS, runs_of, study_of

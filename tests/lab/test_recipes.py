@@ -113,7 +113,7 @@ def test_values_are_the_papers_or_explained(name):
     }
     assert {key: found.get(key) for key in expected} == expected
     assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
-    # Each key that is not in the paper has its own comment, or shares that of the key to which `follows` maps it.
+    # A key that is not in the paper has a comment, or `follows` maps it to a key whose comment covers both keys.
     rest = set(found) - set(expected) - {"device_modules"}
     follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
                "clip_mode": "clip_grad", "train_crop_mode": "scale"}
@@ -179,7 +179,7 @@ def test_headers_are_the_papers(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_train_the_papers_batch(name):
-    """The header has a command for one GPU and one for two nodes with four GPUs each.
+    """The header has two commands: for a single GPU, and for two nodes with four GPUs each.
 
     In both, the product of images per step, accumulated steps and processes is the paper's batch.
     """
@@ -217,7 +217,7 @@ def test_the_model_of_a_recipe_is_orthogonal(name):
 
 @pytest.mark.usefixtures("undrawn")
 def test_compare_trains_with_a_recipe_of_the_paper(tmp_path, monkeypatch):
-    """The lab trains with RandAugment, colour jitter as a list, MixUp, CutMix, erasing and a warm-up per update."""
+    """Train with RandAugment, colour jitter as a list, MixUp, CutMix, erasing and a warm-up in steps of one update."""
     in_this_process(monkeypatch)
     generator = np.random.default_rng(0)
     for index in range(24):

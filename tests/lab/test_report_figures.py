@@ -138,7 +138,7 @@ def test_differences_without_variance_have_a_point_without_a_bar():
     bars = [segment for segment in paired.lines[2][0].get_segments() if len(segment)]
     assert [list(bar[:, 1]) for bar in bars] == [[0.88, 0.88]]
     assert list(paired.lines[0].get_xdata()) == [1.0, 1.5]
-    assert len(pooled.lines[2][0].get_segments()) == 2  # the variance at index 1 is pooled over both points
+    assert len(pooled.lines[2][0].get_segments()) == 2  # the pooled variance is not zero, so both points have a bar
     assert "A point without a bar has no interval." in drawing.caption
 
 
@@ -206,7 +206,7 @@ def test_forest_has_the_intervals_and_the_papers_effects():
     assert list(paired.lines[0].get_xdata()) == pytest.approx([1.5, 0.25])
     half = scipy.stats.t.ppf(0.975, 1) * 0.5  # the standard error of the differences 1.0 and 2.0 is 0.5
     assert [end[0] for end in paired.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
-    half = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.5 + 0.125) / 2 / 2)  # the mean of two variances, over two pairs
+    half = scipy.stats.t.ppf(0.975, 2) * math.sqrt((0.5 + 0.125) / 2 / 2)  # the mean variance / the number of pairs
     assert [end[0] for end in pooled.lines[2][0].get_segments()[0]] == pytest.approx([1.5 - half, 1.5 + half])
     assert axes.collections[-1].get_offsets().tolist() == [[pytest.approx(0.79), 0.0], [pytest.approx(0.2), 1.0]]
     assert "differences" not in drawn(study_of("accuracy"), runs[:1])

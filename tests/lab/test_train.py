@@ -423,7 +423,7 @@ def test_grey_images_have_the_channels_of_the_model(changes, channels):
 
 @pytest.mark.parametrize("model", ["vit_test", "resnetv2_18_cifar"])
 def test_grey_images_have_the_size_of_the_model(model):
-    """If the model is not the recipe's, images have the model's default size instead of the recipe's size."""
+    """If the chosen model is not the model of the recipe, its default image size replaces the recipe's size."""
     changes = dict(model=model, img_size=None, in_chans=1, model_kwargs={})
     request = commands.Request(commands.comparison(["linear"], None), {"device": "cpu", **changes}, seeds=1)
     (planned_run,) = plan.plan(request).runs.values()

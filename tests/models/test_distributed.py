@@ -197,7 +197,7 @@ def test_a_sharded_attention_pool_is_not_a_block():
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("dim", [-1, None])
 def test_sharded_tokens(dim):
-    """With sequence parallelism, each process has only partial sums over the tokens."""
+    """Sequence parallelism shards the tokens, so each process has only a part of a sum over the sample (`dim=None`)."""
     x, f = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
     plain = timm_ortho.residual_update(x, f, dim=dim)
     mesh = init_device_mesh("cpu", (1,))

@@ -128,7 +128,8 @@ def test_gradient_checkpointing():
     assert_same(logits_and_gradients(model, [collated(images(), 20)]), expected)
 
 
-@pytest.mark.skipif(not hasattr(NaFlexVit, "_forward_embeds"), reason="this timm's mask includes dropped patches")
+@pytest.mark.skipif(
+    not hasattr(NaFlexVit, "_forward_embeds"), reason="this release of timm keeps dropped patches in the mask")
 def test_dropped_patches():
     model = naflex(global_pool="avg", patch_drop_rate=0.5)
     assert all(tensor.isfinite().all() for tensor in logits_and_gradients(model, [collated(images(), 20)]).values())
