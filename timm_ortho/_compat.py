@@ -78,7 +78,7 @@ def is_recompile_limit(error: Exception) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP manages a module's parameters. The public class FSDPModule does not mark submodules."""
+    """Return whether FSDP manages a module's parameters. Only the modules passed to it become FSDPModules."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 

@@ -2,9 +2,10 @@
 
     python -m scripts.checks.rates FOLDER ...    one or more output folders of `timm-ortho study run cifar_rates`
 
-The rules include a gate for the chosen recipe: its accuracy must exceed the accuracy of ridge regression by a minimum
-margin, and its training loss must exceed the lowest possible loss by a minimum margin. The exit status is 1 if runs are
-missing, a chosen rate is the lowest or highest of the tried rates, or the gate is not passed.
+The chosen recipe must pass a gate. Its accuracy must exceed the accuracy of ridge regression by a minimum margin. Its
+networks must not have fitted all labels: their training loss must exceed the lowest possible loss by a minimum margin.
+The exit status is 1 if runs are missing, a chosen rate is the lowest or highest of the tried rates, or the gate is not
+passed.
 """
 import math
 import sys
@@ -91,7 +92,7 @@ class Chosen:
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """Return the recipe with the most accurate linear runs, or `paper` if it is at most SAME_RECIPE points worse."""
+    """Return the recipe with the best linear baseline; `paper` if its baseline is at most SAME_RECIPE points worse."""
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best

@@ -5,7 +5,8 @@
 | weights that were trained here, such as `vit_test_*` | `model_cards/results/comparisons/BASE_TAG` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
-BASE is the model's name without suffix. The folder of `vit_test_ortho.digits` is named `vit_test_digits`.
+Weights are named MODEL.TAG. BASE is MODEL without `_ortho`, `_orthog` or `_linear`: the folder of
+`vit_test_ortho.digits` is `vit_test_digits`.
 `timm_ortho.hub.card` fills the template of the cards. `studies.py` writes the remaining pages of model_cards.
 """
 from functools import cache
@@ -42,7 +43,7 @@ class PublishedRun(Run):
 
     Args:
         folder: The comparison in `model_cards/results/comparisons`.
-        connection: The connection of the run. The seed of the run is the first seed of the comparison.
+        connection: Name of the run's residual connection. The run's seed is the first seed of the comparison.
 
     Attributes:
         seed: The seed of the run.
@@ -95,7 +96,7 @@ def comparison_of(name: str) -> Path:
     folder = studies.RESULTS / "comparisons" / f"{base_name(model)}_{tag}"
     if not (folder / STUDY).is_file():
         raise SystemExit(
-            f"no card of the weights {name}: publish the output folder of the timm-ortho compare that trained them, "
+            f"no card of the weights {name}: if timm-ortho compare trained them, publish its output folder: "
             f"python -m scripts.publish --name {folder.name} FOLDER. For weights that others trained, write a function "
             f"like of_authors in {__file__}")
     return folder

@@ -32,7 +32,7 @@ NAMES = {DIGITS: "digits", FASHION: "Fashion-MNIST", CIFAR: "CIFAR-10", TINY: "T
 RATES, RATES_FASHION = (5e-4, 7e-4, 1e-3, 2e-3, 5e-3), (1e-3, 2e-3, 4e-3, 8e-3)
 RANKS = (0.0, 0.0625, 0.25, 0.5, 0.75, 1.0)
 KINDS_OF_START = ("orthogonal", "xavier", "kaiming")
-# Weights of F − linear in studies with the axis `update`, whose values set a connection and its learning rate
+# Weights of Orthogonal-F − linear. Each value of the axis `update` sets a connection and its learning rate.
 UPDATES = {("feature", "feature"): 1.0, ("linear", "linear"): -1.0}
 
 
@@ -286,7 +286,7 @@ def explored() -> dict[str, list[Comparison]]:
                           {(1e-3, "feature"): 1.0, (1e-8, "feature"): -1.0}),
         "Table 4 (final version)": _both(
             "representation", "effective rank of the features, F relative to linear", difference(),
-            # with the logarithm, the difference is a ratio: ranks depend on the width, which differs from the paper's
+            # logarithms compare ratios: ranks grow with the width, and the paper's networks are wider
             read=lambda run: 100 * math.log(run["representation"]["effective_rank"]), unit="log-%",
             paper={"": 100 * math.log(rank["feature"]["effective_rank"][0] / rank["linear"]["effective_rank"][0])}),
         "Wang et al., Table 2": _both("skips_branch4", "four branches: transforms of the stream − identity", BRANCH4,

@@ -339,7 +339,7 @@ def test_connections_of_users_keep_the_branch():
 
 # ------------------------------------------------------------------------------------------------- bad input
 class Foreign(nn.Linear):
-    """A residual block that no table lists."""
+    """A residual block that is in none of the tables of `timm_ortho.blocks`."""
 
     def __init__(self):
         super().__init__(5, 5)

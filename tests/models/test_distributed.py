@@ -1,4 +1,4 @@
-"""Training with DDP or FSDP2 gives the losses and weights of a single process. Sharded models can be connected."""
+"""Training with DDP or FSDP2 gives the losses and weights of a single process. `connect` works on sharded models."""
 import os
 from datetime import timedelta
 from functools import cache
@@ -166,7 +166,7 @@ def test_connecting_a_sharded_model_keeps_it_sharded(before, after):
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("name", "connection", "blocks"), [
     ("vit_small_patch16_224", "feature", True),  # connect would change the classes of blocks
-    ("vit_small_ortho", "hybrid", True),  # connect would add parameters, which would not be sharded or reduced
+    ("vit_small_ortho", "hybrid", True),  # FSDP would neither shard the new parameters nor average their gradients
     ("vit_small_ortho", "hybrid", False),
 ])
 def test_connections_that_sharding_rules_out_are_refused(name, connection, blocks):
@@ -190,14 +190,14 @@ def test_new_parameters_in_a_ddp_model_are_refused():
 @pytest.mark.usefixtures("group")
 def test_a_sharded_attention_pool_is_not_a_block():
     model = timm.create_model("vit_small_ortho", global_pool="map", class_token=False, **VIT)
-    fully_shard(model.attn_pool)  # its class looks residual, but is in NOT_RESIDUAL
+    fully_shard(model.attn_pool)  # not a block: its class is in NOT_RESIDUAL of timm_ortho/blocks/timm.py
     assert len(timm_ortho.sites(timm_ortho.connect(model, "global"))) == 6
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("dim", [-1, None])
 def test_sharded_tokens(dim):
-    """Sequence parallelism shards the tokens, so each process has only a part of a sum over the sample (`dim=None`)."""
+    """With `dim=None`, the sums run over all tokens of a sample; sequence parallelism divides them among processes."""
     x, f = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
     plain = timm_ortho.residual_update(x, f, dim=dim)
     mesh = init_device_mesh("cpu", (1,))

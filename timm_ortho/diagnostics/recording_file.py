@@ -1,15 +1,15 @@
 """Write the rows of :func:`timm_ortho.record` to a JSON lines file that an environment variable names.
 
-A variant is a timm model with connections, such as ``vit_base_patch16_224_ortho``. If a variant is created with
-``TIMM_ORTHO_RECORD=FILE.jsonl`` in the environment, every 50th of its training passes is recorded.
+Variants are the models that this package registers, such as ``vit_base_patch16_224_ortho``. If a variant is created
+with ``TIMM_ORTHO_RECORD=FILE.jsonl`` in the environment, every 50th of its training passes is recorded.
 ``TIMM_ORTHO_RECORD_EVERY`` sets another interval. The variables work in scripts that have no option for recording, like
 timm's ``train.py``. Recording is not a model argument, because model arguments are saved with the model, and loading
 the model would then start a recording. timm's own models are not recorded. To record a baseline, create the variant
 with ``--model-kwargs connection=linear``.
 
 Each line is one row. In distributed training, only the first process writes rows, for its share of the batch. Rows are
-appended to an existing file. The steps continue after the last step in the file, because this module cannot read the
-number of earlier passes from the checkpoint. A resumed run keeps the rows written after its last checkpoint.
+appended to an existing file, and their step numbers continue from its last row. If a run resumes from a checkpoint that
+is older than the last row, it repeats some passes, and the rows of the first attempt remain in the file.
 """
 import json
 import os

@@ -1,7 +1,7 @@
 """Open data sets and create loaders with timm's factories. scikit-learn's `digits` is also supported.
 
 `DataStream` separates the random numbers of the loaders (order, augmentation, mixup) from the model's random numbers.
-Runs with the same seed therefore see the same batches, even if their connections draw random numbers.
+Runs with the same seed therefore see the same batches, even if their models draw random numbers.
 """
 import math
 import random
@@ -151,7 +151,7 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
-    val_split: str  # the option `val_split`, or `test` if it is `validation` (the default) and no such folder exists
+    val_split: str  # the option `val_split`; `test` if the option is `validation` and there is no folder of this name
     validation_name: str  # name of the validation images' folder or split, or `hold-out`
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None if images are streamed
     labels: Optional[list[str]] = None  # class names, if the data set has them
@@ -163,8 +163,8 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
 
     Args:
         options: timm's options.
-        hold_out: Number of training images to validate on, evenly spaced; 0 to use the validation split. Settings
-            such as the learning rate must not be chosen on the test images, so choose them on held-out images.
+        hold_out: Number of training images to validate on, evenly spaced; 0 to use the validation split. If the
+            validation split is the test set, use held-out images to choose settings such as the learning rate.
 
     Raises:
         LabError: The data set cannot be opened, or its images cannot be used for training and validation.
@@ -419,7 +419,7 @@ class DataStream:
 
 def _get_state(device: torch.device) -> tuple:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda  # noqa: NPY002 timm draws from NumPy's
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda  # noqa: NPY002 timm uses this one
 
 
 def _set_state(state: tuple, device: torch.device) -> None:

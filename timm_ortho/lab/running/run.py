@@ -29,7 +29,7 @@ from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
-# These errors mean that the run's folder cannot be written. Messages of other OSErrors are kept: they name the file.
+# These errors mean that the run's folder cannot be written. `run` turns them into LabErrors with advice.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
@@ -40,7 +40,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parsed = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit runs the `finally` that ends train.py
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # timm_script stops train.py in a `finally`
     try:
         run(parsed.folder, parsed.threads)
     except LabError as error:
