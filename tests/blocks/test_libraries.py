@@ -1,18 +1,21 @@
-"""Residual blocks of torchvision and of transformers' image models: connect, disconnect, pickle and compile."""
+"""Residual blocks of torchvision and of transformers' models without text: connect, disconnect, pickle and compile."""
 import copy
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torchvision
 from helpers.library_models import MODELS
 from helpers.small_models import host
+from helpers.text_models import TEXT, made as text_model
 from torchvision.models import detection, segmentation
 
 from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites
 from timm_ortho.blocks import reached, spec_of, specs
+from timm_ortho.blocks.transformers import _blocks
 from timm_ortho.models import coverage
 
 QUICK = {f"transformers {name}" for name in ("vit", "dinov2", "swin", "convnext", "resnet_basic", "cvt", "poolformer")}
@@ -21,9 +24,10 @@ QUICK |= {f"torchvision {name}" for name in (
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 COMPILED = {*(f"torchvision {name}" for name in ("vit", "resnet50", "convnext")),
             *(f"transformers {name}" for name in ("vit", "convnext"))}
-# These blocks belong to text encoders, or to architectures whose input is not only an image.
-OTHER_INPUTS = {
-    "Siglip2EncoderLayer", "PerceiverLayer", "PerceiverAttention", "ModernBertEncoderLayer", "TransformerBlock"}
+# Blocks of architectures with several inputs. Each has a test of its own: tests/models/test_padding.py tests SigLIP 2.
+OTHER_INPUTS = {"transformers.models.siglip2.modeling_siglip2.Siglip2EncoderLayer"}
+# Architectures for which groups="heads" is an error, although they have sites other than convolutions.
+WITHOUT_HEADS = {f"transformers {name}" for name in ("focalnet", "levit", "mobilevitv2", "poolformer", "swiftformer")}
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate(MODELS)}
 
 
@@ -111,24 +115,48 @@ def test_compiles_if_the_original_model_does(name):
     torch.testing.assert_close(*logits)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_projection_per_head(name):
+    """Convolutions have no heads, so the connection is limited to all other kinds of sites."""
+    model, images = made(name)
+    kinds = {site.kind for site in sites(connect(model, "linear"))} - {"conv"}
+    if name in WITHOUT_HEADS or not kinds:
+        with pytest.raises(ValueError, match="has no heads"):
+            connect(model, "feature", groups="heads")
+        return
+    try:
+        connect(model, "feature", groups="heads", kinds=kinds)
+    except ValueError as error:
+        pytest.fail(f"{error}\nIf a module around this block contains the attention, the block's row needs depth. "
+                    f"Otherwise, add {name!r} to WITHOUT_HEADS and to docs/coverage.md.", pytrace=False)
+    assert output(model.train()(images)).isfinite().all()
+
+
+def test_the_page_names_the_architectures_without_heads():
+    page = Path(__file__).parents[2] / "docs" / "coverage.md"
+    if not page.exists():
+        pytest.skip("requires a checkout of the repository")
+    _, _, rest = page.read_text(encoding="utf-8").partition("* [Groups of channels]")
+    paragraph, _, _ = rest.partition("\n\n")
+    assert [name for name in WITHOUT_HEADS if f"`{name.split()[1]}`" not in paragraph] == []
+
+
 @pytest.mark.parametrize("library", ["torchvision", "transformers"])
-def test_every_row_of_a_table_has_a_model_here(library):
+def test_every_row_of_a_table_has_a_model(library):
     pytest.importorskip(library)
-    lines = {spec.name for spec in specs(library) if host(spec)}
-    covered = set()
-    for name in MODELS:
-        if name.startswith(library):
-            model, _ = made(name)
-            covered |= {spec.name for module in model.modules() if (spec := spec_of(module)) and reached(module, spec)}
-    covered |= {spec.name for spec in specs(library) if spec.causal}  # test_text_models.py tests language models
-    classes = {name: name.rpartition(".")[2] for name in lines}
-    assert {name for name in lines - covered if classes[name] not in OTHER_INPUTS} == set()
-    assert {name for name in covered if classes.get(name) in OTHER_INPUTS} == set()
+    models = [made(name)[0] for name in MODELS if name.startswith(library)]
+    if library == "transformers":
+        models += [text_model(name) for name in TEXT]  # test_text_models.py tests these
+    covered = {spec.name for model in models for module in model.modules()
+               if (spec := spec_of(module)) and reached(module, spec)}
+    without = {spec.name for spec in specs(library) if host(spec)} - covered
+    assert without == (OTHER_INPUTS if library == "transformers" else set()), (
+        "each row needs a model in tests/helpers, or a test of its own and its name in OTHER_INPUTS")
 
 
-def test_other_inputs_names_classes_of_the_tables():
-    assert {spec.name.rpartition(".")[2] for library in ("torchvision", "transformers") for spec in specs(library)} >= (
-        OTHER_INPUTS)
+def test_a_row_can_override_the_mask():
+    spec, = _blocks("vit.ViTLayer", "residual", ("mlp",), mask="")
+    assert (spec.mask, spec.mask_layout) == ("", "keys")
 
 
 @pytest.mark.parametrize("name", ["torchvision resnet18", "transformers vit"])

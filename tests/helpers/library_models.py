@@ -53,15 +53,18 @@ TORCHVISION = {
 }
 
 
-def transformers(name, size=32, head="ForImageClassification", config=None, **arguments):
-    """Return a function that creates a model and images. ``name`` is the prefix of its classes: ViT for ViTConfig."""
+def transformers(name, size=32, head="ForImageClassification", config=None, shape=None, **arguments):
+    """Return a function that creates a model and a random input: images of this size, or a tensor of this shape.
+
+    ``name`` is the prefix of the model's classes: ViT for ViTConfig.
+    """
     def make():
         import transformers
 
         torch.manual_seed(0)
         settings = getattr(transformers, f"{name}Config")(**(config or arguments))
         settings.num_labels = 10
-        return getattr(transformers, name + head)(settings), torch.randn(2, 3, size, size)
+        return getattr(transformers, name + head)(settings), torch.randn(shape or (2, 3, size, size))
     return make
 
 
@@ -73,12 +76,20 @@ TRANSFORMERS = {
     "dinov2_with_registers": transformers("Dinov2WithRegisters", **DINO),
     "dinov3_vit": transformers("DINOv3ViT", head="Model", **VIT),
     "vit_msn": transformers("ViTMSN", **VIT),
+    "yolos": transformers(
+        "Yolos", head="ForObjectDetection", **{**VIT, "image_size": [32, 32]}, num_detection_tokens=4),
+    "ast": transformers(
+        "AST", head="ForAudioClassification", shape=(2, 32, 16), **VIT, max_length=32, num_mel_bins=16,
+        frequency_stride=8, time_stride=8),
     "vit_mae": transformers("ViTMAE", head="Model", **VIT),
     "ijepa": transformers("IJepa", **VIT),
     "data2vec": transformers("Data2VecVision", **VIT, layer_scale_init_value=0.5),
     "clip": transformers("CLIP", config=dict(vision_config=VIT)),
     "metaclip_2": transformers("MetaClip2", config=dict(vision_config=VIT)),
     "siglip": transformers("Siglip", config=dict(vision_config=VIT)),
+    "perceiver": transformers(
+        "Perceiver", 16, head="ForImageClassificationLearned", image_size=16, num_latents=4, d_latents=32,
+        num_self_attends_per_block=2, num_self_attention_heads=2, num_cross_attention_heads=2),
     "segformer": transformers(
         "Segformer", 64, num_encoder_blocks=2, depths=[1, 2], sr_ratios=[2, 1], hidden_sizes=[16, 32],
         patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2]),

@@ -35,6 +35,8 @@ TEXT = {
     "GPT-NeoX, sequential": Text("GPTNeoX", "decoder", TWO, dict(COMMON, use_parallel_residual=False)),
     "OPT": Text("OPT", "decoder", TWO, dict(
         COMMON, ffn_dim=48, word_embed_proj_dim=32)),
+    "MPT": Text("Mpt", "decoder", TWO, dict(
+        vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)),
     "Llama": Text("Llama", "decoder", TWO, GROUPED),
     "Mistral": Text("Mistral", "decoder", TWO, dict(GROUPED, sliding_window=4)),
     "Qwen2": Text("Qwen2", "decoder", TWO, GROUPED),

@@ -21,6 +21,7 @@ class BlockSpec(NamedTuple):
             :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
         mask: Argument of the method that connections receive as ``attn_mask``. Ignored if the method does not have it.
+            ``""`` for a mask in which True forbids attention, as in ``nn.MultiheadAttention``: connections get no mask.
         mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if connections with one projection per sample need one projection per token in this block.
@@ -30,7 +31,8 @@ class BlockSpec(NamedTuple):
             names an attribute with this value. The attribute is read from the block, or from the nearest module around
             the block that has the attribute.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
-            ``BertLayer``. Sites of one layer have the same index.
+            ``BertLayer``. Required if the layer also contains an addition or the attention outside this block: sites of
+            one layer have the same index, and ``groups="heads"`` counts the heads of the whole layer.
         sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both
             additions, for a block whose two sides have different kinds.
 

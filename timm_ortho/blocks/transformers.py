@@ -1,4 +1,4 @@
-"""List the residual blocks of transformers' image classifiers and language models.
+"""List the residual blocks of transformers' image and audio classifiers and language models.
 
 :mod:`timm_ortho.blocks.timm` defines which additions are sites. The table contains only the names of the classes, so
 this module does not import transformers. Some classes differ in releases before 5; :func:`timm_ortho.connect` then
@@ -19,8 +19,9 @@ def _name(short: str) -> str:
 
 
 def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
-    return [  # the models pass masks with four axes to their blocks, but masks [B, N] if they use flash attention
-        BlockSpec(_name(short), *columns, mask="attention_mask", mask_layout="keys", **more) for short in names.split()]
+    # the models pass masks with four axes to their blocks, but masks [B, N] if they use flash attention
+    fields = {"mask": "attention_mask", "mask_layout": "keys", **more}
+    return [BlockSpec(_name(short), *columns, **fields) for short in names.split()]
 
 
 def _attention_width(block: nn.Module) -> int:
@@ -40,6 +41,7 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks(  # image and text encoders
         "clip.CLIPEncoderLayer metaclip_2.MetaClip2EncoderLayer siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer",
         "residual", _TRANSFORMER, _TOKENS),
+    *_blocks("audio_spectrogram_transformer.ASTLayer", "residual", _TRANSFORMER, _TOKENS),
     *_blocks("data2vec/data2vec_vision.Data2VecVisionLayer pvt.PvtLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("swin.SwinLayer", ("shortcut", "residual"), _TRANSFORMER, _TOKENS),
     *_blocks("swinv2.Swinv2Layer", ("shortcut", "hidden_states"), _TRANSFORMER, _TOKENS),
@@ -50,10 +52,11 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("levit.LevitResidualLayer", "hidden_state", ("branch",), _TOKENS),
     # in these layers the attention and the MLP have separate block classes
     *_blocks("cvt.CvtLayer", "hidden_state", ("attention",), _TOKENS),
-    *_blocks("cvt.CvtOutput", "input_tensor", ("mlp",), _TOKENS),
+    *_blocks("yolos.YolosLayer", "hidden_states", ("attention",), _TOKENS),
+    *_blocks("cvt.CvtOutput yolos.YolosOutput", "input_tensor", ("mlp",), _TOKENS, depth=1),
     # the stream has the shape [B * pixels of a patch, patches, C]
     *_blocks("mobilevit.MobileViTTransformerLayer", "hidden_states", ("attention",), _TOKENS),
-    *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS),
+    *_blocks("mobilevit.MobileViTOutput", "input_tensor", ("mlp",), _TOKENS, depth=1),
     *_blocks("perceiver.PerceiverLayer", "attention_output", ("mlp",), _TOKENS),
     *_blocks("perceiver.PerceiverAttention", "hidden_states", ("attention",), _TOKENS),
     # ------------------------------------------------------------------- transformers on feature maps, B C H W
@@ -90,6 +93,8 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks(  # config.use_parallel_residual selects one sum for attention and MLP, or two sums
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
         ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
+    *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, causal=True),
+    *_blocks("mpt.MptMLP", "residual", ("mlp",), _TOKENS, causal=True, depth=1),
     *_blocks("phi.PhiDecoderLayer", "residual", ("parallel",), _TOKENS, causal="self_attn.is_causal"),
     *_blocks("modernbert.ModernBertEncoderLayer", "hidden_states", _TRANSFORMER, _TOKENS),
     *_blocks("distilbert.TransformerBlock", ("hidden_states", "attention_output"), _TRANSFORMER, _TOKENS),
@@ -115,8 +120,9 @@ NOT_RESIDUAL: Dict[str, str] = {
         "the mean of two classifiers": """
             deit.DeiTForImageClassificationWithTeacher levit.LevitForImageClassificationWithTeacher
             swiftformer.SwiftFormerForImageClassification""",
-        "pools for the head, after the last block":
-            "siglip.SiglipMultiheadAttentionPoolingHead siglip2.Siglip2MultiheadAttentionPoolingHead",
+        "pools for the head, after the last block": """
+            siglip.SiglipMultiheadAttentionPoolingHead siglip2.Siglip2MultiheadAttentionPoolingHead
+            audio_spectrogram_transformer.ASTModel""",
         # the T5 classes look residual only in releases before 5.2
         "concatenated outputs": "perceiver.PerceiverModel t5.T5Block t5.T5ForConditionalGeneration",
     }.items()
