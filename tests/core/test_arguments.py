@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ import torchvision
 from torch import nn
 
 import timm_ortho
-from timm_ortho import connect, connection_arguments, disconnect, sites
+from timm_ortho import (
+    CONNECTIONS,
+    LinearConnection,
+    connect,
+    connection_arguments,
+    create_connection,
+    disconnect,
+    sites,
+)
 
 VIT = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
@@ -21,6 +30,10 @@ ARGUMENTS = {
     "part": dict(connection="global", layers=[1], kinds="mlp", prob=0.5, eps=1e-4),
     "skip": dict(connection="feature", skip="orthogonal_random", skip_seed=3),
 }
+# Arguments of connections, each with a value other than the default.
+OF_CONNECTIONS = dict(eps=1e-3, prob=0.5, start="linear", keep="branch", groups=2)
+OF_BLOCKS = {"dim", "branch_first", "tokens_apart", "in_place", "mask_layout", "skip", "device", "dtype"}
+OF_MODELS = {"model", "layers", "kinds", "skip", "skip_branches", "skip_rank", "skip_seed"}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +68,26 @@ def test_arguments_recreate_the_connections(name):
     again.load_state_dict(model.state_dict())
     assert connection_arguments(again) == read
     assert torch.equal(again.eval()(images()), model.eval()(images()))
+
+
+def test_every_argument_of_a_connection_reaches_it():
+    create, convert = signature(create_connection).parameters, signature(connect).parameters
+    assert create.keys() - OF_BLOCKS == convert.keys() - OF_MODELS == {"connection", *OF_CONNECTIONS}, (
+        "add the argument to create_connection, to connect, and with a value to OF_CONNECTIONS")
+    for make in CONNECTIONS.values():
+        for name, parameter in signature(make).parameters.items():
+            assert name in create, f"{make.__name__} has the argument {name}, and create_connection does not"
+            assert parameter.default == create[name].default == convert.get(name, parameter).default, name
+
+    class Recording(LinearConnection):
+        def __init__(self, dim, eps, **received):
+            super().__init__(dim, eps)
+            self.received = {"eps": eps, **received}
+
+    Recording.__signature__ = signature(create_connection)
+    for site in sites(connect(timm.create_model("vit_test_linear"), Recording, **OF_CONNECTIONS)):
+        assert {name: site.connection.received.get(name) for name in OF_CONNECTIONS} == OF_CONNECTIONS
+        assert site.connection.connect_arguments == {"connection": "Recording", **OF_CONNECTIONS}
 
 
 def test_arguments_are_plain_values():

@@ -72,7 +72,9 @@ def test_parameters_and_flops_of_whole_models():
     rows = {row["connection"]: row for row in cost.parameter_table(["vit_small"])}
     s, d, sites = 197, 384, 12
     assert rows["linear"]["parameters"] == sum(p.numel() for p in timm.create_model("vit_small_linear").parameters())
-    assert [row["extra_parameters"] for row in rows.values()] == [0, 0, 0, 2 * sites]
+    assert rows["hybrid"]["extra_parameters"] == 2 * sites
+    assert {name: row["extra_parameters"] for name, row in rows.items()} == {
+        name: sites * len([*timm_ortho.create_connection(name).parameters()]) for name in timm_ortho.CONNECTIONS}
     assert rows["linear"]["branches"] == 6 * (24 * s * d**2 + 4 * s**2 * d)
     assert rows["feature"]["extra_flops"] == sites * (5 * s * d + 3 * s)
     assert rows["global"]["extra_flops"] == sites * (5 * s * d + 3)

@@ -2,7 +2,8 @@
 from pathlib import Path
 
 import pytest
-from helpers.tiny_study import STUDY, compared, planned, request, written
+import yaml
+from helpers.tiny_study import SMALL, STUDY, compared, planned, request, written
 
 from timm_ortho import cli
 from timm_ortho.lab import LabError, commands as study, value_text
@@ -203,6 +204,27 @@ def test_a_folder_may_grow(tmp_path):
         ("linear", 0), ("feature", 0), ("feature", 5)]
     assert (found.study["seeds"], found.study["connections"]) == ([0, 5], ["linear", "feature"])
     assert list(found.runs) == ["feature-seed0", "feature-seed5"]
+
+
+def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
+    """Linear connections ignore the arguments, and an argument that equals its default is no other setting."""
+    out, kwargs = tmp_path / "out", {"connection_prob": 0.5}
+    planned(compared(out, ["feature"], model_kwargs=kwargs))
+    planned(compared(out, ["linear", "feature"], model_kwargs={**kwargs, "connection_start": "orthogonal"}))
+    assert plan.read(out)["settings"]["given"]["model_kwargs"] == {**SMALL["model_kwargs"], **kwargs}
+    with pytest.raises(LabError, match=r"settings \(model_kwargs.connection_start was None and is now 'linear'\)"):
+        planned(compared(out, model_kwargs={**kwargs, "connection_start": "linear"}))
+    assert plan.plan(compared(model_kwargs={"connection_keep": "output"})).folder == plan.plan(compared()).folder
+
+
+def test_a_folder_of_an_earlier_version_is_continued(tmp_path):
+    """Earlier versions stored the arguments of the first connection, and arguments that equal their defaults."""
+    planned(compared(tmp_path, ["feature"], model_kwargs={"connection_prob": 0.5}))
+    values = read_yaml(tmp_path / plan.STUDY)
+    values["settings"]["given"]["model_kwargs"]["connection_eps"] = 1e-6
+    values["settings"]["options"]["model_kwargs"]["connection_prob"] = 0.5
+    (tmp_path / plan.STUDY).write_text(yaml.safe_dump(values))
+    planned(compared(tmp_path, model_kwargs={"connection_prob": 0.5}))
 
 
 def contents(folder):

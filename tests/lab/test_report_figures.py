@@ -7,6 +7,7 @@ import pytest
 import scipy.stats
 from helpers.made_up_runs import GRIDS, RECORDED, run_of, runs_of, study_of, train_py_run
 
+from timm_ortho import CONNECTIONS
 from timm_ortho.lab.reporting import plots, published, report
 from timm_ortho.lab.reporting.plots import STYLES, Panel, lines_chart, style
 
@@ -233,7 +234,9 @@ def test_stream_is_that_of_the_probes():
 
 
 def test_colours_and_markers_of_connections_differ():
+    assert [name for name in CONNECTIONS if name not in STYLES] == []
     for key in ("color", "linestyle", "marker"):
-        assert len({look[key] for look in STYLES.values()}) == 4
+        assert len({STYLES[name][key] for name in CONNECTIONS}) == len(CONNECTIONS), (
+            f"two connections have the same {key}; a line style can be a dash pattern such as (0, (3, 1, 1, 1))")
     names = [f"series {index}" for index in range(28)]
     assert len({tuple(style(name, names)[key] for key in ("color", "linestyle")) for name in names}) == 28

@@ -6,10 +6,9 @@ import timm
 import torch
 from torch import nn
 
-from timm_ortho import connect, sites
+from timm_ortho import CONNECTIONS, connect, sites
 
 MODELS = ["test_vit", "test_convnext"]
-CONNECTIONS = ["linear", "feature", "global", "hybrid"]
 
 
 def create(name, connection=None):

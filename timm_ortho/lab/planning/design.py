@@ -37,9 +37,12 @@ import itertools
 import re
 from argparse import Namespace
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
+from ...convert import connect
+from ...models.arguments import VARIANT_ARGUMENTS
 from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
 from ..options import known_options
 from ..paper import architecture
@@ -55,9 +58,9 @@ _KEYS = {
     **dict.fromkeys(("title", "paper", "table", "model", "recipe"), str)}
 _SCALED = frozenset("model recipe options connections seeds grid record".split())
 _CELL = frozenset("model recipe connections connection switch".split())
-# Defaults of model arguments. A run that sets an argument to its default equals a run without the argument.
-_MODEL_DEFAULTS = {"connection_eps": 1e-6, "connection_prob": 1.0, "connection_start": "orthogonal",
-                   "connection_keep": "output", "connection_groups": 1}
+# Defaults of the connections' arguments. A run that sets an argument to its default equals a run without the argument.
+_DEFAULTS = {name: signature(connect).parameters[of_connect].default
+             for name, of_connect in VARIANT_ARGUMENTS.items() if name.startswith("connection_")}
 
 # timm's names of the paper's data sets. The empty name is an image folder in --data-dir.
 _TIMM_NAMES = {
@@ -378,7 +381,16 @@ def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[s
     """Return only the model arguments that affect a run with these connections, so equal runs have equal arguments."""
     linear = connections == {"linear"}
     return {key: value for key, value in model_kwargs.items()
-            if (key, value) not in _MODEL_DEFAULTS.items() and not (linear and key.startswith("connection_"))}
+            if not is_default(key, value) and not (linear and key.startswith("connection_"))}
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Return whether a value of a model argument is the default of an argument of the connections.
+
+    >>> is_default("connection_start", "orthogonal"), is_default("connection_start", "linear"), is_default("depth", 2)
+    (True, False, False)
+    """
+    return (name, value) in _DEFAULTS.items()
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ...models.names import base_name
 from .. import LabError
 from ..folder import RunPlan, Stage
 from ..options import options_with
-from .design import Design, Variant
+from .design import Design, Variant, is_default
 
 # Options that do not change a result, such as the device. A run can therefore continue on another machine.
 _MACHINE = options_with("about", "machine")
@@ -33,7 +33,8 @@ def run_identity(run: RunPlan) -> dict:
 def study_settings(design: Design, requested: Mapping[str, Any], first: Variant) -> dict:
     """Return the settings that decide the results of a study's runs.
 
-    Seeds and connections are left out, because a later command may add seeds and connections to the study.
+    Seeds and connections are left out, because a later command may add seeds and connections to the study. Arguments of
+    connections are left out too if they equal their defaults.
 
     Args:
         design: The study.
@@ -42,10 +43,13 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
     """
     keys = {key: value for key, value in asdict(design).items()
             if key not in ("seeds", "connections", "baseline", "report")}
-    settings = {"design": keys, "given": {key: value for key, value in requested.items() if key not in _MACHINE}}
+    given = {key: value for key, value in requested.items() if key not in _MACHINE}
+    kwargs = {key: value for key, value in given.pop("model_kwargs", {}).items() if not is_default(key, value)}
+    settings = {"design": keys, "given": {**given, "model_kwargs": kwargs} if kwargs else given}
     if design.is_comparison:  # store the recipe's options, because the recipe may be a file that the user edits later
         options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}
-        kwargs = {key: value for key, value in options["model_kwargs"].items() if key != "connection"}
+        # linear connections ignore these arguments, so a study with other connections may contain them
+        kwargs = {key: value for key, value in options["model_kwargs"].items() if not key.startswith("connection")}
         settings["options"] = {**options, "model_kwargs": kwargs}
     return as_yaml_values(settings)
 
@@ -67,13 +71,23 @@ def data_name(requested: Mapping[str, Any], first: Variant) -> str:
 
 def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject: str, advice: str) -> None:
     """Raise a LabError if stored and new settings differ. The message lists the first three differences."""
-    stored, new = _flat(stored), _flat(as_yaml_values(new))
+    stored, new = _comparable(stored), _comparable(as_yaml_values(new))
     differing = [key for key in dict.fromkeys([*new, *stored]) if stored.get(key) != new.get(key)]
     if differing:
         values = "; ".join(f"{re.sub(r'.*options[.]|^given[.]', '', key)} was {stored.get(key)!r:.60} and is now "
                            f"{new.get(key)!r:.60}" for key in differing[:3])
         more = f", and {len(differing) - 3} other settings differ" if len(differing) > 3 else ""
         raise LabError(f"{subject} ({values}{more}): {advice}")
+
+
+def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flat settings without the arguments of connections that `study_settings` leaves out.
+
+    Folders of earlier versions contain these arguments.
+    """
+    return {key: value for key, value in _flat(values).items()
+            if not key.startswith("options.model_kwargs.connection")
+            and not is_default(key.rpartition("model_kwargs.")[2], value)}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
