@@ -1,8 +1,11 @@
 """lab/studies: every shipped study loads, expands to runs, and builds its models."""
+import io
 import json
 import re
 from argparse import Namespace
+from contextlib import redirect_stdout
 from functools import cache
+from itertools import takewhile
 
 import pytest
 import timm
@@ -17,27 +20,27 @@ from timm_ortho.models.meta import on_meta
 NAMES = sorted(design.shipped())
 
 
+def header(name):
+    """Return the comment at the top of a study's file, on one line."""
+    lines = takewhile(lambda line: line.startswith("#"), design.shipped()[name].read_text().splitlines())
+    return " ".join(" ".join(line.lstrip("#") for line in lines).split())
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_shipped_study_is_complete(name):
-    for scale in scales(name):
-        found = design.load(name, scale)
-        assert found.title.endswith("?")
-    header = design.shipped()[name].read_text().split("title:")[0]
-    assert f"timm-ortho study run {name}" in header
-    assert "The paper" in header
-
-
-def scales(name):
-    """Return the scales of a study.
-
-    Studies of hypotheses (`confirm_*`) may lack the scale `paper`. Studies with held-out images always lack this scale,
-    because train.py cannot hold images out.
-    """
-    found = [scale for scale in design.SCALES if design.has_scale(name, scale)]
-    assert found == [*design.SCALES[:len(found)]]
-    without_paper = name.startswith("confirm_"), design.load(name, "small").hold_out > 0
-    assert len(found) == 2 if without_paper[1] else len(found) == 3 or (without_paper[0] and len(found) == 2)
-    return found
+def test_a_study_follows_the_rules(name):
+    """Check the rules in the docstring of `planning/design.py`."""
+    file, values = design.shipped()[name], design.read(name)
+    for scale in ("smoke", "small", *values.get("scales", ())):
+        design.load(name, scale)  # its error names a missing scale or title
+    assert values["title"].endswith("?"), f"{file}: title must be a question that ends in '?'"
+    command = f"timm-ortho study run {name}"
+    assert command in header(name), f"{file}: write '{command}' into the comment at the top"
+    if values.get("paper") or values.get("table"):
+        assert "The paper" in header(name), f"{file}: write a sentence 'The paper ...' into the comment at the top"
+        assert "paper" in values["scales"], f"{file}: add paper to scales, or remove the keys paper and table"
+    if values.get("hold_out"):
+        assert "paper" not in values["scales"], (
+            f"{file}: remove paper from scales, because train.py cannot hold images out (hold_out)")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def scales(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_study_expands_to_runs_that_can_be_built(name, scale):
     """Build each architecture with each connection on the meta device."""
-    if scale not in scales(name):
+    if not design.has_scale(name, scale):
         pytest.skip(f"study {name} has no scale {scale}")
     found = design.load(name, scale)
     data = found.paper_data[0] if scale == "paper" and found.paper_data else "digits"
@@ -76,18 +79,27 @@ def takes_img_size(name):
     return checks._takes_img_size(timm.create_model(name))
 
 
-def test_numbers_of_runs_in_the_list_and_in_headers_agree(capsys):
-    """The header of a study's YAML file contains text such as `smoke: 4 runs`."""
-    assert cli.main(["study", "list"]) == 0
-    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [row[0] for row in rows] == NAMES
-    listed = {row[0]: row[1:3] for row in rows}
+@pytest.fixture(scope="module")
+def listed():
+    """Return the first two cells of each study in `timm-ortho study list`: the paper's table and the runs per scale."""
+    with redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["study", "list"]) == 0
+    rows = [re.split("  +", line) for line in printed.getvalue().splitlines()[1:]]
+    return {row[0]: row[1:3] for row in rows}
+
+
+def test_list_of_studies(listed):
+    assert list(listed) == NAMES
     assert listed["layer_pattern"][0] == "Table 4"
     assert listed["families"] == ["-", "9, 63, 105"]
-    for name in NAMES:
-        header = " ".join(design.shipped()[name].read_text().split("title:")[0].replace("#", " ").split())
-        said = [header.rsplit(f" {scale}: ", 1)[1].split(" runs")[0].rpartition(" ")[2] for scale in scales(name)]
-        assert listed[name][1] == ", ".join([*said, "-"][:3]), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_of_runs_in_the_list_and_in_headers_agree(name, listed):
+    numbers = dict(zip(design.SCALES, listed[name][1].split(", "), strict=True))
+    texts = [f"Scale {scale}: {number} runs" for scale, number in numbers.items() if number != "-"]
+    missing = [text for text in texts if text not in header(name)]
+    assert not missing, f"{design.shipped()[name]}: write '{missing[0]} ...' into the comment at the top"
 
 
 def test_runs_of_a_family_differ_only_in_the_connection():

@@ -32,6 +32,14 @@ A value of an axis may change timm's options, `model`, `recipe` and `connections
 set `connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example
 `{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`. Keys that begin with `connection_` are
 arguments of the model. `model_kwargs` of a scale or of an axis value are added to the study's `model_kwargs`.
+
+A study of this package follows further rules, which `tests/lab/test_studies.py` checks:
+
+* It has the scales `smoke` and `small`. Its `title` ends in a question mark.
+* The comment above `extends` or `title` contains `timm-ortho study run NAME`. For each scale, this comment contains the
+  number of runs in `timm-ortho study list`, such as `Scale smoke: 4 runs`.
+* A study with `paper` or `table` has the scale `paper`, and a sentence of the comment begins with "The paper".
+* A study with `hold_out` lacks the scale `paper`, because timm's train.py cannot hold images out.
 """
 import itertools
 import re
