@@ -196,6 +196,23 @@ def test_commands_train_the_papers_batch(name):
     assert '--val-split ""' in header
 
 
+@pytest.mark.parametrize("name", sorted({*recipe.shipped()} - {*NAMES}))
+def test_headers_of_recipes_that_are_written_by_hand(name):
+    header = " ".join(text(name).split("\ndevice_modules")[0].replace("\n#", " ").split())
+    for fact, pattern in {
+            "the expected accuracy, such as 'Top-1 accuracy ...: 97.69 +- 0.32'": r"Top-1 accuracy.* \d+\.\d+ \+- \d",
+            "the hardware, such as 'CPU'": r"CPU|GPU|hardware",
+            "the training time, such as '37 min'": r"\d (s|min|minutes|h|hours)\b|nor hours"}.items():
+        assert re.search(pattern, header), f"{recipe.shipped()[name]}: write {fact} into the comment at the top"
+
+
+@pytest.mark.parametrize("file", sorted(Path(timm_ortho.__file__).parent.rglob("*.yaml")), ids=lambda file: file.stem)
+def test_paths_in_recipes_and_studies_exist(file):
+    paths = re.findall(r"\b(?:model_cards|docs|scripts|tests|timm_ortho)/[\w./-]*\w", file.read_text(encoding="utf-8"))
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing, f"{file} names {', '.join(missing)}, which the repository does not contain"
+
+
 # ------------------------------------------------------------------------------------------- generator
 def test_the_files_are_what_the_generator_writes():
     texts = recipes.texts(ROOT)
