@@ -33,7 +33,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     differing = [path for name in names for path in (check if parsed.check else write)(name, root)]
     if not parsed.names:
         differing += strangers(root)
-    for path in differing:
+    for path in dict.fromkeys(differing):  # two generators write docs/evidence.md, and two write README.md
         print(path.relative_to(root).as_posix())
     if parsed.check and differing:
         print("these differ from their sources: run python -m scripts.pages", file=sys.stderr)
