@@ -50,9 +50,8 @@ def main(tag: str, folder: Path) -> None:
         raise SystemExit(f"{folder} has no finished run with seed {seed} of {', '.join(missing)}")
     for connection, name in names.items():
         run = folder / f"{connection}-seed{seed}"
-        # the last checkpoint, because the run's top-1 is the accuracy after the last epoch
-        model = timm.create_model(f"{name}.{tag}", checkpoint_path=str(run / "last.pth.tar")).eval()
         options = Namespace(**yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8")))
+        model = trained(f"{name}.{tag}", run, options)
         about = {"model": name, "connection": connection, "data": options.dataset, "seed": seed,
                  "commit": commit_before(folder / "study.yaml"),
                  "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
@@ -64,6 +63,25 @@ def main(tag: str, folder: Path) -> None:
         for path in (file, checked_by):
             path.chmod(0o644)  # safetensors makes files readable by their owner only
         print(f"{file}  {file.stat().st_size / 1000:.0f} kB  top-1 {runs[connection]['top1']:.2f} %")
+
+
+def trained(name: str, run: Path, options: Namespace) -> torch.nn.Module:
+    """Return the model MODEL.TAG with the weights of a run after its last epoch, whose accuracy is the run's top-1.
+
+    Raises:
+        SystemExit: `timm.create_model(name)`, without arguments, is not the run's model.
+    """
+    arguments = {key: value for key, value in options.model_kwargs.items() if key not in ("connection", "img_size")}
+    if arguments:
+        raise SystemExit(
+            f"{run} has model_kwargs {arguments}, which an entry cannot store: train without them, for example with "
+            "--recipe vit_test_digits, or use timm-ortho push, whose config.json stores them")
+    try:
+        return timm.create_model(name, checkpoint_path=str(run / "last.pth.tar")).eval()
+    except RuntimeError as error:
+        problem = str(error).splitlines()[-1].strip()
+        raise SystemExit(f"{run} does not fit timm.create_model('{name}'): correct num_classes and input_size of the "
+                         f"entry, or train without model_kwargs: {problem}") from None
 
 
 def check_tensors(model: torch.nn.Module, options: Namespace) -> dict[str, torch.Tensor]:

@@ -47,6 +47,24 @@ def test_the_weights_of_the_package(comparison):
             assert about[key] == stored[key]
 
 
+@pytest.mark.parametrize(("options", "classes", "message"), [
+    ({"model_kwargs": {"connection": "linear", "embed_dim": 64}}, 10,
+     r"linear-seed0 has model_kwargs {'embed_dim': 64}, which an entry cannot store: .* --recipe vit_test_digits, or "
+     "use timm-ortho push"),
+    ({"model_kwargs": {"connection": "linear"}}, 7,
+     r"linear-seed0 does not fit timm.create_model\('vit_test_linear.digits'\): correct num_classes .*: size mismatch "
+     r"for head.bias"),
+])
+def test_weights_that_need_arguments(comparison, options, classes, message):
+    run = comparison / "linear-seed0"
+    (run / "args.yaml").write_text(yaml.safe_dump({**yaml.safe_load((run / "args.yaml").read_text()), **options}))
+    model = timm.create_model("vit_test_linear", num_classes=classes)
+    torch.save({"state_dict": model.state_dict()}, run / "last.pth.tar")
+    with pytest.raises(SystemExit, match=message) as raised:
+        make_weights.main("digits", comparison)
+    assert "\n" not in str(raised.value)
+
+
 def test_an_unknown_tag(comparison):
     with pytest.raises(SystemExit, match=r"no weights vit_test\*.made_up: add .* vit_test_ortho.made_up to ENTRIES"):
         make_weights.main("made_up", comparison)
