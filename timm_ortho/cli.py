@@ -462,7 +462,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _list_weights(pattern: str) -> int:
-    """List weights without network access. The size of a file to download is estimated as 4 bytes per parameter."""
+    """List weights without network access. The size of an absent file is estimated as 4 bytes per parameter."""
     import timm
 
     from .models.names import is_variant
@@ -473,8 +473,9 @@ def _list_weights(pattern: str) -> int:
         raise UsageError(f"no variant that matches '{pattern}' has weights: see timm-ortho list --weights")
     rows = [("name", "size", "from", "on this machine")]
     for entry in map(weights, names):
-        size = entry.file.stat().st_size if entry.file else 4 * _parameters(_model_on_meta(entry.name))
-        rows.append((entry.name, _bytes(size), entry.source, "yes" if entry.file else "no"))
+        file = entry.file if entry.file and entry.file.is_file() else None
+        size = file.stat().st_size if file else 4 * _parameters(_model_on_meta(entry.name))
+        rows.append((entry.name, _bytes(size), entry.source, "yes" if file else "missing" if entry.file else "no"))
     print("\n".join(aligned(rows, "<><<")))
     return 0
 

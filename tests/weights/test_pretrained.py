@@ -19,7 +19,7 @@ from timm_ortho.lab.data import Digits
 from timm_ortho.lab.planning import recipe
 from timm_ortho.models.build import register
 from timm_ortho.models.meta import on_meta
-from timm_ortho.models.names import is_variant
+from timm_ortho.models.names import SUFFIXES, is_variant
 from timm_ortho.weights import pretrained
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +242,7 @@ def test_the_authors_configuration(kind):
 
 
 def test_a_table_entry_gives_a_variant_weights(monkeypatch):
-    """An entry in `ENTRIES` gives weights to a variant. It contains only fields that differ from the architecture's."""
+    """An entry in `ENTRIES` gives weights to a variant. All other fields are the architecture's."""
     for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
         monkeypatch.setattr(_registry, name, copy.deepcopy(getattr(_registry, name)))
     monkeypatch.setitem(pretrained.ENTRIES, "resnet18_made_up_ortho.mine", dict(hf_hub_id="me/mine"))
@@ -261,11 +261,33 @@ def test_a_table_entry_gives_a_variant_weights(monkeypatch):
 
 def test_models_with_weights():
     assert [name for name in timm.list_pretrained() if is_variant(name)] == sorted(pretrained.ENTRIES)
-    for name in ("vit_base_orthog", "vit_small_linear", "vit_small_ortho"):
+    variants = [base + suffix for base in ("vit_small", "vit_base", "resnetv2_18_cifar") for suffix in SUFFIXES]
+    without = [name for name in variants if pretrained.weights(name) is None]
+    assert without
+    for name in without:
         with on_meta(), pytest.raises(RuntimeError, match=f"No pretrained weights exist for {name}"):
             timm.create_model(name, pretrained=True)
-    with pytest.raises(RuntimeError, match=r"Invalid pretrained tag \(digits\) for vit_base_ortho"):
-        timm.create_model("vit_base_ortho.digits", pretrained=True)
+    with pytest.raises(RuntimeError, match=r"Invalid pretrained tag \(made_up\) for vit_base_ortho"):
+        timm.create_model("vit_base_ortho.made_up", pretrained=True)
+
+
+@pytest.mark.parametrize("name", pretrained.ENTRIES)
+def test_an_entry_states_classes_and_license(name):
+    """The architecture's number of classes belongs to timm's weights, and a variant inherits no license from timm."""
+    missing = {"num_classes", "license"} - pretrained.ENTRIES[name].keys()
+    assert not missing, f"add {' and '.join(sorted(missing))} to the entry {name} in {pretrained.__file__}"
+
+
+def test_variants_have_no_facts_about_timms_weights():
+    """An entry in `ENTRIES` would inherit these facts. It inherits the preparation of images."""
+    base, own = get_pretrained_cfg("convnextv2_base"), get_pretrained_cfg("convnextv2_base_ortho")
+    assert (base.license, own.license) == ("cc-by-nc-4.0", None)
+    assert (own.input_size, own.crop_pct, own.mean) == (base.input_size, base.crop_pct, base.mean)
+    for name in filter(is_variant, timm.list_models(["*_ortho", "*_linear"])):
+        cfg = get_pretrained_cfg(name)
+        if not cfg.has_weights:
+            facts = (cfg.license, cfg.description, cfg.paper_name, cfg.paper_ids, cfg.origin_url, cfg.notes)
+            assert set(facts) == {None}, name
 
 
 @pytest.mark.skipif(
@@ -374,6 +396,15 @@ def test_list_of_weights(offline, small):
     rows = listed(offline, "vit_base*ortho")[1:]
     assert [(name, text.split()) for name, text in rows] == [("vit_base_ortho.authors_in1k", [
         f"{size}", "kB", f"hf-hub:{REPOSITORY.format('ortho')}", "yes"])]
+
+
+def test_list_of_weights_whose_file_is_missing(monkeypatch, tmp_path, capsys):
+    """An entry may exist before `scripts/make_weights.py` writes its file."""
+    file = tmp_path / "not_written.safetensors"
+    monkeypatch.setattr(pretrained, "weights", lambda name: pretrained.Weights(name, "this package", file))
+    assert cli.main(["list", "--weights", "vit_test_ortho"]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split() == ["vit_test_ortho.digits", "207", "kB", "this", "package", "missing"]
 
 
 def test_list_of_weights_without_a_match(capsys):

@@ -80,7 +80,8 @@ def create(
 # The fields of a PretrainedCfg that describe weights, with their default values.
 _WITHOUT_WEIGHTS = {name: getattr(PretrainedCfg(), name) for name in (
     "url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "tag", "custom_load",
-    "label_offset", "label_names", "label_descriptions", "origin_url", "notes")}
+    "label_offset", "label_names", "label_descriptions", "license", "description", "origin_url", "paper_name",
+    "paper_ids", "notes")}
 
 
 def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:

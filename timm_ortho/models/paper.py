@@ -120,12 +120,12 @@ class CifarResNetV2(ResNetV2):
 _VIT_CFG = PretrainedCfg(
     input_size=(3, 224, 224), fixed_input_size=True, interpolation="bicubic", crop_pct=0.875,
     mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
-    num_classes=1000, first_conv="patch_embed.proj", classifier="head", license="apache-2.0",
+    num_classes=1000, first_conv="patch_embed.proj", classifier="head",
 )
 CIFAR_CFG = PretrainedCfg(
     input_size=(3, 32, 32), pool_size=(4, 4), interpolation="bicubic", crop_pct=1.0,
     mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # CIFAR-10's statistics
-    num_classes=10, first_conv="stem.conv", classifier="head.fc", license="apache-2.0",
+    num_classes=10, first_conv="stem.conv", classifier="head.fc",
 )
 _TEST_CFG = replace(
     _VIT_CFG, input_size=(3, 8, 8), crop_pct=1.0, mean=(0.3, 0.3, 0.3), std=(0.38, 0.38, 0.38), num_classes=10,

@@ -1,11 +1,6 @@
 """Configurations of the pretrained weights, and conversion of checkpoints in transformers' layout.
 
-| name | weights | source |
-| --- | --- | --- |
-| ``vit_base_{ortho,linear}.authors_in1k`` | the authors' ViT-B for ImageNet-1k | their repositories on the Hub |
-| ``vit_test_{ortho,orthog,linear}.digits`` | 0.2 MB each, for tests and first steps | ``timm_ortho/weights`` |
-
-To add weights, add an entry to ``ENTRIES``. For all other variants ``pretrained=True`` raises timm's error.
+To add weights, add an entry to ``ENTRIES``. For all variants without an entry, ``pretrained=True`` raises timm's error.
 """
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +15,7 @@ from ..hub_client.download import cached
 from .checks import SAFE
 
 _AUTHORS = dict(
+    num_classes=1000,
     crop_pct=1.0,  # as in recipes/vit_b_imagenet1k.yaml and the authors' code, which validate on whole images
     license="cc-by-sa-4.0",
     origin_url="https://github.com/BootsofLagrangian/ortho-residual",
@@ -33,12 +29,14 @@ def weights_file(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
-# MODEL.TAG -> fields that differ from the architecture's configuration. Weights with ``hf_hub_id`` are in that
-# repository on the Hub, all others in this package. Without a tag, ``pretrained=True`` loads a model's first entry.
+# MODEL.TAG -> num_classes, license, and the fields that differ from the architecture's configuration. Weights with
+# ``hf_hub_id`` are in that repository on the Hub, all others in this package. Without a tag, ``pretrained=True`` loads
+# a model's first entry.
 ENTRIES: Dict[str, Dict[str, Any]] = {
     **{f"vit_base_{kind}.authors_in1k": dict(
         hf_hub_id=f"BootsofLagrangian/{kind}-vit-b-imagenet1k-hf", **_AUTHORS) for kind in ("ortho", "linear")},
-    **{f"vit_test_{kind}.digits": dict(label_names=tuple("0123456789")) for kind in ("ortho", "orthog", "linear")},
+    **{f"vit_test_{kind}.digits": dict(num_classes=10, label_names=tuple("0123456789"), license="apache-2.0")
+       for kind in ("ortho", "orthog", "linear")},
 }
 
 
