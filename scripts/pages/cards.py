@@ -83,7 +83,7 @@ def cards() -> tuple[Card, ...]:
 def _cards() -> Iterator[Card]:
     for name in timm.list_pretrained():
         if is_variant(name):
-            yield of_authors(name) if name in AUTHORS else of_comparison(name)
+            yield TRAINED_ELSEWHERE.get(name, of_comparison)(name)
 
 
 def comparison_of(name: str) -> Path:
@@ -98,7 +98,7 @@ def comparison_of(name: str) -> Path:
         raise SystemExit(
             f"no card of the weights {name}: if timm-ortho compare trained them, publish its output folder: "
             f"python -m scripts.publish --name {folder.name} FOLDER. For weights that others trained, write a function "
-            f"like of_authors in {__file__}")
+            f"like of_authors, and add it to TRAINED_ELSEWHERE in {__file__}")
     return folder
 
 
@@ -113,14 +113,13 @@ def of_comparison(name: str) -> Card:
             f"`pretrained=True` downloads `{cfg.hf_hub_filename}`.\n\n{trained}")
     else:
         about = (
-            "These weights are part of timm-ortho, in float32, and load without a network connection. They are small "
-            f"because they are meant for tests and for trying out tools.\n\n{trained} `scripts/make_weights.py` copies "
-            "them into the package, together with inputs and outputs for the tests.")
+            "These weights are part of timm-ortho, in float32, and load without a network connection.\n\n"
+            f"{trained} `scripts/make_weights.py` copies them into the package, together with inputs and outputs for "
+            "the tests.")
     return Card(name, model_card(subject(name, about=about, license=cfg.license), run, curve=f"{name}.png"), run)
 
 
 # From the cards of the authors' repositories: top-1 and top-5 on ImageNet-1k in %, and the step of the checkpoint.
-# Other weights that were not trained here need a function like `of_authors`.
 AUTHORS = {
     "vit_base_ortho.authors_in1k": (74.62, 92.26, "after step 90,000, about epoch 270 of 300"),
     "vit_base_linear.authors_in1k": (71.23, 90.29, "after an unknown step"),
@@ -154,6 +153,10 @@ def of_authors(name: str) -> Card:
         "The resolution, crop, mean and std are from this package's recipe `vit_b_imagenet1k`.",
     ]
     return Card(name, model_card(subject(name, about=about, license=cfg.license, dataset="imagenet1k", limits=known)))
+
+
+# MODEL.TAG -> the function that returns the card. `of_comparison` returns the cards of all other weights.
+TRAINED_ELSEWHERE: dict[str, Callable[[str], Card]] = dict.fromkeys(AUTHORS, of_authors)
 
 
 def subject(name: str, **more) -> Subject:

@@ -15,6 +15,7 @@ from scripts.pages import __main__ as pages, cards, studies
 from timm_ortho import cli
 from timm_ortho.lab.reporting import published
 from timm_ortho.models.names import SUFFIXES, is_variant, suffix_of
+from timm_ortho.weights.pretrained import ENTRIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +106,7 @@ def test_cards_of_the_authors_weights(kind, accuracy, paper):
     assert found.data.eval_results is None
 
 
-@pytest.mark.parametrize("name", [name for name in WEIGHTS if name not in cards.AUTHORS])
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name not in cards.TRAINED_ELSEWHERE])
 def test_numbers_of_weights_that_were_trained_here(name):
     found, connection = card(name), SUFFIXES[suffix_of(name.partition(".")[0])]
     study, runs, _ = published.read(cards.comparison_of(name))
@@ -118,7 +119,7 @@ def test_numbers_of_weights_that_were_trained_here(name):
     if mean:
         assert mean.metric_value == pytest.approx(sum(seeds.values()) / len(seeds), abs=1e-4)
         assert mean.metric_args["seeds"] == sorted(seeds)
-    assert found.data.license == "apache-2.0"
+    assert found.data.license == ENTRIES[name]["license"]
     assert study["versions"]["commit"] in found.text
     assert f"`{study['command']}` trains them with seed {study['seeds'][0]}." in found.text
     assert f"![loss and accuracy by epoch]({name}.png)" in found.text
@@ -137,8 +138,18 @@ def test_a_card_of_weights_on_the_hub(monkeypatch):
 def test_weights_without_a_published_comparison():
     with pytest.raises(SystemExit, match=(
             r"no card of the weights vit_test_ortho.made_up: .* python -m scripts.publish --name vit_test_made_up "
-            r"FOLDER\. .* like of_authors in .*cards.py")):
+            r"FOLDER\. .* like of_authors, and add it to TRAINED_ELSEWHERE in .*cards.py")):
         cards.comparison_of("vit_test_ortho.made_up")
+
+
+def test_a_card_of_weights_that_others_trained(monkeypatch):
+    def of_others(name):
+        return cards.Card(name, ModelCard("The card of others."))
+
+    monkeypatch.setitem(cards.TRAINED_ELSEWHERE, "vit_test_ortho.digits", of_others)
+    written = {card.name: card.card.text for card in cards._cards()}
+    assert [name for name, text in written.items() if text == "The card of others."] == ["vit_test_ortho.digits"]
+    assert {*cards.AUTHORS, "vit_test_linear.digits"} < written.keys()
 
 
 def test_the_code_of_a_card_runs():
