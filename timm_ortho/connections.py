@@ -429,8 +429,8 @@ def create_connection(
     Args:
         connection: Name, class, or a function that returns an instance.
         dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. Must be 1 for connections without this argument, except for ``linear``,
-            which has no projection.
+        groups: See :class:`FeatureConnection`. ``prob`` and ``groups`` must be 1 for connections without these
+            arguments, except for ``linear``, which has no projection.
         branch_first: See :class:`Connection`.
         tokens_apart: Whether ``global`` has one projection per token instead of one per sample, see
             :class:`timm_ortho.blocks.BlockSpec`.
@@ -465,8 +465,9 @@ def create_connection(
     if make is GlobalConnection and groups != 1:
         raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
                          "feature or hybrid")
-    if make is not LinearConnection and groups != 1 and "groups" not in accepted:
-        raise ValueError(f"{_name_of(make)} takes no argument groups: omit groups, or add it to the constructor")
+    for name, ignored in (("prob", prob != 1.0), ("groups", groups != 1)):
+        if ignored and name not in accepted and make is not LinearConnection:
+            raise ValueError(f"{_name_of(make)} takes no argument {name}: omit {name}, or add it to the constructor")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
     if not isinstance(made, Connection):
         raise ValueError(f"{_name_of(make)} must return a timm_ortho.Connection, got {type(made).__name__}")

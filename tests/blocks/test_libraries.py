@@ -15,6 +15,7 @@ from torchvision.models import detection, segmentation
 
 from timm_ortho import UnsupportedModelError, cli, connect, disconnect, sites
 from timm_ortho.blocks import reached, spec_of, specs
+from timm_ortho.blocks.tables import SPECS
 from timm_ortho.blocks.transformers import _blocks
 from timm_ortho.models import coverage
 
@@ -152,6 +153,12 @@ def test_every_row_of_a_table_has_a_model(library):
     without = {spec.name for spec in specs(library) if host(spec)} - covered
     assert without == (OTHER_INPUTS if library == "transformers" else set()), (
         "each row needs a model in tests/helpers, or a test of its own and its name in OTHER_INPUTS")
+
+
+def test_each_kind_is_used_once_in_a_row():
+    """A second use would overwrite the connection of the first one."""
+    kinds = {spec.name: [kind for kind in spec.kinds if kind] for spec in SPECS.values()}
+    assert [name for name, of in kinds.items() if len(set(of)) < len(of)] == []
 
 
 def test_a_row_can_override_the_mask():

@@ -397,7 +397,7 @@ def unchanged(model, *args, **kwargs):
 
 
 @pytest.mark.parametrize(("kwargs", "words"), [
-    ({"connection": "globl"}, ["'globl'", "'linear', 'feature', 'global', 'hybrid'", "did you mean 'global'"]),
+    ({"connection": "globl"}, ["'globl'", ", ".join(map(repr, CONNECTIONS)), "did you mean 'global'"]),
     ({"eps": 0}, ["eps must be positive", "got 0"]),
     ({"prob": -0.1}, ["prob must be in [0, 1]", "-0.1"]),
     ({"layers": [0, 2]}, ["layers", "[0, 1]", "2"]),

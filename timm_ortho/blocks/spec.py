@@ -34,7 +34,8 @@ class BlockSpec(NamedTuple):
             ``BertLayer``. Required if the layer also contains an addition or the attention outside this block: sites of
             one layer have the same index, and ``groups="heads"`` counts the heads of the whole layer.
         sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both
-            additions, for a block whose two sides have different kinds.
+            additions, for a block whose two sides have different kinds. A kind on both sides needs two names, such as
+            ``mlp`` and ``mlp_2``.
 
     Example:
         >>> spec = BlockSpec("my_module.MyBlock", stream="x", kinds=("attention", None, "mlp"))
