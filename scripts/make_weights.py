@@ -27,6 +27,7 @@ import yaml
 from safetensors.torch import save_file
 
 import timm_ortho
+from timm_ortho.hub.repository import image_config
 from timm_ortho.lab.data import open_source
 from timm_ortho.models.names import SUFFIXES, base_name
 from timm_ortho.weights.pretrained import ENTRIES, weights_file
@@ -52,6 +53,7 @@ def main(tag: str, folder: Path) -> None:
         run = folder / f"{connection}-seed{seed}"
         options = Namespace(**yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8")))
         model = trained(f"{name}.{tag}", run, options)
+        check_images(f"{name}.{tag}", model, options)
         about = {"model": name, "connection": connection, "data": options.dataset, "seed": seed,
                  "commit": commit_before(folder / "study.yaml"),
                  "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
@@ -82,6 +84,14 @@ def trained(name: str, run: Path, options: Namespace) -> torch.nn.Module:
         problem = str(error).splitlines()[-1].strip()
         raise SystemExit(f"{run} does not fit timm.create_model('{name}'): correct num_classes and input_size of the "
                          f"entry, or train without model_kwargs: {problem}") from None
+
+
+def check_images(name: str, model: torch.nn.Module, options: Namespace) -> None:
+    """Raise SystemExit if the entry of MODEL.TAG and the run's options prepare images differently."""
+    of_run, of_entry = image_config(model, vars(options)), timm.data.resolve_data_config(model=model)
+    missing = {key: value for key, value in of_run.items() if value != of_entry[key]}
+    if missing:
+        raise SystemExit(f"the run prepares images differently: add {missing} to the entry {name}")
 
 
 def check_tensors(model: torch.nn.Module, options: Namespace) -> dict[str, torch.Tensor]:

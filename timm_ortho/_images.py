@@ -1,5 +1,5 @@
 """Prepare images as timm does, for the number of channels of a model."""
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional, Sequence
 
 from PIL import Image
 from timm.data import resolve_data_config
@@ -15,12 +15,15 @@ def data_config(model: nn.Module, options: Mapping[str, Any], channels: Optional
         channels: Number of channels of the images; None for the number of input channels of the model.
     """
     channels = channels or _channels(model)
-    config = resolve_data_config({**options, "in_chans": channels}, model=model)
+    requested = {key: _for_channels(options[key], channels) for key in ("mean", "std") if options.get(key)}
+    config = resolve_data_config({**options, **requested, "in_chans": channels}, model=model)
     config["input_size"] = (channels, *config["input_size"][1:])
-    for key in ("mean", "std"):
-        if len(config[key]) != channels:  # use the average for each channel, as timm's loaders do
-            config[key] = (sum(config[key]) / len(config[key]),) * channels
-    return config
+    return {**config, **{key: _for_channels(config[key], channels) for key in ("mean", "std")}}
+
+
+def _for_channels(values: Sequence[float], channels: int) -> Sequence[float]:
+    """Return one value for each channel. If the number of values differs, use their average, as timm's loaders do."""
+    return values if len(values) == channels else (sum(values) / len(values),) * channels
 
 
 def opened(file: Any, mode: str) -> Image.Image:

@@ -2,10 +2,12 @@
 from pathlib import Path
 
 import pytest
+import timm
 import yaml
 from helpers.tiny_study import SMALL, STUDY, compared, planned, request, written
 
 from timm_ortho import cli
+from timm_ortho._images import data_config
 from timm_ortho.lab import LabError, commands as study, value_text
 from timm_ortho.lab.folder import RunPlan, read_yaml
 from timm_ortho.lab.planning import design, plan
@@ -148,6 +150,12 @@ def test_options_of_the_command_line_take_precedence():
     assert variant.options.epochs == 7
     assert variant.options.model_kwargs["embed_dim"] == 48
     assert variant.options.model_kwargs["num_heads"] == 2
+
+
+def test_mean_and_std_of_a_recipe_are_averaged_for_grey_images():
+    model = timm.create_model("vit_test_linear", in_chans=1)
+    config = data_config(model, {"mean": [0.1, 0.2, 0.6], "std": [0.5]}, 1)
+    assert (config["mean"], config["std"]) == (pytest.approx((0.3,)), (0.5,))
 
 
 def test_model_kwargs_of_a_recipe_do_not_apply_to_another_model():

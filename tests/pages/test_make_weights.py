@@ -65,6 +65,15 @@ def test_weights_that_need_arguments(comparison, options, classes, message):
     assert "\n" not in str(raised.value)
 
 
+def test_an_entry_that_prepares_images_differently(comparison):
+    for run in comparison.glob("*-seed0"):
+        options = yaml.safe_load((run / "args.yaml").read_text())
+        (run / "args.yaml").write_text(yaml.safe_dump({**options, "mean": [0.5, 0.5, 0.5], "crop_pct": 0.9}))
+    with pytest.raises(SystemExit, match=(
+            r"differently: add {'mean': \(0.5, 0.5, 0.5\), .*'crop_pct': 0.9.*} to the entry vit_test_\w+.digits")):
+        make_weights.main("digits", comparison)
+
+
 def test_an_unknown_tag(comparison):
     with pytest.raises(SystemExit, match=r"no weights vit_test\*.made_up: add .* vit_test_ortho.made_up to ENTRIES"):
         make_weights.main("made_up", comparison)

@@ -10,7 +10,8 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `title` | the question that the study answers |
 | `paper` | the paper's table or figure, such as `Table 4`; empty by default |
 | `table` | key of this table or figure in `paper.json` or `skips.json`; empty by default |
-| `model` | architecture, without the suffix `_ortho` |
+| `model` | architecture, without the suffix `_ortho`; `vit_small` by default, and the recipe's model if empty. The
+  recipe's `model_kwargs`, `img_size` and `input_size` apply only to the recipe's model |
 | `recipe` | recipe that sets the options' defaults, or `paper` for the paper's recipe of each model and data set. The
   default is `digits` for the data set `digits`, and `small_images` for all other data sets |
 | `options` | timm's options, which override the recipe's |
