@@ -339,7 +339,7 @@ def test_connections_of_users_keep_the_branch():
 
 # ------------------------------------------------------------------------------------------------- bad input
 class Foreign(nn.Linear):
-    """A residual block that is in none of the tables of `timm_ortho.blocks`."""
+    """A residual block that the tables of `timm_ortho.blocks` do not contain."""
 
     def __init__(self):
         super().__init__(5, 5)
