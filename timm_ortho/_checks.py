@@ -1,4 +1,5 @@
 """Check arguments, and raise a ValueError that contains the invalid value and the allowed values."""
+import operator
 from numbers import Real
 from typing import Any, Collection, List, Optional
 
@@ -20,11 +21,16 @@ def check_prob(prob: float) -> None:
         raise ValueError(f"prob must be in [0, 1], got {prob!r}")
 
 
-def check_groups(groups: int) -> int:
-    """Return ``groups`` if it is a whole number of at least 1; raise ValueError otherwise."""
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups must be a whole number of at least 1, got {groups!r}")
-    return groups
+def check_count(name: str, value: Any, least: Optional[int] = 1) -> int:
+    """Return a whole number as an int; raise ValueError, which calls it ``name``, if it is below ``least``."""
+    try:
+        number = operator.index(value)  # accepts NumPy integers
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be a whole number{at_least}, got {value!r}")
+    return number
 
 
 def check_weight(name: str, weight: Any) -> None:

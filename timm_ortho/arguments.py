@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional
 from torch import nn
 
 from .blocks import host_class, reached, spec_of, written_class
-from .connections import CONNECTIONS, LinearConnection, Site, sites
+from .connections import CONNECTIONS, Site, sites
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:
@@ -61,7 +61,7 @@ def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
     """Return whether ``connect`` with these arguments would make a site linear if and only if it is linear now."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
-        isinstance(site.connection, LinearConnection) != (
+        (site.connection.name == "linear") != (
             arguments.get("connection", "linear") != "linear"
             and site.layer in arguments.get("layers", [site.layer])
             and site.kind in arguments.get("kinds", [site.kind]))
@@ -70,7 +70,7 @@ def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
 
 def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]:
     """Return the arguments for a part of a larger, connected model, with ``layers`` numbered within this part."""
-    layers = sorted({site.layer for site in connected if not isinstance(site.connection, LinearConnection)})
+    layers = sorted({site.layer for site in connected if site.connection.name != "linear"})
     if layers:
         return {**arguments, "layers": layers}
     return {**{name: value for name, value in arguments.items() if name != "layers"}, "connection": "linear"}

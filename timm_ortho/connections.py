@@ -35,11 +35,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from ._checks import check_eps, check_groups, check_prob, known_name
-from .functional import Weight, checked_update, plain_update
+from ._checks import check_count, check_eps, check_prob, known_name
+from .functional import KEEPS, Weight, checked_update, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
-KEEPS = ("output", "branch")  # autograd saves the result of the addition, or the branch output
 MASK_LAYOUTS = ("", "scores", "keys")  # layouts of masks with two or three axes, see real_tokens
 
 
@@ -63,8 +62,9 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     Args:
         attn_mask: Mask of self-attention.
         x: Stream, ``[B, N, C]``.
-        layout: Selects the reading of an ambiguous shape. ``"scores"``: ``[N, N]`` and ``[heads, N, N]``, as
-            ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash attention reads it.
+        layout: Selects the reading of an ambiguous shape. ``"scores"``: ``[N, N]``, ``[1, N]`` and
+            ``[heads, N, N]``, as ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash
+            attention reads it.
 
     Returns:
         Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None if there is no mask, or if the mask covers the
@@ -94,7 +94,8 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
             f"attention mask {problem}; got shape {list(attn_mask.shape)}, dtype {attn_mask.dtype}, and x of shape "
             f"{list(x.shape)}. If the mask does not mark padding, register the block with mask=''")
     batch, tokens, leading = x.shape[0], x.shape[1], attn_mask.shape[0]
-    of_keys = attn_mask.dim() == 2 and (layout == "keys" or leading not in (1, tokens)) and leading == batch
+    is_scores = leading == tokens or (leading == 1 and layout == "scores")
+    of_keys = attn_mask.dim() == 2 and leading == batch and (layout == "keys" or not is_scores)
     allowed = _allowed(attn_mask, of_keys)
     if of_keys:
         return allowed.unsqueeze(-1)
@@ -157,9 +158,11 @@ class Connection(nn.Module):
         mask_layout: Layout of the attention masks, see :func:`real_tokens`.
         connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made the connection, see
             :func:`timm_ortho.connection_arguments`.
-        name: Registered name, see :data:`CONNECTIONS`; the class name for an unregistered connection.
+        name: Registered name, see :data:`CONNECTIONS`. For an unregistered connection, the name of its class or
+            function.
         routed: Whether :func:`timm_ortho.connect` added the connection to its block; False if the block's own code
             contains it.
+        tokens_apart, in_place: See :func:`create_connection`.
         depth: Number of levels from the block up to its layer, see :class:`timm_ortho.blocks.BlockSpec`.
 
     Example:
@@ -174,6 +177,8 @@ class Connection(nn.Module):
     dims: Optional[List[int]]
     routed = False
     depth = 0
+    tokens_apart = False
+    in_place = False
 
     def __init__(self, dim: int = -1, eps: float = 1e-6, keep: str = "output") -> None:
         super().__init__()
@@ -181,7 +186,6 @@ class Connection(nn.Module):
         self.dim = dim
         self.eps = float(eps)
         self.keep = known_name("keep", keep, KEEPS)
-        self.keep_branch = keep == "branch"
         self.dims = [dim]
         self.groups = 1
         self.skip = None  # type: Optional[nn.Module]  # TorchScript warns of an annotation in a constructor
@@ -192,15 +196,12 @@ class Connection(nn.Module):
 
     def carried(self, x: Tensor) -> Tensor:
         """Return ``P x``, the stream to which the branch output is added."""
-        if self.skip is None:
-            return x
-        return self.skip(x)
+        return x if self.skip is None else self.skip(x)
 
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
         """Return ``P x + parallel f_par + orthogonal f_orth``, in eager mode or in TorchScript."""
-        if self.skip is not None:
-            x = self.carried(x)
+        x = self.carried(x)
         if self.groups > 1:
             return self._join_groups(x, f, parallel, orthogonal)
         mask: Optional[Tensor] = None
@@ -209,7 +210,7 @@ class Connection(nn.Module):
         if torch.jit.is_scripting():
             return plain_update(x, f, parallel, orthogonal, self.dims, self.eps, mask)
         else:
-            return checked_update(x, f, parallel, orthogonal, self.dims, self.eps, mask, self.keep_branch)
+            return checked_update(x, f, parallel, orthogonal, self.dims, self.eps, mask, self.keep == "branch")
 
     def _join_groups(self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight) -> Tensor:
         """Return the result of :meth:`join` with one projection per group of channels. ``x`` is already P x."""
@@ -220,7 +221,7 @@ class Connection(nn.Module):
         if torch.jit.is_scripting():
             y = plain_update(x, f, parallel, orthogonal, [first + 1], self.eps)
         else:
-            y = checked_update(x, f, parallel, orthogonal, [first + 1], self.eps, None, self.keep_branch)
+            y = checked_update(x, f, parallel, orthogonal, [first + 1], self.eps, None, self.keep == "branch")
         return y.flatten(first, first + 1)
 
     def extra_repr(self) -> str:
@@ -234,8 +235,7 @@ class LinearConnection(Connection):
     """
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
-        if self.skip is not None:
-            x = self.carried(x)
+        x = self.carried(x)
         return f + x if self.branch_first else x + f
 
     def extra_repr(self) -> str:
@@ -264,7 +264,7 @@ class FeatureConnection(Connection):
         super().__init__(dim, eps, keep)
         check_prob(prob)
         self.prob = float(prob)
-        self.groups = check_groups(groups)
+        self.groups = check_count("groups", groups)
 
     def forward(self, x: Tensor, f: Tensor, attn_mask: Optional[Tensor] = None) -> Tensor:
         if self.training and 0.0 < self.prob < 1.0:
@@ -327,7 +327,7 @@ class HybridConnection(Connection):
             groups: int = 1,
     ) -> None:
         super().__init__(dim, eps)
-        self.groups = check_groups(groups)
+        self.groups = check_count("groups", groups)
         self.start = known_name("start", start, STARTS)
         # the parameters have shape [1], because FSDP2 does not support 0-d parameters
         self.rho = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
@@ -366,6 +366,7 @@ CONNECTIONS: Dict[str, Callable[..., Connection]] = {
     "global": GlobalConnection,
     "hybrid": HybridConnection,
 }
+_PASSED = ("dim", "eps", "prob", "start", "keep", "groups", "device", "dtype")  # arguments of constructors
 
 
 def register_connection(name: str, connection: Callable[..., Connection]) -> None:
@@ -429,8 +430,8 @@ def create_connection(
     Args:
         connection: Name, class, or a function that returns an instance.
         dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. ``prob`` and ``groups`` must be 1 for connections without these
-            arguments, except for ``linear``, which has no projection.
+        groups: See :class:`FeatureConnection`. ``prob``, ``groups`` and ``start`` must have their defaults for
+            connections without these arguments, except for ``linear``, which has no projection.
         branch_first: See :class:`Connection`.
         tokens_apart: Whether ``global`` has one projection per token instead of one per sample, see
             :class:`timm_ortho.blocks.BlockSpec`.
@@ -456,16 +457,16 @@ def create_connection(
     known_name("start", start, STARTS)
     known_name("keep", keep, KEEPS)
     known_name("mask layout", mask_layout, MASK_LAYOUTS)
-    check_groups(groups)
+    check_count("groups", groups)
     if make is HybridConnection and prob != 1.0:
         raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
     kept = "branch" if in_place else keep
-    arguments = dict(dim=dim, eps=eps, prob=prob, start=start, keep=kept, groups=groups, device=device, dtype=dtype)
+    arguments = dict(zip(_PASSED, (dim, eps, prob, start, kept, groups, device, dtype), strict=True))
     accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
     if make is GlobalConnection and groups != 1:
         raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
                          "feature or hybrid")
-    for name, ignored in (("prob", prob != 1.0), ("groups", groups != 1)):
+    for name, ignored in (("prob", prob != 1.0), ("groups", groups != 1), ("start", start != "orthogonal")):
         if ignored and name not in accepted and make is not LinearConnection:
             raise ValueError(f"{_name_of(make)} takes no argument {name}: omit {name}, or add it to the constructor")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
@@ -479,10 +480,11 @@ def create_connection(
     except TypeError as error:
         raise ValueError(f"{type(made).__name__}.forward must accept (x, f, attn_mask=None), got {signature}: "
                          f"{error}") from None
-    made.name = connection if isinstance(connection, str) else _name_of(make)
+    made.name = connection if isinstance(connection, str) else _unique_name(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
-    if kept == "branch":  # join reads these attributes; a subclass may have no argument keep
-        made.keep, made.keep_branch = kept, True
+    made.tokens_apart, made.in_place = tokens_apart, in_place
+    if kept == "branch":  # a subclass may have no argument keep
+        made.keep = kept
     if tokens_apart and made.dims is None:
         made.dims = [dim]
     return made
@@ -490,6 +492,15 @@ def create_connection(
 
 def _name_of(make: Any) -> str:
     return getattr(make, "__name__", type(make).__name__)
+
+
+def _unique_name(make: Any) -> str:
+    """Return the registered name of a class or function, or else a name that no other connection is registered by."""
+    for name, registered in CONNECTIONS.items():
+        if registered is make:
+            return name
+    name = _name_of(make)
+    return f"{make.__module__}.{name}" if name in CONNECTIONS else name
 
 
 def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
@@ -502,8 +513,7 @@ def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
     if missing:
         raise ValueError(f"{_name_of(make)} must accept dim and eps as timm_ortho.Connection does; missing: "
                          f"{', '.join(missing)}")
-    known = inspect.signature(create_connection).parameters
-    required = [name for name, parameter in parameters.items() if name not in known
+    required = [name for name, parameter in parameters.items() if name not in _PASSED
                 and parameter.default is parameter.empty
                 and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
     if required:

@@ -31,51 +31,57 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _Block(NamedTuple):
     """A residual block: a module of a supported class, or a module whose own code contains connections.
 
+    A module of a supported class whose own code contains connections too is represented by two blocks.
+
     Attributes:
         name: Name in ``named_modules()``.
         spec: Description of the block's class; None if the block's own code contains the connections.
-        kinds: Kinds of the block's sites (residual additions). If ``spec`` is None, the names of the attributes that
-            hold the connections.
+        sites: Kind of each site (residual addition), by the attribute that holds its connection.
     """
 
     name: str
     module: nn.Module
     spec: Optional[BlockSpec]
-    kinds: tuple[str, ...]
+    sites: dict[str, str]
 
     @property
     def layer(self) -> str:
         """Name of the block's layer, as ``connect(layers=...)`` counts layers: the block or a module around it."""
         return layer_name(self.name, self.spec.depth if self.spec else 0)
 
+    @property
+    def label(self) -> str:
+        """Name for error messages."""
+        return self.name or "the model"
+
     def widths(self) -> dict[str, int]:
-        """Return the number of channels of the stream at each kind of site."""
+        """Return the number of channels of the stream, for each attribute."""
         if self.spec is None:
-            raise ValueError(f"{self.name} is a {type(self.module).__name__}, whose own code contains its connections: "
-                             "the width of its stream, which skips require, is unknown")
-        return self.spec.widths(self.module)
+            raise ValueError(f"{self.label} is a {type(self.module).__name__}, whose own code contains its "
+                             "connections: the width of its stream, which skips require, is unknown")
+        widths = self.spec.widths(self.module)
+        return {attribute: widths[kind] for attribute, kind in self.sites.items()}
 
     def details(self) -> dict[str, dict[str, Any]]:
-        """Return the arguments of :func:`create_connection` that depend on the block, for each kind of site."""
+        """Return the arguments of :func:`create_connection` that depend on the block, for each attribute."""
         if self.spec is None:
-            present = {kind: getattr(self.module, kind) for kind in self.kinds}
-            return {kind: dict(dim=connection.dim, in_place=connection.keep_branch, mask_layout=connection.mask_layout)
-                    for kind, connection in present.items()}
+            return {attribute: _details(getattr(self.module, attribute)) for attribute in self.sites}
         dims, first = self.spec.dims(self.module), branch_first(host_class(self.module), self.spec)
         shared = dict(in_place=self.spec.keep == "branch", tokens_apart=self.spec.tokens_apart,
                       mask_layout=self.spec.mask_layout)
-        return {kind: dict(dim=dims[kind], branch_first=first[kind], **shared) for kind in self.kinds}
+        return {attribute: dict(dim=dims[kind], branch_first=first[kind], **shared)
+                for attribute, kind in self.sites.items()}
 
-    def check_groups(self, groups: int, kinds: Sequence[str]) -> None:
+    def check_groups(self, groups: int, kinds: Collection[str]) -> None:
         """Raise ValueError if ``groups`` does not divide the width of the stream at sites of these kinds.
 
         If the block's own code contains the connections, they check the width when they are called.
         """
         widths = self.widths() if groups > 1 and self.spec else {}
-        for width in (widths[kind] for kind in kinds if kind in widths):
-            if width % groups:
+        for attribute, width in widths.items():
+            if self.sites[attribute] in kinds and width % groups:
                 divisors = ", ".join(str(count) for count in range(1, width + 1) if width % count == 0)
-                raise ValueError(f"groups={groups} does not divide the {width} channels of {self.name} "
+                raise ValueError(f"groups={groups} does not divide the {width} channels of {self.label} "
                                  f"({type(self.module).__name__}); divisors are {divisors}. The model is unchanged.")
 
     def heads(self, model: nn.Module) -> int:
@@ -85,10 +91,17 @@ class _Block(NamedTuple):
         counts = _numbers_of_heads(modules) or _numbers_of_heads(configs)
         if len(counts) != 1:
             number = f"has attention with {' and '.join(map(str, sorted(counts)))} heads" if counts else "has no heads"
-            raise ValueError(f"groups='heads' requires one number of heads per block, but {self.name} "
+            raise ValueError(f"groups='heads' requires one number of heads per block, but {self.label} "
                              f"({type(self.module).__name__}) {number}: pass a number, or restrict layers or kinds. "
                              "The model is unchanged.")
         return counts.pop()
+
+
+def _details(connection: Connection) -> dict[str, Any]:
+    """Return the arguments with which the author of a block created this connection, without those of ``connect``."""
+    by_author = connection.keep == "branch" and not connection.connect_arguments
+    return dict(dim=connection.dim, branch_first=connection.branch_first, tokens_apart=connection.tokens_apart,
+                in_place=connection.in_place or by_author, mask_layout=connection.mask_layout)
 
 
 _HEADS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head")  # attributes of layers or configs
@@ -162,7 +175,7 @@ def connect(
             the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
         skip_branches: Number of equal parts of the channel axis. An idempotent P uses the mean of these parts. None for
-            one channel per part.
+            the model's attribute ``skip_branches``, or one channel per part for models without this attribute.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
@@ -182,6 +195,8 @@ def connect(
         >>> model.blocks[0].connection_attention, model.blocks[0].connection_mlp
         (FeatureConnection(dim=-1, eps=1e-06, groups=2), LinearConnection(dim=-1))
     """
+    if skip_branches is None and skip_rank is None:
+        skip_branches = getattr(model, "skip_branches", None)
     blocks = _blocks(model)
     numbers = list(layers_of(block.layer for block in blocks))
     chosen = _chosen_layers(layers, numbers[-1] + 1)
@@ -201,15 +216,17 @@ def connect(
     converted = []
     for layer, block in zip(numbers, blocks, strict=True):
         carrying = chosen_kinds if layer in chosen else ()
-        if carrying_kinds := [kind for kind in block.kinds if kind.removeprefix("connection_") in carrying]:
-            arguments["groups"] = groups if isinstance(groups, int) else block.heads(model)
-            block.check_groups(arguments["groups"], carrying_kinds)
+        if not set(carrying).isdisjoint(block.sites.values()):
+            arguments["groups"] = block.heads(model) if groups == "heads" else groups
+            block.check_groups(arguments["groups"], carrying)
         connections = _make_connections(block, dict(arguments, connection=connection), skips, carrying)
         module = block.module
+        own = _own(module) if block.spec else ()
         for name in connections:
-            if not isinstance(getattr(module, name, None), (Connection, type(None))):
-                raise ValueError(f"{block.name} already has an attribute {name}: register its class with another kind")
-        cls = type(module) if block.spec is None else routed_class(host_class(module), block.spec, block.kinds)
+            if name in own or not isinstance(getattr(module, name, None), (Connection, type(None))):
+                raise ValueError(f"{block.label} already has an attribute {name}: register its class with another kind")
+        kinds_here = tuple(block.sites.values())
+        cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
         _check_fixed(model, module, cls, connections.values())
         _check_causal(model, block, connections.values())
         for made in connections.values():
@@ -253,12 +270,11 @@ def disconnect(model: ModelT) -> ModelT:
     for module in routed:
         _check_fixed(model, module, host_class(module), ())
     for module in routed:
-        for name, child in list(module.named_children()):
-            if isinstance(child, Connection):
-                delattr(module, name)
+        for name in _added(module):
+            delattr(module, name)
         module.__class__ = host_class(module)
     _remove_unused(model.modules())
-    written = [_Block(name, module, None, kinds) for name, module, kinds in _written(model)]
+    written = [_Block(name, module, None, own) for name, module in model.named_modules() if (own := _own(module))]
     for block in written:
         for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
             made.connect_arguments = {"connection": "linear"}
@@ -302,13 +318,13 @@ def _blocks(model: nn.Module) -> list[_Block]:
     """
     blocks, unsupported = [], {}
     inside: set[nn.Module] = set()
-    written = {name: kinds for name, _, kinds in _written(model)}
     for name, module in model.named_modules():
-        spec = spec_of(module)
-        if spec is not None or name in written:
-            block = _Block(name, module, spec, written[name] if spec is None else reached(module, spec))
-            blocks += [block] if block.kinds else []
-            inside.update(model.get_submodule(block.layer).modules())
+        spec, own = spec_of(module), _own(module)
+        of_class = {spec.sites[kind]: kind for kind in reached(module, spec)} if spec else {}
+        here = [_Block(name, module, None, own), _Block(name, module, spec, of_class)]
+        blocks += [block for block in here if block.sites]
+        if spec or own:
+            inside.update(model.get_submodule(here[1].layer).modules())
     known = {block.module for block in blocks}
     for module in model.modules():
         if module not in known and spec_of(module) is None and is_residual(module):
@@ -331,14 +347,21 @@ def _blocks(model: nn.Module) -> list[_Block]:
         "connect before wrapping. The model is unchanged.", tuple(unsupported))
 
 
-def _written(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """Yield each module whose own code contains connections: its name, the module, and the connections' attributes."""
-    for name, module in model.named_modules():
-        if host_class(module) is written_class(module):
-            kinds = tuple(kind for kind, child in named_children(module)
-                          if isinstance(child, Connection) and not is_unused(module, kind, child))
-            if kinds:
-                yield name, module, kinds
+def _added(module: nn.Module) -> set[str]:
+    """Return the attributes of a routed block that hold the connections of its class; empty for any other module."""
+    if host_class(module) is written_class(module):
+        return set()
+    spec = spec_of(module)
+    of_class = spec.sites.values() if spec else ()
+    return {name for name, child in named_children(module)
+            if isinstance(child, Connection) and (child.routed or name in of_class)}
+
+
+def _own(module: nn.Module) -> dict[str, str]:
+    """Return the kinds of the connections that a module's own code contains, by attribute."""
+    added = _added(module)
+    return {name: name.removeprefix("connection_") for name, child in named_children(module)
+            if isinstance(child, Connection) and name not in added and not is_unused(module, name, child)}
 
 
 def _remove_unused(blocks: Iterable[nn.Module]) -> None:
@@ -357,7 +380,7 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
     if block.spec.is_causal(model.get_submodule(name) for name in names):
         made = next(connection for connection in connections if connection.dims is None)
         raise ValueError(
-            f"connection {made.name!r} has one projection for all tokens of a sample, but {block.name} is a causal "
+            f"connection {made.name!r} has one projection for all tokens of a sample, but {block.label} is a causal "
             f"{type(block.module).__name__}: each token would depend on later tokens. Use 'feature' or 'hybrid', or "
             "restrict layers to an encoder. The model is unchanged.")
 
@@ -393,7 +416,7 @@ def _chosen_layers(layers: Union[int, Iterable[int], None], count: int) -> Colle
 
 
 def _chosen_kinds(kinds: Union[str, Iterable[str], None], blocks: Sequence[_Block]) -> Collection[str]:
-    known = dict.fromkeys(kind.removeprefix("connection_") for block in blocks for kind in block.kinds)
+    known = dict.fromkeys(kind for block in blocks for kind in block.sites.values())
     if kinds is None:
         return known
     requested = list(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else [kinds]
@@ -409,10 +432,10 @@ def _make_connections(
     options: dict[str, Any] = {} if parameter is None else dict(device=parameter.device, dtype=parameter.dtype)
     linear = dict(eps=arguments["eps"], connection="linear")
     return {
-        block.spec.sites[kind] if block.spec else kind: create_connection(
+        attribute: create_connection(
             skip=next(skips), **detail, **options,
-            **(arguments if kind.removeprefix("connection_") in carrying else linear)).train(block.module.training)
-        for kind, detail in block.details().items()
+            **(arguments if block.sites[attribute] in carrying else linear)).train(block.module.training)
+        for attribute, detail in block.details().items()
     }
 
 
@@ -422,10 +445,10 @@ def _make_skips(blocks: Sequence[_Block], skip: str, **arguments: Any) -> Iterat
     Raises:
         ValueError: The name is unknown, or an argument does not fit a width of the model.
     """
-    if skip == "identity" and arguments["branches"] is None and arguments["rank"] is None:
+    if skip == "identity" and arguments["rank"] is None:
         create_skip(skip, 1, **arguments)  # only checks the arguments; width 1 is a placeholder
         return repeat(None)
-    streams = [(block.widths()[kind], detail["dim"]) for block in blocks for kind, detail in block.details().items()]
+    streams = [(block.widths()[name], detail["dim"]) for block in blocks for name, detail in block.details().items()]
     skips = [
         create_skip(skip, width, dim=dim, count=len(streams), site=site, **arguments)
         for site, (width, dim) in enumerate(streams)

@@ -44,6 +44,7 @@ __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_
 
 Dim = Union[int, Tuple[int, ...], None]
 Weight = Union[float, Tensor]
+KEEPS = ("output", "branch")  # autograd saves the result of the addition, or the branch output
 
 
 # ------------------------------------------------------------------------------------------------- the formula
@@ -335,7 +336,7 @@ def residual_update(
     check_eps(eps)
     check_weight("parallel", parallel)
     check_weight("orthogonal", orthogonal)
-    known_name("keep", keep, ("output", "branch"))
+    known_name("keep", keep, KEEPS)
     return checked_update(x, f, parallel, orthogonal, _listed(dim), eps, mask, keep == "branch", backend)
 
 
@@ -363,7 +364,7 @@ def checked_update(
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
     name = choose_backend(x, f, backend)
-    if not isinstance(a, Tensor) and a == 1.0 and not isinstance(b, Tensor) and b == 1.0:
+    if _are(a, b, 1.0, 1.0):
         return x + f
     needs_gradient = torch.is_grad_enabled() and (
         x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b))

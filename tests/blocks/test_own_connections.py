@@ -144,6 +144,7 @@ class WithoutDefault(Connection):
 @pytest.mark.parametrize(("connection", "message"), [
     (WithoutModule, r"WithoutModule.__init__ must begin with super\(\).__init__\(dim, eps\)"),
     (WithoutDefault, "WithoutDefault must have defaults for its own arguments; without a default: tau"),
+    (lambda dim, eps, skip: Clipped(dim, eps), "must have defaults for its own arguments; without a default: skip"),
     (Connection(), "connection must be a name, a class or a function .*, got an instance of Connection"),
     (WithoutDim, "WithoutDim must accept dim and eps .*; missing: dim"),
     (OtherForward, r"OtherForward.forward must accept \(x, f, attn_mask=None\), got \(x, f, g\)"),

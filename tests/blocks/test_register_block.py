@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import (
+    FeatureConnection,
     GlobalConnection,
     LinearConnection,
     RoutingError,
@@ -232,6 +234,7 @@ def enclosed():
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1,)), ValueError,
      r"dim needs one value, or 2 \(one for each kind\), got 1"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), keep="all"), ValueError, "unknown keep 'all'"),
+    (MyBlock, dict(stream="x", kinds=("attention", "mlp"), width=0), ValueError, "width must be a whole number of at"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), method="no"), ValueError, "has no method 'no'"),
     (MyBlock, dict(stream="x +", kinds=("attention", "mlp")), ValueError, "stream 'x [+]' is not an expression"),
     (type("Built", (nn.Module,), {"forward": eval("lambda self, x: x + 1")}), dict(stream="x", kinds=("mlp",)),
@@ -326,6 +329,38 @@ def test_a_block_with_a_forward_on_the_instance(registered):
     model(tokens())
 
 
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.f(x)
+
+
+class Gated(nn.Module):
+    """A block whose last layer does not have the width of the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.gate = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return x + self.f(x) * self.gate(x).mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("block", "dim", "width"), [
+    (Conv, 1, None), (Gated, -1, 8), (Gated, -1, np.int64(8)), (Gated, -1, lambda block: block.f.out_features)])
+def test_groups_and_skips_use_the_width(block, dim, width):
+    for _ in range(2):  # the cell of a notebook may run twice
+        timm_ortho.register_block(block, stream="x", kinds=["mlp"], dim=dim, width=width)
+    model = connect(block(), "feature", groups=2, skip="idempotent_mr")
+    assert model.connection_mlp.skip.width == 8
+    model(torch.randn(2, 8, 8))
+    with pytest.raises(ValueError, match=rf"groups=3 does not divide the 8 channels of the model \({block.__name__}\)"):
+        connect(model, "feature", groups=3)
+
+
 def test_an_attribute_of_a_block_is_not_overwritten():
     class Block(MyBlock):
         def __init__(self):
@@ -336,10 +371,12 @@ def test_an_attribute_of_a_block_is_not_overwritten():
             return x + self.connection_mlp(x)
 
     timm_ortho.register_block(Block, stream="x", kinds=("mlp",))
-    model = nn.Sequential(Block())
-    with pytest.raises(ValueError, match="0 already has an attribute connection_mlp"):
-        connect(model, "feature")
-    assert type(model[0].connection_mlp) is nn.Linear
+    for own in (nn.Linear(8, 8), create_connection("global")):
+        model = nn.Sequential(Block())
+        model[0].connection_mlp = own
+        with pytest.raises(ValueError, match="0 already has an attribute connection_mlp"):
+            connect(model, "feature")
+        assert model[0].connection_mlp is own
 
 
 def test_a_mask_with_the_opposite_meaning():
@@ -399,8 +436,51 @@ def test_connections_in_a_blocks_own_code(registered):
     assert sites(model)[0].connection.eps == 1e-3
     with pytest.raises(ValueError, match="the width of its stream, which skips require, is unknown"):
         connect(model, "feature", skip="orthogonal_tp")
+    connect(model, "feature", skip_branches=4)  # no skip, so no width
     disconnect(model)
     assert [type(site.connection) for site in sites(model)] == [LinearConnection]
+
+
+def test_connections_in_a_blocks_own_code_keep_the_details_of_their_author():
+    block = Written()
+    block.add = create_connection("feature", tokens_apart=True, branch_first=True, mask_layout="keys")
+    for arguments in (dict(keep="branch"), dict(keep="output"), dict(connection="linear"), dict(connection="global")):
+        add = connect(block, **arguments).add
+        assert (add.dims, add.branch_first, add.mask_layout) == ([-1], True, "keys")
+        assert add.keep == arguments.get("keep", "output")
+    for author in (create_connection("feature", in_place=True), FeatureConnection(keep="branch")):
+        block.add = author
+        disconnect(connect(block, "feature"))
+        assert connect(connect(block, "global", keep="branch"), "feature").add.keep == "branch"
+
+
+class Mixed(Written):
+    def forward(self, x):
+        x = x + self.f(x)
+        return self.add(x, self.f(x))
+
+
+def test_a_registered_block_with_a_connection_in_its_own_code():
+    timm_ortho.register_block(Mixed, stream="x", kinds=["mlp"])
+    model, x = nn.Sequential(Mixed(), Mixed()), tokens()
+    for kinds in (["mlp"], ["add"], ["add", "mlp"]):
+        connect(model, "global", kinds=kinds)
+        assert [(site.layer, site.kind) for site in sites(model)] == [(0, "add"), (0, "mlp"), (1, "add"), (1, "mlp")]
+        assert {site.kind for site in sites(model) if site.connection.name == "global"} == set(kinds)
+    model[0].connection_mlp = create_connection("hybrid")  # replaced by hand
+    disconnect(model)
+    assert [(site.kind, site.connection.name) for site in sites(model)] == [("add", "linear")] * 2
+    assert torch.equal(model(x), nn.Sequential(*[Plain(block) for block in model])(x))
+
+
+class Plain(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.f = block.f
+
+    def forward(self, x):
+        x = x + self.f(x)
+        return x + self.f(x)
 
 
 def test_disconnect_restores_a_model_of_timm():

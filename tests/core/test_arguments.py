@@ -2,7 +2,7 @@
 import json
 import subprocess
 import sys
-from inspect import signature
+from inspect import Signature, signature
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 import timm_ortho
 from timm_ortho import (
     CONNECTIONS,
+    FeatureConnection,
     LinearConnection,
     connect,
     connection_arguments,
@@ -21,6 +22,7 @@ from timm_ortho import (
     disconnect,
     sites,
 )
+from timm_ortho.connections import _PASSED
 
 VIT = dict(
     hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8)
@@ -84,7 +86,8 @@ def test_every_argument_of_a_connection_reaches_it():
             super().__init__(dim, eps)
             self.received = {"eps": eps, **received}
 
-    Recording.__signature__ = signature(create_connection)
+    parameters = [parameter for name, parameter in create.items() if name in _PASSED]
+    Recording.__signature__ = Signature(parameters)
     for site in sites(connect(timm.create_model("vit_test_linear"), Recording, **OF_CONNECTIONS)):
         assert {name: site.connection.received.get(name) for name in OF_CONNECTIONS} == OF_CONNECTIONS
         assert site.connection.connect_arguments == {"connection": "Recording", **OF_CONNECTIONS}
@@ -92,15 +95,31 @@ def test_every_argument_of_a_connection_reaches_it():
 
 def test_arguments_are_plain_values():
     model = timm.create_model("vit_test_linear")
-    connect(model, eps=np.float32(0.5), layers=iter(np.arange(1, 3)), kinds=("mlp",), skip="idempotent_mr", skip_rank=8)
+    connect(model, eps=np.float32(0.5), layers=iter(np.arange(1, 3)), kinds=("mlp",), groups=np.int64(2),
+            skip="idempotent_mr", skip_rank=np.int64(8))
     assert json.loads(json.dumps(connection_arguments(model))) == dict(
-        connection="feature", eps=0.5, layers=[1, 2], kinds=["mlp"], skip="idempotent_mr", skip_rank=8)
+        connection="feature", eps=0.5, layers=[1, 2], kinds=["mlp"], groups=2, skip="idempotent_mr", skip_rank=8)
     assert connection_arguments(connect(model, "linear", eps=0.1, prob=0.5)) == {"connection": "linear"}
 
 
 def test_a_model_without_connections_has_no_arguments():
     assert connection_arguments(nn.Linear(2, 2)) == {}
     assert connection_arguments(disconnect(timm.create_model("vit_test_ortho"))) == {}
+
+
+def test_a_class_or_function_is_stored_by_its_registered_name(monkeypatch):
+    class Own(LinearConnection):
+        pass
+
+    def hybrid(dim, eps):
+        return Own(dim, eps)
+
+    monkeypatch.setitem(CONNECTIONS, "own", Own)
+    cases = ((LinearConnection, "linear"), (FeatureConnection, "feature"), (Own, "own"), ("own", "own"))
+    for connection, name in cases:
+        assert connection_arguments(connect(timm.create_model("vit_test_linear"), connection))["connection"] == name
+    with pytest.raises(ValueError, match=r"connection test_arguments\.hybrid is not registered"):
+        connection_arguments(connect(timm.create_model("vit_test_linear"), hybrid))
 
 
 def test_sites_that_differ_have_no_common_arguments():

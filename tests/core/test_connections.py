@@ -120,6 +120,8 @@ def test_fx_draws_at_each_call():
      "HalfConnection takes no argument groups: omit groups, or add it to the constructor"),
     ({"connection": HalfConnection, "prob": 0.5},
      "HalfConnection takes no argument prob: omit prob, or add it to the constructor"),
+    ({"connection": "feature", "start": "linear"},
+     "FeatureConnection takes no argument start: omit start, or add it to the constructor"),
     ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}{IS_IT_IMPORTED}"),
     ({"connection": "global", "keep": "both"}, "unknown keep 'both', known are 'output', 'branch'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),

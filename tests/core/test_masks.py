@@ -103,6 +103,8 @@ def test_padding_in_masks_of_tokens(form):
     """Tokenizers, image processors and flash attention use masks ``[B, N]``."""
     assert torch.equal(real_tokens(form(OF_SAMPLES), LONG), MASK)
     assert torch.equal(real_tokens(form(RAGGED), SQUARE_X, "keys"), RAGGED.unsqueeze(-1))
+    for layout in ("", "keys"):  # a batch of one sample
+        assert torch.equal(real_tokens(form(OF_SAMPLES[:1]), LONG[:1], layout), MASK[:1])
     assert real_tokens(form(torch.ones(4, 8).bool()), LONG).all()
 
 
@@ -116,6 +118,8 @@ def test_float_masks_of_scores_are_additive():
     """Float masks of scores are additive, so 0, 1 and the log sizes of merged tokens (ToMe) exclude no token."""
     for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
         assert real_tokens(mask, LONG).all()
+    assert real_tokens(OF_SAMPLES[:1].float(), LONG).all()
+    assert real_tokens(OF_SAMPLES[:1].float(), LONG[:1], "scores").all()
 
 
 @pytest.mark.parametrize(("shape", "x", "words"), [

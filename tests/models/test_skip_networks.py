@@ -4,7 +4,7 @@ import timm
 import torch
 from torch import nn
 
-from timm_ortho import sites
+from timm_ortho import connect, connection_arguments, sites
 from timm_ortho.models.meta import on_meta
 from timm_ortho.models.skip_networks import ARCHITECTURES
 
@@ -80,6 +80,9 @@ def test_idempotent_skips_have_the_branches_of_the_network():
     assert branches("skipnet_20_depthwise_ortho") == [64, 128, 256]
     assert branches("skipnet_20_branch4_linear", skip_branches=8) == [8, 8, 8]
     assert branches("skipnet_20_branch4_linear", skip_rank=0) == [1, 1, 1]
+    model = connect(small("skipnet_20_branch4_linear"), "linear", skip="idempotent_cmr")
+    assert connection_arguments(model) == {"connection": "linear", "skip": "idempotent_cmr", "skip_branches": 4}
+    assert [site.connection.skip.branches for site in sites(model)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("name", KINDS)

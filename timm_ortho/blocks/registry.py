@@ -1,14 +1,15 @@
 """Register block classes, and find out which modules are residual blocks."""
 import ast
-from typing import Any, List, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union, cast
 
 from torch import nn
 
-from .._checks import known_name
+from .._checks import check_count, known_name
+from ..functional import KEEPS
 from . import tables
 from .detection import calls_forward_of_base, looks_residual
 from .routed import host_class, routed_class, written_class
-from .spec import BlockSpec
+from .spec import BlockSpec, last_width
 
 
 def register_block(
@@ -17,6 +18,7 @@ def register_block(
         stream: Union[str, Sequence[Union[str, Sequence[str]]]],
         kinds: Sequence[Optional[str]],
         dim: Union[int, Sequence[int]] = -1,
+        width: Union[int, Callable[[nn.Module], int], None] = None,
         keep: str = "output",
         method: str = "forward",
         mask: str = "attn_mask",
@@ -37,6 +39,8 @@ def register_block(
             ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
             two sides of an ``if`` count as one, unless ``sides_differ``.
         dim: Channel axis of the stream, -1 for tokens and 1 for B C H W: one axis for all additions, or one for each.
+        width: Number of channels of the stream, or a function of the block that returns this number. Only groups and
+            skip transforms need it. None for the output width of the block's last linear layer or convolution.
         keep: ``"branch"`` if the block changes the sum in place, for example by an activation; otherwise ``"output"``.
         method: Name of the method with the additions.
         mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
@@ -78,7 +82,7 @@ def register_block(
     named = [kind for kind in kinds if kind is not None]
     if not named or len(set(named)) < len(named) or not all(str(kind).isidentifier() for kind in named):
         raise ValueError(f"kinds must be different identifiers, one for each addition, got {kinds!r}")
-    known_name("keep", keep, ("output", "branch"))
+    known_name("keep", keep, KEEPS)
     expected = "stream must be an expression or a sequence of expressions"
     streams = stream if isinstance(stream, str) else tuple(
         each if isinstance(each, str) else _tuple(expected, each, str) for each in _tuple(expected, stream, object))
@@ -92,6 +96,7 @@ def register_block(
         if isinstance(values, tuple) and len(values) != len(kinds):
             raise ValueError(f"{argument} needs one value, or {len(kinds)} (one for each kind), got {len(values)} in a "
                              "sequence")
+    width = last_width if width is None else width if callable(width) else check_count("width", width)
     if mask.endswith("key_padding_mask"):
         raise ValueError(f"mask {mask!r} is True for padding, but connections read True as a real token: pass mask='', "
                          "or give the block the inverted mask under another name")
@@ -100,7 +105,7 @@ def register_block(
     name = tables.class_name(block)
     spec = BlockSpec(
         name, streams, kinds, dims, keep=keep, method=method, mask=mask, mask_layout="", causal=causal,
-        sides_differ=bool(sides_differ))
+        sides_differ=bool(sides_differ), width=width)
     if not callable(getattr(block, method, None)):
         raise ValueError(f"{name} has no method {method!r}")
     known = tables.SPECS.get(name, spec)

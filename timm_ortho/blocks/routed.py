@@ -114,7 +114,7 @@ def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Rout
     """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""
     streams = spec.stream if isinstance(spec.stream, tuple) else (spec.stream,) * len(spec.kinds)
     sums = [
-        Sum(stream, f"connection_{kind}" if kind in kinds and kind else None)
+        Sum(stream, spec.sites[kind] if kind in kinds and kind else None)
         for stream, kind in zip(streams, spec.kinds, strict=True)
     ]
     method = spec.method if hasattr(host, spec.method) else "forward"

@@ -25,8 +25,8 @@ class BlockSpec(NamedTuple):
         mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if connections with one projection per sample need one projection per token in this block.
-        width: Function of a block that returns the number of channels of its stream: one number for all additions, or
-            one for each. The default is the output width of the last linear layer or convolution.
+        width: Number of channels of the stream: one number for all additions, one for each, or a function of the block
+            that returns them. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
             names an attribute with this value. The attribute is read from the block, or from the nearest module around
             the block that has the attribute.
@@ -53,7 +53,7 @@ class BlockSpec(NamedTuple):
     mask_layout: str = "scores"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
-    width: Callable[[nn.Module], Union[int, Tuple[int, ...]]] = lambda block: last_width(block)
+    width: Union[int, Callable[[nn.Module], Union[int, Tuple[int, ...]]]] = lambda block: last_width(block)
     causal: Union[bool, str] = False
     depth: int = 0
     sides_differ: bool = False
@@ -69,7 +69,7 @@ class BlockSpec(NamedTuple):
 
     def widths(self, block: nn.Module) -> Dict[str, int]:
         """Return the number of channels of the stream by kind of site."""
-        return self._by_kind(self.width(block))
+        return self._by_kind(self.width(block) if callable(self.width) else self.width)
 
     def is_causal(self, around: Iterable[nn.Module]) -> bool:
         """Return whether a block is causal; ``around`` yields the block, then its parents, innermost first."""
@@ -90,6 +90,9 @@ class BlockSpec(NamedTuple):
 def last_width(block: nn.Module) -> int:
     """Return the output width of the last linear layer or convolution of a block.
 
+    Convolutions of one axis count only if there is no other layer, because timm's ``EcaModule`` applies such a
+    convolution along the channel axis.
+
     Raises:
         ValueError: The block has no such layer.
 
@@ -97,9 +100,10 @@ def last_width(block: nn.Module) -> int:
         >>> last_width(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()))
         8
     """
-    layers = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
-    last = next((module for module in reversed([*block.modules()]) if isinstance(module, layers)), None)
-    if last is None:
-        raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the width of the stream, "
-                         "which a skip transform needs, is unknown")
-    return last.out_features if isinstance(last, nn.Linear) else last.out_channels
+    of_channels = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    for layers in (of_channels, (nn.Conv1d, nn.ConvTranspose1d)):
+        for module in reversed([*block.modules()]):
+            if isinstance(module, layers):
+                return module.out_features if isinstance(module, nn.Linear) else module.out_channels
+    raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the width of its stream, "
+                     "which groups and skips need, is unknown: pass width= to register_block")

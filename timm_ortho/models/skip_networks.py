@@ -79,6 +79,7 @@ class SkipNetwork(ResNetV2):
             **{**details, **kwargs})
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         keep_size(self, conv=create_conv2d(in_chans, self.feature_info[0]["num_chs"], 3, **factory))
+        self.skip_branches = None if branches == 1 else branches  # default of connect
         for stage in self.stages:
             for block in stage.blocks:
                 block.norm1.act = nn.Identity()
@@ -117,9 +118,6 @@ ARCHITECTURES: Dict[str, Dict[str, Any]] = {
 
 def _create(name: str, base: str, default: str, /, **kwargs) -> nn.Module:
     defaults = ARCHITECTURES[base]
-    branches = kwargs.get("branches", defaults["branches"]) or 1
-    if branches > 1 and kwargs.get("skip_rank") is None:
-        kwargs.setdefault("skip_branches", branches)
 
     def entry(build: Callable[..., nn.Module], pretrained: bool, **kwargs) -> nn.Module:
         features = dict(flatten_sequential=True, out_indices=(0, 1, 2, 3))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from .._checks import known_name
+from .._checks import check_count, known_name
 from .._compat import is_batched, is_plain, is_recorded, is_transformed
 from ..backends import accumulate_in, choose_backend, compiled, default
 from ..functional import in_dtype
@@ -295,12 +295,10 @@ def create_skip(
         Skip('idempotent_cmr', width=8, dim=-1, branches=2, rank=4)
     """
     known_name("skip", skip, SKIPS)
-    for name, value in (("width", width), ("branches", branches), ("count", count)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    for name, value in (("rank", rank), ("seed", seed)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ValueError(f"{name} must be a whole number, got {value!r}")
+    width, count = check_count("width", width), check_count("count", count)
+    seed = check_count("seed", seed, least=None)
+    branches = None if branches is None else check_count("branches", branches)
+    rank = None if rank is None else check_count("rank", rank, least=None)
     if branches is not None and rank is not None:
         raise ValueError(f"branches determines rank: pass only one, got branches={branches} and rank={rank}")
     if skip.startswith("idempotent"):
