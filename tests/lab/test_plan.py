@@ -220,8 +220,8 @@ def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
     planned(compared(out, ["feature"], model_kwargs=kwargs))
     planned(compared(out, ["linear", "feature"], model_kwargs={**kwargs, "connection_start": "orthogonal"}))
     assert plan.read(out)["settings"]["given"]["model_kwargs"] == {**SMALL["model_kwargs"], **kwargs}
-    with pytest.raises(LabError, match=r"settings \(model_kwargs.connection_start was None and is now 'linear'\)"):
-        planned(compared(out, model_kwargs={**kwargs, "connection_start": "linear"}))
+    with pytest.raises(LabError, match=r"settings \(model_kwargs.connection_keep was None and is now 'branch'\)"):
+        planned(compared(out, model_kwargs={**kwargs, "connection_keep": "branch"}))
     assert plan.plan(compared(model_kwargs={"connection_keep": "output"})).folder == plan.plan(compared()).folder
 
 
