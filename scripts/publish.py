@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
 from timm_ortho.lab.reporting.published import write
+from timm_ortho.runs.provenance import PRIVATE
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 24  # studies with more runs than this keep only the records of the last epoch
-OF_PROCESSES = {"command", "pid", "job"}  # keys removed from a run's provenance; study.json has the command
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
@@ -40,6 +40,8 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
     """Write the published numbers of a finished study, and return their folder."""
     values = json.loads(anonymous((folder / "results.json").read_text(encoding="utf-8"), folder))
     study, runs = values["study"], values["runs"]
+    if (study.get("options") or {}).get("data_dir"):
+        study["options"]["data_dir"] = "DIR"
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
@@ -60,7 +62,7 @@ def anonymous(text: str, folder: Path) -> str:
     """Return a text without the paths of this machine."""
     text = text.replace(str(folder.resolve()), f"output/{folder.name}").replace(f"{sys.prefix}/bin/", "")
     text = re.sub(r"[/\w.-]*/timm_ortho/__main__\.py", "timm-ortho", text)
-    return re.sub(r"(--data-dir\s+|data_dir: )[/\w.-]+", r"\1DIR", text)
+    return re.sub(r"(--data-dir[\s=]+)('[^']*'|[^\s'\"]+)", r"\1DIR", text)
 
 
 def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
@@ -69,8 +71,14 @@ def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
     if many:
         begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)
         records = [row for row in records if row["step"] > begin]
-    made_with = {key: value for key, value in (run.get("made_with") or {}).items() if key not in OF_PROCESSES}
+    made_with = public(run.get("made_with") or {})
     return {**run, "dynamics": records, "probe": (run.get("probe") or [])[-1:], "made_with": made_with}
+
+
+def public(made_with: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's `made_with` without private keys, and without the commands, because study.json has the command."""
+    return {key: list(map(public, value)) if key == "continued" else value
+            for key, value in made_with.items() if key not in PRIVATE | {"command"}}
 
 
 def commit_before(file: Path) -> str:

@@ -232,7 +232,7 @@ def test_made_with_has_no_empty_values_and_no_host(tmp_path):
     made = cards.made_with({"made_with": session, "device": "cpu"})
     assert made == f"torch 2, cpu EPYC, command {command}, device cpu"
     again = cards.made_with({"made_with": {**session, "job": "12", "continued": [session, session]}})
-    assert again == f"torch 2, cpu EPYC, job 12, command {command}, continued 2 times"
+    assert again == f"torch 2, cpu EPYC, command {command}, continued 2 times"
     module = cards.made_with({"made_with": {"command": "/home/me/timm_ortho/__main__.py study run x"}})
     assert module == "command `timm-ortho study run x`"
 

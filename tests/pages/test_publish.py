@@ -14,6 +14,7 @@ from scripts import publish
 from scripts.pages import __main__ as pages, provenance, studies
 from timm_ortho.lab.commands import rewrite
 from timm_ortho.lab.reporting import published, report
+from timm_ortho.runs.provenance import PRIVATE
 
 ROOT = Path(__file__).parents[2]
 COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, model=None, seeds=[])
@@ -93,15 +94,20 @@ def test_the_same_study_gives_the_same_bytes(root, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_comparison_has_a_name(root, tmp_path):
-    publish.main(["--name", "mine", str(finished(tmp_path / "run", study_of("compare"), runs_of("compare")))], root)
-    assert (root / "model_cards" / "results" / "comparisons" / "mine" / "study.json").is_file()
+    study = study_of("compare", options={"data_dir": "/home/me/data", "lr": 0.1})
+    publish.main(["--name", "mine", str(finished(tmp_path / "run", study, runs_of("compare")))], root)
+    study, _, _ = published.read(root / "model_cards" / "results" / "comparisons" / "mine")
+    assert study["options"] == {"data_dir": "DIR", "lr": 0.1}
 
 
 def test_paths_and_processes_are_left_out(tmp_path):
     text = f"{tmp_path}/run --data-dir /home/me/data /usr/lib/timm_ortho/__main__.py"
     assert publish.anonymous(text, tmp_path / "run") == "output/run --data-dir DIR timm-ortho"
-    run = {"epochs": 1, "made_with": {"pid": 7, "command": "timm-ortho run X", "cpu": "a CPU"}}
-    assert publish.lean(run, many=True)["made_with"] == {"cpu": "a CPU"}
+    text = "[\"--data-dir=/home/me/data\", \"--data-dir '/home/of me/data' -j 2\"]"
+    assert publish.anonymous(text, tmp_path) == '["--data-dir=DIR", "--data-dir DIR -j 2"]'
+    session = {"pid": 7, "host": "node7", "job": "12", "command": "timm-ortho run X", "cpu": "a CPU"}
+    run = {"epochs": 1, "made_with": {**session, "continued": [session]}}
+    assert publish.lean(run, many=True)["made_with"] == {"cpu": "a CPU", "continued": [{"cpu": "a CPU"}]}
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -149,3 +155,18 @@ def test_numbers_of_published_tables_are_in_range(folder):
         for run in runs:
             assert len(run["history"]) == run["epochs"]
             assert run["history"][-1]["eval_top1"] == pytest.approx(run["top1"], abs=1e-4)
+
+
+@pytest.mark.parametrize("folder", studies.folders() + studies.folders("comparisons"), ids=lambda folder: folder.name)
+def test_published_studies_contain_no_paths_and_no_hosts(folder):
+    text = (folder / published.STUDY).read_text(encoding="utf-8")
+    assert publish.anonymous(text, folder) == text
+    assert not all_keys(json.loads(text)) & PRIVATE
+    assert '"data_dir": "/' not in text
+
+
+def all_keys(value):
+    """Return all keys of nested dicts and lists."""
+    if isinstance(value, dict):
+        return {*value, *itertools.chain(*map(all_keys, value.values()))}
+    return {*itertools.chain(*map(all_keys, value))} if isinstance(value, list) else set()

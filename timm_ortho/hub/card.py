@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from .._text import finite
 from ..connections import CONNECTIONS
 from ..models.build import IMPORT_TAG
+from ..runs.provenance import PRIVATE
 from ..skips import SKIPS
 from .trained_run import Run
 
@@ -45,8 +46,6 @@ _OF_WEIGHTS = {"eval_top1": "top-1 of these weights, %", "eval_top5": "top-5 of 
 
 # Options that are local paths. Cards show only the last part of each.
 _PATHS = frozenset("data data_dir class_map initial_checkpoint output pretrained_path resume".split())
-
-_PRIVATE = frozenset("host pid".split())  # keys of `made_with` that cards omit
 
 
 @dataclass(frozen=True)
@@ -327,7 +326,7 @@ def _yaml(options: Mapping[str, Any]) -> str:
 
 def made_with(result: Mapping[str, Any]) -> str:
     """Return versions, machine, command, commit and device from a run's `result.json` as one line of text."""
-    made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in _PRIVATE}
+    made = {key: value for key, value in (result.get("made_with") or {}).items() if key not in PRIVATE}
     commit, sessions = made.pop("commit", None), made.pop("continued", None)
     if made.get("command"):
         made["command"] = f"`{_without_folders(made['command'])}`"

@@ -12,6 +12,8 @@ import torch
 
 from .. import backends
 
+PRIVATE = frozenset({"host", "pid", "job"})  # keys of a run's `made_with` that cards and published numbers omit
+
 
 def made_with() -> dict[str, str]:
     """Return the versions of timm-ortho, timm and torch, and the commit if the package runs from a checkout.
