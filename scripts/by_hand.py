@@ -28,11 +28,11 @@ def command(name: str, model: str, data: str, *options: str) -> list[str]:
     """Return the command that trains a model with a recipe, without its first word, the Python interpreter."""
     script = Path(os.environ.get("TIMM_DIR", "."), "train.py")
     parser = recipe.of_script(script)
-    batch_size = parser.get_default("batch_size")
-    parser.set_defaults(batch_size=None, device=None, output="output/train")
-    parsed = parser.parse_args(options)
     file = Path(name) if Path(name).is_file() else recipe.find(name)
-    values = {"batch_size": batch_size, **(read_user_yaml(file, f"recipe '{name}'") or {})}
+    values = {"batch_size": parser.get_default("batch_size"), **(read_user_yaml(file, f"recipe '{name}'") or {})}
+    parser.set_defaults(**{"device": None, **values, "batch_size": None,
+                           "output": values.get("output") or "output/train"})
+    parsed = parser.parse_args(options)
     gpus = torch.cuda.device_count()
     plan = RunPlan(
         str(script), [Stage(".", {**values, "grad_accum_steps": parsed.grad_accum_steps})],

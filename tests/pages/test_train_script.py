@@ -78,6 +78,17 @@ def test_a_recipe_without_a_batch_size_uses_timms(command):
     assert command()[-2:] == ["--batch-size", "32"]  # train.py's default of 128, divided by four GPUs
 
 
+def test_options_of_the_recipe_are_used(command):
+    Path("recipe.yaml").write_text(
+        "batch_size: 1024\ngrad_accum_steps: 8\nexperiment: mine\noutput: there\n", encoding="utf-8")
+    Path("there/mine").mkdir(parents=True)
+    Path("there/mine/last.pth.tar").touch()
+    assert command()[6:] == [*train_py()[1:], "--batch-size", "32", "--resume", "there/mine/last.pth.tar"]
+    assert command("--grad-accum-steps", "2", "--experiment", "other")[-6:-4] == ["--batch-size", "128"]
+    Path("recipe.yaml").write_text("device: cuda:1\n", encoding="utf-8")
+    assert command(gpus=0) == train_py()
+
+
 @pytest.mark.parametrize(("options", "folder", "resumed"), [
     (["--experiment", "mine"], "output/train/mine", True),
     (["--output", "there", "--experiment=mine"], "there/mine", True),
