@@ -30,21 +30,23 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="module of timm.models (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if coverage.json differs")
     args = parser.parse_args()
-    known = coverage.load()
+    known = coverage.load()["modules"]
     wanted = args.modules or [name for name in list_modules() if coverage.architectures(name)]
     surveyed = {}
     for module in wanted:
         surveyed[module] = survey(module)
         covered, left_out = surveyed[module]["covered"], surveyed[module]["left_out"]
         print(f"{module}: {len(covered)} covered, {len(left_out)} left out", flush=True)
-        if not args.check:
-            known["modules"] = dict(sorted({**known["modules"], **surveyed}.items()))
-            known["timm"] = timm.__version__
-            coverage.FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    wrong = [module for module in wanted if surveyed[module] != known["modules"].get(module)] if args.check else []
+    new = {**known, **surveyed} if args.modules else surveyed  # all modules: drop those that timm no longer has
+    if not args.check:
+        version = coverage.load()["timm"] if args.modules else timm.__version__
+        values = {"timm": version, "modules": dict(sorted(new.items()))}
+        coverage.FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        return 0
+    wrong = [module for module in {**known, **new} if new.get(module) != known.get(module)]
     for module in wrong:
-        had = known["modules"].get(module)
-        print(f"{module}: {coverage.FILE.name} has {had}, the built models give {surveyed[module]}", file=sys.stderr)
+        print(f"{module}: {coverage.FILE.name} has {known.get(module)}, the built models give {new.get(module)}",
+              file=sys.stderr)
     return 1 if wrong else 0
 
 

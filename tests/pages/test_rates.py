@@ -47,6 +47,21 @@ def test_linear_chooses_the_recipe(clipped, said):
     assert rates.recipe_of(rates.by_recipe(made, 40.0, 0.5)) == said
 
 
+def test_both_recipes_must_pass_the_gate():
+    """Study S3 uses both recipes."""
+    def made(loss):
+        return [run(recipe, which, lr, 60.0 + (lr == 2), loss if recipe == "clipped" else 1.0)
+                for recipe in ("paper", "clipped") for which in ("linear", "feature") for lr in (1, 2, 4)]
+
+    assert rates.accepted(rates.by_recipe(made(1.0), 40.0, 0.5))
+    assert not rates.accepted(rates.by_recipe(made(0.6), 40.0, 0.5))
+
+
+def test_without_folders_the_usage_is_printed():
+    with pytest.raises(SystemExit, match=r"python -m scripts\.checks\.rates FOLDER"):
+        rates.main([])
+
+
 def test_the_command_reads_the_folders_of_runs(tmp_path, capsys, undrawn):
     from timm_ortho.lab.running import run as one_run
     grid = {"recipe": {"paper": {}, "clipped": {"clip_grad": 1.0}}, "lr": [1e-3, 1e-2]}
