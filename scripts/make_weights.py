@@ -32,7 +32,7 @@ from timm_ortho.lab.data import open_source
 from timm_ortho.models.names import SUFFIXES, base_name
 from timm_ortho.weights.pretrained import ENTRIES, weights_file
 
-from .publish import commit_before
+from .publish import commit_of
 
 MOST_CLASSES = 10  # maximum number of images in the file for the tests, one per class
 
@@ -55,7 +55,7 @@ def main(tag: str, folder: Path) -> None:
         model = trained(f"{name}.{tag}", run, options)
         check_images(f"{name}.{tag}", model, options)
         about = {"model": name, "connection": connection, "data": options.dataset, "seed": seed,
-                 "commit": commit_before(folder / "study.yaml"),
+                 "commit": commit_of(results["study"], results["runs"], folder),
                  "top1": runs[connection]["top1"], "epochs": runs[connection]["epochs"],
                  "timm_ortho": timm_ortho.__version__, "timm": timm.__version__, "torch": str(torch.__version__)}
         file = weights_file(f"{name}.{tag}")

@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence
 
-from timm_ortho.lab.reporting.published import write
+from timm_ortho.lab.planning.design import COMPARISON
+from timm_ortho.lab.reporting.published import folder_name, write
 from timm_ortho.runs.provenance import PRIVATE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     parser.add_argument("--name", help="name of a comparison, for example digits")
     parsed = parser.parse_args(arguments)
+    if parsed.name and len(parsed.folders) > 1:
+        parser.error("pass --name with one folder")
     for folder in parsed.folders:
         print(publish(folder, root / "model_cards" / "results", parsed.name).relative_to(root).as_posix())
     from scripts.pages import __main__ as pages, provenance  # both read the numbers written above
@@ -44,16 +47,12 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
         study["options"]["data_dir"] = "DIR"
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
-    named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
-    # prefer the commit of the runs to that of the study: another machine may have trained them with an older commit
-    commit = named.pop() if len(named) == 1 else None
-    versions = study.get("versions", {})
-    commit = commit or versions.get("commit") or commit_before(folder / "study.yaml")
-    study["versions"] = {**versions, "commit": commit[:12]}
+    if (study["name"] == COMPARISON) != bool(comparison):
+        raise SystemExit(f"{folder}: pass --name NAME for a comparison, and only for one")
+    study["versions"] = {**study.get("versions", {}), "commit": commit_of(study, runs, folder)}
     if study.get("kind", "training") == "training":
         runs = [lean(run, many=len(runs) > MANY) for run in runs]
-    name = "-".join(filter(None, [study["name"], (study["dataset"] or "").replace("/", "_"), study["scale"]]))
-    target = results / "comparisons" / comparison if comparison else results / "studies" / name
+    target = results / "comparisons" / comparison if comparison else results / "studies" / folder_name(study)
     write(target, study, runs, values.get("recorded"))
     return target
 
@@ -79,6 +78,14 @@ def public(made_with: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's `made_with` without private keys, and without the commands, because study.json has the command."""
     return {key: list(map(public, value)) if key == "continued" else value
             for key, value in made_with.items() if key not in PRIVATE | {"command"}}
+
+
+def commit_of(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """Return the commit of the runs, or that of the study, or the newest commit that is older than the study."""
+    named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
+    # prefer the commit of the runs to that of the study: another machine may have trained them with an older commit
+    commit = named.pop() if len(named) == 1 else None
+    return (commit or study.get("versions", {}).get("commit") or commit_before(folder / "study.yaml"))[:12]
 
 
 def commit_before(file: Path) -> str:

@@ -19,6 +19,7 @@ from sklearn.linear_model import RidgeClassifier
 from timm_ortho.lab.data import open_source
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.planning.plan import read
+from timm_ortho.lab.reporting.published import folder_name
 
 ALPHAS = (1, 10, 100, 1000, 10000)
 FILE = Path(__file__).parents[2] / "model_cards" / "results" / "floors" / "ridge.json"
@@ -46,7 +47,7 @@ def main(runs: Iterable[Path], file: Path = FILE) -> None:
     floors = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for run in runs:
         study = read(run.parent)["study"]
-        name = "-".join([study["name"], study["dataset"].replace("/", "_"), study["scale"]])
+        name = folder_name(study)
         floors[name] = floor(run)
         print(name, floors[name])
     file.write_text(json.dumps(dict(sorted(floors.items())), indent=1) + "\n", encoding="utf-8")

@@ -31,10 +31,11 @@ from helpers.module_checks import compiles, exports, runs_as_onnx, trains
 from helpers.small_models import of_modules
 
 from timm_ortho.models import coverage
+from timm_ortho.models.names import SUFFIXES
 
 from .timm_tests import default_cache, fingerprint
 
-SCOPES = {"_ortho": "feature", "_orthog": "global"}
+SCOPES = {suffix: connection for suffix, connection in SUFFIXES.items() if connection != "linear"}
 TRAIN = {f"train {suffix}": scope for suffix, scope in SCOPES.items()}
 EXPORT = {
     "export": exports,

@@ -31,13 +31,14 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
         parser.error(f"unknown names: {', '.join(sorted(unknown))}; known names: {', '.join(GENERATORS)}")
     names = parsed.names or list(GENERATORS)
     differing = [path for name in names for path in (check if parsed.check else write)(name, root)]
-    if not parsed.names:
-        differing += strangers(root)
+    unknown_files = [] if parsed.names else strangers(root)
     for path in dict.fromkeys(differing):  # two generators write docs/evidence.md, and two write README.md
         print(path.relative_to(root).as_posix())
     if parsed.check and differing:
         print("these differ from their sources: run python -m scripts.pages", file=sys.stderr)
-    return 1 if parsed.check and differing else 0
+    for path in unknown_files:
+        print(f"no generator writes {path.relative_to(root).as_posix()}: delete it", file=sys.stderr)
+    return 1 if parsed.check and (differing or unknown_files) else 0
 
 
 def check(name: str, root: Path) -> list[Path]:
@@ -68,9 +69,10 @@ def read(path: Path) -> str:
 
 
 def strangers(root: Path) -> list[Path]:
-    """Return pages in model_cards that no generator writes."""
-    known = {*cards.texts(root), *studies.texts(root), root / "model_cards" / "README.md"}
-    return sorted({*(root / "model_cards").glob("*.md")} - known)
+    """Return pages and plots in model_cards that belong to no card and no study."""
+    known = {"README", *(path.stem for path in (*cards.texts(root), *studies.pages(root)))}
+    files = [path for pattern in ("*.md", "*.png", "plots/*.svg") for path in (root / "model_cards").glob(pattern)]
+    return sorted(path for path in files if path.stem not in known)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any, Callable, Mapping, Optional, Sequence
 
 from timm_ortho.lab.paper import name, section
+from timm_ortho.lab.reporting.statistics import detected
 
 from .contrasts import (
     BRANCH4,
@@ -120,7 +121,7 @@ class Hypothesis:
         """
         if not self.is_run:
             return "not run yet"
-        mean, significant = self.contrast.difference.mean, p is not None and p < 0.05
+        mean, significant = self.contrast.difference.mean, detected(p)
         if self.claims == "different" and significant:
             return "above zero" if mean > 0 else "below zero"
         if self.claims == "above" and significant:
@@ -339,9 +340,9 @@ class Sweep:
         return cls(by_rate, p, max(rates, key=lambda rate: by_rate[rate].mean(0, (rate, "linear"))))
 
     def significant(self, sign: int) -> list[float]:
-        """Return the rates with an adjusted p below 0.05 and a positive (sign 1) or negative (sign -1) difference."""
+        """Return the rates with a detected positive (sign 1) or negative (sign -1) difference, from the adjusted p."""
         return [rate for rate, contrast in self.by_rate.items()
-                if self.p[rate] is not None and self.p[rate] < 0.05 and sign * contrast.difference.mean > 0]
+                if detected(self.p[rate]) and sign * contrast.difference.mean > 0]
 
     def excluding_zero(self, sign: int) -> list[float]:
         """Return the rates whose unadjusted 95 % interval is above zero (sign 1) or below zero (sign -1)."""

@@ -48,7 +48,7 @@ def read_history(
         if not added:
             return None
         commit, _, date = added[0].partition(" ")
-        named = {run["made_with"]["commit"] for study in studies_of(part) for run in runs_of(study)}
+        named = {run["made_with"].get("commit") for study in studies_of(part) for run in runs_of(study)}
         histories[part] = {"rules": commit, "date": date,
                        "commits": {name: _position(commit, name) for name in sorted(filter(None, named))}}
     return histories
@@ -79,7 +79,7 @@ def elsewhere(part: str, history: Mapping[str, Any]) -> dict[str, dict[str, Any]
         runs = [run for run in runs_of(study) if run["made_with"].get("commit") not in after]
         if runs:
             others[study] = {"runs": len(runs), "seeds": sorted({run["seed"] for run in runs}),
-                            "commits": sorted({run["made_with"]["commit"][:7] for run in runs}),
+                            "commits": sorted({(run["made_with"].get("commit") or "unknown")[:7] for run in runs}),
                             "last": max(run["made_with"].get("end") or "" for run in runs)[:16].replace("T", " ")}
     return others
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from timm_ortho.lab.paper import Experiment, experiments, numbers
+from timm_ortho.models.names import SUFFIXES
 
 WIDTH = 120
 # Values in the authors' published code that differ from their paper. The recipes contain them only as comments.
@@ -18,7 +19,7 @@ PUBLISHED = {
     **{(f"resnetv2_{depth}", "tiny_imagenet"): {"scale": "0.7 to 1"} for depth in (18, 34, 50, 101)},
 }
 NODES, GPUS_PER_NODE = 2, 4  # numbers in the example commands of the recipes' headers
-SUFFIX = {"linear": "_linear", "feature": "_ortho", "global": "_orthog"}
+SUFFIX = {connection: suffix for suffix, connection in SUFFIXES.items()}
 
 # Mean and standard deviation of all training pixels. The paper normalizes with them, but does not state the numbers.
 STATISTICS = {

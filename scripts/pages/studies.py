@@ -12,6 +12,7 @@ from timm_ortho.lab.planning.design import COST_STUDIES, shipped
 from timm_ortho.lab.reporting.page import Block, Code, Heading, Picture, Text, markdown
 from timm_ortho.lab.reporting.published import STUDY, read
 from timm_ortho.lab.reporting.report import Part, document
+from timm_ortho.lab.reporting.statistics import detected
 
 from .marked import replaced
 
@@ -106,11 +107,11 @@ def listing() -> str:
 
 
 def counts(folder: Path) -> tuple[int, int, int]:
-    """Count the differences with an interval, those whose interval excludes zero, and those with adjusted p <= 0.05."""
+    """Count the differences with an interval, those whose interval excludes zero, and those that are detected."""
     differences = [entry["difference"] for entry in summary(folder) if entry["difference"]]
     differences = [difference for difference in differences if difference["half_width"] is not None]
     return (len(differences), sum(difference["reading"] in ("higher", "lower") for difference in differences),
-            sum(difference["p_holm"] <= 0.05 for difference in differences))
+            sum(detected(difference["p_holm"]) for difference in differences))
 
 
 def _line(folder: Path) -> str:

@@ -60,13 +60,17 @@ def test_a_page_that_differs_is_named(checkout, capsys):
         text = (checkout / name).read_text()
         assert old in text
         (checkout / name).write_text(text.replace(old, new))
-    (checkout / "model_cards" / "stranger.md").write_text("# 99.9 %")
+    strangers = ["model_cards/plots/stranger.svg", "model_cards/stranger.md", "model_cards/stranger.png"]
+    for name in strangers:
+        (checkout / name).write_text("99.9 %")
     (checkout / "model_cards" / "vit_test_linear.digits.png").unlink()
     assert pages.main(["--check"], checkout) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert sorted(lines) == [
-        "README.md", "docs/evidence.md", "model_cards/stranger.md", "model_cards/study_gamma-small.md",
-        "model_cards/vit_test_linear.digits.png", "timm_ortho/lab/recipes/vit_s_cifar10.yaml"]
+    printed = capsys.readouterr()
+    assert sorted(printed.out.splitlines()) == [
+        "README.md", "docs/evidence.md", "model_cards/study_gamma-small.md", "model_cards/vit_test_linear.digits.png",
+        "timm_ortho/lab/recipes/vit_s_cifar10.yaml"]
+    assert printed.err.splitlines() == ["these differ from their sources: run python -m scripts.pages", *(
+        f"no generator writes {name}: delete it" for name in strangers)]
 
 
 def test_written_pages_pass_the_check(checkout, capsys):

@@ -293,6 +293,9 @@ def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
     history = {"one": {"commits": {"aaaaaaaa": "not in the history", "bbbbbbbb": "before", "cccccccc": "after"}}}
     assert provenance.elsewhere("one", history) == {"confirm_x-digits-small": {
         "runs": 4, "seeds": [100, 101], "commits": ["aaaaaaa", "bbbbbbb"], "last": "2026-01-02 03:04"}}
+    contrasts.runs_of("confirm_x-digits-small")[0]["made_with"].pop("commit")
+    assert provenance.elsewhere("one", history)["confirm_x-digits-small"]["commits"] == [
+        "aaaaaaa", "bbbbbbb", "unknown"]
     assert provenance.mixed_pairs("one") == [
         {"study": "confirm_x-digits-small", "seed": 102, "cpus": ["one", "other"], "torches": ["2"]}]
 

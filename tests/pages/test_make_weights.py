@@ -18,7 +18,6 @@ from timm_ortho.weights.pretrained import weights_file
 @pytest.fixture
 def comparison(tmp_path, monkeypatch):
     """Return the output folder of a comparison. Its runs with the first seed have the package's weights."""
-    monkeypatch.setattr(make_weights, "commit_before", lambda file: "0123456789ab")  # a checkout may have no .git
     monkeypatch.setattr(make_weights, "weights_file", lambda name: tmp_path / weights_file(name).name)
     study, runs, _ = published.read(cards.comparison_of("vit_test_ortho.digits"))
     (tmp_path / "results.json").write_text(json.dumps({"study": study, "runs": runs}))
@@ -45,6 +44,8 @@ def test_the_weights_of_the_package(comparison):
         about, stored = (safe_open(file, "pt").metadata() for file in (written, shipped))
         for key in ("model", "connection", "data", "seed", "top1", "epochs"):
             assert about[key] == stored[key]
+        study = json.loads((comparison / "results.json").read_text())["study"]
+        assert about["commit"] == study["versions"]["commit"][:12]
 
 
 @pytest.mark.parametrize(("options", "classes", "message"), [

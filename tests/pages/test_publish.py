@@ -100,6 +100,21 @@ def test_a_comparison_has_a_name(root, tmp_path):
     assert study["options"] == {"data_dir": "DIR", "lr": 0.1}
 
 
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(("name", "arguments"), [("compare", []), ("dynamics", ["--name", "mine"])])
+def test_only_a_comparison_has_a_name(root, tmp_path, name, arguments):
+    made = finished(tmp_path / "run", study_of(name), runs_of(name))
+    with pytest.raises(SystemExit, match="run: pass --name NAME for a comparison, and only for one"):
+        publish.main([*arguments, str(made)], root)
+    assert not (root / "model_cards").exists()
+
+
+def test_one_name_for_several_folders_is_refused(root, capsys):
+    with pytest.raises(SystemExit):
+        publish.main(["--name", "mine", "one", "two"], root)
+    assert "pass --name with one folder" in capsys.readouterr().err
+
+
 def test_paths_and_processes_are_left_out(tmp_path):
     text = f"{tmp_path}/run --data-dir /home/me/data /usr/lib/timm_ortho/__main__.py"
     assert publish.anonymous(text, tmp_path / "run") == "output/run --data-dir DIR timm-ortho"

@@ -50,6 +50,11 @@ def write(folder: Path, study: Mapping[str, Any], runs: Sequence[Mapping[str, An
             file.unlink(missing_ok=True)
 
 
+def folder_name(study: Mapping[str, Any]) -> str:
+    """Return the name of a published study's folder: NAME-DATASET-SCALE, or NAME-SCALE for a table of costs."""
+    return "-".join(filter(None, [study["name"], (study["dataset"] or "").replace("/", "_"), study["scale"]]))
+
+
 def read(folder: Path) -> tuple[dict[str, Any], Rows, dict[str, Any]]:
     """Return the study, its runs and the summary of its records, in the form that `write` expects."""
     values = json.loads((folder / STUDY).read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
+LEVEL = 0.05  # a difference is detected if its p is at most this level
 ROUNDING = 1e-6  # relative tolerance, above the float32 rounding error of an accuracy
 
 
@@ -120,6 +121,15 @@ def holm(p: Sequence[Optional[float]]) -> list[Optional[float]]:
     adjusted = np.empty(len(p))
     adjusted[order] = np.maximum.accumulate(scaled)
     return [None if value is None else new for value, new in zip(p, adjusted.tolist(), strict=True)]
+
+
+def detected(p: Optional[float]) -> bool:
+    """Return whether p is at most `LEVEL`. A difference without p is not detected.
+
+    >>> detected(0.05), detected(0.06), detected(None)
+    (True, False, False)
+    """
+    return p is not None and p <= LEVEL
 
 
 Block = Mapping[Hashable, Mapping[int, float]]  # the values of one cell: treatment -> seed -> value

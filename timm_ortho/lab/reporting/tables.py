@@ -11,7 +11,7 @@ from ..._text import finite
 from .. import paper, value_text
 from .layout import MEASURES, TRACES, Layout, Position, Run, grouped
 from .page import Table
-from .statistics import Difference, holm, paired_difference, pooled_differences, reading, sees
+from .statistics import Difference, detected, holm, paired_difference, pooled_differences, reading, sees
 
 NOT_RUN, NONE = "not run", "–"
 Group = tuple[tuple[tuple[str, Any], ...], str]  # (axis, value) pairs of the grid's cell, and the connection
@@ -53,7 +53,7 @@ class Entry:
     @property
     def is_detected(self) -> bool:
         """Whether the difference is significant at 5 % after adjustment for all comparisons."""
-        return self.holm is not None and self.holm <= 0.05
+        return detected(self.holm)
 
     @property
     def reading(self) -> str:
