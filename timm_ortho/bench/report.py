@@ -6,10 +6,13 @@
 | `ratio` | `ms` divided by `ms` of `linear` in the same repetition; empty for `backward`, where `linear` does nothing |
 | `appendix_ratio` | `ms` divided by `ms` of the formula in the paper's appendix; 0.25 means four times as fast |
 | `shortest_ratio` | `ms` divided by `ms` of the shortest formula; only in the part `launch` |
+| `images_per_s` | images that a model processes per second; only for models |
 | `gb_per_s` | gigabytes (1e9 bytes) that a call must read and write, divided by its seconds |
 | `share_of_copy` | `gb_per_s` divided by `gb_per_s` of copying a large tensor in the same repetition |
 | `peak_memory` | bytes on a GPU: the candidate's tensors plus the most that a call allocates at any time |
+| `peak_ratio` | `peak_memory` divided by `peak_memory` of `linear` |
 | `saved_bytes` | bytes that autograd saves for the backward pass, each storage once, without parameters |
+| `saved_ratio` | `saved_bytes` divided by `saved_bytes` of `linear` |
 
 The first four metrics have the quantiles p20, p50 and p80 over the repetitions. The remaining metrics are medians or
 single values. None marks a value that could not be measured, "" a value that does not apply. Both are empty cells in
