@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, stdev
 
 import pytest
@@ -110,8 +111,10 @@ def test_a_card_follows_its_files(copied, file, key, name):
 
 
 def test_runs_with_different_settings_and_unfinished_runs_are_not_peers(copied):
-    args = copied / "feature-seed1" / "args.yaml"
-    args.write_text(yaml.safe_dump({**yaml.safe_load(args.read_text()), "lr": 0.5}))
+    file = copied / "feature-seed1" / "run.yaml"
+    plan = yaml.safe_load(file.read_text())
+    plan["stages"][0]["options"]["lr"] = 0.5
+    file.write_text(yaml.safe_dump(plan))
     (copied / "feature-seed2" / "result.json").unlink()
     run = CheckpointRun(copied / "feature-seed0")
     assert list(run.peers) == [0]
@@ -130,6 +133,7 @@ def test_metrics_of_a_selected_epoch_are_marked_as_optimistic(tmp_path):
     folder = timm_run(tmp_path / "run")
     best = CheckpointRun(folder / "model_best.pth.tar")
     assert (best.epoch, best.evaluated["eval_top1"]) == (1, 20.25)
+    assert "One seed" in str(model_card(SUBJECT, best))
     results = section(model_card(SUBJECT, best), "Results")
     assert "the weights after epoch 2 of 3" in results
     assert "too optimistic" in results
@@ -144,8 +148,11 @@ def test_metrics_of_a_selected_epoch_are_marked_as_optimistic(tmp_path):
      "the run evaluated its plain weights, and these are its EMA weights"),
 ])
 def test_only_evaluated_weights_have_metrics(tmp_path, options, ema, note):
-    card = model_card(SUBJECT, CheckpointRun(timm_run(tmp_path / "run", **options), ema))
+    folder = timm_run(tmp_path / "run", **options)
+    card = model_card(SUBJECT, CheckpointRun(folder, ema))
     assert bool(figures(card)) is (note is None)
+    best = str(model_card(SUBJECT, CheckpointRun(folder / "model_best.pth.tar", ema)))
+    assert ("too optimistic" in best) is (note is None)  # metrics of other weights are neither optimistic nor exact
     assert (f"Not measured on these weights: {note}." in str(card)) is (note is not None)
 
 
@@ -207,6 +214,8 @@ def test_cards_contain_no_local_paths(tmp_path):
     assert "/home" not in text
     assert "data_dir: cifar" in text
     assert "trained on the image folder 'cifar'" in text
+    run = CheckpointRun(timm_run(tmp_path / "unknown", dataset="", data_dir=None))
+    assert "trained on an image folder." in str(model_card(SUBJECT, run))
 
 
 def test_a_limited_number_of_images_is_stated(copied):
@@ -247,6 +256,7 @@ def test_a_connection_is_described_by_its_docstring(name):
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda dim, eps: FeatureConnection(dim, eps), "mine. Registered by its author."),
+    (partial(FeatureConnection, keep="branch"), f"mine. {FeatureConnection.__doc__.splitlines()[0]}"),
     (type("Mine", (FeatureConnection,), {"__doc__": "\n    Half of it.\n\n    More."}), "mine. Half of it."),
 ])
 def test_a_registered_connection_is_described_by_its_docstring(monkeypatch, make, words):
@@ -280,7 +290,7 @@ def test_the_revision_is_in_the_snippets():
 
 
 def test_base_model_and_about():
-    subject = Subject("m", CONFIG, load="m.authors", about="The authors' weights.", base_model="them/base",
+    subject = Subject("m", CONFIG, 1, "m.authors", about="The authors' weights.", base_model="them/base",
                       limits=["Not ours."], dataset="imagenet1k")
     card = model_card(subject)
     assert "The authors' weights." in str(card)

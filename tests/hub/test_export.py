@@ -1,5 +1,4 @@
 """Test the files of exported folders. A loaded folder has the logits of the exported model, bit for bit."""
-import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from helpers.exported import VIT, config, loaded, logits, tiny
 from helpers.trained_runs import TINY, lab_grid, timm_run
 from PIL import Image
@@ -257,14 +257,14 @@ def test_a_share_alike_license_of_the_initial_weights_is_named(tmp_path, monkeyp
 
 
 def test_weights_of_a_switched_run_have_the_second_connection(grid, tmp_path):
-    folder = shutil.copytree(grid / "linear-seed0", tmp_path / "switched")
-    result = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps({**result, "connection": "global", "switch_epoch": 1}))
-    hub.export(folder, tmp_path / "out", "me/model")
-    assert config(tmp_path / "out")["model_args"]["connection"] == "global"
-    (folder / "result.json").write_text(json.dumps({**result, "connection": "global", "switch_epoch": 2}))
-    hub.export(folder, tmp_path / "out", "me/model")
-    assert config(tmp_path / "out")["model_args"]["connection"] == "linear"
+    folder = shutil.copytree(grid / "linear-seed0", tmp_path / "run")
+    shutil.copytree(folder, folder / "switched")
+    options = yaml.safe_load((folder / "args.yaml").read_text())
+    options["model_kwargs"]["connection"] = "global"
+    (folder / "switched" / "args.yaml").write_text(yaml.safe_dump(options))
+    for weights, connection in ((folder, "global"), (folder / "last.pth.tar", "linear")):
+        hub.export(weights, tmp_path / "out", "me/model")
+        assert config(tmp_path / "out")["model_args"]["connection"] == connection
 
 
 def test_labels_of_an_existing_data_set(tmp_path):

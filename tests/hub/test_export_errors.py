@@ -61,7 +61,7 @@ def test_other_wrong_arguments(tmp_path):
     assert "ema=True needs the path of a checkpoint" in message(tiny(), tmp_path / "out", ema=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    assert "contains other files ('thesis.tex'): choose another --output" in message(tiny(), tmp_path / "full")
+    assert "contains other files ('thesis.tex'): choose another folder" in message(tiny(), tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").exists()
     torch.save({"head.weight": torch.zeros(1)}, tmp_path / "averaged.pth")
     averaged = message(tmp_path / "averaged.pth", tmp_path / "out")
@@ -72,7 +72,7 @@ def test_other_wrong_arguments(tmp_path):
     assert "begun is not finished: repeat the command that started it" in message(
         tmp_path / "begun", tmp_path / "out")
     thesis = tmp_path / "full" / "thesis.tex"
-    assert f"{thesis} is a file: choose another --output" in message(tiny(), thesis)
+    assert f"{thesis} is a file: choose another folder" in message(tiny(), thesis)
     assert f"cannot write in {thesis}: " in message(tiny(), thesis / "out")
 
 

@@ -3,6 +3,8 @@
 The models are built in the client's process, which can reach only the mock Hub. Their logits must be bit-identical to
 the logits of the same models in this process.
 """
+import json
+
 import pytest
 import torch
 from helpers import hub_models
@@ -20,6 +22,19 @@ def test_a_repository_restores_weights_architecture_and_connections(hub, client,
                         "answer([logits(model), connections(model), cfg.get('hf_hub_id'), cfg.get('file')])")
     assert result.answer == [*saved[repo_id][1:], repo_id, None], result.output
     assert not any(".bin" in request.path for request in hub.requests)
+
+
+@pytest.mark.parametrize("way", [
+    "timm.create_model('hf-hub:me/named', pretrained=True)", "timm_ortho.pull('me/named')"])
+def test_config_json_may_name_the_file(hub, client, saved, way):
+    files, logits, _ = saved["me/vit"]
+    config = json.loads(files["config.json"])
+    config["pretrained_cfg"]["hf_hub_filename"] = "weights.safetensors"
+    hub.create_repo("me/named")
+    hub.commit("me/named", {
+        "config.json": json.dumps(config).encode(), "weights.safetensors": files["model.safetensors"]})
+    result = client.run(f"answer(logits({way}))")
+    assert result.answer == logits, result.output
 
 
 @pytest.mark.parametrize("way", [

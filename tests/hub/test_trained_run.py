@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from helpers.trained_runs import lab_grid, timm_run
 
 from timm_ortho.hub import PublishError
@@ -64,7 +65,7 @@ def test_wrong_paths(grid, copied, tmp_path):
     assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
     assert message(grid) == f"{grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}"
     assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
-    assert "has no EMA weights: omit --ema" in message(grid / "feature-seed0", True)
+    assert "has no EMA weights: publish its plain weights" in message(grid / "feature-seed0", True)
     (copied / "feature-seed1" / "result.json").unlink()
     assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
     (copied / "feature-seed0" / "last.pth.tar").write_bytes(b"half")
@@ -102,10 +103,28 @@ def test_a_second_training_in_the_same_folder(tmp_path):
     assert [(row["epoch"], row["eval_top1"]) for row in rows] == [(0, 5.0), (1, 6.0)]
 
 
-@pytest.mark.parametrize("name", ["args.yaml", "result.json"])
+@pytest.mark.parametrize("name", ["run.yaml", "result.json"])
 def test_a_damaged_run_is_not_a_peer(grid, tmp_path, name):
     copy = shutil.copytree(grid, tmp_path / "grid")
     assert CheckpointRun(copy / "feature-seed0").peers.keys() == {0, 1}
     damaged = copy / "feature-seed1" / name
     damaged.write_text("{}") if name == "result.json" else damaged.unlink()
     assert CheckpointRun(copy / "feature-seed0").peers.keys() == {0}
+
+
+@pytest.mark.parametrize("kind", ["switched", "train.py"])
+def test_runs_that_differ_in_the_seed_are_peers(copied, kind):
+    """A run that was switched has two args.yaml. timm's train.py writes the name of the run into args.yaml."""
+    for run in copied.glob("feature-seed*"):
+        options = yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8"))
+        changed = {"experiment": run.name}
+        if kind == "switched":
+            changed = {"model_kwargs": {**options["model_kwargs"], "connection": "linear"}}
+            (run / "switched").mkdir()
+            for name in ("last.pth.tar", "summary.csv"):
+                shutil.copy(run / name, run / "switched")
+        folder = run / "switched" if kind == "switched" else run
+        (folder / "args.yaml").write_text(yaml.safe_dump({**options, **changed}), encoding="utf-8")
+    run = CheckpointRun(copied / "feature-seed0")
+    assert run.peers.keys() == {0, 1}
+    assert run.connection == ("linear" if kind == "switched" else "feature")

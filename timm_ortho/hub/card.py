@@ -50,14 +50,13 @@ _PATHS = frozenset("data data_dir class_map initial_checkpoint output pretrained
 
 @dataclass(frozen=True)
 class Subject:
-    """The weights or results that a card describes. The metrics are in :class:`Run`.
+    """The weights that a card describes. The metrics are in :class:`Run`.
 
     Attributes:
         title: The heading.
-        config: Content of `config.json` (architecture, model_args, pretrained_cfg, num_classes); None for results
-            without weights.
-        parameters: Number of parameters; None without weights.
-        load: Name for `timm.create_model`, such as `hf-hub:me/repo` or `vit_test_ortho.digits`; None without weights.
+        config: Content of `config.json` (architecture, model_args, pretrained_cfg, num_classes).
+        parameters: Number of parameters.
+        load: Name for `timm.create_model`, such as `hf-hub:me/repo` or `vit_test_ortho.digits`.
         repo_id: Repository of the weights on the Hub; None for weights that are not on the Hub.
         revision: Revision in that repository; None for main.
         license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
@@ -70,9 +69,9 @@ class Subject:
     """
 
     title: str
-    config: Optional[Mapping[str, Any]] = None
-    parameters: Optional[int] = None
-    load: Optional[str] = None
+    config: Mapping[str, Any]
+    parameters: int
+    load: str
     repo_id: Optional[str] = None
     revision: Optional[str] = None
     license: Optional[str] = None
@@ -85,13 +84,14 @@ class Subject:
 
     @property
     def connection(self) -> Optional[str]:
-        return ((self.config or {}).get("model_args") or {}).get("connection")
+        return (self.config.get("model_args") or {}).get("connection")
 
 
 def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str] = None) -> ModelCard:
-    """Return the card of weights or results.
+    """Return the card of weights.
 
-    >>> card = model_card(Subject("my-model", license="apache-2.0"))
+    >>> config = {"architecture": "vit_test_ortho", "num_classes": 10, "pretrained_cfg": {"input_size": [1, 8, 8]}}
+    >>> card = model_card(Subject("my-model", config, 12345, "hf-hub:me/my-model", license="apache-2.0"))
     >>> card.data.license
     'apache-2.0'
 
@@ -110,7 +110,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         load=subject.load,
         imports=subject.imports,
         registered=f"{registered}.{IMPORT_TAG}" if registered and subject.repo_id else registered,
-        mode=" in grey" if subject.config and _channels(subject.config) == 1 else "",
+        mode=" in grey" if subject.config["pretrained_cfg"]["input_size"][0] == 1 else "",
         repo_id=subject.repo_id,
         revision_argument=f', revision="{subject.revision}"' if subject.revision else "",
         facts=list(_facts(subject)),
@@ -126,7 +126,7 @@ def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str]
         options=_yaml(run.options) if run else "",
         made_with=made_with(run.result) if run else "",
         limits=[*subject.limits, *_limits(subject, run)],
-        citation="\n\n".join(_citations(subject, run)),
+        citation="\n\n".join(_citations(subject)),
     )
     card.text = re.sub(r"\n{3,}", "\n\n", card.text)  # omitted sections leave blank lines
     return card
@@ -193,21 +193,16 @@ def _eval_results(run: Run, title: str, dataset: str) -> Iterator[EvalResult]:
         if run.evaluated is not None and finite(run.evaluated.get(key)):
             yield result(name, run.evaluated[key])
     if run.top1_std is not None:
-        yield result("top-1 after the last epoch, mean over seeds, %", run.top1_mean, _spread(run.top1_std, run.peers))
-    for row in run.comparison if run.connection is None else ():
-        args = _spread(row["top1_std"], row["seeds"]) if row["top1_std"] is not None else None
-        yield result(f"top-1 after the last epoch, {row['connection']}, mean over seeds, %", row["top1_mean"], args)
-
-
-def _spread(std: float, seeds: Iterable[int]) -> dict[str, Any]:
-    return {"std": round(std, 4), "seeds": list(seeds)}
+        yield result("top-1 after the last epoch, mean over seeds, %", run.top1_mean,
+                     {"std": round(run.top1_std, 4), "seeds": list(run.peers)})
 
 
 def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
     """Return the title of the data set and its id on the Hub."""
-    name = run.options.get("dataset") if run else subject.dataset
+    options = run.options if run else {"dataset": subject.dataset}
+    name = options.get("dataset")
     if not name:
-        folder = Path(str((run.options.get("data_dir") or run.options.get("data")) if run else "")).name
+        folder = Path(options.get("data_dir") or options.get("data") or "").name
         return f"the image folder '{folder}'" if folder else "an image folder", None
     return DATASETS.get(name, (name.rpartition("/")[2] or name, None))
 
@@ -222,30 +217,28 @@ def _images(subject: Subject, run: Optional[Run], key: str) -> str:
 # -------------------------------------------------------------------------------------------- the tables
 def _summary(subject: Subject, run: Optional[Run]) -> str:
     connection = subject.connection or (run.connection if run else None)
-    title = f"`{subject.config['architecture']}`" if subject.config else "Results of `timm-ortho compare`"
     kind = f" with {connection} residual connections" if connection else ""
     trained = f", trained on {_images(subject, run, 'train_num_samples')}" if run or subject.dataset else ""
     verb = "Made" if run else "Loads"
-    return f"{title}{kind}{trained}. {verb} with [timm]({_TIMM}) and timm-ortho."
+    return f"`{subject.config['architecture']}`{kind}{trained}. {verb} with [timm]({_TIMM}) and timm-ortho."
 
 
 def _facts(subject: Subject) -> Iterator[tuple[str, str]]:
-    if subject.config is None:
-        return
     config = subject.config
     cfg, arguments = config["pretrained_cfg"], dict(config.get("model_args") or {})
     yield "architecture", f"`{config['architecture']}`"
     connection = arguments.pop("connection", None)
     if connection:
-        description = getattr(CONNECTIONS.get(connection), "__doc__", None) or "Registered by its author."
+        make = CONNECTIONS.get(connection)
+        # functools.partial has a docstring of its own
+        description = getattr(getattr(make, "func", make), "__doc__", None) or "Registered by its author."
         yield "connection", f"{connection}. {description.strip().splitlines()[0]}"
     if "skip" in arguments:
         skip = arguments.pop("skip")
         yield "transform of the stream", f"{skip}: {SKIPS[skip][0]}"
     for key, value in arguments.items():
         yield f"`{key}`", f"`{value}`"
-    if subject.parameters is not None:
-        yield "parameters", f"{subject.parameters:,}"
+    yield "parameters", f"{subject.parameters:,}"
     yield "input", " x ".join(map(str, cfg["input_size"]))
     for key in ("mean", "std", "interpolation", "crop_pct"):
         if cfg.get(key) is not None:
@@ -278,7 +271,7 @@ def _result_notes(run: Optional[Run]) -> list[str]:
             measured, published = ("plain", "EMA") if run.ema else ("EMA", "plain")
             reason = f"the run evaluated its {measured} weights, and these are its {published} weights"
         notes.append(f"Not measured on these weights: {reason}.")
-    if run.chosen_on_validation:
+    if run.chosen_on_validation and run.evaluated is not None:
         last = run.history[-1]["epoch"]
         notes.append(f"These are the weights after epoch {run.epoch + 1} of {last + 1}. If the epoch was selected by "
                      "its validation metrics, as timm's `model_best` is, these metrics are too optimistic.")
@@ -347,33 +340,29 @@ def _without_folders(command: str) -> str:
 
 # ---------------------------------------------------------------------------------------------- the texts
 def _limits(subject: Subject, run: Optional[Run] = None) -> Iterable[str]:
-    """Return the limits of the weights or results as sentences."""
+    """Return the limits of the weights as sentences."""
     if run is not None or subject.dataset:
         yield (f"Trained and evaluated only on {_dataset(subject, run)[0]}: nothing is known about other images, "
                "cameras or classes.")
-    if run is not None and run.connection is not None and len(run.peers) < 2:
+    if run is not None and len(run.peers) < 2:
         yield "One seed: the variance over seeds is unknown, so differences to other models cannot be assessed."
     if run is not None and 1 < len(run.peers) < 5:
         yield f"{len(run.peers)} seeds: the standard deviation is itself uncertain."
-    if run is not None and any("difference" in row and row["difference"] for row in run.comparison):
+    if run is not None and any(row["difference"] for row in run.comparison):
         yield "The comparison applies only to this data set, model size and length of training."
     yield "Robustness, calibration and fairness were not measured."
 
 
-def _citations(subject: Subject, run: Optional[Run]) -> Iterator[str]:
+def _citations(subject: Subject) -> Iterator[str]:
     yield CITATIONS["oh2025revisiting"]
-    architecture = subject.config["architecture"] if subject.config else str(run.options["model"] if run else "")
+    architecture = subject.config["architecture"]
     if architecture.startswith(("vit", "deit", "flexivit", "test_vit")):
         yield CITATIONS["dosovitskiy2021image"]
     if architecture.startswith(("resnetv2", "resnet")):
         yield CITATIONS["he2016identity"]
-    if subject.config and "skip" in (subject.config.get("model_args") or {}):
+    if "skip" in (subject.config.get("model_args") or {}):
         yield CITATIONS["wang2017orthogonal"]
     yield CITATIONS["rw2019timm"]
-
-
-def _channels(config: Mapping[str, Any]) -> int:
-    return config["pretrained_cfg"]["input_size"][0]
 
 
 def _listed(value: Any) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from .._text import did_you_mean
 from ..hub_client.download import CacheDir, fetch, split_revision
 from ..hub_client.errors import WeightsError, check_repo_id
-from ..weights.checks import SAFE, safetensors_name, weights_in_folder
+from ..weights.checks import safetensors_name, weights_in_folder
 
 
 def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any) -> nn.Module:
@@ -47,17 +47,21 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
     repo_id = split_revision(hf_hub_id)[0]
     check_repo_id(repo_id, WeightsError, f"; pass a folder as 'local-dir:{hf_hub_id or 'DIR'}' or as a Path")
     config = fetch(hf_hub_id, "config.json", cache_dir, newest=True)
-    _check_config(config, f"hf-hub:{hf_hub_id}")
+    filename = _check_config(config, f"hf-hub:{hf_hub_id}")
     # Use one commit for both files, even if the branch changes meanwhile. timm then finds both in the cache.
     commit = f"{repo_id}@{config.parent.name}"
-    fetch(commit, SAFE, cache_dir)
+    fetch(commit, filename, cache_dir)
     model = timm.create_model(f"hf-hub:{commit}", pretrained=True, cache_dir=cache_dir, **kwargs)
     vars(model)["pretrained_cfg"]["hf_hub_id"] = hf_hub_id
     return model
 
 
-def _check_config(file: Path, source: str) -> None:
-    """Raise WeightsError if a config.json names an unknown architecture, or weights other than safetensors."""
+def _check_config(file: Path, source: str) -> str:
+    """Return the file name of a config.json's weights.
+
+    Raises:
+        WeightsError: The architecture is not registered with timm, or the weights are not safetensors.
+    """
     try:
         config: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         architecture = config["architecture"]
@@ -69,4 +73,4 @@ def _check_config(file: Path, source: str) -> None:
             f"{source}: its config.json names the architecture '{architecture}', which is not registered with timm "
             f"{timm.__version__}: import the package that registers it, or update timm"
             f"{did_you_mean(architecture, timm.list_models())}")
-    safetensors_name(source, filename)
+    return safetensors_name(source, filename)

@@ -46,8 +46,8 @@ def push(
         labels: Names of the classes. None: names from the run or its data set; for a module, from its `pretrained_cfg`.
         license: License identifier of the Hub (`apache-2.0`). None: the card names no license.
         private: Whether a new repository is private. None: the default of the owner's account.
-        revision: Branch, created if it does not exist. None: main.
-        create_pr: Open a pull request instead of committing.
+        revision: Branch, created if it does not exist and `create_pr` is False. None: main.
+        create_pr: Open a pull request instead of committing. The branch `revision` must exist.
         commit_message: Title of the commit.
         token: Token for the Hub. None: the token of `hf auth login` or HF_TOKEN. False: no token.
 
@@ -59,7 +59,8 @@ def push(
     """
     publication = Publication.of(model, repo_id, ema)
     if constants.HF_HUB_OFFLINE:
-        raise PublishError(f"HF_HUB_OFFLINE is set, so {repo_id} cannot be reached: unset it, or use --dry-run")
+        raise PublishError(f"HF_HUB_OFFLINE is set, so {repo_id} cannot be reached: unset it, or write the files "
+                           "without uploading them (--dry-run, hub.export)")
     api = HfApi(token=token, library_name="timm-ortho")
     secret = token if isinstance(token, str) else None if token is False else get_token()
     as_publish_error = partial(client_errors_as, PublishError, repo_id, revision, access="write", token=secret)

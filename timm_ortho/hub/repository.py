@@ -33,10 +33,9 @@ from .._images import data_config
 from .._text import error_text
 from ..arguments import connection_arguments
 from ..connections import CONNECTIONS
-from ..convert import connect
 from ..hub_client.download import split_revision
 from ..hub_client.errors import check_repo_id, without_tokens
-from ..models.arguments import is_variant_argument, pop_connect_arguments, variant_argument
+from ..models.arguments import is_variant_argument, variant_argument
 from ..models.build import IMPORT_TAG, creation_arguments
 from ..models.names import is_variant
 from ..runs.folders import class_names, import_modules
@@ -237,11 +236,8 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
     import_modules(options.get("device_modules"), PublishError)
     kwargs = dict(options.get("model_kwargs") or {})
     name = name or options["model"]
-    connection = None
     if name != options["model"] or any(map(is_variant_argument, overrides)):
         kwargs = {key: value for key, value in kwargs.items() if not is_variant_argument(key)}
-    elif run.connection != kwargs.get("connection"):  # the run changed its connection during training
-        connection = run.connection
     kwargs.update(overrides)
     size = options.get("input_size")
     try:
@@ -254,8 +250,6 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
             bn_eps=options.get("bn_eps"),
             **kwargs,
         )
-        if connection is not None:
-            connect(model, **{**pop_connect_arguments(kwargs, connection), "connection": connection})
         model.load_state_dict(run.state_dict)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise PublishError(f"the weights in {run.path} do not fit the model '{name}' that its arguments describe: "
@@ -388,10 +382,10 @@ def _verify(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
 def _move(scratch: Path, folder: Path) -> None:
     if folder.exists():
         if not folder.is_dir():
-            raise PublishError(f"{folder} is a file: choose another --output")
+            raise PublishError(f"{folder} is a file: choose another folder")
         others = [item.name for item in folder.iterdir() if item.name not in FILES]
         if others:
-            raise PublishError(f"{folder} contains other files ('{others[0]}'): choose another --output")
+            raise PublishError(f"{folder} contains other files ('{others[0]}'): choose another folder")
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
     folder.mkdir(exist_ok=True)

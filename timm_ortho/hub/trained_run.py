@@ -75,10 +75,7 @@ class Run:
     @property
     def connection(self) -> Optional[str]:
         """The connection that the weights were last trained with; None if only the name of the model sets it."""
-        switched = self.result.get("switch_epoch")
-        if switched is not None and self.epoch is not None and self.epoch < switched:
-            return self.options["model_kwargs"]["connection"]
-        return self.result.get("connection") or (self.options.get("model_kwargs") or {}).get("connection")
+        return (self.options.get("model_kwargs") or {}).get("connection")
 
     @property
     def top1_mean(self) -> Optional[float]:
@@ -117,7 +114,7 @@ class CheckpointRun(Run):
             folder = folder.parent
         if (folder / _RUN).is_file():
             self.result = _finished(folder)
-            self.peers = _peers(folder, self.options)
+            self.peers = _peers(folder)
             self.comparison = _comparison(folder.parent, self.result["connection"])
 
 
@@ -174,7 +171,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
 
 def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
     if ema and not checkpoint.get("state_dict_ema"):
-        raise PublishError(f"{path} has no EMA weights: omit --ema, or train with --model-ema")
+        raise PublishError(f"{path} has no EMA weights: publish its plain weights, or train with --model-ema")
     return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
 
 
@@ -188,21 +185,26 @@ def _unfinished(folder: Path) -> PublishError:
     return PublishError(f"the run in {folder} is not finished: repeat the command that started it")
 
 
-def _peers(folder: Path, options: Mapping[str, Any]) -> dict[int, float]:
+def _peers(folder: Path) -> dict[int, float]:
     match = _RUN_NAME.fullmatch(folder.name)
     if match is None or not (folder.parent / _STUDY).is_file():
         return {}
-    top1 = {}
+    top1, settings = {}, _settings(folder)
     for peer in folder.parent.iterdir():
         peer_match = _RUN_NAME.fullmatch(peer.name)
         if peer_match is None or peer_match["variant"] != match["variant"] or not (
-                (peer / "result.json").is_file() and (peer / "args.yaml").is_file()):
+                (peer / "result.json").is_file() and (peer / _RUN).is_file()):
             continue
-        peer_options = yaml.safe_load((peer / "args.yaml").read_text("utf-8"))
         result = load_json(peer / "result.json")
-        if {**peer_options, "seed": None} == {**options, "seed": None} and "top1" in result:
+        if "top1" in result and _settings(peer) == settings:
             top1[int(peer_match["seed"])] = result["top1"]
     return {seed: top1[seed] for seed in sorted(top1)}
+
+
+def _settings(folder: Path) -> list[dict]:
+    """Return the stages in a run's run.yaml without the seed."""
+    plan = yaml.safe_load((folder / _RUN).read_text(encoding="utf-8"))
+    return [{**stage, "options": {**stage["options"], "seed": None}} for stage in plan["stages"]]
 
 
 def _comparison(grid: Path, connection: str) -> list[dict]:

@@ -100,7 +100,7 @@ def client_errors_as(
 # HTTP status -> the problem and the advice; 500 covers all server errors.
 _REFUSALS = {
     401: ("does not accept {who}", "{log_in} and unset HF_TOKEN, or set it to a token with {access} access"),
-    403: ("refuses this token {access} access to {repo}", "use a token with {access} access{instead}"),
+    403: ("refuses {who} {access} access to {repo}", "use a token with {access} access{instead}"),
     404: ("has no repository {repo} that {who} can read, or no such revision", "check both names"),
     409: ("reports another write to {repo}", "repeat the command"),
     429: ("limits the rate of requests", "try again {when}, or {log_in} for a higher limit"),
@@ -126,7 +126,7 @@ def _refusal(error: Any, repo_id: str, revision: Optional[str], access: str, tok
     words = dict(
         repo=repo_id, access=access, log_in=log_in, who="the token" if token else "requests without a token",
         when=f"in {wait} s" if wait else "later",
-        instead=", or propose the change with --create-pr" if access == "write" else "")
+        instead=", or propose the change in a pull request (--create-pr, create_pr=True)" if access == "write" else "")
     problem, advice = (text.format(**words) for text in _REFUSALS[min(status, 500)])
     return f"the Hub {problem} ({status} from {constants.ENDPOINT}); {advice}"
 
