@@ -397,21 +397,14 @@ def unchanged(model, *args, **kwargs):
 
 
 @pytest.mark.parametrize(("kwargs", "words"), [
-    ({"connection": "globl"}, ["'globl'", ", ".join(map(repr, CONNECTIONS)), "did you mean 'global'"]),
-    ({"eps": 0}, ["eps must be positive", "got 0"]),
-    ({"prob": -0.1}, ["prob must be in [0, 1]", "-0.1"]),
     ({"layers": [0, 2]}, ["layers", "[0, 1]", "2"]),
     ({"layers": [-1]}, ["layers", "[0, 1]", "-1"]),
     ({"layers": ["0"]}, ["layers", "'0'"]),
     ({"layers": 2}, ["layers", "[0, 1]", "got 2"]),
     ({"layers": 1.0}, ["layers", "[0, 1]", "got 1.0"]),
-    ({"keep": "x"}, ["unknown keep 'x'", "'output', 'branch'"]),
-    ({"connection": "mine"}, ["unknown connection 'mine'", "import the module that registers it"]),
     ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
     ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
-    ({"connection": "hybrid", "prob": 0.5}, ["hybrid", "prob=0.5"]),
     ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid", "prob=0.5"]),
-    ({"start": "nowhere"}, ["start", "'nowhere'", "'orthogonal', 'linear'"]),
 ])
 def test_bad_arguments(kwargs, words):
     for model in (build("Block"), connect(build("Block"), "global")):

@@ -177,22 +177,14 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("what", FAILURES)
-def test_failures_of_the_hub(server, client, what):
-    server.fail(what)
+@pytest.mark.parametrize(("what", "path"), [
+    *((what, "") for what in FAILURES), (401, "/commit/"), (403, "/preupload/"), (503, "/commit/"), (500, "create")])
+def test_failures_of_the_hub(server, client, what, path):
+    server.fail(what, path)
     result = client.run("hub.push(tiny(), 'me/model')")
     assert result.error.startswith("PublishError: " + FAILURES[what].format(server.endpoint))
     assert result.seconds < SOON
     assert "During handling" not in result.output  # there is no traceback from huggingface_hub
-
-
-@pytest.mark.parametrize(("status", "path"), [
-    (401, "/commit/"), (403, "/preupload/"), (503, "/commit/"), (500, "create")])
-def test_failures_during_a_push(server, client, status, path):
-    server.fail(status, path)
-    result = client.run("hub.push(tiny(), 'me/model')")
-    assert result.error.startswith("PublishError: " + FAILURES[status].format(server.endpoint))
-    assert result.seconds < SOON
 
 
 def test_tokens_are_only_in_the_header(server, client):

@@ -19,7 +19,6 @@ from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 import timm_ortho
-from scripts.pages import recipes
 from timm_ortho import cli
 from timm_ortho.lab import paper
 from timm_ortho.lab.planning import recipe
@@ -128,33 +127,12 @@ def explained(name):
             if not line.startswith("#") and ("  # " in line or before.startswith("# "))} - {"device_modules"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_contradictions_of_the_paper_are_in_the_header(name):
-    comments = " ".join(text(name).replace("\n# ", " ").split())
-    published = "the authors' published code has"
-    if name.endswith("initialisation"):
-        assert NUMBERS["recipes"]["initialisation"]["clip_grad"] == {"table_8": 1.0}
-        assert "60,000 steps, Table 8 for 200 epochs, which are 78,000" in comments
-        assert 50_000 // 128 * 200 == 78_000
-    elif name.startswith("resnet"):
-        assert NUMBERS["recipes"]["resnetv2"]["clip_grad"] == {"section_4_1": 1.0, "table_6": None}
-        assert "Section 4.1 clips at this norm, Table 6 does not clip" in comments
-    assert (f"scale: [0.08, 1.0] # {published}" in comments) == (values(name)["scale"] == [0.08, 1.0])
-    assert (f"lr: 5.0e-4 # {published} 1e-4" in comments) == (name == "vit_b_imagenet1k")
-
-
 # --------------------------------------------------------------------------------------------- headers
 @pytest.mark.parametrize("name", NAMES)
-def test_headers_are_the_papers(name):
+def test_accuracies_in_headers_are_the_papers(name):
     architecture, data, study = cell(name)
     header = text(name).split("\ndevice_modules")[0]
-    one_line = " ".join(header.replace("\n# ", " ").split())
     section = NUMBERS["initialisation" if study else "accuracy"]
-    assert one_line.startswith(f"# {NUMBERS['architectures'][architecture]['name']} on "
-                               f"{NUMBERS['datasets'][data]['name']}{', weight initialisation' if study else ''}: "
-                               f"{section['table']} of 'Revisiting Residual Connections'")
-    assert f"Values are from {table(name)['table']}" in header
-
     rows = re.findall(r"^#   (\S.*?)  +(\d+\.\d\d) \+- (\d+\.\d\d)   --model (\S+)(.*)$", header, re.MULTILINE)
     printed = {}
     for label, mean, std, model, rest in rows:
@@ -169,12 +147,6 @@ def test_headers_are_the_papers(name):
                            for start in ("orthogonal", "xavier", "kaiming")}
     else:
         assert printed == {None: section[architecture][data]}
-    runs = section["runs_imagenet1k"] if data == "imagenet1k" else section["runs"]
-    assert f"standard deviation of {runs} runs" in one_line
-
-    compute = NUMBERS["compute"][architecture][data]
-    hours = "hours unknown" if compute["hours"] is None else f"about {compute['hours']} h per run"
-    assert f"Hardware in the paper: {compute['gpus']} x {compute['gpu']}, {hours}." in header
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -211,14 +183,6 @@ def test_paths_in_recipes_and_studies_exist(file):
     paths = re.findall(r"\b(?:model_cards|docs|scripts|tests|timm_ortho)/[\w./-]*\w", file.read_text(encoding="utf-8"))
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"{file} names {', '.join(missing)}, which the repository does not contain"
-
-
-# ------------------------------------------------------------------------------------------- generator
-def test_the_files_are_what_the_generator_writes():
-    texts = recipes.texts(ROOT)
-    assert {path.stem for path in texts} == set(NAMES)
-    for path, wanted in texts.items():
-        assert path.read_text(encoding="utf-8") == wanted, path.name
 
 
 # ------------------------------------------------------------------------------------------------ lab

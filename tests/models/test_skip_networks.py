@@ -109,8 +109,3 @@ def test_learns(name):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_no_pretrained_weights():
-    with pytest.raises(RuntimeError, match="No pretrained weights exist for skipnet_20_linear"):
-        timm.create_model("skipnet_20_linear", pretrained=True)

@@ -12,7 +12,7 @@ from scipy import stats
 from scripts.pages import contrasts, evidence, hypotheses, provenance, studies as pages
 from timm_ortho.lab.planning import design
 from timm_ortho.lab.reporting import published
-from timm_ortho.lab.reporting.statistics import holm, paired_difference
+from timm_ortho.lab.reporting.statistics import holm, paired_difference, pooled_differences
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,12 +96,8 @@ def test_pooled_variance_covers_all_cells(runs):
     """Seed means are subtracted. The variance is pooled over all connections, including one that is not compared."""
     other = [79.0, 82.5, 80.0, 79.5]
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other})
-    result = contrast(contrasts.difference()).pooled
-    table = [[LINEAR[i], FEATURE[i], other[i]] for i in range(4)]
-    total = sum(map(sum, table)) / 12
-    rest = sum((table[i][j] - sum(table[i]) / 3 - sum(row[j] for row in table) / 4 + total) ** 2
-               for i, j in itertools.product(range(4), range(3)))
-    assert result.half_width == pytest.approx(stats.t.ppf(0.975, 6) * (rest / 6 * 2 / 4) ** 0.5)
+    block = {name: dict(enumerate(of)) for name, of in (("linear", LINEAR), ("feature", FEATURE), ("global", other))}
+    assert [contrast(contrasts.difference()).pooled] == pooled_differences([block], [(0, "feature", "linear")])
     runs("study", {("linear",): LINEAR, ("feature",): FEATURE, ("global",): other[:3]})  # without global's last seed
     assert contrast(contrasts.difference()).pooled.pairs == 4
 

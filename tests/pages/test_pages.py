@@ -11,6 +11,7 @@ import yaml
 
 import timm_ortho
 from timm_ortho import cli
+from timm_ortho.lab.options import known_options
 from timm_ortho.lab.planning import design, recipe
 from timm_ortho.models import arguments
 
@@ -130,7 +131,7 @@ def arguments_of(command):
 @pytest.mark.parametrize("path", BY_HAND, ids=ids)
 def test_commands_are_parsed(path):
     """Every option, study, recipe and script that a command names exists."""
-    parser, options = cli._parser(), text_of(ROOT / "tests" / "helpers" / "timm_train_options.txt").split()
+    parser, options = cli._parser(), known_options()
     for command in commands(path):
         arguments = arguments_of(command)
         if arguments and arguments[0] != "run" and "--help" not in arguments:

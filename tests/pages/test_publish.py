@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
 from helpers.made_up_runs import ROWS, runs_of, study_of
@@ -16,7 +15,6 @@ from timm_ortho.lab.commands import rewrite
 from timm_ortho.lab.reporting import published, report
 from timm_ortho.runs.provenance import PRIVATE
 
-ROOT = Path(__file__).parents[2]
 COSTS = study_of("gamma", title="How wide?", paper="Table 11", dataset=None, model=None, seeds=[])
 
 

@@ -1,13 +1,10 @@
 """Test how scripts/checks/timm_tests.py selects tests, reports their outcomes, and continues an earlier run."""
 import json
-from pathlib import Path
 
 import pytest
 import timm
 
 from scripts.checks import timm_tests
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow  # the tests start processes that import timm
 
