@@ -10,7 +10,7 @@ from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho.lab import LabError, commands as study, value_text
 from timm_ortho.lab.folder import RunPlan, read_yaml
-from timm_ortho.lab.planning import design, plan
+from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
 
 NAMES = sorted(design.shipped())
@@ -202,6 +202,13 @@ def test_options_of_the_machine_do_not_change_the_folder(tmp_path):
     assert read_yaml(out / "linear-seed0" / "args.yaml")["workers"] == 2
     with pytest.raises(LabError, match="PyTorch sees no device 'cuda:99' on this machine: use --device cpu"):
         plan.plan(compared(out, device="cuda:99"))
+
+
+def test_the_device_is_not_a_setting():
+    found = study.comparison(["linear"], "digits")
+    cpu, cuda = (identity.study_settings(found, given, found.variants(given)[0])
+                 for given in ({"device": "cpu"}, {"device": "cuda"}))
+    assert cpu == cuda
 
 
 def test_a_folder_may_grow(tmp_path):

@@ -96,8 +96,10 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
     options.device_modules = ["timm_ortho", *(name for name in options.device_modules or () if name != "timm_ortho")]
     import_modules(options.device_modules, LabError)
     options.model = _variant(base)
-    if "amp_dtype" not in values and options.device == "cpu":
-        options.amp_dtype = "bfloat16"  # timm's default is float16, whose loss scaler works on GPUs only
+    if "amp_dtype" not in values and (options.device == "cpu" or not options.amp):
+        # timm's default is float16, whose loss scaler works on GPUs only. Without amp, all devices have the same value,
+        # because the device must not change a run's identity.
+        options.amp_dtype = "bfloat16"
     if "connection" in options.model_kwargs:
         raise LabError("the connection is not a model argument of a study or comparison: use --connections")
     return options
