@@ -262,7 +262,7 @@ def test_a_killed_process_is_started_three_times_at_most(tmp_path, monkeypatch, 
         """A mock process that trains in this process and then appears to have ended."""
 
         def __init__(self, target, args):
-            self.folder, self.exitcode = args[0], 0
+            self.folder, self.exitcode, self.pid = args[0], 0, os.getpid()
 
         def start(self):
             started.append(self.folder.name)
@@ -317,6 +317,20 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
     assert finished(experiment.folder) == ([({}, "global", 0)], ["linear-seed0", "feature-seed0"])
     sessions = [read(experiment.folder / f"{name}-seed0" / "sessions.json") for name in ("linear", "feature")]
     assert [len(of_run) for of_run in sessions] == [2, 2]
+
+
+def test_a_second_launcher_gives_the_reason_and_leaves_the_run_of_the_first(tmp_path, capsys):
+    """The first launcher's process appears in the session and holds the lock, which the second one's cannot get."""
+    experiment = planned(compared(tmp_path / "out", ["linear"]))
+    folder = experiment.folder / "linear-seed0"
+    sessions = [{"pid": 17, "host": "elsewhere", "begin": "a"}]
+    (folder / "sessions.json").write_text(json.dumps(sessions))
+    with folders.work_on(folder):
+        failed = launch.local(experiment.folder, experiment.runs)
+    reason = f"another process trains {folder} (process 17 on host elsewhere): wait for it, or stop it"
+    assert failed == {"linear-seed0": f"{reason}, see {folder / LOG}"}
+    assert "it is started again" not in capsys.readouterr().err
+    assert read(folder / "sessions.json") == sessions
 
 
 @contextmanager

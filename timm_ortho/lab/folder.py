@@ -271,11 +271,16 @@ def last_session(folder: Path) -> dict:
 
 def with_last_words(folder: Path, reason: str) -> str:
     """Return the reason why a run failed, followed by the last line in its log that the lab did not write."""
+    words = last_line(folder, of_lab=False)[:300]
+    return reason if words in reason else f"{reason}; {words}"
+
+
+def last_line(folder: Path, of_lab: bool) -> str:
+    """Return the last line in a run's log that the lab wrote, or that it did not write. Lines of epochs are skipped."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    words = next((line.strip()[:300] for line in reversed(lines)
-                  if line.strip() and not line.startswith("epoch ") and "timm-ortho: " not in line), "")
-    return reason if words in reason else f"{reason}; {words}"
+    return next((line.strip().removeprefix("timm-ortho: ") for line in reversed(lines)
+                 if line.strip() and not line.startswith("epoch ") and ("timm-ortho: " in line) == of_lab), "")
 
 
 def top1_text(value: Optional[float]) -> str:

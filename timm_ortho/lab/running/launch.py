@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process, set_start_method
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 from tqdm import tqdm
@@ -25,7 +25,18 @@ from tqdm import tqdm
 from ..._compat import submission_script
 from ..._text import error_text
 from .. import LabError
-from ..folder import LOG, RESULT, RunPlan, epochs_done, history, last_session, read_json, top1_text, with_last_words
+from ..folder import (
+    LOG,
+    RESULT,
+    RunPlan,
+    epochs_done,
+    history,
+    last_line,
+    last_session,
+    read_json,
+    top1_text,
+    with_last_words,
+)
 from . import run as run_module
 from .timm_script import die_with_parent
 
@@ -56,11 +67,11 @@ class _Progress:
         """Print a line above the bar."""
         tqdm.write(text, file=sys.stderr)
 
-    def fail(self, name: str, reason: str) -> None:
-        """Store the reason for a run's failure in `failed` and in the run's folder, and print it."""
+    def fail(self, name: str, reason: str, pid: Optional[int] = None) -> None:
+        """Store the reason why a run failed in `failed` and in the run's folder, and print it. See `note_failure`."""
         if shutil.disk_usage(self.root).free < _NO_ROOM:
             reason += ", the disk is full"
-        run_module.note_failure(self.root / name, reason)
+        run_module.note_failure(self.root / name, reason, pid)
         self.failed[name] = f"{with_last_words(self.root / name, reason)}, see {self.root / name / LOG}"
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
@@ -155,14 +166,18 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 name, slot = at_work.pop(process)
                 slots.append(slot)
                 attempts[name] += 1
-                error, ended = last_session(root / name).get("error"), _exit(process.exitcode)
+                session, ended = last_session(root / name), _exit(process.exitcode)
+                # if another launcher trains the run, the last session is not of this process
+                error = session.get("error") if session.get("pid") == process.pid else None
+                if process.exitcode == run_module.REFUSED:
+                    error = error or last_line(root / name, of_lab=True)
                 if (root / name / RESULT).is_file():
                     progress.ended(name)
                 elif not error and attempts[name] < ATTEMPTS:
                     progress.say(f"timm-ortho: {name} {ended}; it is started again")
                     queue.append(name)
                 else:
-                    progress.fail(name, error or f"its process {ended}")
+                    progress.fail(name, error or f"its process {ended}", process.pid)
     finally:
         for process in at_work:
             process.terminate()

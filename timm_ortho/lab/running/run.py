@@ -29,12 +29,13 @@ from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
+REFUSED = 2  # exit status after a LabError: the launcher does not start the run again
 # These errors mean that the run's folder cannot be written. `run` turns them into LabErrors with advice.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Train the run in a folder. Return the exit status: 0 if it is finished, 2 for a LabError, 1 for other errors."""
+    """Train the run in a folder. Return the exit status: 0 if it is finished, `REFUSED` for a LabError, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
@@ -45,7 +46,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         run(parsed.folder, parsed.threads)
     except LabError as error:
         print(f"timm-ortho: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, timm_script.Died) else REFUSED
     except Exception:  # noqa: BLE001 shown in the log
         traceback.print_exc()
         return 1
@@ -109,10 +110,13 @@ def _begin_session(folder: Path) -> list[dict]:
     return sessions
 
 
-def note_failure(folder: Path, reason: str) -> None:
-    """Store why a run failed in the last entry of `sessions.json`, unless the run's process stored an error itself."""
+def note_failure(folder: Path, reason: str, pid: Optional[int] = None) -> None:
+    """Store why a run failed in the last entry of `sessions.json`.
+
+    The entry is not changed if it has an error, or if it is not of the process `pid`. The default is any process.
+    """
     sessions = read_json(folder / SESSIONS) or []
-    if sessions and not sessions[-1].get("error"):
+    if sessions and not sessions[-1].get("error") and pid in (None, sessions[-1].get("pid")):
         sessions[-1]["error"] = reason
         _write_sessions(folder, sessions)
 
