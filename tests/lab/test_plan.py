@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from helpers.tiny_study import SMALL, STUDY, compared, planned, request, written
+from helpers.tiny_study import SMALL, STUDY, compared, in_this_process, planned, request, written
 
 from timm_ortho import cli
 from timm_ortho._images import data_config
@@ -50,6 +50,15 @@ def test_arguments_equal_to_defaults_are_left_out():
     assert cells[0.0].options.model_kwargs["connection"] == "linear"
     assert cells[0.5].options.model_kwargs["connection_prob"] == 0.5
     assert "connection_prob" not in cells[1.0].options.model_kwargs
+
+
+@pytest.mark.parametrize("grid", [
+    {"rank": {"1/2": {"lr": 0.1}, "1:2": {"lr": 0.2}}},
+    {"rank": {"half": {"connections": ["linear", "global"], "switch": {"to": "feature", "optimizer": "kept"}}}},
+])
+def test_different_runs_have_different_names(tmp_path, grid):
+    with pytest.raises(LabError, match=r"two different runs have the name 'rank=.*-seed0': rename a value of an axis"):
+        plan.plan(request(written(tmp_path, grid=grid), tmp_path / "out"))
 
 
 def test_switches(tmp_path):
@@ -303,7 +312,24 @@ def test_a_study_extends_another(tmp_path):
 
 
 def test_the_keys_of_a_file_are_the_attributes_of_a_design():
-    assert design._KEYS.keys() == design.Design.__dataclass_fields__.keys() - {"name", "scale"}
+    assert design._KEYS.keys() == design.Design.__dataclass_fields__.keys() - {
+        "name", "scale", "source"}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["compare", "gamma", "accuracy"])
+def test_a_users_study_may_have_a_name_of_this_package(tmp_path, monkeypatch, name):
+    """The name does not decide the kind of study, and the study is compared with its own scale `paper`."""
+    values = yaml.safe_load(STUDY)
+    scales = {**values["scales"], "paper": {"recipe": "digits", "options": {"epochs": 77}, "seeds": 4}}
+    path = Path(written(tmp_path, scales=scales, representation=False)).rename(tmp_path / f"{name}.yaml")
+    requested = request(str(path), tmp_path / "out", epochs=1, only=[("connection", "linear"), ("lr", "1e-3")])
+    found = planned(requested)
+    assert found.study["scale"] == "smoke"
+    assert "seeds: 1 here; 4 in the paper" in found.study["changed"]
+    if name == "gamma":  # also the name of a table of costs, whose report is different
+        in_this_process(monkeypatch)
+        assert study.run(requested) == 0
 
 
 def test_null_means_the_default(tmp_path):

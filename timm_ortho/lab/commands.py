@@ -14,7 +14,7 @@ from . import LabError
 from .costs import report as cost_report
 from .costs.report import cost
 from .folder import RunPlan
-from .planning.design import COMPARISON, COST_STUDIES, SCALES, Design, has_scale, load, shipped
+from .planning.design import COMPARISON, SCALES, Design, has_scale, load, shipped
 from .planning.plan import StudyPlan, places_of, plan
 from .planning.request import Request
 from .reporting import report
@@ -201,7 +201,7 @@ def rewrite(results: Mapping[str, Any], folder: Path) -> str:
 
 
 def _report(parts: Sequence[tuple], folder: Path) -> str:
-    costs = [study["name"] for study, *_ in parts if study["name"] in COST_STUDIES]
+    costs = [study["name"] for study, *_ in parts if study.get("kind", "training") != "training"]
     if costs and len(parts) > 1:
         raise LabError(f"the table of costs '{costs[0]}' cannot be in a report of several studies: report it alone")
     return cost_report.write(*parts[0][:2], folder) if costs else report.write_many(parts, folder)

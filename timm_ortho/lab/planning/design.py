@@ -45,7 +45,7 @@ A study of this package follows further rules, which `tests/lab/test_studies.py`
 import itertools
 import re
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
@@ -102,11 +102,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Design:
-    """A study at one scale. The attributes are the keys of the study's file, with the changes of the scale applied."""
+    """A study at one scale.
+
+    Apart from `name`, `scale` and `source`, the attributes are the keys of the study's file, with the changes of the
+    scale applied.
+    """
 
     name: str
     scale: str
     title: str
+    source: str = ""  # the first argument of `load`; empty if `timm-ortho compare` made the study
     paper: str = ""
     table: str = ""
     model: str = "vit_small"  # empty for the recipe's model
@@ -125,7 +130,7 @@ class Design:
     @property
     def is_comparison(self) -> bool:
         """Whether `timm-ortho compare` made the study. It then has one cell, and the user may choose its recipe."""
-        return self.name == COMPARISON
+        return not self.source
 
     @property
     def axes(self) -> dict[str, list]:
@@ -220,7 +225,7 @@ def load(name: str, scale: str) -> Design:
         raise LabError(f"there is no scale '{scale}': choose {', '.join(SCALES[:-1])} or {SCALES[-1]}")
     values, own_name = read(name), Path(name).stem
     try:
-        return _design(own_name, scale, values)
+        return replace(_design(own_name, scale, values), source=name)
     except LabError as error:
         raise LabError(f"study '{own_name}': {error}") from None
 

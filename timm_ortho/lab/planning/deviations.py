@@ -38,7 +38,7 @@ def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int
     own_data = requested.get("dataset", "").rpartition("/")[2]
     data = own_data if own_data in design.paper_data else next(iter(design.paper_data), None)
     try:
-        paper = load(design.name, "paper")
+        paper = load(design.source, "paper")
         there = paper.variants({"dataset": data, "device": "cpu"} if data else {}, "train.py")
     except LabError:  # a user's study may have no scale `paper`
         return []

@@ -42,7 +42,7 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
         first: The first variant of the grid.
     """
     keys = {key: value for key, value in asdict(design).items()
-            if key not in ("seeds", "connections", "baseline", "report")}
+            if key not in ("source", "seeds", "connections", "baseline", "report")}
     given = {key: value for key, value in requested.items() if key not in _MACHINE}
     kwargs = {key: value for key, value in given.pop("model_kwargs", {}).items() if not is_default(key, value)}
     settings = {"design": keys, "given": {**given, "model_kwargs": kwargs} if kwargs else given}

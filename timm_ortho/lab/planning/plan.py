@@ -142,15 +142,23 @@ def plan(request: Request) -> StudyPlan:
 
 def places_of(
         request: Request, variants: Sequence[Variant], seeds: Sequence[int]) -> tuple[list[dict], dict[str, RunPlan]]:
-    """Return the places ordered by seed, and the runs by name. Places with equal settings share a run."""
+    """Return the places ordered by seed, and the runs by name. Places with equal settings share a run.
+
+    Raises:
+        LabError: Runs with different settings would have the same name.
+    """
     places, runs, names = [], {}, {}
     for seed in seeds:
         for variant in variants:
-            run = _run(request, variant, seed)
-            name = names.setdefault(json.dumps(run_identity(run), sort_keys=True), variant.name(seed))
-            runs.setdefault(name, run)
-            places.append({
-                "cell": dict(variant.cell), "connection": variant.final_connection, "seed": seed, "run": name})
+            run, name = _run(request, variant, seed), variant.name(seed)
+            identity = json.dumps(run_identity(run), sort_keys=True)
+            if identity not in names:
+                if name in runs:
+                    raise LabError(f"two different runs have the name '{name}': rename a value of an axis, or give "
+                                   "cells with 'switch' only one connection")
+                names[identity], runs[name] = name, run
+            places.append({"cell": dict(variant.cell), "connection": variant.final_connection, "seed": seed,
+                           "run": names[identity]})
     return places, runs
 
 
