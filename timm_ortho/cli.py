@@ -109,8 +109,6 @@ def _compare(parsed: argparse.Namespace) -> int:
         options = {**dict(parsed.option), **_requested(parsed, _PASSED)}
         if parsed.model_kwargs:
             options["model_kwargs"] = dict(parsed.model_kwargs)
-        if parsed.data_dir is not None and parsed.dataset is None and parsed.recipe is None:
-            options["dataset"] = ""  # an image folder, as in train.py
         request = lab.Request(
             lab.comparison(_words(parsed.connections), parsed.recipe), options, seeds=_seeds(parsed.seeds),
             output=parsed.output, command=parsed.command_line)

@@ -248,14 +248,18 @@ def test_shared_images_are_refused_when_train_py_starts(tmp_path):
 
 # -------------------------------------------------------------------------------------------- the data set
 def test_data_dir_alone_is_an_image_folder(tmp_path, capsys):
-    """--data-dir selects an image folder even in a study whose default data set is digits."""
+    """--data-dir selects an image folder unless the command, the study or the recipe sets a data set."""
     root = image_folder(tmp_path / "data", "train", "test")
     experiment = plan.plan(request("dynamics", data_dir=str(root), batch_size=4, train_num_samples=None))
     assert (experiment.study["dataset"], experiment.study["data"]["classes"]) == ("data", 2)
     with pytest.raises(LabError, match="data set digits takes no --data-dir"):
         plan.plan(request("dynamics", dataset="digits", data_dir=str(root)))
-    assert cli.main(["compare", "--recipe", "digits", "--data-dir", str(root)]) == 2
-    assert "data set digits takes no --data-dir" in capsys.readouterr().err
+    assert plan.plan(compared(data_dir=str(root), **WHOLE)).study["dataset"] == "data"
+    for arguments, message in [
+            (["--recipe", "digits", "--data-dir", str(root)], "data set digits takes no --data-dir"),
+            (["--data-dir", str(root), "-o", "dataset=torch/fashion_mnist"], "data set 'torch/fashion_mnist' ")]:
+        assert cli.main(["compare", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_folder_keeps_its_runs_when_it_moves(tmp_path):

@@ -9,7 +9,8 @@ from helpers.tiny_study import SMALL, STUDY, compared, in_this_process, planned,
 from timm_ortho import cli
 from timm_ortho._images import data_config
 from timm_ortho.lab import LabError, commands as study, value_text
-from timm_ortho.lab.folder import RunPlan, read_yaml
+from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
+from timm_ortho.lab.options import defaults
 from timm_ortho.lab.planning import design, identity, plan
 from timm_ortho.lab.planning.request import Request
 
@@ -90,6 +91,18 @@ def test_switches(tmp_path):
     assert (run.epochs, run.switch_epoch, run.offset(run.stages[1])) == (10, 5, 5)
     with pytest.raises(LabError, match="a connection cannot be switched within one epoch"):
         stages("kept", 1)
+
+
+@pytest.mark.parametrize(("options", "epochs"), [
+    ({}, 10), ({"lr_cycle_limit": 2}, 20), ({"lr_cycle_limit": 2, "lr_cycle_mul": 2.0, "sched_on_updates": True}, 30),
+    ({"cooldown_epochs": 3}, 13), ({"cooldown_epochs": 3, "sched": "step"}, 10),
+    ({"warmup_prefix": True, "warmup_epochs": 4}, 14), ({"sched": "plateau"}, 10), ({"sched": "none"}, 10),
+])
+def test_a_stage_has_as_many_epochs_as_timms_script_trains(options, epochs):
+    """For a schedule with cycles, timm's script adds cycles and cooldown. `step` has no cooldown."""
+    assert Stage(".", {**defaults(), "epochs": 10, **options}).last_epoch == epochs
+    with pytest.raises(LabError, match=r"timm cannot make the schedule 'cosin' of these options: .*cosin"):
+        Stage(".", {**defaults(), "sched": "cosin"}).last_epoch  # noqa: B018
 
 
 def test_only_some_cells(tmp_path):

@@ -19,6 +19,7 @@ A run that changes its connection during training has a second stage. The second
 `last.pth.tar` are in `switched/`.
 """
 import json
+from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequenc
 
 import yaml
 from filelock import FileLock, Timeout
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 
 from .._text import without_nan
 from ..runs.folders import json_lines, read_history
@@ -55,9 +57,14 @@ class Stage:
 
     @property
     def scheduled_epochs(self) -> int:
-        """The number of epochs of the schedule, with cooldown epochs and, if `warmup_prefix` is set, warmup epochs."""
-        options = self.options
-        return options["epochs"] + options["cooldown_epochs"] + options["warmup_prefix"] * options["warmup_epochs"]
+        """The number of epochs of timm's schedule, which may have several cycles, cooldown and additional warmup."""
+        options = Namespace(**{**self.options, "sched_on_updates": False})
+        if options.sched == "plateau":  # timm needs a real optimizer for it; `step` has as many epochs
+            options.sched = "step"
+        try:
+            return create_scheduler_v2(Namespace(param_groups=[{"lr": 1.0}]), **scheduler_kwargs(options))[1]
+        except ValueError as error:
+            raise LabError(f"timm cannot make the schedule '{options.sched}' of these options: {error}") from None
 
     @property
     def last_epoch(self) -> int:

@@ -112,9 +112,11 @@ def plan(request: Request) -> StudyPlan:
     """
     request.check_machines()
     design, requested = request.design, dict(request.options)
-    if not design.is_comparison:  # `timm-ortho compare` takes its data set from the recipe
+    if not design.is_comparison:
         default = "" if requested.get("data_dir") else "digits"
         requested.setdefault("dataset", design.options.get("dataset", default))
+    elif requested.get("data_dir") and design.recipe is None:  # otherwise a comparison has its recipe's data set
+        requested.setdefault("dataset", "")  # an image folder, as in train.py
     requested["device"] = request.device()
     variants, left_out = design.expand(requested, request.trainer)
     variants = request.select(variants)

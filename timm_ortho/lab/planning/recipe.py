@@ -68,8 +68,9 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
         if missing:
             raise LabError(f"timm's train.py has {', '.join(missing)}, but the lab's own loop does not: remove the "
                            "option, or train with --train-py")
-        if str(typed.get("sched")).startswith("plateau"):
-            raise LabError("the lab's own loop has no plateau schedules: train with --train-py")
+        if typed.get("sched") in ("plateau", "none"):
+            raise LabError(f"the lab's own loop has no schedule '{typed['sched']}': choose another, such as constant, "
+                           "or train with --train-py")
         unused = [key for key in changed if key in options_with("lab", "unused")]
         if unused:
             print(f"timm-ortho: the lab's own loop ignores {', '.join(unused)}", file=sys.stderr)
@@ -167,4 +168,4 @@ def _scalar(key: str, kind: str, value: Any) -> Any:
 
 def _is_default(key: str, value: Any) -> bool:
     default = known_options()[key]["default"]
-    return value == default or (not value and not default)
+    return value == default or (value in ("", [], {}) and not default)
