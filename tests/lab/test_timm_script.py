@@ -112,7 +112,9 @@ def manual_run(study_folder, folder, **changes):
 
 
 def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
-    hand = manual_run(unfinished, tmp_path / "hand")
+    """It may differ from the planned run in options that do not change the result, and in the division of a batch."""
+    hand = manual_run(unfinished, tmp_path / "hand", batch_size=8, workers=3, log_interval=7, aa="", wandb_tags=None,
+                      amp_dtype="float16", resume="last.pth.tar")
     (about, runs, left), = collect.collect([unfinished, hand])
     assert (about["seeds"], left) == ([0, 7], ["feature-seed0"])
     assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in runs] == [
@@ -146,12 +148,14 @@ def test_epochs_without_validation(unfinished, tmp_path):
 def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
     folder = planned(tiny(tmp_path, tmp_path / "out")).folder
     for number, changes in enumerate([
-            dict(epochs=3), dict(lr=0.5), dict(model="vit_base_ortho"), dict(model_kwargs={"connection": "feature"}),
+            dict(epochs=3), dict(lr=0.5), dict(aa="rand-m9"), dict(hflip=0.0), dict(amp=True),
+            dict(model="vit_base_ortho"), dict(model_kwargs={"connection": "feature"}),
             dict(model_kwargs={**SMALL["model_kwargs"], "img_size": 16, "connection": "global"})]):
         hand = manual_run(folder, tmp_path / str(number), **changes)
         assert cli.main(["study", "report", str(folder), str(hand)]) == 2
         assert f"error: {hand} (" in (errors := capsys.readouterr().err)
         assert "matches no cell of these studies" in errors
+        assert ("global" in errors) or f"; the most similar run has another {next(iter(changes))}\n" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: use the --output of timm-ortho study or compare" in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")

@@ -8,9 +8,14 @@ from ...models.names import SUFFIXES, base_name, suffix_of
 from ...runs.folders import read_history
 from .. import LabError
 from ..folder import RESULT, RunPlan, history, metrics_of, read_json, read_lines, read_yaml, state
+from ..options import options_with
 from ..planning.plan import STUDY, read
 from ..running.features import add_cka
 from . import published
+
+# Options in which a user's run may differ from the run of a study; `data` is another name of `data_dir`
+_NOT_COMPARED = options_with("about", "machine") | options_with("lab", "unused") | {
+    "seed", "batch_size", "grad_accum_steps", "device_modules", "data", "resume"}
 
 Part = tuple  # study, runs, unfinished and, for a published study, `recorded`: the arguments of `report.write`
 
@@ -90,25 +95,39 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
         raise LabError(f"{folder / 'args.yaml'} names no model, so train.py did not write it")
     own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
     connection = (options.get("model_kwargs") or {}).get("connection") or own_connection
+    nearest: Optional[list[str]] = None
     for number, (root, values) in enumerate(studies):
         for place in values["places"]:
             if place["connection"] != connection:
                 continue
             plan = RunPlan.read(root / place["run"])
-            if len(plan.stages) == 1 and _fits(options, rows, plan):
+            if len(plan.stages) > 1:
+                continue
+            differing = _differing(options, rows, plan)
+            if not differing:
                 return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
-    epochs = metrics_of(rows)["epochs"]
-    raise LabError(f"{folder} ({options['model']}, {connection}, {epochs} epochs) matches no cell of these studies")
+            nearest = min(nearest or differing, differing, key=len)
+    advice = f"; the most similar run has another {nearest[0]}" if nearest else ""
+    raise LabError(f"{folder} ({options['model']}, {connection}, {metrics_of(rows)['epochs']} epochs) matches no cell "
+                   f"of these studies{advice}")
 
 
-def _fits(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> bool:
-    """Return whether a user's run has a plan's architecture, data set, epochs and training options."""
-    there, epochs = plan.stages[0].options, plan.stages[0].last_epoch
-    same = ("dataset", "opt", "lr", "weight_decay", "sched", "img_size", "mixup", "cutmix", "smoothing")
-    kwargs = [{key: value for key, value in (values.get("model_kwargs") or {}).items() if key != "connection"}
-              for values in (options, there)]
-    return (base_name(options["model"]) == base_name(there["model"]) and metrics_of(rows)["epochs"] == epochs
-            and all(options.get(key) == there.get(key) for key in same) and kwargs[0] == kwargs[1])
+def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> list[str]:
+    """Return the settings in which a user's run differs from a plan.
+
+    All settings that change the result are compared, except `seed`, and `batch_size`: it is the batch of one process,
+    and `args.yaml` lacks the number of processes.
+    """
+    def settings(values: Mapping[str, Any], epochs: int) -> dict[str, Any]:
+        kept = {key: None if value in ("", [], {}) else value
+                for key, value in values.items() if key not in _NOT_COMPARED}
+        kwargs = {key: value for key, value in (values.get("model_kwargs") or {}).items() if key != "connection"}
+        return {**kept, "model": base_name(values["model"]), "epochs": epochs, "model_kwargs": kwargs,
+                "amp_dtype": values.get("amp_dtype") if values.get("amp") else None}
+
+    here = settings(options, metrics_of(rows)["epochs"])
+    there = settings(plan.stages[0].options, plan.stages[0].last_epoch)
+    return [key for key in here if key in there and here[key] != there[key]]
 
 
 def _recorded(
