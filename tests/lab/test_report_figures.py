@@ -87,7 +87,7 @@ def test_long_names_make_more_rows_of_the_legend():
 
 
 def test_lines_are_means_and_shades_ranges_with_gaps():
-    curves = [[1.0, None, math.nan, 4.0], [3.0, 5.0]]
+    curves = [[1.0, None, math.nan, 4.0], [3.0, 5.0, None, None]]
     axes = lines_chart([Panel("", {"a": ({"color": "k"}, [1, 2, 3, 4], curves)})], "epoch").axes[0]
     x, y = axes.lines[0].get_data()
     assert list(x) == [1, 2, 3, 4]
@@ -95,6 +95,13 @@ def test_lines_are_means_and_shades_ranges_with_gaps():
     assert math.isnan(y[2])
     shade = axes.collections[0].get_paths()[0].vertices
     assert (shade[:, 1].min(), shade[:, 1].max()) == (1.0, 5.0)
+
+
+def test_curves_of_runs_with_different_epochs_are_drawn_at_their_epochs():
+    whole, part = (run_of("linear", seed, top1=90.0 + 2 * seed) for seed in (0, 1))  # epochs 1 to 3
+    runs = [whole, {**part, "history": part["history"][1:2]}]
+    line = drawn(study_of("compare"), runs)["training"].axes[1].lines[0]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2, 3], [70.0, 81.0, 90.0])
 
 
 def test_the_axes_fit_the_second_half_of_training():

@@ -156,6 +156,19 @@ def test_an_interval_without_zero_before_adjustment_alone(tmp_path):
     assert results(tmp_path)["summary"][1]["difference"]["reading"] == "higher"
 
 
+def test_features_that_are_not_finite_are_named(tmp_path):
+    """The features of a diverged run are null in its `result.json`."""
+    study, runs = study_of("representation"), runs_of("representation")
+    for run in runs:
+        if run["connection"] == "feature":
+            run["representation"] = dict.fromkeys(run["representation"])
+    write(study, runs, [], tmp_path)
+    here = {row: value for ((row,), column), (_, value) in side_by_side(tmp_path).items() if column == "Orthogonal-F"}
+    assert here == {
+        **dict.fromkeys(["effective rank", "spectral entropy", "feature standard deviation"], "not finite (3 runs)"),
+        "linear CKA with the baseline": "not run"}
+
+
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("missing", [None, math.nan])
 def test_diverged_runs_are_named_and_not_averaged(tmp_path, missing):

@@ -47,7 +47,11 @@ def _number(key: str) -> Callable[[Run], Optional[float]]:
 
 
 def _represented(key: str) -> Callable[[Run], Optional[float]]:
-    return lambda run: (run.get("representation") or {}).get(key)
+    return lambda run: _number(key)(run.get("representation") or {})
+
+
+def _linear_cka(run: Run) -> Optional[float]:
+    return (run.get("representation") or {}).get("linear_cka")  # null for the baseline's runs
 
 
 def _five_best(run: Run) -> Optional[float]:
@@ -66,7 +70,7 @@ MEASURES = {
     "loss": Measure("{images} loss", _number("loss"), 4),
     "effective_rank": Measure("effective rank", _represented("effective_rank"), 1),
     "spectral_entropy": Measure("spectral entropy", _represented("spectral_entropy"), 3),
-    "linear_cka": Measure("linear CKA with the baseline", _represented("linear_cka"), 3),
+    "linear_cka": Measure("linear CKA with the baseline", _linear_cka, 3),
     "feature_std": Measure("feature standard deviation", _represented("feature_std"), 3),
 }
 

@@ -9,7 +9,6 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from statistics import fmean, stdev
 from textwrap import fill
 from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
@@ -173,10 +172,9 @@ def lines_chart(
 
 
 def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], name: str, look: Mapping) -> None:
-    """Draw the mean of curves and the range of their values. Lengths may differ, and NaN is allowed."""
-    columns = [[value for value in column if finite(value)] for column in zip_longest(*curves)]
+    """Draw the mean of curves and the range of their values. Values may be None or NaN."""
+    columns = [[value for value in column if finite(value)] for column in zip(*curves, strict=True)]
     look = {"label": name, "linewidth": 1.5, **look, "marker": "o" if len(columns) == 1 else look.get("marker", "")}
-    x = list(x)[:len(columns)]
     axes.plot(x, list(map(_mean, columns)), markersize=3, **look)
     low, high = ([end(column, default=math.nan) for column in columns] for end in (min, max))
     axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -188,16 +186,20 @@ def _is_long(panels: Sequence[Panel]) -> bool:
 
 def _focus(axes: Axes, panels: Sequence[Panel]) -> None:
     late = [value for panel in panels for _, x, curves in panel.lines.values() for curve in curves
-            for at, value in zip(x, curve, strict=False) if finite(value) and 2 * at > max(x)]
+            for at, value in zip(x, curve, strict=True) if finite(value) and 2 * at > max(x)]
     if late:
         margin = 0.05 * (max(late) - min(late)) or 0.01 * abs(late[0]) or 1.0
         axes.set_ylim(min(late) - margin, max(late) + margin)
 
 
 def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Callable) -> tuple:
-    """Return a line of a panel, with a curve for each run. `x` and `y` read the coordinates of a point from a row."""
-    by_run = [rows(run) for run in runs]
-    return look, [x(row) for row in max(by_run, key=len)], [[y(row) for row in of_run] for of_run in by_run]
+    """Return a line of a panel, with a curve for each run. `x` and `y` read the coordinates of a point from a row.
+
+    A curve has None where its run has no point.
+    """
+    by_run = [{x(row): y(row) for row in rows(run)} for run in runs]
+    every_x = sorted(set().union(*by_run))
+    return look, every_x, [[points.get(at) for at in every_x] for points in by_run]
 
 
 def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:

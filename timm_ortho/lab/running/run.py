@@ -13,6 +13,7 @@ import traceback
 from argparse import Namespace
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Optional, Sequence
 
 import torch
@@ -175,7 +176,7 @@ def _result(plan: RunPlan, folder: Path) -> tuple[dict, nn.Module]:
         "model": options.model, "connection": plan.stages[-1].connection, "seed": options.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **metrics_of(rows),
-        "images_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,  # median over the epochs
+        "images_per_second": median(speeds) if speeds else None,  # over the epochs
         "peak_memory": int(max(memory)) if memory else None,
         "seconds": sum(seconds) if seconds else None,
         "device": device_name(torch.device(options.device)),
