@@ -443,7 +443,7 @@ def _add_list(commands: Any) -> None:
 def _list(parsed: argparse.Namespace) -> int:
     import timm
 
-    from .models.names import is_variant
+    from .models.names import is_variant, similar_variants
 
     if parsed.weights:
         return _list_weights(parsed.pattern or "*")
@@ -451,7 +451,7 @@ def _list(parsed: argparse.Namespace) -> int:
         return _list_modules()
     names = [name for name in timm.list_models(parsed.pattern) if is_variant(name)]
     if not names:
-        raise UsageError(f"no variant matches '{parsed.pattern}'; try timm-ortho list '*{parsed.pattern.strip('*')}*'")
+        raise UsageError(f"no variant matches '{parsed.pattern}'{similar_variants(parsed.pattern)}")
     width = max(map(len, names))
     print(f"{'name':{width}}  {'parameters':>14}  sites  connection  weights")
     for name in names:
@@ -561,7 +561,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     from .hub.errors import NoRunError
     from .hub.repository import run_model
     from .hub.trained_run import CheckpointRun
-    from .models.names import is_variant
+    from .models.names import is_variant, similar_variants
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
     options = {} if size is None else {"input_size": (3, *(size if isinstance(size, list) else (size, size)))}
@@ -571,7 +571,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     if name.startswith(("hf-hub:", "local-dir:")):
         return pull(name, **kwargs), options
     if not names_variant and not os.path.exists(name):
-        raise UsageError(f"there is no variant '{name}'; try timm-ortho list '*{name}*'")
+        raise UsageError(f"there is no variant '{name}'{similar_variants(name)}")
     if names_variant and not checkpoint:
         return timm.create_model(name, pretrained=parsed.pretrained, **kwargs), options
     if checkpoint and not os.path.isfile(checkpoint):

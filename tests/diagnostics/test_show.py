@@ -113,7 +113,8 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; try timm-ortho list"),
+    (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; did you mean 'vit_small_patch16_224_or"),
+    (["vit_smal_ortho"], "there is no variant 'vit_smal_ortho'; did you mean 'vit_small_ortho' or "),
     (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "/nowhere.png is not an image: No such file"),
     (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),
     (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),

@@ -118,6 +118,10 @@ def test_only_some_cells(tmp_path):
         names(("lr", "0.1"))
     with pytest.raises(LabError, match="--only depth: the study has no such axis, only lr, connection"):
         names(("depth", "3"))
+    samples = request(written(tmp_path, grid={"train_num_samples": [10000, 20000, 30]}), tmp_path / "out",
+                      only=[("train_num_samples", "10000,20000")])
+    assert [variant.cell["train_num_samples"] for variant in samples.select(samples.design.variants({}))] == [
+        10000, 10000, 20000, 20000]
 
 
 @pytest.mark.parametrize("study", NAMES)
@@ -172,6 +176,21 @@ def test_options_of_the_command_line_take_precedence():
     assert variant.options.epochs == 7
     assert variant.options.model_kwargs["embed_dim"] == 48
     assert variant.options.model_kwargs["num_heads"] == 2
+
+
+def test_null_removes_the_studys_model_arguments(tmp_path):
+    path = written(tmp_path)
+    reset, whole = (plan.plan(request(path, **given)) for given in ({"model_kwargs": None}, {"model_kwargs": {}}))
+    assert [next(iter(found.runs.values())).stages[0].options["model_kwargs"].get("depth")
+            for found in (whole, reset)] == [2, None]
+    assert whole.folder == plan.plan(request(path)).folder != reset.folder
+
+
+def test_ignored_options_are_named_once(capsys):
+    plan.plan(compared(log_interval=7, log_wandb=True))
+    assert capsys.readouterr().err == "timm-ortho: the lab's own loop ignores log_interval, log_wandb\n"
+    plan.plan(compared())
+    assert capsys.readouterr().err == ""
 
 
 def test_mean_and_std_of_a_recipe_are_averaged_for_grey_images():

@@ -35,6 +35,9 @@ from timm_ortho.lab.planning import design
     (dict(connections="feature"), "connections is 'feature', but must be a list"),
     (dict(grid={"x": {"a": {"connection": ["feature"]}}}), "connection is ['feature'], but must be text"),
     (dict(grid={"seed": [1, 2]}), "a seed cannot be an axis: use the key seeds, or --seeds"),
+    (dict(grid={"dataset": ["digits"]}), "a data set cannot be an axis: use --dataset"),
+    (dict(grid={"scale": [[0.5, 1.0]]}), "axis 'scale': values that are lists or mappings need names: {NAME: {sca"),
+    (dict(scales={"smoke": {"grid": {"scale": [[0.5, 1.0]]}}}), "axis 'scale': values that are lists or mappings need"),
 ])
 def test_bad_study(tmp_path, changed, message):
     values = {**yaml.safe_load(STUDY), **changed}
@@ -89,7 +92,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
     (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': unknown name 'gleu'"),
     (dict(model_kwargs={"connection_eps": 0}), r"eps must be positive"),
-    (dict(model_kwargs={"connection": "feature"}), r"use --connections"),
+    (dict(model_kwargs={"connection": "feature"}), r"use --connections of timm-ortho compare, or the key conn"),
     (dict(connections=["linear", "featur"]),
      r"unknown connection 'featur', known are 'linear', .* did you mean 'feature'"),
     (dict(connections=[]), r"there is nothing to compare: choose at least one connection"),

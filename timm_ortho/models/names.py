@@ -1,6 +1,8 @@
 """Names of the registered models: an architecture and a suffix that sets the connection."""
 from timm.models import is_model, list_models, model_entrypoint
 
+from .._text import did_you_mean
+
 SUFFIXES = {"_ortho": "feature", "_orthog": "global", "_linear": "linear"}  # suffix -> connection
 
 
@@ -34,3 +36,9 @@ def is_variant(name: str) -> bool:
 def bases_with_variants() -> list[str]:
     """Return the names ``X`` for which a model ``X_ortho`` is registered."""
     return [name.removesuffix("_ortho") for name in list_models("*_ortho")]
+
+
+def similar_variants(pattern: str) -> str:
+    """Return text to append to a message about an unknown variant: similar names, or how to list all variants."""
+    variants = [name for name in list_models() if is_variant(name)]
+    return did_you_mean(pattern.strip("*"), variants, 3) or "; timm-ortho list '*' lists all variants"

@@ -17,7 +17,7 @@ from .. import LabError
 from ..data import Source, open_source
 from ..folder import RunPlan
 from ..image_folder import is_here
-from ..options import known_options
+from ..options import defaults, known_options, options_with
 from ..running.loop import Training, build_model
 from . import recipe
 from .design import Variant
@@ -39,6 +39,10 @@ def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Sourc
 
 
 def _check_for_lab(request: Request, variants: Sequence[Variant]) -> tuple[Source, list[Size]]:
+    ignored = dict.fromkeys(key for variant in variants for key in sorted(options_with("lab", "unused"))
+                            if getattr(variant.options, key) != defaults()[key])
+    if ignored:
+        print(f"timm-ortho: the lab's own loop ignores {', '.join(ignored)}", file=sys.stderr)
     source = open_source(variants[0].options, request.design.hold_out)
     for variant in variants:
         variant.options.num_classes, variant.options.in_chans = source.num_classes, source.in_chans

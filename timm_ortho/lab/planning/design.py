@@ -192,9 +192,9 @@ class Design:
         return Variant(cell, connection, options, base, **switch)
 
     def _refuse_varied(self, requested: Mapping[str, Any]) -> None:
-        flat = {**requested, **requested.get("model_kwargs", {})}
+        flat = {**requested, **(requested.get("model_kwargs") or {})}
         for axis, values in self.grid.items():
-            changed = [{*changes, *changes.get("options", {}), *changes.get("options", {}).get("model_kwargs", {})}
+            changed = [{*changes, *changes["options"], *(changes["options"].get("model_kwargs") or {})}
                        for changes in values.values()]
             clash = sorted(set.intersection(*changed).difference({"options", "model_kwargs"}).intersection(flat))
             if clash:
@@ -288,6 +288,8 @@ def _design(name: str, scale: str, values: Any) -> Design:
 def _axis(axis: str, entry: Any) -> dict:
     """Return an axis of a file as a mapping from value to changes, with timm's options under the key `options`."""
     if isinstance(entry, list):
+        if any(isinstance(value, (list, dict)) for value in entry):
+            raise LabError(f"axis '{axis}': values that are lists or mappings need names: {{NAME: {{{axis}: VALUE}}}}")
         entry = {value: {axis: value} for value in entry}
     if not isinstance(entry, dict):
         raise LabError(f"axis '{axis}' must be a list of values, or a mapping from values to changes")
@@ -295,7 +297,7 @@ def _axis(axis: str, entry: Any) -> dict:
 
 
 def _scaled_axis(axis: str, whole: Mapping, entry: Any) -> dict:
-    if isinstance(entry, list) and set(entry) <= set(whole):
+    if isinstance(entry, list) and all(label in [*whole] for label in entry):  # a label may be unhashable
         return {label: whole[label] for label in entry}
     return {label: _merged(whole.get(label, {}), changes) for label, changes in _axis(axis, entry).items()}
 
@@ -308,6 +310,8 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
     for key, value in entry.items():
         if key == "seed":
             raise LabError(f"{where}: a seed cannot be an axis: use the key seeds, or --seeds")
+        if key == "dataset":
+            raise LabError(f"{where}: a data set cannot be an axis: use --dataset")
         if key.startswith("connection_"):
             changes["options"].setdefault("model_kwargs", {})[key] = value
         elif key in _CELL:

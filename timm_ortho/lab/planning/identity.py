@@ -43,8 +43,10 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
     """
     keys = {key: value for key, value in asdict(design).items()
             if key not in ("source", "seeds", "connections", "baseline", "report")}
-    given = {key: value for key, value in requested.items() if key not in _MACHINE}
-    kwargs = {key: value for key, value in given.pop("model_kwargs", {}).items() if not is_default(key, value)}
+    kwargs = requested.get("model_kwargs")
+    given = {key: value for key, value in requested.items()
+             if key not in _MACHINE and (key != "model_kwargs" or kwargs is None)}
+    kwargs = {key: value for key, value in (kwargs or {}).items() if not is_default(key, value)}
     settings = {"design": keys, "given": {**given, "model_kwargs": kwargs} if kwargs else given}
     if design.is_comparison:  # store the recipe's options, because the recipe may be a file that the user edits later
         options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}

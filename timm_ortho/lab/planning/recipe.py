@@ -6,7 +6,6 @@ must have the requested options, too.
 import argparse
 import importlib
 import importlib.util
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Mapping
@@ -71,9 +70,6 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
         if typed.get("sched") in ("plateau", "none"):
             raise LabError(f"the lab's own loop has no schedule '{typed['sched']}': choose another, such as constant, "
                            "or train with --train-py")
-        unused = [key for key in changed if key in options_with("lab", "unused")]
-        if unused:
-            print(f"timm-ortho: the lab's own loop ignores {', '.join(unused)}", file=sys.stderr)
     return Namespace(**{**defaults(), **typed})
 
 
@@ -90,7 +86,7 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
     base = base_name(str(requested.get("model", own)))
     if base != own:
         values = {key: value for key, value in values.items() if key not in _BY_MODEL}
-    kwargs = {**(values.get("model_kwargs") or {}), **requested.get("model_kwargs", {})}
+    kwargs = {**(values.get("model_kwargs") or {}), **(requested.get("model_kwargs") or {})}
     values = {**values, **requested, "model": base, "model_kwargs": kwargs}
     options = resolve(values, trainer)
     # train.py must import timm_ortho to find the variant; the user's modules may register models too
@@ -102,7 +98,8 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
         # because the device must not change a run's identity.
         options.amp_dtype = "bfloat16"
     if "connection" in options.model_kwargs:
-        raise LabError("the connection is not a model argument of a study or comparison: use --connections")
+        raise LabError("the connection is not a model argument here: use --connections of timm-ortho compare, or the "
+                       "key connections of a study")
     return options
 
 

@@ -67,7 +67,8 @@ class Request:
             if variants and axis not in cells[0]:
                 raise LabError(f"--only {axis}: the study has no such axis, only {', '.join(cells[0])}")
             known = list(dict.fromkeys(cell[axis] for cell in cells))
-            values = [text] if text in known else [_as_value_text(word) for word in text.split(",") if word]
+            values = [text] if text in known else [
+                word if word in known else _as_value_text(word) for word in text.split(",") if word]
             if not set(values) <= set(known):
                 raise LabError(f"--only {axis}={text}: the values of {axis} are {'; '.join(known)}")
             selected.setdefault(axis, []).extend(values)
