@@ -8,8 +8,8 @@
 #   DATA    the folder of the data set
 #
 # Training uses all GPUs of this machine, or one process on the CPU. The recipe's batch_size is the total of all
-# processes. It is divided by the number of processes and by --grad-accum-steps, unless --batch-size is set.
-# If --experiment NAME is set, repeating the command continues from the last checkpoint of this experiment.
+# processes. It is divided by the number of processes and by grad_accum_steps, unless --batch-size is set.
+# If an experiment is named, by --experiment or in the recipe, repeating the command continues from its last checkpoint.
 #
 #   TIMM_DIR         the folder of timm that has train.py (default: the current folder)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (default: 29500)    several machines; run the command on each of them

@@ -396,7 +396,7 @@ def _add_push(commands: Any) -> None:
         help="file with one class name per line (default: the class names of the run)")
     add("--license", metavar="NAME", help="the Hub's name of the license: apache-2.0, mit, ... (default: none)")
     add("--private", action="store_true", default=None, help="make a new repository private")
-    add("--revision", metavar="BRANCH", help="branch, created if it does not exist (default: main)")
+    add("--revision", metavar="BRANCH", help="branch; created if missing, unless --create-pr is set (default: main)")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
     add("--message", dest="commit_message", default="Add model", metavar="TEXT", help="the commit's title")
     add("--dry-run", action="store_true", help="write the folder and print the card, without uploading")
