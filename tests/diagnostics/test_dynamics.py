@@ -39,7 +39,7 @@ def test_measuring_has_no_side_effects():
     record_dynamics(model, torch.zeros(2, 3, 160, 160), sites)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
-    assert not any(site.connection._forward_hooks for site in sites)
+    assert not any(site.connection._forward_pre_hooks for site in sites)
 
 
 class Unused(nn.Module):
@@ -63,4 +63,4 @@ def test_hooks_are_removed_when_the_model_fails():
     model = OneSite(torch.randn(1, 5))
     with pytest.raises(ValueError, match="same shape"):
         record_dynamics(model, torch.randn(1, 4), timm_ortho.sites(model))
-    assert not model.connection_mlp._forward_hooks
+    assert not model.connection_mlp._forward_pre_hooks

@@ -18,6 +18,7 @@ at initialization.
 import math
 import warnings
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -73,22 +74,14 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
 @contextmanager
 def _measuring(connections: Sequence[nn.Module], add: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Measure the inputs of each call of a connection. Pass the connection's index and the measurement to ``add``."""
-    def hook_of(index: int) -> Callable:
-        def hook(connection: Any, inputs: Tuple[Tensor, ...], options: Dict[str, Any]) -> None:
-            with torch.no_grad():
-                add(index, measure(connection, *inputs, **options))
+    def hook(index: int, connection: Any, inputs: Tuple[Tensor, ...], options: Dict[str, Any]) -> None:
+        with torch.no_grad():
+            add(index, measure(connection, *inputs, **options))
 
-        return hook
-
-    handles = [
-        connection.register_forward_pre_hook(hook_of(index), with_kwargs=True)
-        for index, connection in enumerate(connections)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, connection in enumerate(connections):
+            hooks.enter_context(connection.register_forward_pre_hook(partial(hook, index), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def record_dynamics(model: nn.Module, images: Tensor, sites: Iterable[Site]) -> List[SiteDynamics]:

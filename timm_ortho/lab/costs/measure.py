@@ -137,7 +137,7 @@ def site_flops(model: nn.Module) -> list[SiteFlops]:
     with _Counter() as counter, ExitStack() as hooks:
         for site in sites(model):
             for handle in counter.watch(model, site, counts):
-                hooks.callback(handle.remove)
+                hooks.enter_context(handle)
         with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # MATH: attention as matrix products
             model(image)
     return counts
