@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+from helpers.branches import branches
 from helpers.library_models import MODELS
 from helpers.small_models import host
 from helpers.text_models import TEXT, made as text_model
@@ -67,6 +68,8 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
     linear = step(connect(copy.deepcopy(host), "linear"), images)
     assert torch.equal(linear[0], expected[0])
     assert torch.equal(linear[2], expected[2])
+    for key, gradient in expected[1].items():
+        assert gradient is linear[1][key] is None or torch.equal(linear[1][key], gradient), key
     for scope in ("feature", "global"):
         model = connect(copy.deepcopy(host), scope)
         y, gradients, _ = step(model, images)
@@ -84,9 +87,9 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_streams_have_the_width_in_the_table(name):
-    """Check the channel axis and the width at every site. Skip transforms are created for this width."""
+    """Check channel axis, width and stream at every site. Skip transforms are created for this width."""
     model, images = made(name)
-    connect(model, SCOPE[name], skip="orthogonal_tp")
+    branches(connect(model, SCOPE[name], skip="orthogonal_tp"))
     reached = {}
     for site in sites(model):
         def hook(module, inputs, name=site.name):

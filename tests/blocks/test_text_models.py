@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.branches import branches
 from helpers.library_models import VIT
 from helpers.text_models import HEADS, TEXT, cached_logits, config_of, logits, made, measured, tokens
 from torch import nn
@@ -82,6 +83,7 @@ def test_the_example_of_the_page(monkeypatch):
 @pytest.mark.parametrize("name", ALL)
 def test_feature_reaches_every_site_and_trains(name):
     model, ids = connect(made(name), "feature", skip="orthogonal_tp"), tokens()
+    branches(model)
     reached = {}
     for site in sites(model):
         def hook(module, inputs, site=site):
@@ -89,6 +91,7 @@ def test_feature_reaches_every_site_and_trains(name):
         site.connection.register_forward_pre_hook(hook)
     logits(model, ids).square().mean().backward()
     assert reached == {site.name: True for site in sites(model)}
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
     layers = [site.layer for site in sites(model)]
     assert layers == sorted(layers)
     assert set(layers) == set(range(4 if TEXT[name].task == "both" else 2))

@@ -4,11 +4,13 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+import re
 from typing import Optional
 
 import pytest
 import timm
 import torch
+from helpers.branches import branches
 from helpers.small_models import LARGER, MADE, SHARED_BLOCKS, SMALL, build, class_of, host, of_modules, step
 from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
 
@@ -27,20 +29,25 @@ SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name i
 
 @pytest.mark.parametrize("name", MODELS)
 def test_linear_is_timms_model_and_other_connections_train(name):
-    """Linear connections change no bit. Other connections change the output, but no parameter loses its gradient."""
+    """Linear connections change no bit. Other connections change the output, but no parameter loses its gradient.
+
+    The row of each block names the stream, and the kind of each branch.
+    """
     host, size = build(name)
     model = connect(copy.deepcopy(host), "linear")
     expected = step(host, size)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(step(model, size), expected, strict=True))
-    connect(model, SCOPE[name])
-    reached = set()
-    for site in sites(model):
-        site.connection.register_forward_hook(lambda *_, name=site.name: reached.add(name))
+    parameters = branches(connect(model, SCOPE[name]))
     result = step(model, size)
     assert not torch.equal(result[0], expected[0])
     assert all(tensor is None or torch.isfinite(tensor).all() for tensor in result)
     assert [tensor is None for tensor in result] == [tensor is None for tensor in expected]
-    assert reached == {site.name for site in sites(model)}
+    assert parameters.keys() == {site.name for site in sites(model)}
+    for site in sites(model):
+        # The MLP of edgenext's blocks adds to the input of the whole block, so its branch contains the attention.
+        if site.kind in ("attention", "mlp") and (name, site.kind) != ("edgenext_xx_small", "mlp"):
+            attends = any(re.search("att|mhsa|xca|qkv", parameter) for parameter in parameters[site.name])
+            assert attends == (site.kind == "attention"), f"{site.name} is of kind {site.kind}: {parameters[site.name]}"
     transformed = outputs(connect(model, SCOPE[name], skip="orthogonal_tp"), torch.randn(2, 3, size, size))
     assert all(torch.isfinite(tensor).all() for tensor in transformed)
 
