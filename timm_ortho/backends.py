@@ -104,10 +104,11 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
         # write 9 and 15.
         takes_triton = x.is_cuda and is_plain(x) and is_plain(f) and _why_not("triton", x, f) is None
         return "triton" if takes_triton and not _is_recorded() else "torch"
-    source = BACKEND_VARIABLE if backend is None else "backend"
-    reason = _why_not(known_name(source, name, BACKENDS), x, f)
+    known_name("backend" if backend else BACKEND_VARIABLE, name, BACKENDS)
+    reason = _why_not(name, x, f)
     if reason is not None:
-        raise RuntimeError(f"{source} {name!r} cannot run: {reason}; choose 'torch' or 'auto'")
+        source = "" if backend else f" (set by use_backend or {BACKEND_VARIABLE})"
+        raise RuntimeError(f"backend {name!r}{source} cannot run: {reason}; choose 'torch' or 'auto'")
     return "torch" if _is_recorded() else name
 
 

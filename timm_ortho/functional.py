@@ -387,14 +387,16 @@ def _backend(name: str, requested: Optional[str]) -> Backend:
 
 def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:
     """Compute :func:`checked_update` for jagged nested tensors on their packed tokens, ``[sum of lengths, C]``."""
+    if not x.layout == f.layout == torch.jagged:  # other nested tensors have no shape
+        raise ValueError(f"nested tensors must both have the layout torch.jagged, got x of layout {x.layout} and f of "
+                         f"layout {f.layout}: pass layout=torch.jagged to torch.nested.nested_tensor")
     ragged = [axis for axis, size in enumerate(x.shape) if not isinstance(size, int)]
     channels = x.dim() - 1
     if not ragged or x.shape != f.shape or dims not in ([-1], [channels]) or ragged == [channels]:
         raise ValueError(
-            "nested tensors must have the layout torch.jagged, the same offsets, and one projection per token (dim=-1, "
-            f"scope 'feature'), got x of layout {x.layout} and shape {tuple(x.shape)}, f of layout {f.layout} and "
-            f"shape {tuple(f.shape)}, dim={dims}; to project over other axes, convert x and f to "
-            "padded tensors (x.to_padded_tensor) and pass a mask")
+            "nested tensors must have the same offsets, and one projection per token (dim=-1, connection 'feature' or "
+            f"'hybrid'), got x of shape {tuple(x.shape)}, f of shape {tuple(f.shape)}, dim={dims}; to project over "
+            "other axes, convert x and f to padded tensors (x.to_padded_tensor) and pass a mask")
     y = checked_update(x.values(), f.values(), a, b, [-1], *args)
     return torch.nested.nested_tensor_from_jagged(y, x.offsets(), x.lengths(), jagged_dim=ragged[0])
 

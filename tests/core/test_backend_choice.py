@@ -222,7 +222,7 @@ def test_triton_is_refused_if_it_is_not_installed(monkeypatch):
     with pytest.raises(RuntimeError, match=r"^backend 'triton' cannot run: Triton is not installed; choose 'torch'"):
         residual_update(X, X, backend="triton")
     with use_backend("triton"), pytest.raises(
-            RuntimeError, match=r"^TIMM_ORTHO_BACKEND 'triton' cannot run: Triton is not"):
+            RuntimeError, match=r"^backend 'triton' \(set by use_backend or TIMM_ORTHO_BACKEND\) cannot run: Triton"):
         residual_update(X, X)
 
 

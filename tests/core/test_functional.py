@@ -329,16 +329,23 @@ def test_jagged_tensors_are_updated_token_by_token(keep):
 @pytest.mark.parametrize("dim", [None, 0, 1, (1, 2)], ids=str)
 def test_other_projections_of_nested_tensors_are_refused(dim):
     x = torch.nested.nested_tensor([torch.ones(length, 8) for length in (3, 5)], layout=torch.jagged)
-    words = r"nested tensors must .*torch\.jagged.*same offsets.* per token .*to_padded_tensor"
+    words = r"nested tensors must .*same offsets.* per token .*'feature' or 'hybrid'.*to_padded_tensor"
     with pytest.raises(ValueError, match=words):
         residual_update(x, x, dim=dim)
     with pytest.raises(ValueError, match=words):
         residual_update(x.transpose(1, 2), x.transpose(1, 2), dim=2)  # the last axis is ragged
-    with pytest.raises(ValueError, match=words):
-        residual_update(x, x.values())
     other = torch.nested.nested_tensor([torch.ones(length, 8) for length in (5, 3)], layout=torch.jagged)
     with pytest.raises(ValueError, match=words):
         residual_update(x, other)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_layouts_of_nested_tensors_are_refused():
+    ragged = [torch.ones(length, 8) for length in (3, 5)]
+    jagged, strided = (torch.nested.nested_tensor(ragged, layout=layout) for layout in (torch.jagged, torch.strided))
+    for x, f in ((jagged, jagged.values()), (jagged, strided), (strided, strided)):
+        with pytest.raises(ValueError, match=f"got x of layout {x.layout} and f of layout {f.layout}: pass"):
+            residual_update(x, f)
 
 
 class Update(torch.nn.Module):
