@@ -109,9 +109,11 @@ class Route:
         self.where = where = f"{block.__module__}.{block.__qualname__}" + (f" of {library}" if library else "")
         if isinstance(inspect.getattr_static(block, method), (staticmethod, classmethod)):
             raise RoutingError(f"{where}: {method} is a static or class method, without access to the connections")
+        self.owner = next(cls for cls in block.__mro__ if method in vars(cls))
         enclosed = self.method.__code__.co_freevars
         if enclosed:
-            names = ", ".join(enclosed).replace("__class__", "__class__ (from super() without arguments)")
+            with_class = f"super() (write super({self.owner.__name__}, self))"
+            names = ", ".join(with_class if name == "__class__" else f"{name} (write self.{name})" for name in enclosed)
             raise RoutingError(f"{where}: {method} cannot be rebuilt, it uses names of an enclosing scope: {names}")
         if "_transformer_encoder_layer_fwd" in self.method.__code__.co_names:
             raise RoutingError(f"{where}: in evaluation mode {method} calls a fused operation that includes the "
@@ -121,7 +123,6 @@ class Route:
         except (OSError, TypeError, SyntaxError) as error:
             hint = "; define the class in a file" if isinstance(error, OSError) else ""
             raise RoutingError(f"{where}: the source of {method} cannot be read: {error}{hint}") from None
-        self.owner = next(cls for cls in block.__mro__ if method in vars(cls))
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"
@@ -132,10 +133,11 @@ class Route:
             others = f"additions to other expressions: {'; '.join(router.others)}" if router.others else "none"
             matched = "; ".join(router.matched) or others
             count = len(router.matched)
+            hint = "; only + and += are replaced: write torch.add(x, f) as x + f" if count < len(sums) else ""
             reached = f", at most {router.length} in one call" if router.length != count else ""
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
-                f"{count} ({matched}){reached}{router.problem}")
+                f"{count} ({matched}){reached}{router.problem}{hint}")
         self.branch_first = router.branch_first
         self._paths = router.paths
 

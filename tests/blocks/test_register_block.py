@@ -183,6 +183,11 @@ class Twice(MyBlock):
         return x + self.f(x) + self.g(x)
 
 
+class Added(MyBlock):
+    def forward(self, x):
+        return torch.add(x, self.f(x))
+
+
 class Static(MyBlock):
     @staticmethod
     def add(x, f):
@@ -239,8 +244,13 @@ def enclosed():
     (MyBlock, dict(stream="x +", kinds=("attention", "mlp")), ValueError, "stream 'x [+]' is not an expression"),
     (type("Built", (nn.Module,), {"forward": eval("lambda self, x: x + 1")}), dict(stream="x", kinds=("mlp",)),
      RoutingError, "the source of forward cannot be read: .*; define the class in a file"),
-    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention")), ValueError,
-     "is already registered"),
+    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp", "attention"), dim=1), ValueError,
+     r"Block is already registered with kinds=\('attention', 'mlp'\), dim=-1: connect without registering it again, or "
+     "register a subclass$"),
+    (timm.models.vision_transformer.Block, dict(stream="x", kinds=("attention", "mlp")), ValueError,
+     "Block is already registered with another description: connect without"),
+    (Added, dict(stream="x", kinds=("mlp",)), RoutingError,
+     r"found 0 \(none\); only \+ and \+= are replaced: write torch.add\(x, f\) as x \+ f$"),
     (timm.models.vision_transformer.Block, dict(stream="x", kinds=("mlp",), method="no"), ValueError, "no method 'no'"),
     (nn.TransformerEncoderLayer, dict(stream="x", kinds=("attention", "mlp")), RoutingError, "a fused operation"),
     (Twice, dict(stream="x", kinds=("parallel",)), RoutingError, r"last summand of .*self.g\(x\)' would stay linear"),

@@ -131,13 +131,22 @@ def test_additions_inside_additions_are_counted():
 
 
 def test_no_addition():
-    with pytest.raises(RoutingError, match=r"found 0 \(none\)"):
+    with pytest.raises(RoutingError, match=r"found 0 \(none\); only \+ and \+= are replaced"):
         routed(nn.Identity, ("one",))
 
 
 def test_forward_with_a_closure():
-    with pytest.raises(RoutingError, match=r"names of an enclosing scope: __class__ \(from super\(\)"):
+    with pytest.raises(RoutingError, match=r"enclosing scope: super\(\) \(write super\(UsesSuper, self\)\)$"):
         routed(UsesSuper, ("one",))
+
+    def nested(factor):
+        class Block(nn.Module):
+            def forward(self, x):
+                return x + factor * x.exp()
+        return Block
+
+    with pytest.raises(RoutingError, match=r"enclosing scope: factor \(write self.factor\)$"):
+        routed(nested(2.0), ("one",))
 
 
 class Private(nn.Module):

@@ -1,5 +1,6 @@
 """Register block classes, and find out which modules are residual blocks."""
 import ast
+from inspect import signature
 from typing import Any, Callable, List, Optional, Sequence, Tuple, Union, cast
 
 from torch import nn
@@ -110,7 +111,11 @@ def register_block(
         raise ValueError(f"{name} has no method {method!r}")
     known = tables.SPECS.get(name, spec)
     if known != spec and tables.REGISTERED.get(name, block) is block:
-        raise ValueError(f"{name} is already registered, with stream {known.stream!r} and kinds {known.kinds}")
+        fields = [field for field in signature(register_block).parameters if field in spec._fields]
+        differing = [f"{field}={getattr(known, field)!r}" for field in fields
+                     if getattr(known, field) != getattr(spec, field)]
+        raise ValueError(f"{name} is already registered with {', '.join(differing) or 'another description'}: connect "
+                         "without registering it again, or register a subclass")
     routed_class(cast(type, block), spec)  # raises if the source does not match
     tables.SPECS[name], tables.REGISTERED[name] = spec, block
     return block

@@ -5,6 +5,28 @@ from typing import Callable, Dict, Iterable, NamedTuple, Optional, Tuple, Union
 from torch import nn
 
 
+def last_width(block: nn.Module) -> int:
+    """Return the output width of the last linear layer or convolution of a block.
+
+    Convolutions of one axis count only if there is no other layer, because timm's ``EcaModule`` applies such a
+    convolution along the channel axis.
+
+    Raises:
+        ValueError: The block has no such layer.
+
+    Example:
+        >>> last_width(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()))
+        8
+    """
+    of_channels = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    for layers in (of_channels, (nn.Conv1d, nn.ConvTranspose1d)):
+        for module in reversed([*block.modules()]):
+            if isinstance(module, layers):
+                return module.out_features if isinstance(module, nn.Linear) else module.out_channels
+    raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the width of its stream, "
+                     "which groups and skips need, is unknown: pass width= to register_block")
+
+
 class BlockSpec(NamedTuple):
     """Description of one class of residual blocks. The stream is the tensor that a block receives and returns.
 
@@ -53,7 +75,7 @@ class BlockSpec(NamedTuple):
     mask_layout: str = "scores"
     unless: Callable[[nn.Module], bool] = lambda block: False
     tokens_apart: bool = False
-    width: Union[int, Callable[[nn.Module], Union[int, Tuple[int, ...]]]] = lambda block: last_width(block)
+    width: Union[int, Callable[[nn.Module], Union[int, Tuple[int, ...]]]] = last_width
     causal: Union[bool, str] = False
     depth: int = 0
     sides_differ: bool = False
@@ -85,25 +107,3 @@ class BlockSpec(NamedTuple):
     def _by_kind(self, value: Union[int, Tuple[int, ...]]) -> Dict[str, int]:
         values = value if isinstance(value, tuple) else (value,) * len(self.kinds)
         return {kind: each for kind, each in zip(self.kinds, values, strict=True) if kind}
-
-
-def last_width(block: nn.Module) -> int:
-    """Return the output width of the last linear layer or convolution of a block.
-
-    Convolutions of one axis count only if there is no other layer, because timm's ``EcaModule`` applies such a
-    convolution along the channel axis.
-
-    Raises:
-        ValueError: The block has no such layer.
-
-    Example:
-        >>> last_width(nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()))
-        8
-    """
-    of_channels = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    for layers in (of_channels, (nn.Conv1d, nn.ConvTranspose1d)):
-        for module in reversed([*block.modules()]):
-            if isinstance(module, layers):
-                return module.out_features if isinstance(module, nn.Linear) else module.out_channels
-    raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the width of its stream, "
-                     "which groups and skips need, is unknown: pass width= to register_block")
