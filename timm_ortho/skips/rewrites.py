@@ -77,10 +77,11 @@ class Coordinates(ChangeOfBasis):
 
 
 class _SiteWithSkip(NamedTuple):
-    """A site (residual addition), its block, and its transform P as a float64 matrix."""
+    """A site (residual addition), its block, the first and last layer of its branch, and P as a float64 matrix."""
 
     site: Site
     block: nn.Module
+    layers: Tuple[str, str]
     p: Tensor
 
     @property
@@ -183,7 +184,7 @@ def _rewritten(
             _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", matrices[0], first, like)
         for index, entry in enumerate(chain):
             before = incoming if index == 0 and entry.projects else matrices[index]
-            first_layer, last_layer = _BRANCHES[_key(entry)]
+            first_layer, last_layer = entry.layers
             if before is not None:
                 _insert(entry.block, first_layer, before.T, entry, like, is_before=True)
             _insert(entry.block, last_layer, matrices[index + 1], entry, like)
@@ -209,23 +210,19 @@ def _sites_with_skips(model: nn.Module, verb: str, kind: str) -> List[_SiteWithS
     for site in connected:
         block = model.get_submodule(site.name.rpartition(".")[0])
         skip = site.connection.skip
-        entry = _SiteWithSkip(site, block, torch.empty(0))
         spec = spec_of(block)
-        if spec is None or _key(entry) not in _BRANCHES:
+        cls = spec.name if spec else type(block).__qualname__
+        layers = _BRANCHES.get((cls, site.kind))
+        if spec is None or layers is None:
             raise SkipRewriteError(
-                f"cannot {verb} {name}: {site.name} is in a {_key(entry)[0]}, which may normalise, gate or activate "
-                f"its stream; supported blocks are {', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
+                f"cannot {verb} {name}: {site.name} is in a {cls}, which may normalise, gate or activate its stream; "
+                f"supported blocks are {', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
             raise SkipRewriteError(f"{verb} requires {kind} skips, got {got} at {site.name} of {name}")
         p = torch.eye(spec.widths(block)[site.kind], dtype=torch.float64) if skip is None else skip.matrix()
-        rewritable.append(entry._replace(p=p))
+        rewritable.append(_SiteWithSkip(site, block, layers, p))
     return rewritable
-
-
-def _key(entry: _SiteWithSkip) -> Tuple[str, str]:
-    spec = spec_of(entry.block)
-    return spec.name if spec else type(entry.block).__qualname__, entry.site.kind
 
 
 def _chains(all_sites: List[_SiteWithSkip]) -> List[List[_SiteWithSkip]]:
