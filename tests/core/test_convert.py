@@ -320,6 +320,9 @@ def test_which_tensor_is_kept(connection):
     assert keeps == {"branch": [{"branch"}, {"branch"}], "output": [{"output"}, {"branch"}]}
     connect(model, connection, keep="branch", layers=1)
     assert [site.connection.keep for site in sites(model)[2:]] == ["branch"] * 2
+    for site in sites(model):
+        site.connection.keep = "branch"  # the attribute, too, selects the tensor
+    step_with_hooks(model, in_place=True)
 
 
 class WithoutKeep(Connection):
