@@ -111,9 +111,8 @@ def register_block(
         raise ValueError(f"{name} has no method {method!r}")
     known = tables.SPECS.get(name, spec)
     if known != spec and tables.REGISTERED.get(name, block) is block:
-        fields = [field for field in signature(register_block).parameters if field in spec._fields]
-        differing = [f"{field}={getattr(known, field)!r}" for field in fields
-                     if getattr(known, field) != getattr(spec, field)]
+        differing = [f"{name}={getattr(known, name)!r}" for name in signature(register_block).parameters
+                     if getattr(known, name, None) != getattr(spec, name, None)]
         raise ValueError(f"{name} is already registered with {', '.join(differing) or 'another description'}: connect "
                          "without registering it again, or register a subclass")
     routed_class(cast(type, block), spec)  # raises if the source does not match
