@@ -111,8 +111,8 @@ def register_block(
         raise ValueError(f"{name} has no method {method!r}")
     known = tables.SPECS.get(name, spec)
     if known != spec and tables.REGISTERED.get(name, block) is block:
-        differing = [f"{name}={getattr(known, name)!r}" for name in signature(register_block).parameters
-                     if getattr(known, name, None) != getattr(spec, name, None)]
+        differing = [f"{field}={getattr(known, field)!r}" for field in signature(register_block).parameters
+                     if getattr(known, field, None) != getattr(spec, field, None)]
         raise ValueError(f"{name} is already registered with {', '.join(differing) or 'another description'}: connect "
                          "without registering it again, or register a subclass")
     routed_class(cast(type, block), spec)  # raises if the source does not match
