@@ -18,6 +18,7 @@ from helpers.kernel_cases import (
     tensors,
     weight,
 )
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from timm_ortho.functional import residual_update, use_backend
 
@@ -60,19 +61,18 @@ def test_compiled_code_matches_eager_mode(backend, compiler, case):
 @pytest.mark.parametrize("asked_for", ["auto", "inductor", pytest.param("triton", marks=needs_triton)])
 def test_compiled_graphs_contain_plain_operations(calls, asked_for):
     torch._dynamo.reset()
-    graphs = []
+    recorder = EagerAndRecordGraphs()
     with use_backend(asked_for):
-        torch.compile(residual_update, fullgraph=True, backend=recording(graphs))(*inputs_with_gradients())
-    assert len(graphs) == 1
-    assert "timm_ortho" not in str(graphs[0].graph)
+        torch.compile(residual_update, fullgraph=True, backend=recorder)(*inputs_with_gradients())
+    graph, = recorder.graphs
+    assert "timm_ortho" not in str(graph.graph)
     assert calls == {}
 
 
 def test_compiled_once_for_all_batch_sizes():
     torch._dynamo.reset()
-    graphs = []
-    compiled = torch.compile(
-        functools.partial(residual_update, eps=EPS), fullgraph=True, backend=recording(graphs))
+    recorder = EagerAndRecordGraphs()
+    compiled = torch.compile(functools.partial(residual_update, eps=EPS), fullgraph=True, backend=recorder)
     for batch in (3, 5, 8):
         x, f, g = tensors((batch, 4, 33))
         for t in (x, f):
@@ -81,15 +81,7 @@ def test_compiled_once_for_all_batch_sizes():
         y = compiled(**inputs)
         expected = run(functools.partial(residual_update, eps=EPS, backend="torch"), inputs, "xf", g)
         torch.testing.assert_close([y, *torch.autograd.grad(y, (x, f), g)], list(expected.values()))
-    assert len(graphs) == 1
-
-
-def recording(graphs):
-    """Return a compiler that appends its graphs to a list and runs them unchanged."""
-    def compiler(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-    return compiler
+    assert len(recorder.graphs) == 1
 
 
 # --------------------------------------------------------------------------------------- compiled ahead of time

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.allocations import Allocations
 from helpers.oracle import rounded, truth
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -382,15 +383,10 @@ def test_export_with_an_in_place_activation_after_the_update():
 
 def test_compile_keeps_the_closed_form_without_a_graph_break():
     x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    y = torch.compile(Update(), fullgraph=True, backend=backend)(x, f)
+    recorder = EagerAndRecordGraphs()
+    y = torch.compile(Update(), fullgraph=True, backend=recorder)(x, f)
     if not torch.__version__.startswith("2.6."):  # torch 2.6 records the operations inside the function
-        assert [str(node.target) for node in graphs[0].graph.nodes].count("autograd_function_apply") == 2
+        assert [str(node.target) for node in recorder.graphs[0].graph.nodes].count("autograd_function_apply") == 2
     torch.testing.assert_close(y, Update()(x, f))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
 

@@ -5,12 +5,14 @@ import itertools
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import timm
 import torch
 
 from timm_ortho import Connection, connect, sites
+from timm_ortho.bench.clock import saved_bytes
 
 MODELS = {
     "vit": dict(
@@ -102,22 +104,6 @@ def test_autocast_trains(arguments, half):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def kept_for_backward(model, x):
-    """Return the number of bytes that autograd keeps for the backward pass, excluding parameters."""
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # prevents reuse of the address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = model(x)
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    assert y.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
 @pytest.mark.parametrize(("arguments", "shortcuts", "most"), [
     (dict(model_name="vit_small_ortho", img_size=64), 0, 1.001),
     (dict(model_name="resnetv2_50_ortho"), 4, 1.08),
@@ -132,8 +118,7 @@ def test_autograd_keeps_projected_shortcuts_and_two_numbers_per_projection(argum
         if isinstance(module, Connection):
             module.register_forward_hook(
                 lambda module, inputs, output: projections.append(output.numel() // output.shape[module.dim]))
-    expected = kept_for_backward(linear, x)
-    measured = kept_for_backward(ours, x)
+    expected, measured = (saved_bytes(partial(model, x), [*model.parameters()]) for model in (linear, ours))
     assert len(projected) == shortcuts
     assert measured == expected + 4 * sum(projected) + 2 * 4 * sum(projections)
     assert expected < measured <= most * expected

@@ -6,7 +6,7 @@ from functools import reduce
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from timm_ortho import backends
@@ -271,14 +271,10 @@ told_from_export = pytest.mark.skipif(
 
 @told_from_export
 def test_compiled_matrices_are_constants():
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
     torch._dynamo.reset()
-    module, x, graphs = create_skip("orthogonal_random", 24), torch.randn(2, 3, 24, dtype=torch.float64), []
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=backend)(x), module(x))
-    assert torch.tensor not in [node.target for node in graphs[0].graph.nodes]
+    module, x, recorder = create_skip("orthogonal_random", 24), torch.randn(2, 3, 24).double(), EagerAndRecordGraphs()
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=recorder)(x), module(x))
+    assert torch.tensor not in [node.target for node in recorder.graphs[0].graph.nodes]
 
 
 @told_from_export
