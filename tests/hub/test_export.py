@@ -1,5 +1,6 @@
 """Test the files of exported folders. A loaded folder has the logits of the exported model, bit for bit."""
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,79 +37,95 @@ def test_files_of_a_folder(tmp_path):
     assert sorted(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-@pytest.mark.parametrize(("name", "kwargs", "arguments"), [
-    ("vit_small_ortho", {}, dict(connection="feature", connection_eps=1e-6)),
-    ("vit_small_orthog", dict(connection_prob=0.25, connection_eps=1e-4, connection_layers=[1]),
-     dict(connection="global", connection_eps=1e-4, connection_prob=0.25, connection_layers=[1])),
-    ("vit_small_ortho", dict(connection_kinds="mlp", connection_layers=[1]),
-     dict(connection="feature", connection_eps=1e-6, connection_layers=[1], connection_kinds=["mlp"])),
-    ("vit_small_ortho", dict(connection_keep="branch"),
-     dict(connection="feature", connection_eps=1e-6, connection_keep="branch")),
-    ("vit_small_ortho", dict(connection_groups=4),
-     dict(connection="feature", connection_eps=1e-6, connection_groups=4)),
-    ("vit_small_ortho", dict(connection_groups="heads"),
-     dict(connection="feature", connection_eps=1e-6, connection_groups="heads")),
-    ("vit_small_ortho", dict(connection_keep="output"),
-     dict(connection="feature", connection_eps=1e-6)),
-    ("vit_small_linear", {}, dict(connection="linear")),
-    ("vit_small_ortho", dict(connection="linear"), dict(connection="linear")),
-    ("vit_small_ortho", dict(connection="hybrid", connection_start="linear"),
-     dict(connection="hybrid", connection_eps=1e-6, connection_start="linear")),
-])
-def test_connections_are_restored(tmp_path, name, kwargs, arguments):
-    model = tiny(name, **kwargs)
-    hub.export(model, tmp_path / "out", "me/model")
-    written = config(tmp_path / "out")
-    assert written["architecture"] == f"{name}.import_timm_ortho"
-    assert {k: v for k, v in written["model_args"].items() if k.startswith("connection")} == arguments
-    again = loaded(tmp_path / "out")
-    assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
-    keeps = [[site.connection.keep for site in timm_ortho.sites(one)] for one in (again, model)]
-    assert keeps[0] == keeps[1]
-    assert torch.equal(logits(again), logits(model))
+def created(name, **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(name, **kwargs).eval()
 
 
-@pytest.mark.parametrize(("name", "kwargs"), [
-    ("vit_small_ortho", dict(skip="orthogonal_random", skip_seed=3)),
-    ("vit_small_linear", dict(skip="scaled")),
-    ("vit_small_orthog", dict(skip="idempotent_cmr", skip_branches=4)),
-    ("vit_small_ortho", dict(skip="idempotent_mr", skip_rank=8)),
-])
-def test_transforms_of_the_stream_are_restored(tmp_path, name, kwargs):
-    model = tiny(name, **kwargs)
-    card = str(hub.export(model, tmp_path / "out", "me/model"))
-    assert {k: v for k, v in config(tmp_path / "out")["model_args"].items() if k.startswith("skip")} == kwargs
-    assert f"{kwargs['skip']}: " in card
-    assert "arXiv:1707.05974" in card
-    again = loaded(tmp_path / "out")
-    assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
-    assert torch.equal(logits(again), logits(model))
+def entry_point(name):
+    torch.manual_seed(0)
+    return timm.model_entrypoint(name)(**VIT).eval()
 
 
-def test_learned_connections_are_weights(tmp_path):
+def learned():
     model = tiny(connection="hybrid")
     with torch.no_grad():
         for site in timm_ortho.sites(model):
             site.connection.rho.fill_(0.5)
             site.connection.theta.fill_(0.3)
-    hub.export(model, tmp_path / "out", "me/model")
-    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
+    return model
 
 
-def test_connections_of_a_later_connect(tmp_path):
-    model = timm_ortho.connect(tiny(), "global", eps=1e-3, layers=[0])
-    hub.export(model, tmp_path / "out", "me/model")
-    assert config(tmp_path / "out")["model_args"]["connection"] == "global"
-    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
+FEATURE, GLOBAL = (dict(connection=name, connection_eps=1e-6) for name in ("feature", "global"))
+HYBRID, LINEAR = dict(connection="hybrid", connection_eps=1e-6), dict(connection="linear")
 
 
-def test_a_connected_model_of_timm_becomes_a_variant(tmp_path):
-    torch.manual_seed(0)
-    model = timm_ortho.connect(timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3), "global").eval()
-    hub.export(model, tmp_path / "out", "me/model")
-    assert config(tmp_path / "out")["architecture"] == "vit_tiny_patch16_224_ortho.import_timm_ortho"
-    assert "tag" not in config(tmp_path / "out")["pretrained_cfg"]
-    assert torch.equal(logits(loaded(tmp_path / "out"), size=32), logits(model, size=32))
+@pytest.mark.parametrize(("name", "make", "arguments"), [  # architecture, model, arguments in config.json
+    ("vit_small_ortho", tiny, FEATURE),
+    ("vit_small_ortho", partial(entry_point, "vit_small_ortho"), FEATURE),
+    ("vit_small_orthog", partial(
+        tiny, "vit_small_orthog", connection_prob=0.25, connection_eps=1e-4, connection_layers=[1]),
+     dict(connection="global", connection_eps=1e-4, connection_prob=0.25, connection_layers=[1])),
+    ("vit_small_ortho", partial(tiny, connection_kinds="mlp", connection_layers=[1]),
+     dict(FEATURE, connection_layers=[1], connection_kinds=["mlp"])),
+    ("vit_small_ortho", partial(tiny, connection_keep="branch"), dict(FEATURE, connection_keep="branch")),
+    ("vit_small_ortho", partial(tiny, connection_keep="output"), FEATURE),
+    ("vit_small_ortho", partial(tiny, connection_groups=4), dict(FEATURE, connection_groups=4)),
+    ("vit_small_ortho", partial(tiny, connection_groups="heads"), dict(FEATURE, connection_groups="heads")),
+    ("vit_small_linear", partial(tiny, "vit_small_linear"), LINEAR),
+    ("vit_small_ortho", partial(tiny, connection="linear"), LINEAR),
+    ("vit_small_ortho", partial(tiny, connection="hybrid", connection_start="linear"),
+     dict(HYBRID, connection_start="linear")),
+    ("vit_small_ortho", learned, HYBRID),
+    # values of types that JSON does not have
+    ("vit_small_ortho", partial(tiny, connection_layers=range(1)), dict(FEATURE, connection_layers=[0])),
+    ("vit_small_ortho", partial(tiny, connection_layers=np.array([1]), connection_prob=np.float32(0.5)),
+     dict(FEATURE, connection_layers=[1], connection_prob=0.5)),
+    # transforms of the stream
+    ("vit_small_ortho", partial(tiny, skip="orthogonal_random", skip_seed=3),
+     dict(FEATURE, skip="orthogonal_random", skip_seed=3)),
+    ("vit_small_linear", partial(tiny, "vit_small_linear", skip="scaled"), dict(LINEAR, skip="scaled")),
+    ("vit_small_orthog", partial(tiny, "vit_small_orthog", skip="idempotent_cmr", skip_branches=4),
+     dict(GLOBAL, skip="idempotent_cmr", skip_branches=4)),
+    ("vit_small_ortho", partial(tiny, skip="idempotent_mr", skip_rank=8),
+     dict(FEATURE, skip="idempotent_mr", skip_rank=8)),
+    # connect and disconnect after create_model
+    ("vit_small_ortho", lambda: timm_ortho.connect(tiny(), "global", eps=1e-3, layers=[0]),
+     dict(connection="global", connection_eps=1e-3, connection_layers=[0])),
+    ("vit_tiny_patch16_224_ortho", lambda: timm_ortho.connect(
+        created("vit_tiny_patch16_224", img_size=32, num_classes=3), "global"), GLOBAL),
+    ("vit_small_ortho", lambda: timm_ortho.disconnect(tiny()), LINEAR),
+    ("test_vit_ortho", lambda: timm_ortho.disconnect(created("test_vit_ortho")), LINEAR),
+    # other shapes and families
+    ("resnetv2_18_cifar_ortho", partial(
+        created, "resnetv2_18_cifar_ortho", head_norm=True, in_chans=1, num_classes=5), FEATURE),
+    ("resnetv2_18_orthog", partial(created, "resnetv2_18_orthog", in_chans=1, num_classes=5), GLOBAL),
+    ("vit_small_ortho", partial(tiny, in_chans=1, global_pool="avg"), FEATURE),
+    # timm's checkpoint filter for crossvit takes one argument, and the configuration of csatv2 has no first_conv
+    ("crossvit_9_240_ortho", partial(created, "crossvit_9_240_ortho", num_classes=3), FEATURE),
+    ("csatv2_orthog", partial(created, "csatv2_orthog", num_classes=3), GLOBAL),
+    ("regnetx_002_orthog", partial(created, "regnetx_002_orthog", num_classes=3), GLOBAL),
+])
+def test_models_are_restored(tmp_path, name, make, arguments):
+    if not timm.is_model(name):
+        pytest.skip(f"timm {timm.__version__} has no {name}")
+    model = make()
+    card = str(hub.export(model, tmp_path / "out", "me/model"))
+    written, again = config(tmp_path / "out"), loaded(tmp_path / "out")
+    assert written["architecture"] == f"{name}.import_timm_ortho"
+    assert {k: v for k, v in written["model_args"].items() if k.startswith(("connection", "skip"))} == arguments
+    if "skip" in arguments:
+        assert f"{arguments['skip']}: " in card
+        assert "arXiv:1707.05974" in card
+    cfg = written["pretrained_cfg"]
+    chans, size, _ = cfg["input_size"]
+    assert len(cfg["mean"]) == len(cfg["std"]) == chans
+    assert "tag" not in cfg
+    if timm_ortho.sites(model):  # not after disconnect
+        assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
+        keeps = [[site.connection.keep for site in timm_ortho.sites(one)] for one in (again, model)]
+        assert keeps[0] == keeps[1]
+    assert torch.equal(logits(again, chans, size), logits(model, chans, size))
 
 
 KEEPS_ARGUMENTS = hasattr(timm.models._hub, "get_model_args")  # true in timm 1.0.31
@@ -127,25 +144,6 @@ def test_a_model_that_timms_methods_have_changed(tmp_path, change):
     assert config(tmp_path / "out")["model_args"]["connection_eps"] == 1e-3
 
 
-@pytest.mark.parametrize("arguments", [
-    dict(connection_layers=range(1)), dict(connection_layers=np.array([1]), connection_prob=np.float32(0.5))])
-def test_arguments_of_types_that_json_does_not_have(tmp_path, arguments):
-    model = tiny(**arguments)
-    hub.export(model, tmp_path / "out", "me/model")
-    assert config(tmp_path / "out")["model_args"]["connection_layers"] == list(arguments["connection_layers"])
-    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
-
-
-@pytest.mark.parametrize("name", ["vit_small_ortho", "test_vit_ortho"])
-def test_a_variant_after_disconnect_is_linear(tmp_path, name):
-    kwargs = VIT if name.startswith("vit_small") else {}
-    model = timm_ortho.disconnect(timm.create_model(name, **kwargs).eval())
-    hub.export(model, tmp_path / "out", "me/model")
-    assert config(tmp_path / "out")["model_args"]["connection"] == "linear"
-    size = model.patch_embed.img_size[0]
-    assert torch.equal(logits(loaded(tmp_path / "out"), size=size), logits(model, size=size))
-
-
 @pytest.mark.skipif(not KEEPS_ARGUMENTS, reason="this release of timm does not store the arguments of a model")
 def test_timms_save_for_hf_stores_the_arguments_of_create_model(tmp_path):
     """save_for_hf and push_to_hf_hub do not store the arguments of `connect`, as docs/hub.md states."""
@@ -154,44 +152,6 @@ def test_timms_save_for_hf_stores_the_arguments_of_create_model(tmp_path):
     assert repr(timm_ortho.sites(loaded(tmp_path))) == repr(timm_ortho.sites(model))
     timm.models.save_for_hf(timm_ortho.connect(model, "global"), tmp_path, safe_serialization=True)
     assert config(tmp_path)["model_args"]["connection"] == "hybrid"
-
-
-def test_an_entry_point_that_was_called_directly(tmp_path):
-    torch.manual_seed(0)
-    model = timm.model_entrypoint("vit_small_ortho")(**VIT).eval()
-    hub.export(model, tmp_path / "out", "me/model")
-    assert torch.equal(logits(loaded(tmp_path / "out")), logits(model))
-
-
-@pytest.mark.parametrize(("name", "kwargs"), [
-    ("resnetv2_18_cifar_ortho", dict(head_norm=True, in_chans=1, num_classes=5)),
-    ("resnetv2_18_orthog", dict(in_chans=1, num_classes=5)),
-    ("vit_small_ortho", dict(VIT, in_chans=1, global_pool="avg")),
-])
-def test_other_shapes_are_restored(tmp_path, name, kwargs):
-    torch.manual_seed(0)
-    model = timm.create_model(name, **kwargs).eval()
-    hub.export(model, tmp_path / "out", "me/model")
-    again = loaded(tmp_path / "out")
-    size = 16 if "vit" in name else 32
-    assert torch.equal(logits(again, 1, size), logits(model, 1, size))
-    cfg = config(tmp_path / "out")["pretrained_cfg"]
-    assert (cfg["input_size"][0], len(cfg["mean"]), len(cfg["std"])) == (1, 1, 1)
-
-
-@pytest.mark.parametrize("name", [
-    "crossvit_9_240_ortho",  # timm's checkpoint filter for this model takes one argument
-    "csatv2_orthog",  # the configuration has no first_conv
-    "regnetx_002_orthog",
-])
-def test_other_families_are_restored(tmp_path, name):
-    if not timm.is_model(name):
-        pytest.skip(f"timm {timm.__version__} has no {name}")
-    torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=3).eval()
-    hub.export(model, tmp_path / "out", "me/model")  # export compares the logits
-    again = loaded(tmp_path / "out")
-    assert [repr(site) for site in timm_ortho.sites(again)] == [repr(site) for site in timm_ortho.sites(model)]
 
 
 def test_wrappers_and_memory_formats_change_nothing(tmp_path):
