@@ -26,7 +26,7 @@ TORCHVISION = {
         patch_size=[4, 4], embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], num_classes=10,
         block=m.swin_transformer.SwinTransformerBlockV2, downsample_layer=m.swin_transformer.PatchMergingV2)),
     "maxvit": torchvision(lambda m: m.MaxVit(
-        input_size=(32, 32), stem_channels=16, partition_size=4, block_channels=[16, 32], block_layers=[1, 1],
+        input_size=(32, 32), stem_channels=16, partition_size=4, block_channels=[16, 32], block_layers=[2, 1],
         head_dim=8, stochastic_depth_prob=0.1, num_classes=10)),
     "resnet18": torchvision(lambda m: m.resnet18(num_classes=10)),
     "resnet50": torchvision(lambda m: m.ResNet(m.resnet.Bottleneck, [1, 2, 1, 1], num_classes=10)),
@@ -42,7 +42,7 @@ TORCHVISION = {
         m.video.resnet.BasicBlock, [m.video.resnet.Conv3DSimple] * 4, [1, 1, 1, 1], m.video.resnet.BasicStem,
         num_classes=10), frames=4),
     "r3d_bottleneck": torchvision(lambda m: m.video.resnet.VideoResNet(
-        m.video.resnet.Bottleneck, [m.video.resnet.Conv3DSimple] * 4, [1, 1, 1, 1], m.video.resnet.BasicStem,
+        m.video.resnet.Bottleneck, [m.video.resnet.Conv3DSimple] * 4, [2, 1, 1, 1], m.video.resnet.BasicStem,
         num_classes=10), frames=4),
     "mvit": torchvision(lambda m: m.video.mvit.MViT(
         spatial_size=(32, 32), temporal_size=4, num_classes=10, residual_pool=True, residual_with_cls_embed=False,
