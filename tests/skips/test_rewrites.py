@@ -2,6 +2,7 @@
 import pytest
 import timm
 import torch
+from helpers.half_connection import HalfConnection
 from timm.models import resnetv2, vision_transformer as vit
 from torch import nn
 
@@ -132,6 +133,11 @@ class Written(nn.Module):
      ["cannot absorb VisionTransformer", "ParallelScalingBlock"]),
     (absorb, lambda: connect(nn.Sequential(MODELS["vit"]()), "linear"),
      ["cannot absorb Sequential", "only timm's VisionTransformer and ResNetV2"]),
+    (absorb, lambda: build("vit", "feature", groups=4, skip="orthogonal_tp"),
+     ["cannot absorb VisionTransformer", "blocks.0.connection_attention, a FeatureConnection with groups=4; connect"]),
+    (diagonalise, lambda: build("basic", "hybrid", groups=2), ["cannot diagonalise ResNetV2", "groups=2"]),
+    (absorb, lambda: build("vit", HalfConnection, skip="orthogonal_tp", kinds="mlp"),
+     ["blocks.0.connection_mlp, a HalfConnection with groups=1; connect with linear, feature, global or hybrid"]),
     (absorb, lambda: Written(), ["cannot absorb Written: blocks.add is in a ModuleDict"]),
 ])
 def test_refused(rewrite, model, words):

@@ -12,8 +12,9 @@ Q^(L-i) F_i(Q^(i-L-1) z_i) to the stream.
 :func:`diagonalise` (Eq. 19 to 23) chooses T_i = U for all i, where P = U^T Lambda U. Every skip becomes Lambda, a
 diagonal matrix of zeros and ones, and U^T follows the last block.
 
-Both rewrites preserve inner products. Components parallel and orthogonal to P x stay parallel and orthogonal, so the
-connections do not change. Each width of the stream has its own matrices T_i. If a block changes the width, its
+Both rewrites preserve inner products over all channels. Components parallel and orthogonal to P x stay parallel and
+orthogonal, so the connections do not change. Groups of channels and connections of users may depend on the basis, and
+are refused. Each width of the stream has its own matrices T_i. If a block changes the width, its
 projected shortcut also applies the new basis.
 
 The added maps (:class:`ChangeOfBasis`) are 1x1 convolutions, or linear layers for tokens, before the first norm of a
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks import spec_of
-from ..connections import Site, sites
+from ..connections import FeatureConnection, GlobalConnection, HybridConnection, LinearConnection, Site, sites
 from .transforms import Skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -38,6 +39,9 @@ _BRANCHES: Dict[Tuple[str, str], Tuple[str, str]] = {
     ("timm.models.resnetv2.PreActBasic", "conv"): ("norm1", "drop_path"),
     ("timm.models.resnetv2.PreActBottleneck", "conv"): ("norm1", "drop_path"),
 }
+
+
+_CONNECTIONS = (LinearConnection, FeatureConnection, GlobalConnection, HybridConnection)
 
 
 class SkipRewriteError(ValueError):
@@ -94,15 +98,16 @@ def absorb(model: ModelT) -> ModelT:
     """Return an equivalent network with identity skips, for a network with orthogonal skips (Theorem 1).
 
     Args:
-        model: A model of timm's ``vision_transformer.Block``, ``PreActBasic`` or ``PreActBottleneck``, with any
-            connections. The skip of each site is orthogonal or the identity. The model is not changed.
+        model: A model of timm's ``vision_transformer.Block``, ``PreActBasic`` or ``PreActBottleneck``, with the
+            connections ``linear``, ``feature``, ``global`` or ``hybrid``, without groups. The skip of each site is
+            orthogonal or the identity. The model is not changed.
 
     Returns:
         A new model with the same outputs. Its intermediate features are in the new basis.
 
     Raises:
-        SkipRewriteError: The model has no connections, a skip is not orthogonal, or a block may normalise, gate or
-            activate its stream, which does not commute with a change of basis.
+        SkipRewriteError: The model has no connections, a skip is not orthogonal, or a change of basis may change the
+            result: the connections have groups or are your own, or a block may normalise, gate or activate its stream.
 
     Example:
         >>> import timm
@@ -131,8 +136,8 @@ def diagonalise(model: ModelT) -> ModelT:
         A new model with the same outputs, whose skips are diagonal matrices of zeros and ones.
 
     Raises:
-        SkipRewriteError: The model has no connections or an unsupported block, a skip is not idempotent, or sites of a
-            width have different skips.
+        SkipRewriteError: The model has no connections or an unsupported connection or block, a skip is not idempotent,
+            or sites of a width have different skips.
 
     Example:
         >>> import timm
@@ -217,6 +222,11 @@ def _sites_with_skips(model: nn.Module, verb: str, kind: str) -> List[_SiteWithS
             raise SkipRewriteError(
                 f"cannot {verb} {name}: {site.name} is in a {cls}, which may normalise, gate or activate its stream; "
                 f"supported blocks are {', '.join(dict.fromkeys(block for block, _ in _BRANCHES))}")
+        if type(site.connection) not in _CONNECTIONS or site.connection.groups > 1:
+            got = f"{type(site.connection).__name__} with groups={site.connection.groups}"
+            raise SkipRewriteError(
+                f"cannot {verb} {name}: a change of basis may change the result of {site.name}, a {got}; connect with "
+                "linear, feature, global or hybrid, and groups=1")
         if skip is not None and not (isinstance(skip, Skip) and getattr(skip, f"is_{kind}")):
             got = repr(skip.name) if isinstance(skip, Skip) else type(skip).__name__
             raise SkipRewriteError(f"{verb} requires {kind} skips, got {got} at {site.name} of {name}")
