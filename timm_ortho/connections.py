@@ -28,6 +28,7 @@ import inspect
 import math
 import warnings
 from functools import cache
+from itertools import takewhile
 from types import CodeType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Union, cast
 
@@ -152,7 +153,8 @@ class Connection(nn.Module):
         dims: Axes over which one projection sums; None for all axes but the first, the batch axis.
         groups: Number of equal parts of the channel axis. Each part has its own projection.
         keep: Tensor that autograd saves, ``output`` or ``branch``, see :func:`timm_ortho.functional.residual_update`.
-        skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity.
+        skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity. A ``forward`` that
+            does not call :meth:`join` begins with ``x = self.carried(x)``.
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
         mask_layout: Layout of the attention masks, see :func:`real_tokens`.
@@ -483,6 +485,8 @@ def create_connection(
     made.name = connection if isinstance(connection, str) else _unique_name(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
     made.tokens_apart, made.in_place = tokens_apart, in_place
+    if skip is not None and not any(_uses(cast(type, type(made)), name) for name in ("carried", "join", "skip")):
+        raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
     if kept == "branch":  # a subclass may have no argument keep
         made.keep = kept
     if tokens_apart and made.dims is None:
@@ -582,7 +586,7 @@ def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
 def _uses(cls: type, attribute: str) -> bool:
     """Return whether a class uses an attribute. Overridden methods count only if the override calls ``super``."""
     overridden: Set[str] = set()
-    for base in cls.__mro__:
+    for base in takewhile(lambda base: base is not Connection, cls.__mro__):  # a subclass need not call its methods
         for name, value in vars(base).items():
             names = _names(getattr(inspect.unwrap(value), "__code__", None))
             if attribute in names and name not in overridden:

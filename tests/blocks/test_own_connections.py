@@ -30,6 +30,7 @@ class Clipped(Connection):
         self.tau, self.kappa = tau, kappa
 
     def forward(self, x, f, attn_mask=None):
+        x = self.carried(x)
         parallel, orthogonal = timm_ortho.decompose(x, f, self.dim, self.eps)
         length = partial(torch.linalg.vector_norm, dim=self.dim, keepdim=True)
         limit = self.tau * length(x) + self.kappa * length(orthogonal)

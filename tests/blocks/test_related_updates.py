@@ -67,14 +67,17 @@ def delta(c, x, f, s, orthogonal):
     return x + 2 / (1 + torch.exp(-out[:, :1])) * (out[:, 1:] - (k * x).sum(1, keepdim=True)) * k
 
 
+@pytest.mark.parametrize("skip", ["identity", "orthogonal_tp"])
 @pytest.mark.parametrize("formula", [rezero, gated, one_sided, rotation, delta], ids=NAMES)
-def test_formulas(page, formula):
+def test_formulas(page, formula, skip):
     x, f = torch.randn(2, 6, 3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(-1)
-    connection = timm_ortho.create_connection(formula.__name__, dim=1, dtype=torch.float64)
+    transform = timm_ortho.create_skip(skip, 6, dim=1)
+    connection = timm_ortho.create_connection(formula.__name__, dim=1, skip=transform, dtype=torch.float64)
     connection(x, f)  # initializes the lazy layers
+    stream, x = x, transform(x)
     s = (x * f).sum(1, keepdim=True) / ((x * x).sum(1, keepdim=True) + EPS)
     expected = formula(connection, x, f, s, f - s * x)
-    torch.testing.assert_close(connection(x, f), expected)
+    torch.testing.assert_close(connection(stream, f), expected)
 
 
 def test_rezero_starts_as_the_identity(page):

@@ -5,7 +5,15 @@ import pytest
 import torch
 from helpers.half_connection import HalfConnection
 
-from timm_ortho import CONNECTIONS, create_connection, decompose, residual_update
+from timm_ortho import (
+    CONNECTIONS,
+    Connection,
+    FeatureConnection,
+    create_connection,
+    create_skip,
+    decompose,
+    residual_update,
+)
 
 KNOWN = ", ".join(map(repr, CONNECTIONS))
 IS_IT_IMPORTED = " (import the module that registers it; with train.py, pass --device-modules timm_ortho my_module)"
@@ -99,6 +107,31 @@ def test_fx_draws_at_each_call():
     assert len({tuple(traced(X, F).flatten().tolist()) for _ in range(40)}) == 2
 
 
+class Uncarried(FeatureConnection):
+    def forward(self, x, f, attn_mask=None):
+        return x + 0.5 * f
+
+
+class Helped(Connection):
+    def combined(self, x, f):
+        return self.join(x, f, 0.5, 1.0, None)
+
+    def forward(self, x, f, attn_mask=None):
+        return self.combined(x, f)
+
+
+class Nested(HalfConnection):
+    def forward(self, x, f, attn_mask=None):
+        return super().forward(x, 2.0 * f)
+
+
+@pytest.mark.parametrize("connection", [Helped, Nested])
+def test_a_skip_reaches_join_through_other_methods(connection):
+    skip = create_skip("orthogonal_tp", 3, dim=1)
+    connected = create_connection(connection, dim=1, skip=skip).double()
+    torch.testing.assert_close(connected(X, F), create_connection(connection, dim=1).double()(skip(X), F))
+
+
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"connection": "featur"},
      f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?{IS_IT_IMPORTED}"),
@@ -120,6 +153,8 @@ def test_fx_draws_at_each_call():
      "HalfConnection takes no argument groups: omit groups, or add it to the constructor"),
     ({"connection": HalfConnection, "prob": 0.5},
      "HalfConnection takes no argument prob: omit prob, or add it to the constructor"),
+    ({"connection": Uncarried, "skip": create_skip("scaled", 8)},
+     "Uncarried.forward ignores skip: omit skip, or begin with x = self.carried(x)"),
     ({"connection": "feature", "start": "linear"},
      "FeatureConnection takes no argument start: omit start, or add it to the constructor"),
     ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}{IS_IT_IMPORTED}"),

@@ -167,7 +167,7 @@ class Looped(Connection):
         self.groups = groups
 
     def forward(self, x, f, attn_mask=None):
-        return looped(x, f, self.groups, self.dim, eps=self.eps)
+        return looped(self.carried(x), f, self.groups, self.dim, eps=self.eps)
 
 
 class Own(nn.Module):

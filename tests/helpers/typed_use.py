@@ -9,8 +9,9 @@ import timm_ortho
 
 class Mine(timm_ortho.Connection):
     def forward(self, x: Tensor, f: Tensor, attn_mask: "Tensor | None" = None) -> Tensor:
+        x = self.carried(x)
         parallel, orthogonal = timm_ortho.decompose(x, f, self.dim, self.eps)
-        return self.carried(x) + orthogonal + 0.5 * parallel
+        return x + orthogonal + 0.5 * parallel
 
 
 class Model(nn.Module):

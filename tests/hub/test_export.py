@@ -279,6 +279,7 @@ class Lazy(timm_ortho.Connection):
         self.scale = torch.nn.LazyLinear(1, device=device, dtype=dtype)
 
     def forward(self, x, f, attn_mask=None):
+        x = self.carried(x)
         return x + f * self.scale(x)
 
 
