@@ -24,9 +24,8 @@ import __future__
 import ast
 import inspect
 import linecache
-import textwrap
 from types import CodeType, FunctionType
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
 
 
 class RoutingError(RuntimeError):
@@ -72,7 +71,11 @@ def syntax_tree(function: FunctionType) -> ast.Module:
     # Code from exec has the file name <string>, for which ``inspect`` in Python 3.13 returns the text of ``python -c``.
     if function.__code__.co_filename == "<string>":
         raise OSError("could not get source code")
-    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    source = inspect.getsource(function)
+    if not source[0].isspace():
+        return ast.parse(source)
+    tree = ast.parse(f"if True:\n{source}")  # dedent fails if a comment or text has less indentation than the method
+    return ast.Module(cast(ast.If, tree.body[0]).body, type_ignores=[])
 
 
 class Route:
@@ -122,7 +125,8 @@ class Route:
             tree = syntax_tree(self.method)
         except (OSError, TypeError, SyntaxError) as error:
             hint = "; define the class in a file" if isinstance(error, OSError) else ""
-            raise RoutingError(f"{where}: the source of {method} cannot be read: {error}{hint}") from None
+            raise RoutingError(f"{where}: the source of {method} cannot be read: "
+                               f"{getattr(error, 'msg', error)}{hint}") from None
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"

@@ -13,6 +13,7 @@ import torch
 from helpers.branches import branches
 from helpers.small_models import LARGER, MADE, SHARED_BLOCKS, SMALL, build, class_of, host, of_modules, step
 from timm.models import _efficientnet_blocks as efficientnet_blocks, list_modules
+from torch.utils.checkpoint import checkpoint
 
 from timm_ortho import UnsupportedModelError, connect, sites
 from timm_ortho.blocks import reached, routed, routed_class, spec_of, specs, tables, timm as table
@@ -175,6 +176,19 @@ def is_residual(cls):
 class _Sums(torch.nn.Module):
     """Methods with sums that look residual, and methods with other sums."""
 
+    def commented(self, x):
+        y = self.f(x)
+#       y = y.relu()
+        return x + y
+
+    def nested(self, x):
+        def inner(t):
+            return t + self.f(t)
+        return checkpoint(inner, x)
+
+    def nested_lambda(self, x):
+        return checkpoint(lambda t, *, flag=None: t + self.f(t), x)
+
     def annotated(self, x):
         z: torch.Tensor = self.f(x)
         return z + x
@@ -253,6 +267,7 @@ class _Sums(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("method", "residual"), [
+    ("commented", True), ("nested", True), ("nested_lambda", True),
     ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True),
     ("positional", True), ("any_number", True), ("by_name", True), ("looped", True), ("comprehended", True),
     ("keyword", True), ("arguments", True), ("reversed", True), ("scattered", True), ("masked", False),

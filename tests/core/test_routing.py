@@ -468,6 +468,28 @@ def test_code_after_a_return_counts_as_the_else_side():
     assert route.reached(Early(nn.Identity()).eval()) == [True, True]  # train() may be called later
 
 
+class Unindented(nn.Module):
+    """A block whose method contains lines with less indentation than its first line."""
+
+    def forward(self, x):
+        """First line of a text,
+and its second line.
+        """
+#       x = x * 3.0
+        self.text = """a
+            b"""
+        return x + 2.0
+
+
+def test_lines_with_less_indentation():
+    block, calls = Unindented(), []
+    block.__class__ = Route(Unindented, sums(("x", "one"))).subclass(name="Routed", module="tests.somewhere")
+    block.one = Recorder(calls, "one")
+    assert block(1.0) == 3.0
+    assert calls == [("one", 1.0, 2.0)]
+    assert block.text == "a\n            b"  # dedent would shorten the second line
+
+
 def test_the_text_of_python_c_is_not_the_source_of_other_code(monkeypatch):
     """Python 3.13 registers the text of `python -c` as "<string>". Code from `exec` has the same file name."""
     text = "class Block:\n    def forward(self, x):\n        return x + 2.0 * x\n"

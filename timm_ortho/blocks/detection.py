@@ -3,7 +3,7 @@ import ast
 import inspect
 import re
 from functools import cache
-from typing import Optional, Set
+from typing import Optional, Set, Union
 
 from ..routing import syntax_tree
 
@@ -18,8 +18,8 @@ def looks_residual(cls: type) -> bool:
     count either.
 
     The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
-    call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``, or
-    classes without source.
+    call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``,
+    classes without source, or sums in a ``forward`` whose decorator does not use ``functools.wraps``.
 
     Example:
         >>> looks_residual(timm.models.vision_transformer.Block), looks_residual(timm.layers.Mlp)
@@ -28,7 +28,8 @@ def looks_residual(cls: type) -> bool:
     function = _forward_of(cls)
     if function is None:
         return False
-    derived = _derived(function, _sources(function))
+    functions = [node for node in ast.walk(function) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    derived = _derived(function, set().union(*(_sources(each, has_self=each is function) for each in functions)))
     return any(_adds(node, derived) for node in ast.walk(function))
 
 
@@ -56,10 +57,10 @@ _ADDING = ("add", "add_", "add_relu")
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)
 
 
-def _sources(function: ast.FunctionDef) -> Set[str]:
+def _sources(function: Union[ast.FunctionDef, ast.Lambda], has_self: bool) -> Set[str]:
     """Return the arguments that may be a stream or a branch output: the first argument and all further tensors."""
     args = function.args
-    arguments = [*[*args.posonlyargs, *args.args][1:], *[args.vararg] * bool(args.vararg), *args.kwonlyargs]
+    arguments = [*[*args.posonlyargs, *args.args][has_self:], *[args.vararg] * bool(args.vararg), *args.kwonlyargs]
     tensors = [argument.arg for argument in arguments[1:] if not re.search(_NO_STREAM, argument.arg)
                and not (argument.annotation and re.match(_NUMBER, ast.unparse(argument.annotation)))]
     return {*tensors, *(argument.arg for argument in arguments[:1])}
