@@ -447,7 +447,7 @@ def _list(parsed: argparse.Namespace) -> int:
 
     if parsed.weights:
         return _list_weights(parsed.pattern or "*")
-    if parsed.pattern is None:
+    if not parsed.pattern:
         return _list_modules()
     names = [name for name in timm.list_models(parsed.pattern) if is_variant(name)]
     if not names:
@@ -565,10 +565,16 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
 
     name, checkpoint, size = parsed.model, parsed.checkpoint, kwargs.get("img_size")
     options = {} if size is None else {"input_size": (3, *(size if isinstance(size, list) else (size, size)))}
-    names_variant = is_variant(name)
+    names_variant, is_repository = is_variant(name), name.startswith(("hf-hub:", "local-dir:"))
     if not names_variant and (checkpoint or parsed.pretrained):
         raise UsageError(f"--pretrained and --checkpoint are for variants, and there is no variant '{name}'")
-    if name.startswith(("hf-hub:", "local-dir:")):
+    if checkpoint and parsed.pretrained:
+        raise UsageError("--pretrained and --checkpoint load different weights: omit one of them")
+    if "checkpoint_path" in kwargs:
+        raise UsageError("pass --checkpoint FILE instead of checkpoint_path=FILE")
+    if parsed.ema and (is_repository or (names_variant and not checkpoint)):
+        raise UsageError(f"--ema is for runs and their checkpoints, not for '{name}'")
+    if is_repository:
         return pull(name, **kwargs), options
     if not names_variant and not os.path.exists(name):
         raise UsageError(f"there is no variant '{name}'{similar_variants(name)}")
@@ -581,6 +587,8 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     except NoRunError:
         if not names_variant:
             raise
+        if parsed.ema:
+            raise UsageError(f"--ema is for runs, and {checkpoint} has no arguments of a run: omit --ema") from None
         model = timm.create_model(name, **kwargs)
         _load(model, checkpoint)
         return model, options
@@ -591,7 +599,7 @@ def _load(model: Any, checkpoint: str) -> None:
     from timm.models import load_checkpoint
 
     try:
-        load_checkpoint(model, checkpoint)
+        load_checkpoint(model, checkpoint, use_ema=False)
     except Exception as error:  # noqa: BLE001 torch, pickle and safetensors raise many error types for damaged files
         raise UsageError(f"{checkpoint} cannot be loaded: {error_text(error)}") from None
 

@@ -84,6 +84,16 @@ def test_a_damaged_checkpoint(tmp_path, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_checkpoint_without_arguments_of_a_run(tmp_path, capsys):
+    model, file = timm.create_model("vit_test_linear"), str(tmp_path / "both.pth.tar")
+    weights = model.state_dict()
+    torch.save({"state_dict": weights, "state_dict_ema": {key: 3 * value for key, value in weights.items()}}, file)
+    assert cli.main(["show", "vit_test_linear", "--checkpoint", file]) == 0
+    assert capsys.readouterr().out == show.as_text(show.measured_sites(model, show.batch(model))) + "\n"
+    assert cli.main(["show", "vit_test_linear", "--checkpoint", file, "--ema"]) == 2
+    assert f"--ema is for runs, and {file} has no arguments of a run: omit --ema" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("cosine", "bar"), [
     (0.0, "          |          "), (-0.3, "       ===|          "), (1.0, "          |=========="),
     (-1.2, "==========|          "), (float("nan"), "          |          ")])
@@ -120,6 +130,10 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
     (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
     (["local-dir:/nowhere"], "local-dir:/nowhere: the folder contains no config.json"),
+    (["vit_test_ortho", "--pretrained", "--checkpoint", "/nowhere.pth"], "load different weights: omit one of them"),
+    (["vit_test_ortho", "--ema"], "--ema is for runs and their checkpoints, not for 'vit_test_ortho'"),
+    (["hf-hub:me/my-model", "--ema"], "--ema is for runs and their checkpoints, not for 'hf-hub:me/my-model'"),
+    (["vit_test_ortho", "--model-kwargs", "checkpoint_path=/nowhere.pth"], "pass --checkpoint FILE instead of"),
     (["local-dir:/nowhere", "--pretrained"], "--pretrained and --checkpoint are for variants, and there is no variant"),
 ])
 def test_errors(arguments, message, capsys):
