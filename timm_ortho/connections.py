@@ -30,7 +30,7 @@ import warnings
 from functools import cache
 from itertools import takewhile
 from types import CodeType
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Union, cast
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -548,6 +548,8 @@ class Site(NamedTuple):
 def sites(model: nn.Module) -> List[Site]:
     """Return the sites of a model, block by block; an empty list for a model without connections.
 
+    A connection inside another connection is no site.
+
     A warning reports blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does. The new
     class does not call the connections, so the additions of these blocks are linear.
 
@@ -559,7 +561,7 @@ def sites(model: nn.Module) -> List[Site]:
         0 mlp blocks.0.connection_mlp FeatureConnection(dim=-1, eps=1e-06)
     """
     connections = [
-        (name, block, attribute, connection) for name, block in model.named_modules()
+        (name, block, attribute, connection) for name, block in named_outside(model)
         for attribute, connection in block.named_children() if isinstance(connection, Connection)
     ]
     unused = {name: type(block).__name__ for name, block, attribute, connection in connections
@@ -575,6 +577,12 @@ def sites(model: nn.Module) -> List[Site]:
         Site(layer, attribute.removeprefix("connection_"), f"{name}.{attribute}" if name else attribute, connection)
         for layer, (name, _, attribute, connection) in zip(layers, connections, strict=True)
     ]
+
+
+def named_outside(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
+    """Yield ``model.named_modules()`` without connections and the modules inside them."""
+    inside = {inner for module in model.modules() if isinstance(module, Connection) for inner in module.modules()}
+    return model.named_modules(inside)
 
 
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:

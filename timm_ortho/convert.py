@@ -22,7 +22,7 @@ from .blocks import (
     spec_of,
     written_class,
 )
-from .connections import Connection, create_connection, is_unused, layer_name, layers_of, sites
+from .connections import Connection, create_connection, is_unused, layer_name, layers_of, named_outside, sites
 from .skips import create_skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -274,7 +274,7 @@ def disconnect(model: ModelT) -> ModelT:
             delattr(module, name)
         module.__class__ = host_class(module)
     _remove_unused(model.modules())
-    written = [_Block(name, module, None, own) for name, module in model.named_modules() if (own := _own(module))]
+    written = [_Block(name, module, None, own) for name, module in named_outside(model) if (own := _own(module))]
     for block in written:
         for name, made in _make_connections(block, dict(eps=1e-6), repeat(None), carrying=()).items():
             made.connect_arguments = {"connection": "linear"}
@@ -318,7 +318,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
     """
     blocks, unsupported = [], {}
     inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
+    for name, module in named_outside(model):
         spec, own = spec_of(module), _own(module)
         of_class = {spec.sites[kind]: kind for kind in reached(module, spec)} if spec else {}
         here = [_Block(name, module, None, own), _Block(name, module, spec, of_class)]

@@ -184,3 +184,43 @@ def test_a_connection_that_is_defined_again_replaces_the_first():
         timm_ortho.register_connection("clipped", partial(Clipped, tau=1.0))
 
 
+class Ensemble(Connection):
+    """A connection that contains connections."""
+
+    def __init__(self, dim=-1, eps=1e-6):
+        super().__init__(dim, eps)
+        self.inner = nn.ModuleList(create_connection(name, dim=dim, eps=eps) for name in ("feature", "hybrid"))
+
+    def forward(self, x, f, attn_mask=None):
+        x = self.carried(x)
+        return sum(inner(x, f) for inner in self.inner) / 2
+
+
+def test_a_connection_inside_a_connection_is_no_site(registered):
+    timm_ortho.register_connection("ensemble", Ensemble)
+    model = connect(nn.Sequential(registered(), registered()), "ensemble", kinds="mlp")
+    assert [site.name for site in sites(model)] == [
+        f"{layer}.connection_{kind}" for layer in (0, 1) for kind in ("attention", "mlp")]
+    assert timm_ortho.connection_arguments(model) == {"connection": "ensemble", "eps": 1e-6, "kinds": ["mlp"]}
+    assert {name.rpartition(".")[2] for name in model.no_weight_decay()} == {"rho", "theta"}
+    with timm_ortho.record(model, every=1) as recorder:
+        model(tokens())
+    assert len(recorder.rows) == 4
+    with pytest.raises(ValueError, match="unknown kind of branch '0'"):
+        connect(model, "feature", kinds="0")
+    assert {type(site.connection) for site in sites(connect(model, "global"))} == {timm_ortho.GlobalConnection}
+    assert sites(timm_ortho.disconnect(connect(model, "ensemble"))) == []
+
+
+def test_a_connection_of_connections_in_an_authors_code():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f, self.add = nn.Linear(8, 8), Ensemble()
+
+        def forward(self, x):
+            return self.add(x, self.f(x))
+
+    block = Block()
+    assert [site.name for site in sites(block)] == ["add"]
+    assert type(timm_ortho.disconnect(block).add) is timm_ortho.LinearConnection
