@@ -29,7 +29,7 @@ import math
 import warnings
 from functools import cache
 from itertools import takewhile
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union, cast
 
 import torch
@@ -550,8 +550,8 @@ def sites(model: nn.Module) -> List[Site]:
 
     A connection inside another connection is no site.
 
-    A warning reports blocks whose class was replaced after :func:`timm_ortho.connect`, as token merging does. The new
-    class does not call the connections, so the additions of these blocks are linear.
+    A warning reports blocks whose class or ``forward`` was replaced after :func:`timm_ortho.connect`, as token merging
+    does. The new code does not call the connections, so the additions of these blocks are linear.
 
     Example:
         >>> import timm
@@ -564,13 +564,17 @@ def sites(model: nn.Module) -> List[Site]:
         (name, block, attribute, connection) for name, block in named_outside(model)
         for attribute, connection in block.named_children() if isinstance(connection, Connection)
     ]
-    unused = {name: type(block).__name__ for name, block, attribute, connection in connections
-              if is_unused(block, attribute, connection)}
+    unused = {}
+    for name, block, attribute, connection in connections:
+        if is_unused(block, attribute, connection):
+            unused[name] = type(block).__name__
+        elif connection.routed and _hides_connection(block, attribute):
+            unused[name] = vars(block)["forward"].__qualname__
     if unused:
         warnings.warn(
             f"the additions of {len(unused)} blocks are linear (the first block is {next(iter(unused))!r}): their "
-            f"class was replaced after connect, and {' and '.join(dict.fromkeys(unused.values()))} does not call "
-            "connections. Replace the class first, register it with timm_ortho.register_block, then connect",
+            f"class or forward was replaced after connect, and {' and '.join(dict.fromkeys(unused.values()))} does "
+            "not call connections. Replace the class first, register it with timm_ortho.register_block, then connect",
             stacklevel=2)
     layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [
@@ -588,6 +592,18 @@ def named_outside(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
     """Return whether the class of the block was replaced and no longer calls the connection that was added."""
     return isinstance(connection, Connection) and connection.routed and not _uses(cast(type, type(block)), attribute)
+
+
+def _hides_connection(block: nn.Module, attribute: str) -> bool:
+    """Return whether the instance attribute ``forward`` is a method that hides the class's use of a connection.
+
+    Methods that may call another ``forward`` do not count.
+    """
+    forward: Any = vars(block).get("forward")
+    code, hidden = (getattr(inspect.unwrap(each), "__code__", None) for each in (forward, type(block).forward))
+    names = _names(code)
+    return (isinstance(forward, MethodType) and code is not None and not code.co_freevars
+            and attribute in _names(hidden) - names and not any("forward" in name for name in names))
 
 
 @cache
