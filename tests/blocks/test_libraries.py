@@ -26,8 +26,6 @@ QUICK |= {f"torchvision {name}" for name in (
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 COMPILED = {*(f"torchvision {name}" for name in ("vit", "resnet50", "convnext")),
             *(f"transformers {name}" for name in ("vit", "convnext"))}
-# Blocks of architectures with several inputs. Each has a test of its own: tests/models/test_padding.py tests SigLIP 2.
-OTHER_INPUTS = {"transformers.models.siglip2.modeling_siglip2.Siglip2EncoderLayer"}
 # Architectures for which groups="heads" is an error, although they have sites other than convolutions.
 WITHOUT_HEADS = {f"transformers {name}" for name in ("focalnet", "levit", "mobilevitv2", "poolformer", "swiftformer")}
 SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate(MODELS)}
@@ -37,11 +35,11 @@ def made(name):
     if name.startswith("transformers"):
         transformers = pytest.importorskip("transformers", minversion="5")
         transformers.logging.set_verbosity_error()
-    model, images = MODELS[name]()
+    model, inputs = MODELS[name]()
     for parameter in model.parameters():
         if not parameter.any():  # a head whose weights are zero would hide differences in the blocks
             torch.nn.init.normal_(parameter, std=0.1)
-    return model, images
+    return model, inputs
 
 
 def output(result):
@@ -49,30 +47,30 @@ def output(result):
     return result if torch.is_tensor(result) else result[0]
 
 
-def step(model, images):
+def step(model, inputs):
     """Return the logits in training, the gradients by name, and the logits in evaluation."""
     torch.manual_seed(0)
-    y = output(model.train()(images))
+    y = output(model.train()(*inputs))
     model.zero_grad()
     y.square().mean().backward()
     with torch.no_grad():
-        evaluated = output(copy.deepcopy(model).eval()(images))
+        evaluated = output(model.eval()(*inputs))
     return y.detach(), {name: p.grad for name, p in model.named_parameters()}, evaluated
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_linear_is_the_librarys_model_and_other_connections_train(name):
-    host, images = made(name)
+    host, inputs = made(name)
     classes, keys = [type(module) for module in host.modules()], list(host.state_dict())
-    expected = step(copy.deepcopy(host), images)
-    linear = step(connect(copy.deepcopy(host), "linear"), images)
+    expected = step(copy.deepcopy(host), inputs)
+    linear = step(connect(copy.deepcopy(host), "linear"), inputs)
     assert torch.equal(linear[0], expected[0])
     assert torch.equal(linear[2], expected[2])
     for key, gradient in expected[1].items():
         assert gradient is linear[1][key] is None or torch.equal(linear[1][key], gradient), key
     for scope in ("feature", "global"):
         model = connect(copy.deepcopy(host), scope)
-        y, gradients, _ = step(model, images)
+        y, gradients, _ = step(model, inputs)
         assert not torch.equal(y, expected[0]), scope
         assert y.isfinite().all()
         missing = [key for key, grad in expected[1].items() if grad is not None and gradients[key] is None]
@@ -82,20 +80,20 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
     assert [type(module) for module in model.modules()] == classes
     assert sites(model) == []
     model.load_state_dict(host.state_dict())
-    assert torch.equal(step(model, images)[0], expected[0])
+    assert torch.equal(step(model, inputs)[0], expected[0])
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_streams_have_the_width_in_the_table(name):
     """Check channel axis, width and stream at every site. Skip transforms are created for this width."""
-    model, images = made(name)
+    model, inputs = made(name)
     branches(connect(model, SCOPE[name], skip="orthogonal_tp"))
     reached = {}
     for site in sites(model):
         def hook(module, inputs, name=site.name):
             reached[name] = {tensor.shape[module.dim] for tensor in inputs} == {module.skip.width}
         site.connection.register_forward_pre_hook(hook)
-    model.train()(images)
+    model.train()(*inputs)
     assert reached == {site.name: True for site in sites(model)}
 
 
@@ -103,10 +101,10 @@ def test_streams_have_the_width_in_the_table(name):
     pytest.param(name, marks=() if name in COMPILED else pytest.mark.slow) for name in MODELS])
 def test_compiles_if_the_original_model_does(name):
     torch._dynamo.reset()
-    host, images = made(name)
+    host, inputs = made(name)
     host.eval()
     try:
-        torch.compile(copy.deepcopy(host), fullgraph=True, backend="eager")(images)
+        torch.compile(copy.deepcopy(host), fullgraph=True, backend="eager")(*inputs)
     except Exception as error:  # noqa: BLE001 the compiler raises exceptions of many types
         pytest.skip(f"the untouched model does not compile as one graph: {type(error).__name__}")
     torch._dynamo.reset()
@@ -115,14 +113,14 @@ def test_compiles_if_the_original_model_does(name):
     logits = []
     for form in (compiled, model):
         torch.manual_seed(0)  # ViT-MAE drops random patches
-        logits.append(output(form(images)))
+        logits.append(output(form(*inputs)))
     torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_projection_per_head(name):
     """Convolutions have no heads, so the connection is limited to all other kinds of sites."""
-    model, images = made(name)
+    model, inputs = made(name)
     kinds = {site.kind for site in sites(connect(model, "linear"))} - {"conv"}
     if name in WITHOUT_HEADS or not kinds:
         with pytest.raises(ValueError, match="has no heads"):
@@ -133,7 +131,7 @@ def test_a_projection_per_head(name):
     except ValueError as error:
         pytest.fail(f"{error}\nIf a module around this block contains the attention, the block's row needs depth. "
                     f"Otherwise, add {name!r} to WITHOUT_HEADS and to docs/coverage.md.", pytrace=False)
-    assert output(model.train()(images)).isfinite().all()
+    assert output(model.train()(*inputs)).isfinite().all()
 
 
 def test_the_page_names_the_architectures_without_heads():
@@ -154,8 +152,7 @@ def test_every_row_of_a_table_has_a_model(library):
     covered = {spec.name for model in models for module in model.modules()
                if (spec := spec_of(module)) and reached(module, spec)}
     without = {spec.name for spec in specs(library) if host(spec)} - covered
-    assert without == (OTHER_INPUTS if library == "transformers" else set()), (
-        "each row needs a model in tests/helpers, or a test of its own and its name in OTHER_INPUTS")
+    assert without == set(), "each row needs a model in tests/helpers"
 
 
 def test_each_kind_is_used_once_in_a_row():
@@ -171,14 +168,14 @@ def test_a_row_can_override_the_mask():
 
 @pytest.mark.parametrize("name", ["torchvision resnet18", "transformers vit"])
 def test_unpickled_in_a_new_process(name, tmp_path):
-    model, images = made(name)
+    model, inputs = made(name)
     connect(model, "feature").eval()
-    (tmp_path / "model").write_bytes(pickle.dumps((model, images)))
+    (tmp_path / "model").write_bytes(pickle.dumps((model, inputs)))
     code = ("import pickle, sys, torch; import timm_ortho; torch.set_num_threads(1); "
-            "model, images = pickle.load(open(sys.argv[1], 'rb')); y = model(images); "
+            "model, inputs = pickle.load(open(sys.argv[1], 'rb')); y = model(*inputs); "
             "torch.save(y if torch.is_tensor(y) else y[0], sys.argv[2])")
     subprocess.run([sys.executable, "-c", code, tmp_path / "model", tmp_path / "y"], check=True)
-    torch.testing.assert_close(torch.load(tmp_path / "y"), output(model(images)), rtol=0, atol=0)
+    torch.testing.assert_close(torch.load(tmp_path / "y"), output(model(*inputs)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("build", [

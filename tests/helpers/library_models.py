@@ -1,4 +1,4 @@
-"""Functions that return a small model and images, for the block classes of torchvision and transformers."""
+"""Functions that return a small model and a tuple of inputs, for the block classes of torchvision and transformers."""
 import torch
 
 VIT = dict(
@@ -13,7 +13,7 @@ def torchvision(build, size=32, frames=None):
         from torchvision import models
 
         torch.manual_seed(0)
-        return build(models), torch.randn(*((2, 3, frames) if frames else (2, 3)), size, size)
+        return build(models), (torch.randn(*((2, 3, frames) if frames else (2, 3)), size, size),)
     return make
 
 
@@ -53,8 +53,8 @@ TORCHVISION = {
 }
 
 
-def transformers(name, size=32, head="ForImageClassification", config=None, shape=None, **arguments):
-    """Return a function that creates a model and a random input: images of this size, or a tensor of this shape.
+def transformers(name, size=32, head="ForImageClassification", config=None, inputs=None, **arguments):
+    """Return a function that creates a model, and images of this size or the result of ``inputs()``.
 
     ``name`` is the prefix of the model's classes: ViT for ViTConfig.
     """
@@ -64,7 +64,7 @@ def transformers(name, size=32, head="ForImageClassification", config=None, shap
         torch.manual_seed(0)
         settings = getattr(transformers, f"{name}Config")(**(config or arguments))
         settings.num_labels = 10
-        return getattr(transformers, name + head)(settings), torch.randn(shape or (2, 3, size, size))
+        return getattr(transformers, name + head)(settings), inputs() if inputs else (torch.randn(2, 3, size, size),)
     return make
 
 
@@ -79,14 +79,18 @@ TRANSFORMERS = {
     "yolos": transformers(
         "Yolos", head="ForObjectDetection", **{**VIT, "image_size": [32, 32]}, num_detection_tokens=4),
     "ast": transformers(
-        "AST", head="ForAudioClassification", shape=(2, 32, 16), **VIT, max_length=32, num_mel_bins=16,
-        frequency_stride=8, time_stride=8),
+        "AST", head="ForAudioClassification", inputs=lambda: (torch.randn(2, 32, 16),), **VIT, max_length=32,
+        num_mel_bins=16, frequency_stride=8, time_stride=8),
     "vit_mae": transformers("ViTMAE", head="Model", **VIT),
     "ijepa": transformers("IJepa", **VIT),
     "data2vec": transformers("Data2VecVision", **VIT, layer_scale_init_value=0.5),
     "clip": transformers("CLIP", config=dict(vision_config=VIT)),
     "metaclip_2": transformers("MetaClip2", config=dict(vision_config=VIT)),
     "siglip": transformers("Siglip", config=dict(vision_config=VIT)),
+    "siglip2": transformers(  # patches, mask of padding, and numbers of rows and columns
+        "Siglip2Vision", head="Model", inputs=lambda: (
+            torch.randn(2, 8, 12), (torch.arange(8) < torch.tensor([[8], [6]])).int(), torch.tensor([[2, 4], [2, 3]])),
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_patches=16, patch_size=2),
     "perceiver": transformers(
         "Perceiver", 16, head="ForImageClassificationLearned", image_size=16, num_latents=4, d_latents=32,
         num_self_attends_per_block=2, num_self_attention_heads=2, num_cross_attention_heads=2),

@@ -37,7 +37,8 @@ class BlockSpec(NamedTuple):
         kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
             ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel`` (attention and MLP in one
             sum) or ``branch`` (a wrapper around any module). Several additions of one kind have names such as ``mlp_2``
-            and ``mlp_3``. None leaves an addition unchanged.
+            and ``mlp_3``. None leaves an addition unchanged, such as one that a call reaches only with an optional
+            argument.
         dim: Channel axis of the stream: one axis for all additions, one for each, or a function of the block.
         keep: ``"branch"`` if the block changes the sum in place, so that autograd cannot keep the sum (see
             :func:`timm_ortho.functional.residual_update`).
