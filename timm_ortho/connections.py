@@ -468,8 +468,9 @@ def create_connection(
     if make is GlobalConnection and groups != 1:
         raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
                          "feature or hybrid")
-    for name, ignored in (("prob", prob != 1.0), ("groups", groups != 1), ("start", start != "orthogonal")):
-        if ignored and name not in accepted and make is not LinearConnection:
+    defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
+    for name in sorted(arguments.keys() - accepted - {"dim", "keep", "device", "dtype"}):
+        if arguments[name] != defaults[name] and make is not LinearConnection:
             raise ValueError(f"{_name_of(make)} takes no argument {name}: omit {name}, or add it to the constructor")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
     if not isinstance(made, Connection):

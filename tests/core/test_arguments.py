@@ -1,5 +1,6 @@
 """connection_arguments() returns the arguments of connect(). The configs of transformers' models store them."""
 import json
+import re
 import subprocess
 import sys
 from inspect import Signature, signature
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from helpers.half_connection import HalfConnection
 from torch import nn
 
 import timm_ortho
@@ -77,6 +79,11 @@ def test_every_argument_of_a_connection_reaches_it():
     for site in sites(connect(timm.create_model("vit_test_linear"), Recording, **OF_CONNECTIONS)):
         assert {name: site.connection.received.get(name) for name in OF_CONNECTIONS} == OF_CONNECTIONS
         assert site.connection.connect_arguments == {"connection": "Recording", **OF_CONNECTIONS}
+    for name in OF_CONNECTIONS.keys() - {"eps", "keep"}:
+        with pytest.raises(ValueError, match=f"HalfConnection takes no argument {name}"):
+            create_connection(HalfConnection, **{name: OF_CONNECTIONS[name]})
+    documented = set(re.findall(r"``(\w+)``", timm_ortho.register_connection.__doc__))
+    assert documented >= {*_PASSED}, "add the argument to the docstring of register_connection"
 
 
 def test_arguments_are_plain_values():

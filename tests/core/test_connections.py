@@ -64,7 +64,8 @@ def test_hybrid_stays_in_its_range_and_can_return(rho, theta, a, b):
 @pytest.mark.parametrize("name", CONNECTIONS)
 def test_state(name):
     """Checkpoints contain only the parameters in `STATES`."""
-    assert list(create_connection(name).state_dict()) == STATES.get(name, [])
+    state = list(create_connection(name).state_dict())
+    assert state == STATES.get(name, []), f"add {{{name!r}: {state}}} to STATES"
 
 
 @pytest.mark.parametrize("name", ["feature", "global"])

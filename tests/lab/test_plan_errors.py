@@ -5,7 +5,7 @@ import pytest
 import yaml
 from helpers.tiny_study import STUDY, compared, planned
 
-from timm_ortho import cli
+from timm_ortho import CONNECTIONS, HybridConnection, cli
 from timm_ortho.lab import LabError
 from timm_ortho.lab.folder import RunPlan
 from timm_ortho.lab.planning import design
@@ -24,6 +24,7 @@ from timm_ortho.lab.planning import design
      "value 'a' accepts no key 'conection'; did you mean 'connection'"),
     (dict(grid={"x": {"a": {"switch": {"to": "linear"}}}}), "switch needs the keys 'to'"),
     (dict(grid={"x": {"a": {"switch": {"to": "hybrid", "optimizer": "kept"}}}}), "cannot switch to or from hybrid"),
+    (dict(grid={"x": {"a": {"switch": {"to": "gated", "optimizer": "kept"}}}}), "cannot switch to or from gated"),
     (dict(baseline={"lr": 5}), "the baseline is 5 on axis 'lr', which has no such value"),
     (dict(seeds=0), "seeds is 0, but must be a whole number of at least 1"),
     (dict(hold_out="many"), "hold_out is 'many', but must be a whole number of at least 0"),
@@ -39,7 +40,8 @@ from timm_ortho.lab.planning import design
     (dict(grid={"scale": [[0.5, 1.0]]}), "axis 'scale': values that are lists or mappings need names: {NAME: {sca"),
     (dict(scales={"smoke": {"grid": {"scale": [[0.5, 1.0]]}}}), "axis 'scale': values that are lists or mappings need"),
 ])
-def test_bad_study(tmp_path, changed, message):
+def test_bad_study(tmp_path, monkeypatch, changed, message):
+    monkeypatch.setitem(CONNECTIONS, "gated", HybridConnection)
     values = {**yaml.safe_load(STUDY), **changed}
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not ...}))

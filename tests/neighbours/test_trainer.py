@@ -1,4 +1,4 @@
-"""In Hugging Face's Trainer, the lines in docs/neighbours.md exclude rho and theta of `hybrid` from weight decay."""
+"""The Trainer of Hugging Face: the lines in docs/neighbours.md exclude the parameters of connections from decay."""
 import re
 from pathlib import Path
 

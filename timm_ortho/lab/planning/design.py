@@ -50,6 +50,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
+from ...connections import CONNECTIONS, create_connection
 from ...convert import connect
 from ...models.arguments import VARIANT_ARGUMENTS
 from .. import LabError, check_names, read_user_yaml, shipped_files, suggestion
@@ -363,8 +364,10 @@ def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, A
     again = switch["optimizer"] == "reinitialised"
     if switch["to"] == connection and not again:
         return {}
-    if "hybrid" in (switch["to"], connection) and switch["to"] != connection:
-        raise LabError("a run cannot switch to or from hybrid: the other connection lacks hybrid's parameters")
+    learned = [name for name in (connection, switch["to"])
+               if name in CONNECTIONS and [*create_connection(name).parameters()]]
+    if learned and switch["to"] != connection:
+        raise LabError(f"a run cannot switch to or from {learned[0]}: the other connection lacks its parameters")
     return {"switch_to": switch["to"], "reinitialise": again}
 
 
