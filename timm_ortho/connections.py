@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from ._checks import check_count, check_eps, check_prob, known_name
+from ._checks import check_count, check_eps, check_prob, check_weight, known_name
 from .functional import KEEPS, Weight, checked_update, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
@@ -202,7 +202,15 @@ class Connection(nn.Module):
 
     def join(
             self, x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, attn_mask: Optional[Tensor]) -> Tensor:
-        """Return ``P x + parallel f_par + orthogonal f_orth``, in eager mode or in TorchScript."""
+        """Return ``P x + parallel f_par + orthogonal f_orth``, in eager mode or in TorchScript.
+
+        The weights are floats or 0-d tensors.
+        """
+        if not torch.jit.is_scripting():
+            if isinstance(parallel, Tensor):  # proxies of FX have no shape
+                check_weight("parallel", parallel)
+            if isinstance(orthogonal, Tensor):
+                check_weight("orthogonal", orthogonal)
         x = self.carried(x)
         if self.groups > 1:
             return self._join_groups(x, f, parallel, orthogonal)

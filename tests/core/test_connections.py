@@ -133,6 +133,14 @@ def test_a_skip_reaches_join_through_other_methods(connection):
     torch.testing.assert_close(connected(X, F), create_connection(connection, dim=1).double()(skip(X), F))
 
 
+@pytest.mark.parametrize(("a", "b", "message"), [
+    (torch.ones(1), 1.0, r"parallel must be a float or a 0-d tensor, got torch.float32 of shape \(1,\)"),
+    (0.0, torch.ones(2, 1), r"orthogonal must be a float or a 0-d tensor, got torch.float32 of shape \(2, 1\)")])
+def test_weights_with_axes_are_refused(a, b, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Connection().join(X, F, a, b, None)
+
+
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"connection": "featur"},
      f"unknown connection 'featur', known are {KNOWN}; did you mean 'feature'?{IS_IT_IMPORTED}"),
