@@ -154,6 +154,20 @@ def test_counts_training_passes_and_records_every_nth():
     assert not model._forward_hooks
 
 
+@pytest.mark.parametrize("transform", [
+    lambda call: torch.func.vmap(lambda image: call(image[None]), randomness="same")(images()),
+    lambda call: torch.func.grad(lambda x: call(x).sum())(images())], ids=["vmap", "grad"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_passes_inside_transforms_are_not_recorded(transform):
+    model = vit()
+    with timm_ortho.record(model, every=1) as recorder:
+        model(images())
+        transform(model)
+        model(images())
+    assert {row["step"] for row in recorder.rows} == {0, 1}
+    assert all(math.isfinite(row["stream"]) for row in recorder.rows)
+
+
 def test_drain_continues_recording():
     model = vit()
     recorder = timm_ortho.record(model, every=1)

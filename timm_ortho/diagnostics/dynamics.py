@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._compat import compiled_model, is_compiled_in_place
+from .._compat import compiled_model, functorch_is_active, is_compiled_in_place
 from ..connections import Connection, HybridConnection, Site, real_tokens, sites as sites_of
 from ..functional import decompose, without_padding
 
@@ -142,7 +142,8 @@ class Recorder:
     """Record norms and angles at a model's sites during training, until :meth:`close` or the end of a ``with`` block.
 
     A step is one forward pass in training mode: with gradient accumulation, one update has several steps. Passes in
-    evaluation mode are neither counted nor recorded. Each recorded step adds one row for each site:
+    evaluation mode or inside transforms of ``torch.func`` are neither counted nor recorded. Each recorded
+    step adds one row for each site:
 
     | key | value |
     | --- | --- |
@@ -243,7 +244,7 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------ hooks
     def _before(self, model: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
-        if model.training:
+        if model.training and not functorch_is_active():  # measurements could not leave the transform
             self._begin(model, args, kwargs, torch.compiler.is_compiling())
 
     def _after(self, model: nn.Module, args: Tuple, output: Any) -> None:
