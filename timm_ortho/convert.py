@@ -145,7 +145,7 @@ def connect(
     do not change. Of the built-in connections, only ``hybrid`` has parameters, two per site. Each call makes new
     parameters, which must be added to an existing optimizer. ``model.no_weight_decay()``, which timm's optimizers call,
     includes the names of these parameters. Connect with ``hybrid`` before you wrap the model in
-    DistributedDataParallel, which does not synchronise parameters that are added later. After ``fully_shard``,
+    DistributedDataParallel, which fixes the parameters. After ``fully_shard``,
     connections can only be replaced by connections without parameters.
 
     Args:
@@ -186,7 +186,8 @@ def connect(
         ValueError: A name is unknown, a value is outside its range, the connection does not have the required
             signature, or it projects over all tokens (``global``) and a block is causal. The model is unchanged.
         UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
-            would change the class or the parameters of a sharded block. The model is unchanged.
+            would change the class or the parameters of a sharded block, or the parameters of a model in
+            DistributedDataParallel. The model is unchanged.
         timm_ortho.RoutingError: The source code of a block does not match the registered description of its class.
 
     Example:
@@ -257,8 +258,8 @@ def disconnect(model: ModelT) -> ModelT:
         The same model.
 
     Raises:
-        UnsupportedModelError: Blocks with connections are sharded or parametrized, which fixes their classes. The model
-            is unchanged.
+        UnsupportedModelError: Blocks with connections are sharded or parametrized, which fixes their classes, or the
+            call would remove parameters of a model in DistributedDataParallel. The model is unchanged.
 
     Example:
         >>> import timm
@@ -267,7 +268,7 @@ def disconnect(model: ModelT) -> ModelT:
         ('timm.models.vision_transformer', [])
     """
     routed = [module for module in model.modules() if host_class(module) is not written_class(module)]
-    for module in routed:
+    for module in model.modules():
         _check_fixed(model, module, host_class(module), ())
     for module in routed:
         for name in _added(module):
@@ -386,15 +387,17 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:
-    """Raise UnsupportedModelError if a block cannot change its class to ``cls`` or receive these connections."""
+    """Raise UnsupportedModelError if a block cannot change its class to ``cls``, or lose or receive parameters."""
     if "forward" in vars(block) and written_class(block) is not cls:
         raise UnsupportedModelError(
             f"cannot connect or disconnect {type(model).__name__}: a {type(block).__name__} has an instance attribute "
             "forward, which hides the method of its class: remove it first. The model is unchanged.")
     wrapped = type(block) is not written_class(block)
-    grows = any(True for connection in connections for _ in connection.parameters())
-    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block) or any(
-            isinstance(module, DistributedDataParallel) for module in model.modules()))):
+    replaced = [child for child in block.children() if isinstance(child, Connection)]
+    grows, shrinks = (any(True for connection in these for _ in connection.parameters())
+                      for these in (connections, replaced))
+    if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block))) or (
+            (grows or shrinks) and any(isinstance(module, DistributedDataParallel) for module in model.modules())):
         raise UnsupportedModelError(
             f"cannot connect or disconnect {type(model).__name__}: its {type(block).__name__} is sharded or "
             "parametrized, which fixes its class and parameters, or is inside DistributedDataParallel, which fixes its "

@@ -180,10 +180,14 @@ def test_connections_that_sharding_rules_out_are_refused(name, connection, block
 
 
 @pytest.mark.usefixtures("group")
-def test_new_parameters_in_a_ddp_model_are_refused():
-    model = DistributedDataParallel(timm.create_model("vit_small_ortho", **VIT))
-    with pytest.raises(timm_ortho.UnsupportedModelError, match="inside DistributedDataParallel, which"):
-        timm_ortho.connect(model, "hybrid")
+def test_new_and_removed_parameters_in_a_ddp_model_are_refused():
+    model, hybrid = (DistributedDataParallel(timm.create_model("vit_small_ortho", connection=connection, **VIT))
+                     for connection in ("feature", "hybrid"))
+    for change in (lambda: timm_ortho.connect(model, "hybrid"), lambda: timm_ortho.connect(hybrid, "feature"),
+                   lambda: timm_ortho.disconnect(hybrid)):
+        with pytest.raises(timm_ortho.UnsupportedModelError, match="inside DistributedDataParallel, which"):
+            change()
+    assert {site.connection.name for site in timm_ortho.sites(hybrid)} == {"hybrid"}
     assert {site.connection.name for site in timm_ortho.sites(timm_ortho.connect(model, "global"))} == {"global"}
 
 
