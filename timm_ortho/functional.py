@@ -302,7 +302,8 @@ def residual_update(
     axis.
 
     Args:
-        x: Stream, of any shape.
+        x: Stream, of any shape. If |x|^2 exceeds the range of float32 (|x| above 1.8e19), or of float64 for float64
+            inputs, the result is NaN.
         f: Branch output, of the same shape.
         parallel: Weight ``a``, a float or a 0-d tensor that may require gradients. 0 drops the parallel part.
         orthogonal: Weight ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is bit-identical to ``x + f``.
@@ -402,4 +403,7 @@ def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[
 
 
 def _listed(dim: Dim) -> Optional[List[int]]:
-    return [int(dim)] if isinstance(dim, (int, Integral)) else None if dim is None else list(dim)
+    axes = dim if dim is None or isinstance(dim, (tuple, list)) else [dim]
+    if axes is not None and not all(isinstance(axis, (int, Integral)) for axis in axes):
+        raise ValueError(f"dim must be a whole number, a tuple of whole numbers or None, got {dim!r}")
+    return None if axes is None else [int(axis) for axis in axes]

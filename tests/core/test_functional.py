@@ -409,6 +409,8 @@ X = torch.ones(2, 3, 4)
     ((X, X), {"dim": 3}, ["dim", "[-3, 2]", "got 3", "(2, 3, 4)"]),
     ((X, X), {"dim": (1, -2)}, ["different axes", "(1, -2)"]),
     ((X, X), {"dim": ()}, ["one or more", "()"]),
+    ((X, X), {"dim": "x"}, ["dim must be a whole number, a tuple of whole numbers or None, got 'x'"]),
+    ((X, X), {"dim": (0, 1.0)}, ["dim must be a whole number", "got (0, 1.0)"]),
     ((X[0, 0], X[0, 0]), {"dim": None}, ["one or more", "None", "(4,)"]),  # the only axis is the batch
     ((X, X), {"eps": 0.0}, ["eps", "positive", "0.0"]),
     ((X, X), {"eps": float("nan")}, ["eps", "finite", "nan"]),

@@ -415,6 +415,8 @@ def test_blocks_compiled_one_by_one_cause_a_warning():
         block.compile(backend="eager")
     model(images())
     recorder = timm_ortho.record(model, every=1)
-    with pytest.warns(UserWarning, match="measured no connection"):
+    with pytest.warns(UserWarning, match="measured no connection: hooks do not run in blocks that are compiled"):
         model(images())
     assert recorder.rows == []
+    with pytest.warns(UserWarning, match="measured no connection: the model has no connections any more"):
+        timm_ortho.disconnect(model)(images())

@@ -111,6 +111,7 @@ def test_non_finite_features_are_nan():
     (lambda: representation.feature_std(torch.ones(1, 3)), "a covariance needs at least 2 images, got 1"),
     (lambda: representation.linear_cka(torch.ones(3, 3), torch.ones(4, 3)),
      "x and y must have the same number of images, got 3 and 4"),
+    (lambda: representation.features(nn.Identity(), []), "the loader has no batches"),
 ])
 def test_bad_features(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):

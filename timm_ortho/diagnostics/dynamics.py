@@ -271,9 +271,9 @@ class Recorder:
         if done is None or not succeeded:
             return
         if not done.means:
-            warnings.warn(
-                "timm_ortho.record measured no connection: hooks do not run in blocks that are compiled one by one, or "
-                "compiled before the recorder was created", stacklevel=2)
+            reason = ("hooks do not run in blocks that are compiled one by one, or compiled before the recorder was "
+                      "created" if done.sites else "the model has no connections any more")
+            warnings.warn(f"timm_ortho.record measured no connection: {reason}", stacklevel=2)
         self._unread.append(done)
         if self._sink is not None:
             self._sink(self.drain())

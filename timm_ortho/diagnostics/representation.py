@@ -204,10 +204,16 @@ def features(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled)
     Returns:
         Features ``[n, d]`` on the CPU.
 
+    Raises:
+        ValueError: The loader has no batches.
+
     >>> features(timm.create_model("vit_test_ortho"), [torch.randn(2, 3, 8, 8)] * 3).shape
     torch.Size([6, 32])
     """
-    return torch.cat([batch.cpu() for batch, in _batches([model], loader, extract)])
+    batches = [batch.cpu() for batch, in _batches([model], loader, extract)]
+    if not batches:
+        raise ValueError("the loader has no batches")
+    return torch.cat(batches)
 
 
 def moments(model: nn.Module, loader: Iterable[Any], extract: Extract = pooled) -> Moments:
