@@ -2,6 +2,8 @@
 import itertools
 import random
 
+from timm_ortho.lab.planning import design
+
 SITES = [(layer, kind) for layer in range(2) for kind in ("attention", "mlp")]
 GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseline
     "accuracy": ("accuracy", {"model": ["vit_s", "resnetv2_18"]}, {"connection": "linear"}),
@@ -19,10 +21,12 @@ GRIDS = {  # name of a study: key of the paper's table, axes of the grid, baseli
     **{name: (name, {"depth": [20], "skip": ["identity", "orthogonal_tp"]}, {"skip": "identity"})
        for name in ("skips_single", "skips_branch4", "skips_depthwise")},
     "skip_rank": ("skip_rank", {"rank": [0.0, 1.0]}, {"rank": 1.0}),
+    "confirm_poolformer": (
+        "", {"mixer": ["pool(x) - x", "pool(x)"], "where": ["nowhere", "both"]}, {"where": "nowhere"}),
     "families": ("", {"family": ["swin", "resnet"]}, {"connection": "linear"}),  # no table of a paper
     "compare": ("", {}, {"connection": "linear"}),  # made by `timm-ortho compare`, without a YAML file
 }
-RECORDED = ("head_norm", "hybrid", "dynamics")
+RECORDED = [name for name in GRIDS if name in design.shipped() and design.read(name).get("record")]
 OVERHEAD = {
     "model": "vit_small_ortho", "shape": "8x3x64x64", "layout": "tokens", "dtype": "float32", "mode": "eager",
     "linear": 1000.0, "feature": 975.0, "overhead": 2.0, "overhead_p20": 1.0, "overhead_p80": 3.5, "repeats": 11,
@@ -106,9 +110,10 @@ def connections_in(name, cell):
     """Return the connections with which the shipped study runs this cell of its grid."""
     if "switch" in cell:
         return ["feature" if cell["switch"][1] == "O" else "linear"]
-    if cell.get("layers") == "none" or cell.get("probability") == 0.0 or name.startswith("skip"):
+    unchanged = cell.get("layers") == "none" or cell.get("where") == "nowhere" or cell.get("probability") == 0.0
+    if unchanged or name.startswith("skip"):
         return ["linear"]
-    if name in ("layer_pattern", "probability", "epsilon"):
+    if name in ("layer_pattern", "probability", "epsilon", "confirm_poolformer"):
         return ["feature"]
     if cell.get("start") in ("orthogonal", "linear"):
         return ["hybrid"]

@@ -63,6 +63,14 @@ def test_nothing_is_cut_off(name, narrow):
         assert len(figure.legends) == bool(labels)
 
 
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_plot_has_data(name):
+    part = report.Part.of(study_of(name), runs_of(name), [])
+    scene = plots.Scene(part.runs, part.layout, part.recorded)
+    empty = [plot for plot, options in part.layout.plot_options() if not [*plots.DRAWINGS[plot](scene, options)]]
+    assert not empty, "a study whose layout has plots of records needs the key record"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMITTED)
 def test_nothing_is_cut_off_in_plots_of_published_studies(name):
