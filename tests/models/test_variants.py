@@ -14,16 +14,23 @@ import timm_ortho
 from timm_ortho import connection_arguments, sites
 from timm_ortho.models import coverage
 from timm_ortho.models.coverage import bases
+from timm_ortho.models.names import base_name
 from timm_ortho.models.paper import ARCHITECTURES
+from timm_ortho.weights.pretrained import ENTRIES
 
 # The paper's families. For further families, blocks/test_timm.py tests one model per block class.
 MODULES = ("vision_transformer", "deit", "resnetv2")
-BASES = [name for module in MODULES for name in list_models(module=module) if get_pretrained_cfg(name)]
+# The configuration of an architecture with weights can have other sizes than timm's. tests/weights tests it.
+WITH_WEIGHTS = {base_name(name.partition(".")[0]) for name in ENTRIES}
+ALL_BASES = [name for name in bases() if name not in WITH_WEIGHTS]
+BASES = [name for module in MODULES for name in list_models(module=module)
+         if get_pretrained_cfg(name) and name not in WITH_WEIGHTS]
 VARIANTS = [base + suffix for base in BASES for suffix in ("_ortho", "_orthog")]
 COVERED = {base: count for row in coverage.timm_modules() for base, count in row.covered.items()}
 PAPER = [base + suffix for base in ARCHITECTURES for suffix in ("_ortho", "_orthog", "_linear")]
-SPREAD = ["test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho",
-          "resnetv2_18_orthog", "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog"]
+SPREAD = [name for name in (
+    "test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho", "resnetv2_18_orthog",
+    "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog") if base_name(name) not in WITH_WEIGHTS]
 
 # By default, the tests build one architecture in twelve on the meta device, and run a third of SMALLEST at full width
 # and depth. The marker `slow` adds tests that build one in three, and tests that run all of SMALLEST with at most
@@ -58,14 +65,15 @@ def test_built_on_meta(base):
 
 
 # The tag in the pretrained configuration determines the size of these architectures.
-BY_TAG = [base for base in bases() if base.startswith(("deepseek_vit", "qwen3_vit")) and not base.endswith("m")]
+BY_TAG = [base for base in ALL_BASES if base.startswith(("deepseek_vit", "qwen3_vit")) and not base.endswith("m")]
 
 
 # Architectures with shared or nested blocks, whose sites are easily miscounted.
-NESTED = [base for base in ("mobilevit_xxs", "pit_ti_224", "hardcorenas_a", "hrnet_w18_small") if base in bases()]
+NESTED = [base for base in ("mobilevit_xxs", "pit_ti_224", "hardcorenas_a", "hrnet_w18_small") if base in ALL_BASES]
 
 
-@pytest.mark.parametrize("base", whole_but(bases()[::200] + BY_TAG[:1] + NESTED, bases()[::40] + BY_TAG, of=bases()))
+@pytest.mark.parametrize("base", whole_but(
+    ALL_BASES[::200] + BY_TAG[:1] + NESTED, ALL_BASES[::40] + BY_TAG, of=ALL_BASES))
 def test_has_timms_parameters(base):
     host = model_on_meta(base).state_dict()
     for suffix in ("_ortho", "_orthog"):
