@@ -298,6 +298,8 @@ def test_base_model_and_about():
     assert ModelCard(str(card)).data.datasets == ["ILSVRC/imagenet-1k"]
     assert section(card, "Limits").strip().startswith("* Not ours.")
     assert "transformers" not in section(card, "Use")
+    with pytest.raises(ValueError, match=r"unknown data set 'cifar10', known are .*; did you mean 'torch/cifar10'"):
+        model_card(Subject("m", CONFIG, 1, "m.authors", dataset="cifar10"))
 
 
 def test_curve(grid, tmp_path):

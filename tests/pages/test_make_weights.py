@@ -12,7 +12,7 @@ from scripts import make_weights
 from scripts.pages import cards
 from timm_ortho.lab.reporting import published
 from timm_ortho.models.names import SUFFIXES
-from timm_ortho.weights.pretrained import weights_file
+from timm_ortho.weights.pretrained import ENTRIES, weights_file
 
 
 @pytest.fixture
@@ -73,6 +73,20 @@ def test_an_entry_that_prepares_images_differently(comparison):
     with pytest.raises(SystemExit, match=(
             r"differently: add {'mean': \(0.5, 0.5, 0.5\), .*'crop_pct': 0.9.*} to the entry vit_test_\w+.digits")):
         make_weights.main("digits", comparison)
+
+
+def test_an_entry_without_a_model(comparison, monkeypatch):
+    """timm's architectures have no variant `_linear`. The first entry of the tag is correct, and nothing is written."""
+    results = json.loads((comparison / "results.json").read_text())
+    results["study"]["model"] = "test_vit"
+    (comparison / "results.json").write_text(json.dumps(results))
+    for suffix in SUFFIXES:
+        monkeypatch.setitem(ENTRIES, f"test_vit{suffix}.digits", dict(num_classes=10))
+    monkeypatch.setattr(make_weights, "check_images", lambda *_: None)
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: torch.nn.Linear(1, 1))
+    with pytest.raises(SystemExit, match=r"ENTRIES has test_vit_linear\.digits, but there is no such model; did"):
+        make_weights.main("digits", comparison)
+    assert not list(comparison.glob("*.safetensors"))
 
 
 def test_an_unknown_tag(comparison):

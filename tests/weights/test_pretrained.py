@@ -266,6 +266,7 @@ def test_models_with_weights():
 @pytest.mark.parametrize("name", pretrained.ENTRIES)
 def test_an_entry_states_classes_and_license(name):
     """The architecture's number of classes belongs to timm's weights, and a variant inherits no license from timm."""
+    assert is_variant(name), f"there is no model {name.partition('.')[0]}: correct the entry in {pretrained.__file__}"
     missing = {"num_classes", "license"} - pretrained.ENTRIES[name].keys()
     assert not missing, f"add {' and '.join(sorted(missing))} to the entry {name} in {pretrained.__file__}"
 
@@ -332,7 +333,8 @@ def test_shipped_weights_have_the_accuracy_in_their_header(name):
         pytest.skip(f"the images of {about['data']} are not on every machine")
     model = timm.create_model(name, pretrained=True).eval()
     held_out = Digits(training=False)
-    held_out.images = [image.convert("RGB") for image in held_out.images]
+    channels = model.pretrained_cfg["input_size"][0]
+    held_out.images = [image.convert("RGB" if channels == 3 else "L") for image in held_out.images]
     held_out.transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
     x = torch.stack([held_out[index][0] for index in range(len(held_out))])
     target = torch.tensor(held_out.targets)

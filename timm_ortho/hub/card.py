@@ -13,6 +13,7 @@ from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .._checks import known_name
 from .._text import finite
 from ..connections import CONNECTIONS
 from ..models.build import IMPORT_TAG
@@ -63,7 +64,7 @@ class Subject:
         base_model: Repository of the weights that training started with.
         about: Markdown below the summary, for example on the origin of the weights.
         limits: Sentences for the section "Limits", before the sentences that are derived from the run.
-        dataset: timm's name of the data set, if there is no run.
+        dataset: A key of `DATASETS`, if there is no run.
         tags: Additional tags.
         imports: Lines of code after `import timm_ortho` that register the author's classes.
     """
@@ -199,6 +200,8 @@ def _eval_results(run: Run, title: str, dataset: str) -> Iterator[EvalResult]:
 
 def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
     """Return the title of the data set and its id on the Hub."""
+    if not run and subject.dataset:
+        known_name("data set", subject.dataset, DATASETS)
     options = run.options if run else {"dataset": subject.dataset}
     name = options.get("dataset")
     if not name:

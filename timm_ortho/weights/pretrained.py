@@ -29,7 +29,8 @@ def weights_file(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.safetensors")
 
 
-# MODEL.TAG -> num_classes, license, and the fields that differ from the architecture's configuration. Weights with
+# MODEL.TAG -> num_classes, license, and the fields that differ from the architecture's configuration. MODEL ends in
+# ``_ortho`` or ``_orthog``, or in ``_linear`` if the architecture is not timm's but this package's. Weights with
 # ``hf_hub_id`` are in that repository on the Hub, all others in this package. Without a tag, ``pretrained=True`` loads
 # a model's first entry.
 ENTRIES: Dict[str, Dict[str, Any]] = {
