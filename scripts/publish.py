@@ -48,7 +48,7 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
     if values["unfinished"]:
         raise SystemExit(f"{folder} has unfinished runs: {', '.join(values['unfinished'])}")
     if (study["name"] == COMPARISON) != bool(comparison):
-        raise SystemExit(f"{folder}: pass --name NAME for a comparison, and only for one")
+        raise SystemExit(f"{folder}: a comparison needs --name NAME, and a study takes no --name")
     study["versions"] = {**study.get("versions", {}), "commit": commit_of(study, runs, folder)}
     if study.get("kind", "training") == "training":
         runs = [lean(run, many=len(runs) > MANY) for run in runs]

@@ -22,7 +22,7 @@ def check_prob(prob: float) -> None:
 
 
 def check_count(name: str, value: Any, least: Optional[int] = 1) -> int:
-    """Return a whole number as an int; raise ValueError, which calls it ``name``, if it is below ``least``."""
+    """Return ``value``, which errors call ``name``, as an int; raise ValueError unless it is whole and >= ``least``."""
     try:
         number = operator.index(value)  # accepts NumPy integers
     except TypeError:

@@ -573,7 +573,7 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
     if "checkpoint_path" in kwargs:
         raise UsageError("pass --checkpoint FILE instead of checkpoint_path=FILE")
     if parsed.ema and (is_repository or (names_variant and not checkpoint)):
-        raise UsageError(f"--ema is for runs and their checkpoints, not for '{name}'")
+        raise UsageError(f"--ema is for runs and their checkpoints, not for '{name}': omit --ema")
     if is_repository:
         return pull(name, **kwargs), options
     if not names_variant and not os.path.exists(name):

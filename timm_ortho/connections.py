@@ -161,7 +161,7 @@ class Connection(nn.Module):
         connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made the connection, see
             :func:`timm_ortho.connection_arguments`.
         name: Registered name, see :data:`CONNECTIONS`. For an unregistered connection, the name of its class or
-            function.
+            function, after the name of its module if a registered connection has the same name.
         routed: Whether :func:`timm_ortho.connect` added the connection to its block; False if the block's own code
             contains it.
         tokens_apart, in_place: See :func:`create_connection`.
@@ -508,7 +508,7 @@ def _name_of(make: Any) -> str:
 
 
 def _unique_name(make: Any) -> str:
-    """Return the registered name of a class or function, or else a name that no other connection is registered by."""
+    """Return the registered name of a class or function. If it has none, return a name that is not registered."""
     for name, registered in CONNECTIONS.items():
         if registered is make:
             return name
@@ -582,8 +582,9 @@ def sites(model: nn.Module) -> List[Site]:
     if unused:
         warnings.warn(
             f"the additions of {len(unused)} blocks are linear (the first block is {next(iter(unused))!r}): their "
-            f"class or forward was replaced after connect, and {' and '.join(dict.fromkeys(unused.values()))} does "
-            "not call connections. Replace the class first, register it with timm_ortho.register_block, then connect",
+            f"class or forward was replaced after connect, and the new code does not call connections: "
+            f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect and register it with "
+            "timm_ortho.register_block; remove a replaced forward",
             stacklevel=2)
     layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [
@@ -619,7 +620,7 @@ def _hides_connection(block: nn.Module, attribute: str) -> bool:
 def _uses(cls: type, attribute: str) -> bool:
     """Return whether a class uses an attribute. Overridden methods count only if the override calls ``super``."""
     overridden: Set[str] = set()
-    for base in takewhile(lambda base: base is not Connection, cls.__mro__):  # a subclass need not call its methods
+    for base in takewhile(lambda base: base is not Connection, cls.__mro__):  # Connection's own methods do not count
         for name, value in vars(base).items():
             names = _names(getattr(inspect.unwrap(value), "__code__", None))
             if attribute in names and name not in overridden:

@@ -31,7 +31,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _Block(NamedTuple):
     """A residual block: a module of a supported class, or a module whose own code contains connections.
 
-    A module of a supported class whose own code contains connections too is represented by two blocks.
+    A module that is both is represented by two blocks.
 
     Attributes:
         name: Name in ``named_modules()``.
@@ -58,7 +58,8 @@ class _Block(NamedTuple):
         """Return the number of channels of the stream, for each attribute."""
         if self.spec is None:
             raise ValueError(f"{self.label} is a {type(self.module).__name__}, whose own code contains its "
-                             "connections: the width of its stream, which skips require, is unknown")
+                             "connections: the width of its stream, which skips require, is unknown; omit skip and "
+                             "skip_rank")
         widths = self.spec.widths(self.module)
         return {attribute: widths[kind] for attribute, kind in self.sites.items()}
 
@@ -98,7 +99,7 @@ class _Block(NamedTuple):
 
 
 def _details(connection: Connection) -> dict[str, Any]:
-    """Return the arguments with which the author of a block created this connection, without those of ``connect``."""
+    """Return the arguments that the block's author gave this connection and that ``connect`` must not change."""
     by_author = connection.keep == "branch" and not connection.connect_arguments
     return dict(dim=connection.dim, branch_first=connection.branch_first, tokens_apart=connection.tokens_apart,
                 in_place=connection.in_place or by_author, mask_layout=connection.mask_layout)
@@ -175,7 +176,7 @@ def connect(
             the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
         skip_branches: Number of equal parts of the channel axis. An idempotent P uses the mean of these parts. None for
-            the model's attribute ``skip_branches``, or one channel per part for models without this attribute.
+            the model's attribute ``skip_branches``. If it is missing or None, each part has one channel.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
@@ -186,7 +187,7 @@ def connect(
         ValueError: A name is unknown, a value is outside its range, the connection does not have the required
             signature, or it projects over all tokens (``global``) and a block is causal. The model is unchanged.
         UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
-            would change the class or the parameters of a sharded block, or the parameters of a model in
+            would change the class of a sharded block, add parameters to it, or change the parameters of a model in
             DistributedDataParallel. The model is unchanged.
         timm_ortho.RoutingError: The source code of a block does not match the registered description of its class.
 
@@ -349,7 +350,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
 
 
 def _added(module: nn.Module) -> set[str]:
-    """Return the attributes of a routed block that hold the connections of its class; empty for any other module."""
+    """Return the attributes of the connections that the routed class of a block calls; empty for any other module."""
     if host_class(module) is written_class(module):
         return set()
     spec = spec_of(module)
@@ -387,7 +388,7 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:
-    """Raise UnsupportedModelError if a block cannot change its class to ``cls``, or lose or receive parameters."""
+    """Raise UnsupportedModelError if a block cannot change its class to ``cls`` and receive ``connections``."""
     if "forward" in vars(block) and written_class(block) is not cls:
         raise UnsupportedModelError(
             f"cannot connect or disconnect {type(model).__name__}: a {type(block).__name__} has an instance attribute "

@@ -117,16 +117,15 @@ class Route:
         if enclosed:
             with_class = f"super() (write super({self.owner.__name__}, self))"
             names = ", ".join(with_class if name == "__class__" else f"{name} (write self.{name})" for name in enclosed)
-            raise RoutingError(f"{where}: {method} cannot be rebuilt, it uses names of an enclosing scope: {names}")
+            raise RoutingError(f"{where}: {method} cannot be rebuilt: it uses names of an enclosing scope: {names}")
         if "_transformer_encoder_layer_fwd" in self.method.__code__.co_names:
             raise RoutingError(f"{where}: in evaluation mode {method} calls a fused operation that includes the "
                                "additions; write the block without that fast path and register it")
         try:
             tree = syntax_tree(self.method)
         except (OSError, TypeError, SyntaxError) as error:
-            hint = "; define the class in a file" if isinstance(error, OSError) else ""
             raise RoutingError(f"{where}: the source of {method} cannot be read: "
-                               f"{getattr(error, 'msg', error)}{hint}") from None
+                               f"{getattr(error, 'msg', error)}; define the class in a file") from None
         for node in ast.walk(tree):  # mangle private names as Python does in the body of a class
             if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
                 node.attr = f"_{self.owner.__name__.lstrip('_')}{node.attr}"

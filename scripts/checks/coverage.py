@@ -45,8 +45,8 @@ def main() -> int:
         return 0
     wrong = [module for module in {**known, **new} if new.get(module) != known.get(module)]
     for module in wrong:
-        print(f"{module}: {coverage.FILE.name} has {known.get(module)}, the built models give {new.get(module)}",
-              file=sys.stderr)
+        print(f"{module}: {coverage.FILE.name} has {known.get(module)}, but the models give {new.get(module)}; run "
+              f"python -m scripts.checks.coverage {module}", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -4,8 +4,8 @@
 
 Both recipes must pass a gate, because study S3 uses both. Their accuracy must exceed the accuracy of ridge regression
 by a minimum margin. Their networks must not have fitted all labels: their training loss must exceed the lowest possible
-loss by a minimum margin. The exit status is 1 if runs are missing, a rate of the chosen recipe is the lowest or highest
-of the tried rates, or a recipe does not pass the gate.
+loss by a minimum margin. The exit status is 1 if runs are missing, a recipe does not pass the gate, or a chosen rate of
+the chosen recipe is the lowest or highest of the tried rates.
 """
 import math
 import sys
@@ -131,7 +131,7 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
 
 
 def accepted(recipes: Mapping[str, Chosen]) -> bool:
-    """Return whether both recipes pass the gate, and no rate of the chosen recipe is the lowest or highest."""
+    """Return whether both recipes pass the gate, and no chosen rate of the chosen recipe is the lowest or highest."""
     passed = all(chosen.passes(connection) for chosen in recipes.values() for connection in chosen.rates)
     return passed and not recipes[recipe_of(recipes)].edges
 

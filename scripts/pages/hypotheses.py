@@ -340,7 +340,7 @@ class Sweep:
         return cls(by_rate, p, max(rates, key=lambda rate: by_rate[rate].mean(0, (rate, "linear"))))
 
     def significant(self, sign: int) -> list[float]:
-        """Return the rates with a detected positive (sign 1) or negative (sign -1) difference, from the adjusted p."""
+        """Return the rates whose difference is detected (adjusted p) and positive (sign 1) or negative (sign -1)."""
         return [rate for rate, contrast in self.by_rate.items()
                 if detected(self.p[rate]) and sign * contrast.difference.mean > 0]
 

@@ -32,7 +32,7 @@ SHAPES = [*SMALL, *MADE, *(pytest.param(name, marks=pytest.mark.slow) for name i
 def test_linear_is_timms_model_and_other_connections_train(name):
     """Linear connections change no bit. Other connections change the output, but no parameter loses its gradient.
 
-    The row of each block names the stream, and the kind of each branch.
+    The row of each block names the correct stream, and the correct kind of each branch.
     """
     host, size = build(name)
     model = connect(copy.deepcopy(host), "linear")
@@ -48,7 +48,8 @@ def test_linear_is_timms_model_and_other_connections_train(name):
         # The MLP of edgenext's blocks adds to the input of the whole block, so its branch contains the attention.
         if site.kind in ("attention", "mlp") and (name, site.kind) != ("edgenext_xx_small", "mlp"):
             attends = any(re.search("att|mhsa|xca|qkv", parameter) for parameter in parameters[site.name])
-            assert attends == (site.kind == "attention"), f"{site.name} is of kind {site.kind}: {parameters[site.name]}"
+            assert attends == (site.kind == "attention"), (
+                f"{site.name}: the branch with {parameters[site.name]} is not of kind {site.kind}; correct `kinds`")
     transformed = outputs(connect(model, SCOPE[name], skip="orthogonal_tp"), torch.randn(2, 3, size, size))
     assert all(torch.isfinite(tensor).all() for tensor in transformed)
 

@@ -131,8 +131,8 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),
     (["local-dir:/nowhere"], "local-dir:/nowhere: the folder contains no config.json"),
     (["vit_test_ortho", "--pretrained", "--checkpoint", "/nowhere.pth"], "load different weights: omit one of them"),
-    (["vit_test_ortho", "--ema"], "--ema is for runs and their checkpoints, not for 'vit_test_ortho'"),
-    (["hf-hub:me/my-model", "--ema"], "--ema is for runs and their checkpoints, not for 'hf-hub:me/my-model'"),
+    (["vit_test_ortho", "--ema"], "--ema is for runs and their checkpoints, not for 'vit_test_ortho': omit --ema"),
+    (["hf-hub:me/my-model", "--ema"], "not for 'hf-hub:me/my-model': omit --ema"),
     (["vit_test_ortho", "--model-kwargs", "checkpoint_path=/nowhere.pth"], "pass --checkpoint FILE instead of"),
     (["local-dir:/nowhere", "--pretrained"], "--pretrained and --checkpoint are for variants, and there is no variant"),
 ])

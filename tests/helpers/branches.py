@@ -5,10 +5,10 @@ from timm_ortho import sites
 
 
 def branches(model):
-    """Return a dict that the next forward pass with gradients fills: the parameters of each site's branch by site name.
+    """Return a dict from each site's name to the names of its branch's parameters.
 
-    These are the names of the block's parameters on which only the branch output depends, and not the stream. The
-    forward pass fails if the stream of a site depends on the branch output.
+    The next forward pass with gradients fills the dict. A parameter belongs to the branch if the branch output depends
+    on it and the stream does not. The pass fails if the stream of a site depends on the branch output.
     """
     parameters_of = {}
     for site in sites(model):

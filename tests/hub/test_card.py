@@ -152,7 +152,7 @@ def test_only_evaluated_weights_have_metrics(tmp_path, options, ema, note):
     card = model_card(SUBJECT, CheckpointRun(folder, ema))
     assert bool(figures(card)) is (note is None)
     best = str(model_card(SUBJECT, CheckpointRun(folder / "model_best.pth.tar", ema)))
-    assert ("too optimistic" in best) is (note is None)  # metrics of other weights are neither optimistic nor exact
+    assert ("too optimistic" in best) is (note is None)  # without metrics of these weights, the card has no such note
     assert (f"Not measured on these weights: {note}." in str(card)) is (note is not None)
 
 

@@ -33,7 +33,7 @@ small()
     (dict(what=401), r"the Hub does not accept the token \(401 from \S+\); log in with another account \(`hf auth "
                      "login`\\) and unset HF_TOKEN, or set it to a token with read access"),
     (dict(what=401, code="RepoNotFound"), r"the repository does not exist, or is private and not yours \(401\); check"),
-    (dict(what=403), r"refuses the token read access to me/vit \(403 from \S+\); use a token with read access$"),
+    (dict(what=403), r"gives the token no read access to me/vit \(403 from \S+\); use a token with read access$"),
     (dict(what=403, code="GatedRepo"), r"is gated \(403\); ask for access at http://127.0.0.1:\d+/me/vit and log in"),
     (dict(what=404),
      r"the Hub has no repository me/vit that the token can read, or no such revision \(404 from \S+\); check both"),

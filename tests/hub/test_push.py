@@ -133,7 +133,7 @@ def test_an_interrupted_upload_changes_nothing(server, client, what, path, metho
     # PUT fails with 403. If its connection were cut, the client would retry the upload for half a minute.
     server.fail(what, path, method, after=100)
     broken = client.run("hub.push(tiny(1), 'me/model')")
-    refusals = r"PublishError: the (Hub refuses the token write access|upload was interrupted \(Rem)"
+    refusals = r"PublishError: the (Hub gives the token no write access|upload was interrupted \(Rem)"
     assert re.match(refusals, broken.error)
     assert server.files("me/model") == before
     client.forget()
@@ -166,7 +166,7 @@ def test_the_client_repeats_an_upload_that_was_cut(server, client):
 
 FAILURES = {
     401: "the Hub does not accept the token (401 from {}); log in with another account (`hf auth login`)",
-    403: "the Hub refuses the token write access to me/model (403 from {}); use a token with write access, or propose",
+    403: "the Hub gives the token no write access to me/model (403 from {}); use a token with write access, or propose",
     404: "the Hub has no repository me/model that the token can read, or no such revision (404 from {}); check both",
     409: "the Hub reports another write to me/model (409 from {}); repeat the command",
     429: "the Hub limits the rate of requests (429 from {}); try again in 60 s, or log in with another account",
@@ -205,7 +205,7 @@ def test_tokens_are_only_in_the_header(server, client):
     assert anonymous.error.startswith("PublishError: the Hub does not accept requests without a token (401 from ")
     server.fail(403)
     anonymous = client.run("hub.push(tiny(), 'me/model', token=False)")
-    assert "the Hub refuses requests without a token write access to me/model (403 from " in anonymous.error
+    assert "the Hub gives requests without a token no write access to me/model (403 from " in anonymous.error
 
 
 @pytest.mark.parametrize(("endpoint", "environment", "error"), [

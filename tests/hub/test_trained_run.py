@@ -65,7 +65,7 @@ def test_wrong_paths(grid, copied, tmp_path):
     assert message(tmp_path / "none") == f"there is no checkpoint or run folder '{tmp_path / 'none'}'"
     assert message(grid) == f"{grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}"
     assert "contains no checkpoint (last.pth.tar, model_best.pth.tar)" in message(tmp_path)
-    assert "has no EMA weights: publish its plain weights" in message(grid / "feature-seed0", True)
+    assert "has no EMA weights: use its plain weights" in message(grid / "feature-seed0", True)
     (copied / "feature-seed1" / "result.json").unlink()
     assert "is not finished: repeat the command that started it" in message(copied / "feature-seed1")
     (copied / "feature-seed0" / "last.pth.tar").write_bytes(b"half")

@@ -320,7 +320,7 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
 
 
 def test_a_second_launcher_gives_the_reason_and_leaves_the_run_of_the_first(tmp_path, capsys):
-    """The first launcher's process appears in the session and holds the lock, which the second one's cannot get."""
+    """The first launcher's process is in sessions.json and holds the lock, so the second one's process cannot start."""
     experiment = planned(compared(tmp_path / "out", ["linear"]))
     folder = experiment.folder / "linear-seed0"
     sessions = [{"pid": 17, "host": "elsewhere", "begin": "a"}]

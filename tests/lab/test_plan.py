@@ -101,7 +101,7 @@ def test_switches(tmp_path):
 def test_a_stage_has_as_many_epochs_as_timms_script_trains(options, epochs):
     """For a schedule with cycles, timm's script adds cycles and cooldown. `step` has no cooldown."""
     assert Stage(".", {**defaults(), "epochs": 10, **options}).last_epoch == epochs
-    with pytest.raises(LabError, match=r"timm cannot make the schedule 'cosin' of these options: .*cosin"):
+    with pytest.raises(LabError, match=r"timm cannot make a schedule 'cosin': .*cosin.*: correct the options"):
         Stage(".", {**defaults(), "sched": "cosin"}).last_epoch  # noqa: B018
 
 

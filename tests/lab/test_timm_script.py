@@ -155,7 +155,7 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
         assert cli.main(["study", "report", str(folder), str(hand)]) == 2
         assert f"error: {hand} (" in (errors := capsys.readouterr().err)
         assert "matches no cell of these studies" in errors
-        assert ("global" in errors) or f"; the most similar run has another {next(iter(changes))}\n" in errors
+        assert ("global" in errors) or f"; the most similar run differs in {next(iter(changes))}: omit it" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: use the --output of timm-ortho study or compare" in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")

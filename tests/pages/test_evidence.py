@@ -448,7 +448,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "the paper's width (384)" not in after
     assert "Tiny ImageNet, CIFAR-10 and Fashion-MNIST have 10,000 test images" in after
     assert "C1, C2 and H1 differ in more than their data" in after
-    assert "On CIFAR-10 and Tiny ImageNet, it is the best of five values." in after
+    assert "but on CIFAR-10 and Tiny ImageNet it is the best of five values." in after
     assert "more accurate on Tiny ImageNet and CIFAR-10 and has" in " ".join(evidence.readme().split())
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
     assert "ViT: F − linear at width 384 minus F − linear at width 128, CIFAR-10" in after

@@ -102,7 +102,7 @@ def test_a_comparison_has_a_name(root, tmp_path):
 @pytest.mark.parametrize(("name", "arguments"), [("compare", []), ("dynamics", ["--name", "mine"])])
 def test_only_a_comparison_has_a_name(root, tmp_path, name, arguments):
     made = finished(tmp_path / "run", study_of(name), runs_of(name))
-    with pytest.raises(SystemExit, match="run: pass --name NAME for a comparison, and only for one"):
+    with pytest.raises(SystemExit, match="run: a comparison needs --name NAME, and a study takes no --name"):
         publish.main([*arguments, str(made)], root)
     assert not (root / "model_cards").exists()
 

@@ -48,8 +48,8 @@ class BlockSpec(NamedTuple):
         mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if connections with one projection per sample need one projection per token in this block.
-        width: Number of channels of the stream: one number for all additions, one for each, or a function of the block
-            that returns them. The default is the output width of the last linear layer or convolution.
+        width: Number of channels of the stream, or a function of the block. The function returns one number for all
+            additions, or one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
             names an attribute with this value. The attribute is read from the block, or from the nearest module around
             the block that has the attribute.

@@ -271,8 +271,9 @@ class Recorder:
         if done is None or not succeeded:
             return
         if not done.means:
-            reason = ("hooks do not run in blocks that are compiled one by one, or compiled before the recorder was "
-                      "created" if done.sites else "the model has no connections any more")
+            reason = ("hooks do not run in blocks that are compiled one by one, or before the recorder was created: "
+                      "create the recorder first, and compile the whole model" if done.sites else
+                      "the model has no connections any more: call timm_ortho.connect(model, 'linear')")
             warnings.warn(f"timm_ortho.record measured no connection: {reason}", stacklevel=2)
         self._unread.append(done)
         if self._sink is not None:

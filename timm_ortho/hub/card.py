@@ -89,7 +89,7 @@ class Subject:
 
 
 def model_card(subject: Subject, run: Optional[Run] = None, curve: Optional[str] = None) -> ModelCard:
-    """Return the card of weights.
+    """Return the model card of the weights that ``subject`` describes.
 
     >>> config = {"architecture": "vit_test_ortho", "num_classes": 10, "pretrained_cfg": {"input_size": [1, 8, 8]}}
     >>> card = model_card(Subject("my-model", config, 12345, "hf-hub:me/my-model", license="apache-2.0"))

@@ -57,10 +57,10 @@ def pull(source: Union[str, Path], *, cache_dir: CacheDir = None, **kwargs: Any)
 
 
 def _check_config(file: Path, source: str) -> str:
-    """Return the file name of a config.json's weights.
+    """Return the name of the weights file that a config.json names.
 
     Raises:
-        WeightsError: The architecture is not registered with timm, or the weights are not safetensors.
+        WeightsError: config.json is not timm's, its architecture is unknown to timm, or the weights are no safetensors.
     """
     try:
         config: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -171,7 +171,7 @@ def _options(folder: Path, checkpoint: Mapping[str, Any], path: Path) -> dict[st
 
 def _weights(checkpoint: Mapping[str, Any], ema: bool, path: Path) -> dict[str, torch.Tensor]:
     if ema and not checkpoint.get("state_dict_ema"):
-        raise PublishError(f"{path} has no EMA weights: publish its plain weights, or train with --model-ema")
+        raise PublishError(f"{path} has no EMA weights: use its plain weights, or train with --model-ema")
     return clean_state_dict(checkpoint["state_dict_ema" if ema else "state_dict"])
 
 

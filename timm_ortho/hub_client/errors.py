@@ -100,7 +100,7 @@ def client_errors_as(
 # HTTP status -> the problem and the advice; 500 covers all server errors.
 _REFUSALS = {
     401: ("does not accept {who}", "{log_in} and unset HF_TOKEN, or set it to a token with {access} access"),
-    403: ("refuses {who} {access} access to {repo}", "use a token with {access} access{instead}"),
+    403: ("gives {who} no {access} access to {repo}", "use a token with {access} access{instead}"),
     404: ("has no repository {repo} that {who} can read, or no such revision", "check both names"),
     409: ("reports another write to {repo}", "repeat the command"),
     429: ("limits the rate of requests", "try again {when}, or {log_in} for a higher limit"),

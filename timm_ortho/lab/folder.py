@@ -64,7 +64,7 @@ class Stage:
         try:
             return create_scheduler_v2(Namespace(param_groups=[{"lr": 1.0}]), **scheduler_kwargs(options))[1]
         except ValueError as error:
-            raise LabError(f"timm cannot make the schedule '{options.sched}' of these options: {error}") from None
+            raise LabError(f"timm cannot make a schedule '{options.sched}': {error}: correct the options") from None
 
     @property
     def last_epoch(self) -> int:
@@ -283,7 +283,7 @@ def with_last_words(folder: Path, reason: str) -> str:
 
 
 def last_line(folder: Path, of_lab: bool) -> str:
-    """Return the last line in a run's log that the lab wrote, or that it did not write. Lines of epochs are skipped."""
+    """Return the last line of the lab (`of_lab`), or of other code, in a run's log. Lines of epochs are skipped."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     return next((line.strip().removeprefix("timm-ortho: ") for line in reversed(lines)

@@ -79,7 +79,7 @@ class SkipNetwork(ResNetV2):
             **{**details, **kwargs})
         factory = {key: kwargs[key] for key in ("device", "dtype") if key in kwargs}
         keep_size(self, conv=create_conv2d(in_chans, self.feature_info[0]["num_chs"], 3, **factory))
-        self.skip_branches = None if branches == 1 else branches  # default of connect
+        self.skip_branches = None if branches == 1 else branches  # default of connect's argument skip_branches
         for stage in self.stages:
             for block in stage.blocks:
                 block.norm1.act = nn.Identity()

@@ -367,7 +367,8 @@ def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, A
     learned = [name for name in (connection, switch["to"])
                if name in CONNECTIONS and [*create_connection(name).parameters()]]
     if learned and switch["to"] != connection:
-        raise LabError(f"a run cannot switch to or from {learned[0]}: the other connection lacks its parameters")
+        raise LabError(f"a run cannot switch to or from {learned[0]}, whose parameters the other connection lacks: "
+                       "choose connections without parameters")
     return {"switch_to": switch["to"], "reinitialise": again}
 
 

@@ -107,16 +107,16 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
             if not differing:
                 return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
             nearest = min(nearest or differing, differing, key=len)
-    advice = f"; the most similar run has another {nearest[0]}" if nearest else ""
+    advice = f"; the most similar run differs in {nearest[0]}" if nearest else ""
     raise LabError(f"{folder} ({options['model']}, {connection}, {metrics_of(rows)['epochs']} epochs) matches no cell "
-                   f"of these studies{advice}")
+                   f"of these studies{advice}: omit it, or add the folder of its study")
 
 
 def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> list[str]:
     """Return the settings in which a user's run differs from a plan.
 
-    All settings that change the result are compared, except `seed`, and `batch_size`: it is the batch of one process,
-    and `args.yaml` lacks the number of processes.
+    All settings that change the result are compared, except `seed`, `batch_size` and `grad_accum_steps`. The batch
+    cannot be compared, because `args.yaml` lacks the number of processes.
     """
     def settings(values: Mapping[str, Any], epochs: int) -> dict[str, Any]:
         kept = {key: None if value in ("", [], {}) else value

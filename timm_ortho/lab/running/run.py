@@ -30,13 +30,16 @@ from . import timm_script
 from .features import measure_features
 from .loop import Training, build_model
 
-REFUSED = 2  # exit status after a LabError: the launcher does not start the run again
+REFUSED = 2  # exit status after a LabError other than Died: the launcher does not start the run again
 # These errors mean that the run's folder cannot be written. `run` turns them into LabErrors with advice.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Train the run in a folder. Return the exit status: 0 if it is finished, `REFUSED` for a LabError, else 1."""
+    """Train the run in a folder, and return the exit status.
+
+    It is 0 if the run is finished, `REFUSED` for a LabError other than `timm_script.Died`, and 1 for any other error.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m timm_ortho.lab.running.run", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
