@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional
 from torch import nn
 
 from .blocks import host_class, reached, spec_of, written_class
-from .connections import CONNECTIONS, Site, sites
+from .connections import CONNECTIONS, LinearConnection, Site, sites
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:
@@ -61,16 +61,21 @@ def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
     """Return whether ``connect`` with these arguments would make a site linear if and only if it is linear now."""
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
-        (site.connection.name == "linear") != (
+        _is_linear(site) != (
             arguments.get("connection", "linear") != "linear"
             and site.layer in arguments.get("layers", [site.layer])
             and site.kind in arguments.get("kinds", [site.kind]))
         for site in connected)
 
 
+def _is_linear(site: Site) -> bool:
+    """Return whether a connection is ``linear``; in a block's own code, its name may be the name of the class."""
+    return site.connection.name == "linear" or type(site.connection) is LinearConnection
+
+
 def _of_part(arguments: Dict[str, Any], connected: List[Site]) -> Dict[str, Any]:
     """Return the arguments for a part of a larger, connected model, with ``layers`` numbered within this part."""
-    layers = sorted({site.layer for site in connected if site.connection.name != "linear"})
+    layers = sorted({site.layer for site in connected if not _is_linear(site)})
     if layers:
         return {**arguments, "layers": layers}
     return {**{name: value for name, value in arguments.items() if name != "layers"}, "connection": "linear"}

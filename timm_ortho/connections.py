@@ -440,8 +440,9 @@ def create_connection(
     Args:
         connection: Name, class, or a function that returns an instance.
         dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. ``prob``, ``groups`` and ``start`` must have their defaults for
-            connections without these arguments, except for ``linear``, which has no projection.
+        groups: See :class:`FeatureConnection`. ``prob`` and ``groups`` must have their defaults for connections without
+            these arguments, except for ``linear``, which has no projection. ``start`` has no effect on connections
+            without parameters, so that one set of arguments fits a comparison of several connections.
         branch_first: See :class:`Connection`.
         tokens_apart: Whether ``global`` has one projection per token instead of one per sample, see
             :class:`timm_ortho.blocks.BlockSpec`.
@@ -477,7 +478,7 @@ def create_connection(
         raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
                          "feature or hybrid")
     defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
-    for name in sorted(arguments.keys() - accepted - {"dim", "keep", "device", "dtype"}):
+    for name in sorted(arguments.keys() - accepted - {"dim", "keep", "start", "device", "dtype"}):
         if arguments[name] != defaults[name] and make is not LinearConnection:
             raise ValueError(f"{_name_of(make)} takes no argument {name}: omit {name}, or add it to the constructor")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
@@ -612,20 +613,23 @@ def _hides_connection(block: nn.Module, attribute: str) -> bool:
     forward: Any = vars(block).get("forward")
     code, hidden = (getattr(inspect.unwrap(each), "__code__", None) for each in (forward, type(block).forward))
     names = _names(code)
-    return (isinstance(forward, MethodType) and code is not None and not code.co_freevars
+    return (isinstance(forward, MethodType) and forward.__self__ is block and code is not None and not code.co_freevars
             and attribute in _names(hidden) - names and not any("forward" in name for name in names))
 
 
 @cache
 def _uses(cls: type, attribute: str) -> bool:
-    """Return whether a class uses an attribute. Overridden methods count only if the override calls ``super``."""
+    """Return whether a class uses an attribute.
+
+    Overridden methods count only if the override calls ``super`` or another ``forward``.
+    """
     overridden: Set[str] = set()
     for base in takewhile(lambda base: base is not Connection, cls.__mro__):  # Connection's own methods do not count
         for name, value in vars(base).items():
             names = _names(getattr(inspect.unwrap(value), "__code__", None))
             if attribute in names and name not in overridden:
                 return True
-            if "super" not in names:
+            if not names & {"super", "forward"}:
                 overridden.add(name)
     return False
 

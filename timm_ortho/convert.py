@@ -197,7 +197,7 @@ def connect(
         >>> model.blocks[0].connection_attention, model.blocks[0].connection_mlp
         (FeatureConnection(dim=-1, eps=1e-06, groups=2), LinearConnection(dim=-1))
     """
-    if skip_branches is None and skip_rank is None:
+    if skip_branches is None and skip_rank is None and skip.startswith("idempotent"):
         skip_branches = getattr(model, "skip_branches", None)
     blocks = _blocks(model)
     numbers = list(layers_of(block.layer for block in blocks))
@@ -395,7 +395,7 @@ def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Ite
             "forward, which hides the method of its class: remove it first. The model is unchanged.")
     wrapped = type(block) is not written_class(block)
     replaced = [child for child in block.children() if isinstance(child, Connection)]
-    grows, shrinks = (any(True for connection in these for _ in connection.parameters())
+    grows, shrinks = (any(parameter.requires_grad for connection in these for parameter in connection.parameters())
                       for these in (connections, replaced))
     if (wrapped and written_class(block) is not cls) or (grows and (wrapped or is_sharded(block))) or (
             (grows or shrinks) and any(isinstance(module, DistributedDataParallel) for module in model.modules())):

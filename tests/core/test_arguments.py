@@ -79,7 +79,7 @@ def test_every_argument_of_a_connection_reaches_it():
     for site in sites(connect(timm.create_model("vit_test_linear"), Recording, **OF_CONNECTIONS)):
         assert {name: site.connection.received.get(name) for name in OF_CONNECTIONS} == OF_CONNECTIONS
         assert site.connection.connect_arguments == {"connection": "Recording", **OF_CONNECTIONS}
-    for name in OF_CONNECTIONS.keys() - {"eps", "keep"}:
+    for name in OF_CONNECTIONS.keys() - {"eps", "keep", "start"}:
         with pytest.raises(ValueError, match=f"HalfConnection takes no argument {name}"):
             create_connection(HalfConnection, **{name: OF_CONNECTIONS[name]})
     documented = set(re.findall(r"``(\w+)``", timm_ortho.register_connection.__doc__))
@@ -113,6 +113,18 @@ def test_a_class_or_function_is_stored_by_its_registered_name(monkeypatch):
         assert connection_arguments(connect(timm.create_model("vit_test_linear"), connection))["connection"] == name
     with pytest.raises(ValueError, match=r"connection test_arguments\.hybrid is not registered"):
         connection_arguments(connect(timm.create_model("vit_test_linear"), hybrid))
+
+
+def test_linear_connections_of_a_blocks_own_code_have_no_arguments():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f, self.add = nn.Linear(8, 8), LinearConnection()
+
+        def forward(self, x):
+            return self.add(x, self.f(x))
+
+    assert connection_arguments(nn.Sequential(Block(), Block())) == {}
 
 
 def test_sites_that_differ_have_no_common_arguments():

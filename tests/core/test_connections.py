@@ -164,8 +164,6 @@ def test_weights_with_axes_are_refused(a, b, message):
      "HalfConnection takes no argument prob: omit prob, or add it to the constructor"),
     ({"connection": Uncarried, "skip": create_skip("scaled", 8)},
      "Uncarried.forward ignores skip: omit skip, or begin with x = self.carried(x)"),
-    ({"connection": "feature", "start": "linear"},
-     "FeatureConnection takes no argument start: omit start, or add it to the constructor"),
     ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}{IS_IT_IMPORTED}"),
     ({"connection": "global", "keep": "both"}, "unknown keep 'both', known are 'output', 'branch'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
@@ -178,3 +176,19 @@ def test_bad_input(kwargs, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
         create_connection(**kwargs)
     assert str(error.value) == message
+
+
+def test_arguments_of_one_comparison_fit_every_connection():
+    """`timm-ortho compare` passes one set of arguments to all of its connections."""
+    for connection in CONNECTIONS:
+        assert create_connection(connection, start="linear").name == connection
+
+
+def test_a_subclass_that_calls_the_forward_of_its_base_applies_skip():
+    class Doubled(FeatureConnection):
+        def forward(self, x, f, attn_mask=None):
+            return FeatureConnection.forward(self, x, 2 * f, attn_mask)
+
+    x, f = torch.randn(2, 3, 8).unbind(0)
+    doubled, feature = (create_connection(made, skip=create_skip("scaled", 8)) for made in (Doubled, "feature"))
+    assert torch.equal(doubled(x, f), feature(x, 2 * f))

@@ -480,3 +480,9 @@ def test_the_pooling_head_is_not_a_site():
     assert type(model.attn_pool).__module__.startswith("timm.")
     assert len(sites(model)) == 4
     assert looks_residual(vit.Block)
+
+
+def test_an_attribute_skip_branches_of_another_meaning_is_ignored():
+    model = timm.create_model("vit_test_linear")
+    model.skip_branches = torch.nn.ModuleList([torch.nn.Identity()])
+    assert {site.connection.name for site in sites(connect(model, "feature"))} == {"feature"}

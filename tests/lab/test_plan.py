@@ -12,6 +12,7 @@ from timm_ortho.lab import LabError, commands as study, value_text
 from timm_ortho.lab.folder import RunPlan, Stage, read_yaml
 from timm_ortho.lab.options import defaults
 from timm_ortho.lab.planning import design, identity, plan
+from timm_ortho.lab.planning.identity import refuse_difference
 from timm_ortho.lab.planning.request import Request
 
 NAMES = sorted(design.shipped())
@@ -394,3 +395,13 @@ def test_bad_extends(tmp_path, base, message):
     (tmp_path / "own.yaml").write_text(f"extends: {base}\n")
     with pytest.raises(LabError, match=message):
         design.load(str(tmp_path / "own.yaml"), "smoke")
+
+
+def test_amp_dtype_is_a_setting_only_with_amp():
+    """Folders of earlier versions have the default of the device that planned them."""
+    stored, new = ({"options": {"amp_dtype": dtype}} for dtype in ("float16", "bfloat16"))
+    refuse_difference(stored, new, "the folder", "choose another")
+    for values in (stored, new):
+        values["options"]["amp"] = True
+    with pytest.raises(LabError, match="amp_dtype was 'float16' and is now 'bfloat16'"):
+        refuse_difference(stored, new, "the folder", "choose another")

@@ -114,7 +114,7 @@ def manual_run(study_folder, folder, **changes):
 def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
     """It may differ from the planned run in options that do not change the result, and in the division of a batch."""
     hand = manual_run(unfinished, tmp_path / "hand", batch_size=8, workers=3, log_interval=7, aa="", wandb_tags=None,
-                      amp_dtype="float16", resume="last.pth.tar")
+                      amp_dtype="float16", resume="last.pth.tar", num_classes=None, in_chans=None)
     (about, runs, left), = collect.collect([unfinished, hand])
     assert (about["seeds"], left) == ([0, 7], ["feature-seed0"])
     assert [(item["connection"], item["seed"], item["top1"], item["trainer"]) for item in runs] == [

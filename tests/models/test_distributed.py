@@ -188,6 +188,9 @@ def test_new_and_removed_parameters_in_a_ddp_model_are_refused():
         with pytest.raises(timm_ortho.UnsupportedModelError, match="inside DistributedDataParallel, which"):
             change()
     assert {site.connection.name for site in timm_ortho.sites(hybrid)} == {"hybrid"}
+    for site in timm_ortho.sites(hybrid):
+        site.connection.requires_grad_(False)  # DistributedDataParallel expects no gradients of frozen parameters
+    timm_ortho.connect(hybrid, "feature")
     assert {site.connection.name for site in timm_ortho.sites(timm_ortho.connect(model, "global"))} == {"global"}
 
 

@@ -21,7 +21,8 @@ _MACHINE = options_with("about", "machine")
 def run_identity(run: RunPlan) -> dict:
     """Return the settings that decide a run's result. Runs with equal settings have equal results."""
     def of_stage(stage: Stage) -> dict:
-        options = {key: value for key, value in stage.options.items() if key not in _MACHINE | {"grad_accum_steps"}}
+        unused = {"grad_accum_steps"} if stage.options["amp"] else {"grad_accum_steps", "amp_dtype"}
+        options = {key: value for key, value in stage.options.items() if key not in _MACHINE | unused}
         return {**asdict(stage), "options": {**options, "batch_size": run.whole_batch(stage)}}
 
     values = {**asdict(run), "stages": {str(n): of_stage(stage) for n, stage in enumerate(run.stages)},
@@ -85,10 +86,12 @@ def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return flat settings without the arguments of connections that `study_settings` leaves out.
 
-    Folders of earlier versions contain these arguments.
+    Folders of earlier versions contain these arguments. `amp_dtype` is left out without amp, which alone uses it.
     """
-    return {key: value for key, value in _flat(values).items()
-            if not key.startswith("options.model_kwargs.connection")
+    flat = _flat(values)
+    return {key: value for key, value in flat.items()
+            if (key != "options.amp_dtype" or flat.get("options.amp"))
+            and not key.startswith("options.model_kwargs.connection")
             and not is_default(key.rpartition("model_kwargs.")[2], value)}
 
 

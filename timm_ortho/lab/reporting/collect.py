@@ -15,7 +15,7 @@ from . import published
 
 # Options in which a user's run may differ from the run of a study; `data` is another name of `data_dir`
 _NOT_COMPARED = options_with("about", "machine") | options_with("lab", "unused") | {
-    "seed", "batch_size", "grad_accum_steps", "device_modules", "data", "resume"}
+    "seed", "batch_size", "grad_accum_steps", "num_classes", "in_chans", "device_modules", "data", "resume"}
 
 Part = tuple  # study, runs, unfinished and, for a published study, `recorded`: the arguments of `report.write`
 
