@@ -158,7 +158,8 @@ def _gradients(
     ``kept`` is y if ``recover``, otherwise f.
     """
     for_x, for_f, for_weights = needed
-    stream_dtype, acc, k = x.dtype, n.dtype, a - b
+    stream_dtype, acc = x.dtype, n.dtype
+    k = a if not isinstance(b, Tensor) and b == 0.0 else a - b  # torch 2.14 cannot compile a - 0.0
     if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
         x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
     if g.stride() != x.stride():  # for example, the gradient of a mean is an expanded tensor

@@ -99,6 +99,13 @@ def test_inductor_computes_the_update_and_its_gradients(shape, dim, monkeypatch)
 
 
 @needs_compiler
+def test_inductor_with_the_parallel_part_only():
+    x, f, g = tensors((2, 4, 6))
+    weights = dict(parallel=0.3, orthogonal=0.0)
+    torch.testing.assert_close(run("inductor", x, f, g, **weights), run("torch", x, f, g, **weights))
+
+
+@needs_compiler
 def test_another_batch_size_needs_no_compilation():
     sizes = []
     for batch in (3, 4, 9):
