@@ -37,7 +37,7 @@ def main() -> int:
         surveyed[module] = survey(module)
         covered, left_out = surveyed[module]["covered"], surveyed[module]["left_out"]
         print(f"{module}: {len(covered)} covered, {len(left_out)} left out", flush=True)
-    new = {**known, **surveyed} if args.modules else surveyed  # all modules: drop those that timm no longer has
+    new = {**known, **surveyed} if args.modules else surveyed  # a full survey drops the modules that timm removed
     if not args.check:
         version = coverage.load()["timm"] if args.modules else timm.__version__
         values = {"timm": version, "modules": dict(sorted(new.items()))}

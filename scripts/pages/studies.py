@@ -107,7 +107,7 @@ def listing() -> str:
 
 
 def counts(folder: Path) -> tuple[int, int, int]:
-    """Count the differences with an interval, those whose interval excludes zero, and those that are detected."""
+    """Count the differences with an interval, the intervals that exclude zero, and the detected differences."""
     differences = [entry["difference"] for entry in summary(folder) if entry["difference"]]
     differences = [difference for difference in differences if difference["half_width"] is not None]
     return (len(differences), sum(difference["reading"] in ("higher", "lower") for difference in differences),

@@ -28,13 +28,12 @@ def run(code):
 
 
 def test_import_is_cheap():
-    """Importing the package takes little time compared with timm, and loads few other packages."""
-    code = ("import sys, time; began = time.process_time(); import timm; "
-            "before, middle = set(sys.modules), time.process_time(); import timm_ortho; "
-            "print((time.process_time() - middle) / (middle - began), "
-            "*(name.split('.')[0] for name in set(sys.modules) - before))")
-    share, *names = run(code).split()
-    assert float(share) < 0.2
+    """Importing the package after timm takes little time and loads few other packages."""
+    code = ("import sys, time, timm; before, began = set(sys.modules), time.process_time(); import timm_ortho; "
+            "print(time.process_time() - began, *(name.split('.')[0] for name in set(sys.modules) - before))")
+    runs = [run(code).split() for _ in range(3)]  # other processes can only increase the time
+    assert min(float(seconds) for seconds, *_ in runs) < 0.3
+    names = runs[0][1:]
     assert set(names) <= {"timm_ortho", "huggingface_hub", "linecache", "difflib", "ast"} | set(sys.stdlib_module_names)
 
 
