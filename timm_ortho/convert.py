@@ -58,7 +58,7 @@ class _Block(NamedTuple):
         """Return the number of channels of the stream, for each attribute."""
         if self.spec is None:
             raise ValueError(f"{self.label} is a {type(self.module).__name__}, whose own code contains its "
-                             "connections: the width of its stream, which skips require, is unknown; omit skip and "
+                             "connections: a skip needs the width of the stream, which is unknown; omit skip and "
                              "skip_rank")
         widths = self.spec.widths(self.module)
         return {attribute: widths[kind] for attribute, kind in self.sites.items()}

@@ -137,7 +137,7 @@ class Route:
             matched = "; ".join(router.matched) or others
             count = len(router.matched)
             hint = "; only + and += are replaced: write torch.add(x, f) as x + f" if count < len(sums) else ""
-            reached = f", at most {router.length} in one call" if router.length != count else ""
+            reached = f", at most {router.length} of them in one call" if router.length != count else ""
             raise RoutingError(
                 f"{where}: expected {len(sums)} addition{'s' * (len(sums) != 1)} to {streams} in {method}, found "
                 f"{count} ({matched}){reached}{router.problem}{hint}")
@@ -207,8 +207,8 @@ class _Router(ast.NodeTransformer):
         if match is None:
             if isinstance(node.op, ast.Add) and any(map(self._is_sum, (node.left, node.right))):
                 self.problem += (
-                    f"; the last summand of {ast.unparse(node)!r} would stay linear: write x + (f + g); for a class of "
-                    "a library, do so in a subclass that overrides the method")
+                    f"; the last summand of {ast.unparse(node)!r} would stay linear: write x + (f + g), and "
+                    "if the class is from a library, override the method in a subclass")
             return self.generic_visit(node)
         connection, stream, branch = match
         if connection is None:

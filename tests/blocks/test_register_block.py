@@ -311,9 +311,9 @@ def test_a_block_whose_sides_differ_needs_the_argument():
     with pytest.raises(RoutingError) as error:
         timm_ortho.register_block(Summed, stream="x", kinds=("attention", "mlp"))
     assert str(error.value).partition("expected ")[2] == (
-        "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 in one call; "
-        "the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g); for a class of a "
-        "library, do so in a subclass that overrides the method; the sides of 'if self.parallel' have 1 and 2 "
+        "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 of them in one "
+        "call; the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g), and if the "
+        "class is from a library, override the method in a subclass; the sides of 'if self.parallel' have 1 and 2 "
         "additions: pass sides_differ=True, and a name in kinds for each addition of both sides")
 
 
@@ -444,7 +444,7 @@ def test_connections_in_a_blocks_own_code(registered):
     assert [site.layer for site in sites(model)] == [0, 1, 1]
     assert sites(model)[0].connection.dim == -1
     assert sites(model)[0].connection.eps == 1e-3
-    with pytest.raises(ValueError, match="the width of its stream, which skips require, is unknown"):
+    with pytest.raises(ValueError, match="a skip needs the width of the stream, which is unknown"):
         connect(model, "feature", skip="orthogonal_tp")
     connect(model, "feature", skip_branches=4)  # no skip, so no width
     disconnect(model)

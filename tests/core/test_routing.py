@@ -1,4 +1,4 @@
-"""Test which additions in a block's forward routing replaces with calls of connections, and which errors it raises."""
+"""Routing replaces additions in the `forward` of a block with calls of connections, or raises an error."""
 import importlib
 import inspect
 import linecache
@@ -121,7 +121,7 @@ def test_a_wrong_number_of_additions(names):
     with pytest.raises(RoutingError) as error:
         routed(names=names)
     expected = f"expected {len(names)} addition{'s' * (len(names) > 1)} to 'x'"
-    words = ("Block", "timm 9.9", expected, "found 3", "at most 2 in one call", "x + self.first(x * SCALE)")
+    words = ("Block", "timm 9.9", expected, "found 3", "at most 2 of them in one call", "x + self.first(x * SCALE)")
     assert all(word in str(error.value) for word in words), error.value
 
 

@@ -114,7 +114,10 @@ def test_a_damaged_run_is_not_a_peer(grid, tmp_path, name):
 
 @pytest.mark.parametrize("kind", ["switched", "train.py"])
 def test_runs_that_differ_in_the_seed_are_peers(copied, kind):
-    """A run that was switched has two args.yaml. timm's train.py writes the name of the run into args.yaml."""
+    """A run whose connection was switched has two args.yaml: its own, and that of the folder `switched`.
+
+    timm's train.py writes the name of the run into args.yaml.
+    """
     for run in copied.glob("feature-seed*"):
         options = yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8"))
         changed = {"experiment": run.name}

@@ -1,4 +1,4 @@
-"""Models in bfloat16 and with int8 linear layers keep their connections and are as accurate as timm's models."""
+"""Low precision: models in bfloat16 or with int8 linear layers keep their connections, and lose as little as timm's."""
 import copy
 
 import pytest

@@ -116,7 +116,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Sequence[Any], result: Tensor) -> int:
-    if operation in _FREE or not isinstance(result, Tensor):  # promote_types returns a dtype, not a tensor
+    if operation in _FREE or not isinstance(result, Tensor):  # for example, promote_types returns a dtype
         return 0
     if operation is aten.sum:
         return args[0].numel()

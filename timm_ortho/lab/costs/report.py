@@ -6,8 +6,8 @@ key `runs`. These functions measure the rows of each table:
 | table | functions |
 | --- | --- |
 | `overhead` (Table 1b) | `measure.overhead` |
-| `parameters` (Table 1a) | `measure.flop_table` for each transformer, then `measure.parameter_table`. Only the rows of
-  `flop_table` have the key `module` |
+| `parameters` (Table 1a) | `measure.flop_table` for each transformer, then `measure.parameter_table`. Rows with
+  the key `module` come from `flop_table` |
 | `gamma` (Table 11) | `measure.gamma_table` |
 """
 from pathlib import Path
@@ -32,7 +32,7 @@ def cost(
     Args:
         name: `overhead`, `parameters` or `gamma`.
         scale: `smoke`, `small` or `paper`.
-        device: The device of `overhead`. The default is CUDA if this machine has a GPU.
+        device: The device on which `overhead` times the models. The default is CUDA if this machine has a GPU.
         threads: Number of CPU threads. The default is PyTorch's.
         output: Folder of the report, by default `output/cost/NAME-SCALE`.
         command: The command line that the report shows.

@@ -6,15 +6,17 @@
 | `measures` | metrics of a run, as keys of `MEASURES`. The first is the main metric | `top1`, `top5` |
 | `titles` | dimension -> title | the dimension's name |
 | `labels` | dimension -> value -> label | the paper's name |
-| `paper` | dimensions of the nested keys in the paper's section that `table` names, outermost first | none |
+| `paper` | the dimension of each level of keys in the paper's numbers, from the outer to the inner level | none |
 | `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
 | `unstated` | text of the cells for which the paper has no number | not in the paper |
 | `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
 | `plots` | names of plots, or `{name: {option: value}}`, see `PLOTS` | `training`, `stream` |
 | `tables` | additional tables: `transitions`, `last_branch`, `learned_weights` | none |
 
-Dimensions are the axes of the study's grid, `model`, `dataset`, `connection` and `measure`. The paper's numbers are
-lists with the mean and standard deviation of each measure, or of a single measure if `paper` ends in `measure`.
+A dimension is an axis of the study's grid, or one of `model`, `dataset`, `connection` and `measure`. The study's key
+`table` names the section of `paper.json` with the paper's numbers. Its innermost values are lists: mean and standard
+deviation of the first measure, then of the second, and so on. If `measure` is in `paper`, each list belongs to one
+measure.
 """
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -153,7 +155,7 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        """Titles of the columns that name a row."""
+        """Titles of the first columns of the table, which contain the names of the rows."""
         return [self.titles.get(dimension, dimension) for dimension in self.rows]
 
     def plot_options(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
