@@ -311,8 +311,8 @@ def test_a_block_whose_sides_differ_needs_the_argument():
     with pytest.raises(RoutingError) as error:
         timm_ortho.register_block(Summed, stream="x", kinds=("attention", "mlp"))
     assert str(error.value).partition("expected ")[2] == (
-        "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 of them in one "
-        "call; the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g), and if the "
+        "2 additions to 'x' in forward, found 3 (x + self.f(x); x + self.f(x); x + self.g(x)), at most 2 of them in "
+        "one call; the last summand of 'x + self.f(x) + self.g(x)' would stay linear: write x + (f + g), and if the "
         "class is from a library, override the method in a subclass; the sides of 'if self.parallel' have 1 and 2 "
         "additions: pass sides_differ=True, and a name in kinds for each addition of both sides")
 
