@@ -32,13 +32,13 @@ from timm_ortho.lab.data import open_source
 from timm_ortho.models.names import SUFFIXES, base_name, is_variant, similar_variants
 from timm_ortho.weights.pretrained import ENTRIES, weights_file
 
-from .publish import commit_of
+from .publish import commit_of, results_of
 
 MOST_CLASSES = 10  # maximum number of images in the file for the tests, one per class
 
 
 def main(tag: str, folder: Path) -> None:
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    results = json.loads(results_of(folder))
     seed, base = results["study"]["seeds"][0], base_name(results["study"]["model"])
     runs = {run["connection"]: run for run in results["runs"] if run["seed"] == seed}
     names = {connection: f"{base}{suffix}" for suffix, connection in SUFFIXES.items()
@@ -54,7 +54,7 @@ def main(tag: str, folder: Path) -> None:
         run = folder / f"{connection}-seed{seed}"
         options = Namespace(**yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8")))
         model = trained(f"{name}.{tag}", run, options)
-        check_images(f"{name}.{tag}", model, options)
+        check_entry(f"{name}.{tag}", model, options)
         checked.append((connection, name, options, model))
     for connection, name, options, model in checked:
         about = {"model": name, "connection": connection, "data": options.dataset, "seed": seed,
@@ -91,12 +91,15 @@ def trained(name: str, run: Path, options: Namespace) -> torch.nn.Module:
                          f"entry, or train without model_kwargs: {problem}") from None
 
 
-def check_images(name: str, model: torch.nn.Module, options: Namespace) -> None:
-    """Raise SystemExit if the entry of MODEL.TAG and the run's options prepare images differently."""
+def check_entry(name: str, model: torch.nn.Module, options: Namespace) -> None:
+    """Raise SystemExit if the entry of MODEL.TAG prepares images differently from the run, or names fewer classes."""
     of_run, of_entry = image_config(model, vars(options)), timm.data.resolve_data_config(model=model)
     missing = {key: value for key, value in of_run.items() if value != of_entry[key]}
     if missing:
         raise SystemExit(f"the run prepares images differently: add {missing} to the entry {name}")
+    labels = model.pretrained_cfg.get("label_names")
+    if labels and len(labels) != model.num_classes:
+        raise SystemExit(f"the entry {name} has {len(labels)} label_names for {model.num_classes} classes")
 
 
 def check_tensors(model: torch.nn.Module, options: Namespace) -> dict[str, torch.Tensor]:

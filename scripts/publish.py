@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
 
 def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Path:
     """Write the published numbers of a finished study, and return their folder."""
-    values = json.loads(anonymous((folder / "results.json").read_text(encoding="utf-8"), folder))
+    values = json.loads(anonymous(results_of(folder), folder))
     study, runs = values["study"], values["runs"]
     if (study.get("options") or {}).get("data_dir"):
         study["options"]["data_dir"] = "DIR"
@@ -55,6 +55,14 @@ def publish(folder: Path, results: Path, comparison: Optional[str] = None) -> Pa
     target = results / "comparisons" / comparison if comparison else results / "studies" / folder_name(study)
     write(target, study, runs, values.get("recorded"))
     return target
+
+
+def results_of(folder: Path) -> str:
+    """Return the text of a study's `results.json`."""
+    if not (folder / "results.json").is_file():
+        raise SystemExit(f"{folder} has no results.json: pass the output folder of timm-ortho compare or study run, "
+                         "not that of one of its runs")
+    return (folder / "results.json").read_text(encoding="utf-8")
 
 
 def anonymous(text: str, folder: Path) -> str:
@@ -85,7 +93,8 @@ def commit_of(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], folde
     named = {run["made_with"].get("commit") for run in runs if run.get("made_with")}
     # prefer the commit of the runs to that of the study: another machine may have trained them with an older commit
     commit = named.pop() if len(named) == 1 else None
-    return (commit or study.get("versions", {}).get("commit") or commit_before(folder / "study.yaml"))[:12]
+    commit = commit or study.get("versions", {}).get("commit") or commit_before(folder / "study.yaml")
+    return f"{commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
 
 
 def commit_before(file: Path) -> str:

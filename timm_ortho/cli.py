@@ -153,8 +153,8 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="NAME", help="a name from timm-ortho study list, or a YAML file")
     add("--dataset", metavar="NAME",
         help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, a data set's name in timm "
-             "(torch/fashion_mnist, ...), or '' for an image folder (default: the study's data set; if the study has "
-             "none, digits, or '' if --data-dir is set)")
+             "(torch/fashion_mnist, ...), or '' for an image folder (default: the data set of the study, or "
+             "else of its recipe; if both have none, digits, or '' if --data-dir is set)")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--scale", default="small", metavar="SCALE", help="size of the study: smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N",

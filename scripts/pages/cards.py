@@ -52,6 +52,7 @@ class PublishedRun(Run):
 
     def __init__(self, folder: Path, connection: str) -> None:
         part = studies.part(folder)
+        self.study = part.study
         self.seed = seed = part.study["seeds"][0]  # not the best seed, whose accuracy would be biased
         self.command = part.study["command"]
         runs = [run for run in part.runs if run["connection"] == connection]

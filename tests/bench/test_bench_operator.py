@@ -95,6 +95,22 @@ def test_machine_columns(operator_run):
         assert row["commit"] in (head, f"{head}-dirty")
 
 
+def test_new_files_make_a_checkout_dirty(tmp_path):
+    """The package in a checkout may contain a new recipe, which its commit does not."""
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True)
+
+    git("init", "-q")
+    (tmp_path / ".gitignore").write_text("output")
+    git("add", ".gitignore")
+    git("commit", "-qm", "first")
+    (tmp_path / "output").touch()
+    commit = provenance.commit_of(tmp_path)
+    assert len(commit) == 40
+    (tmp_path / "recipe.yaml").touch()
+    assert provenance.commit_of(tmp_path) == f"{commit}-dirty"
+
+
 def test_no_commit_outside_a_checkout():
     assert provenance.commit_of(ROOT / "timm_ortho") == ""  # the folder has no .git, and its parent's must not be used
 

@@ -28,7 +28,6 @@ COMPILED = {*(f"torchvision {name}" for name in ("vit", "resnet50", "convnext"))
             *(f"transformers {name}" for name in ("vit", "convnext"))}
 # Architectures for which groups="heads" is an error, although they have sites other than convolutions.
 WITHOUT_HEADS = {f"transformers {name}" for name in ("focalnet", "levit", "mobilevitv2", "poolformer", "swiftformer")}
-SCOPE = {name: ("feature", "global")[index % 2] for index, name in enumerate(MODELS)}
 
 
 def made(name):
@@ -45,6 +44,22 @@ def made(name):
 def output(result):
     """Return the logits of a model, or the last hidden state of a model without a head."""
     return result if torch.is_tensor(result) else result[0]
+
+
+def scopes(model, inputs):
+    """Return the scopes that a model supports. The scope `global` is an error in a causal decoder.
+
+    A decoder is causal if the last of its token ids changes no output except the last one.
+    """
+    *others, ids = inputs
+    if not torch.is_tensor(ids) or ids.is_floating_point():
+        return ("feature", "global")
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % ids.amax()
+    with torch.no_grad():
+        y, z = (output(model.eval()(*others, each)) for each in (ids, changed))
+    causal = y.shape[1:2] == ids.shape[1:] and torch.equal(y[:, :-1], z[:, :-1]) and not torch.equal(y, z)
+    return ("feature",) if causal else ("feature", "global")
 
 
 def step(model, inputs):
@@ -68,7 +83,11 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
     assert torch.equal(linear[2], expected[2])
     for key, gradient in expected[1].items():
         assert gradient is linear[1][key] is None or torch.equal(linear[1][key], gradient), key
-    for scope in ("feature", "global"):
+    supported = scopes(host, inputs)
+    if "global" not in supported:
+        with pytest.raises(ValueError, match="is a causal"):
+            connect(copy.deepcopy(host), "global")
+    for scope in supported:
         model = connect(copy.deepcopy(host), scope)
         y, gradients, _ = step(model, inputs)
         assert not torch.equal(y, expected[0]), scope
@@ -87,7 +106,7 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
 def test_streams_have_the_width_in_the_table(name):
     """Check channel axis, width and stream at every site. Skip transforms are created for this width."""
     model, inputs = made(name)
-    branches(connect(model, SCOPE[name], skip="orthogonal_tp"))
+    branches(connect(model, scopes(model, inputs)[-1], skip="orthogonal_tp"))
     reached = {}
     for site in sites(model):
         def hook(module, inputs, name=site.name):
@@ -108,7 +127,7 @@ def test_compiles_if_the_original_model_does(name):
     except Exception as error:  # noqa: BLE001 the compiler raises exceptions of many types
         pytest.skip(f"the untouched model does not compile as one graph: {type(error).__name__}")
     torch._dynamo.reset()
-    model = connect(host, SCOPE[name])
+    model = connect(host, scopes(host, inputs)[-1])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     logits = []
     for form in (compiled, model):
@@ -196,6 +215,20 @@ def test_a_block_of_two_classes_is_one_layer():
         (layer, kind) for layer in range(3) for kind in ("attention", "mlp")]
     assert [type(site.connection).__name__ for site in connected] == [
         *["FeatureConnection"] * 2, *["LinearConnection"] * 4]
+
+
+def test_blip_writes_captions():
+    """The text decoder of BLIP is causal and uses the key-value cache. Its cross-attention has a site of its own."""
+    host, (images, _) = made("transformers blip")
+    model = connect(copy.deepcopy(host), "linear").eval()
+    assert [site.kind for site in sites(model)] == ["attention", "mlp"] * 2 + ["attention", "attention", "mlp"] * 2
+    options = dict(do_sample=False, max_new_tokens=8, min_new_tokens=8)
+    assert torch.equal(model.generate(images, **options), host.eval().generate(images, **options))
+    connect(model, "feature")
+    cached, recomputed = (model.generate(images, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(cached, recomputed)
+    connect(model, "global", layers=[0, 1])
+    assert {site.connection.name: "vision" in site.name for site in sites(model)} == {"global": True, "linear": False}
 
 
 def test_timm_ortho_list_prints_the_libraries(capsys):

@@ -367,7 +367,6 @@ UNSUPPORTED = {  # arguments of the model's config, and names of its residual bl
     "Electra": (dict(SMALL, embedding_size=16), ["ElectraSelfOutput", "ElectraOutput"]),
     "Deberta": (SMALL, ["DebertaSelfOutput", "DebertaOutput"]),
     "DebertaV2": (SMALL, ["DebertaV2SelfOutput", "DebertaV2Output"]),
-    "BlipText": (SMALL, ["BlipTextSelfOutput", "BlipTextOutput"]),
     "Blip2QFormer": (dict(SMALL, encoder_hidden_size=16), ["Blip2QFormerSelfOutput", "Blip2QFormerOutput"]),
     "MPNet": (SMALL, ["MPNetAttention", "MPNetOutput"]),
     "StableLm": (SMALL, ["StableLmDecoderLayer"]),

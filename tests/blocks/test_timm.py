@@ -239,6 +239,10 @@ class _Sums(torch.nn.Module):
     def masked(self, x, attn_mask, mask=None, rel_pos_bias=None, pixel_pos=None):
         return (x @ x) + attn_mask + mask + rel_pos_bias + pixel_pos
 
+    def masked_later(self, x, attention_mask, encoder_states):
+        attention_mask = self.f(encoder_states) if self.cross else attention_mask
+        return (x @ x) + attention_mask
+
     def counted(self, x, start: int, scale: Optional[float] = None):
         return self.f(x, start + len(x)) * (scale + start)
 
@@ -272,8 +276,8 @@ class _Sums(torch.nn.Module):
     ("annotated", True), ("function", True), ("method", True), ("module", True), ("named", True),
     ("positional", True), ("any_number", True), ("by_name", True), ("looped", True), ("comprehended", True),
     ("keyword", True), ("arguments", True), ("reversed", True), ("scattered", True), ("masked", False),
-    ("counted", False), ("listed", False), ("moved", False), ("typed", False), ("constant", False),
-    ("collected", False), ("outputs", False), ("position", False),
+    ("masked_later", False), ("counted", False), ("listed", False), ("moved", False), ("typed", False),
+    ("constant", False), ("collected", False), ("outputs", False), ("position", False),
 ])
 def test_looks_residual(method, residual):
     assert looks_residual(type(method, (_Sums,), {"forward": getattr(_Sums, method)})) is residual

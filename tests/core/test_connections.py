@@ -1,4 +1,5 @@
 """Connections as modules: results, parameters, random draws, repr and errors."""
+import inspect
 import math
 
 import pytest
@@ -176,6 +177,12 @@ def test_bad_input(kwargs, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
         create_connection(**kwargs)
     assert str(error.value) == message
+    make, arguments = CONNECTIONS.get(str(kwargs["connection"])), {**kwargs}
+    del arguments["connection"]
+    if make and arguments.keys() <= inspect.signature(make).parameters.keys():
+        with pytest.raises(ValueError) as error:  # noqa: PT011 the whole message is compared
+            make(**arguments)
+        assert str(error.value) == message
 
 
 def test_arguments_of_one_comparison_fit_every_connection():

@@ -148,6 +148,11 @@ TRANSFORMERS = {
         stage_downsample=[False, True, True, True], stage_light_block=[False, False, True, True],
         stage_kernel_size=[3, 3, 5, 5], stage_numb_of_layers=[2, 2, 2, 2], hidden_sizes=[16, 16, 32, 32],
         depths=[1, 2, 1, 1]),
+    "blip": transformers(  # images, and tokens of captions
+        "Blip", head="ForConditionalGeneration", config=dict(vision_config=VIT, text_config=dict(
+            vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=16, bos_token_id=1)),
+        inputs=lambda: (torch.randn(2, 3, 32, 32), torch.randint(3, 48, (2, 9)))),
 }
 MODELS = {
     **{f"torchvision {name}": make for name, make in TORCHVISION.items()},

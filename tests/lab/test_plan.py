@@ -137,12 +137,17 @@ def test_every_cell_can_be_selected(study):
             assert {variant.cell[axis] for variant in picked} == {value}
 
 
-def test_the_data_set_is_that_of_the_command_or_study(tmp_path, capsys):
-    """The default data set does not replace the study's data set."""
+def test_the_data_set_is_that_of_the_command_or_study_or_recipe(tmp_path, capsys):
+    """The default data set does not replace the data set of the study or of its recipe."""
     own = written(tmp_path, options={"dataset": "torch/fashion_mnist", "data_dir": "nowhere"})
     with pytest.raises(LabError, match="'torch/fashion_mnist'"):
         plan.plan(request(own, tmp_path / "out"))
-    for found in (request(own, dataset="digits"), request(written(tmp_path))):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{dataset: torch/cifar10, img_size: 8, in_chans: 1}", encoding="utf-8")
+    with pytest.raises(LabError, match="'torch/cifar10'"):
+        plan.plan(request(written(tmp_path, recipe=str(recipe)), tmp_path / "out"))
+    both = written(tmp_path, recipe=str(recipe), options={"dataset": "digits"})
+    for found in (request(both), request(own, dataset="digits"), request(written(tmp_path))):
         assert {run.stages[0].options["dataset"] for run in plan.plan(found).runs.values()} == {"digits"}
     assert cli.main(["study", "plan", "dynamics", "-o", "dataset=cifar10"]) == 2
     assert "data set 'torch/cifar10' needs --data-dir" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 """Test that scripts/make_weights.py reproduces the weights in the package from the folder of their comparison."""
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
+from timm.models import get_pretrained_cfg
 
 from scripts import make_weights
 from scripts.pages import cards
@@ -75,6 +77,23 @@ def test_an_entry_that_prepares_images_differently(comparison):
         make_weights.main("digits", comparison)
 
 
+def test_an_entry_with_too_few_names_of_classes(comparison, monkeypatch):
+    shorter = dataclasses.replace(get_pretrained_cfg("vit_test_ortho.digits"), label_names=tuple("012345678"))
+    create = timm.create_model
+
+    def created(name, **arguments):
+        return create(name, pretrained_cfg=shorter, **arguments)
+
+    monkeypatch.setattr(timm, "create_model", created)
+    with pytest.raises(SystemExit, match=r"vit_test_\w+.digits has 9 label_names for 10 classes"):
+        make_weights.main("digits", comparison)
+
+
+def test_the_folder_of_a_run(comparison):
+    with pytest.raises(SystemExit, match=r"linear-seed0 has no results.json: pass the output folder of timm-ortho"):
+        make_weights.main("digits", comparison / "linear-seed0")
+
+
 def test_an_entry_without_a_model(comparison, monkeypatch):
     """timm's architectures have no variant `_linear`. The first entry of the tag is correct, and nothing is written."""
     results = json.loads((comparison / "results.json").read_text())
@@ -82,7 +101,7 @@ def test_an_entry_without_a_model(comparison, monkeypatch):
     (comparison / "results.json").write_text(json.dumps(results))
     for suffix in SUFFIXES:
         monkeypatch.setitem(ENTRIES, f"test_vit{suffix}.digits", dict(num_classes=10))
-    monkeypatch.setattr(make_weights, "check_images", lambda *_: None)
+    monkeypatch.setattr(make_weights, "check_entry", lambda *_: None)
     monkeypatch.setattr(timm, "create_model", lambda *_, **__: torch.nn.Linear(1, 1))
     with pytest.raises(SystemExit, match=r"ENTRIES has test_vit_linear\.digits, but there is no such model; did"):
         make_weights.main("digits", comparison)

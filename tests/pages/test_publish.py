@@ -98,6 +98,17 @@ def test_a_comparison_has_a_name(root, tmp_path):
     assert study["options"] == {"data_dir": "DIR", "lr": 0.1}
 
 
+def test_a_folder_that_is_no_study(root, tmp_path):
+    with pytest.raises(SystemExit, match=r"nowhere has no results.json: pass the output folder of timm-ortho compare"):
+        publish.main([str(tmp_path / "nowhere")], root)
+
+
+@pytest.mark.parametrize("dirty", ["", "-dirty"])
+def test_a_commit_says_that_the_checkout_had_changes(dirty, tmp_path):
+    runs = [{"made_with": {"commit": f"{'0123456789' * 4}{dirty}"}}]
+    assert publish.commit_of({}, runs, tmp_path) == f"012345678901{dirty}"
+
+
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("name", "arguments"), [("compare", []), ("dynamics", ["--name", "mine"])])
 def test_only_a_comparison_has_a_name(root, tmp_path, name, arguments):

@@ -13,9 +13,9 @@ def looks_residual(cls: type) -> bool:
     """Return whether a class looks like a residual block.
 
     A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or ``x.add(f)``.
-    Every tensor argument counts as an input, because ``BertOutput`` gets branch and stream as two arguments. Arguments
-    and summands whose names refer to masks, biases, positions or losses do not count. Sums of lists or tuples do not
-    count either.
+    Every tensor argument counts as an input, because ``BertOutput`` gets branch and stream as two arguments. Masks,
+    embeddings of positions and token types, and losses do not count if their names say what they are. Sums of lists or
+    tuples do not count either.
 
     The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
     call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``,
@@ -51,7 +51,7 @@ def _forward_of(cls: type) -> Optional[ast.FunctionDef]:
 
 
 _NO_STREAM = "(^|_)(masks?|bias|pos|positions?|positional)(_|$)"  # arguments that are neither stream nor branch
-_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)|(^|_)loss(es)?(_|$)"  # summands that are no branch output
+_NO_BRANCH = "(pos(ition(al)?)?|type)_(e[mn]|bias)|(^|_)loss(es)?(_|$)|(^|_)masks?$"  # summands that are no branch
 _NUMBER = r"(Optional\[)?(int|float|bool|str)\b"  # annotations of arguments that are not tensors
 _ADDING = ("add", "add_", "add_relu")
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.comprehension)

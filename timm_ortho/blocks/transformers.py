@@ -36,7 +36,8 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     # ------------------------------------------------------------------------------------------ tokens, B N C
     *_blocks(
         """vit.ViTLayer deit.DeiTLayer beit.BeitLayer dinov2.Dinov2Layer dinov2_with_registers.Dinov2WithRegistersLayer
-        dinov3_vit.DINOv3ViTLayer vit_msn.ViTMSNLayer vit_mae.ViTMAELayer ijepa.IJepaLayer segformer.SegformerLayer""",
+        dinov3_vit.DINOv3ViTLayer vit_msn.ViTMSNLayer vit_mae.ViTMAELayer ijepa.IJepaLayer segformer.SegformerLayer
+        blip.BlipEncoderLayer""",
         "residual", _TRANSFORMER, _TOKENS),
     *_blocks(  # image and text encoders
         "clip.CLIPEncoderLayer metaclip_2.MetaClip2EncoderLayer siglip.SiglipEncoderLayer siglip2.Siglip2EncoderLayer",
@@ -102,6 +103,9 @@ BLOCKS: Tuple[BlockSpec, ...] = (
              ("attention",), _TOKENS, causal="is_decoder", depth=2),
     *_blocks("bert.BertOutput roberta.RobertaOutput xlm_roberta.XLMRobertaOutput", "input_tensor", ("mlp",), _TOKENS,
              causal="is_decoder", depth=1),
+    # BLIP's text encoder and causal text decoder have the same classes
+    *_blocks("blip/blip_text.BlipTextSelfOutput", "input_tensor", ("attention",), _TOKENS, causal=True, depth=2),
+    *_blocks("blip/blip_text.BlipTextOutput", "input_tensor", ("mlp",), _TOKENS, causal=True, depth=1),
     *_blocks("t5.T5LayerSelfAttention", "hidden_states", ("attention",), _TOKENS, causal="is_decoder", depth=2),
     *_blocks("t5.T5LayerCrossAttention", "hidden_states", ("cross_attention",), _TOKENS, causal="is_decoder", depth=2),
     *_blocks("t5.T5LayerFF", "hidden_states", ("mlp",), _TOKENS, causal="is_decoder", depth=2),

@@ -40,6 +40,7 @@ class Run:
         result: `result.json` of a run of `timm-ortho compare` or `study`; empty for `train.py`.
         peers: Top-1 in percent after the last epoch, by seed, for all finished runs that differ only in the seed.
         comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
+        study: The key `study` of the `study.yaml` beside the run's folder; empty for `train.py`.
         epoch: Epoch after which the weights were saved; None without weights.
         in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
         ema: Whether the weights are the EMA weights.
@@ -50,6 +51,7 @@ class Run:
     result: Mapping[str, Any]
     peers: Mapping[int, float]
     comparison: list[dict]
+    study: Mapping[str, Any]
     epoch: Optional[int]
     in_mid_epoch: bool = False
     ema: bool
@@ -57,6 +59,11 @@ class Run:
     @property
     def evaluates_ema(self) -> bool:
         return bool(self.options.get("model_ema")) and not self.options.get("model_ema_force_cpu")
+
+    @property
+    def split(self) -> str:
+        """Name of the split or folder of the validation images."""
+        return (self.study.get("data") or {}).get("validation_split") or self.options.get("val_split") or "validation"
 
     @property
     def evaluated(self) -> Optional[dict]:
@@ -109,13 +116,14 @@ class CheckpointRun(Run):
         self.state_dict = _weights(checkpoint, ema, self.path)
         self.epoch, self.ema, self.in_mid_epoch = checkpoint.get("epoch"), ema, "metric" not in checkpoint
         self.history = read_history(folder)
-        self.result, self.peers, self.comparison = {}, {}, []
+        self.result, self.peers, self.comparison, self.study = {}, {}, [], {}
         if folder.name == "switched" and (folder.parent / _RUN).is_file():  # second stage of a run
             folder = folder.parent
         if (folder / _RUN).is_file():
             self.result = _finished(folder)
             self.peers = _peers(folder)
             self.comparison = _comparison(folder.parent, self.result["connection"])
+            self.study = _study(folder.parent)
 
 
 # -------------------------------------------------------------------------------------------- the files
@@ -205,6 +213,12 @@ def _settings(folder: Path) -> list[dict]:
     """Return the stages in a run's run.yaml without the seed."""
     plan = yaml.safe_load((folder / _RUN).read_text(encoding="utf-8"))
     return [{**stage, "options": {**stage["options"], "seed": None}} for stage in plan["stages"]]
+
+
+def _study(grid: Path) -> dict:
+    file = grid / _STUDY
+    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return (values or {}).get("study") or {}
 
 
 def _comparison(grid: Path, connection: str) -> list[dict]:

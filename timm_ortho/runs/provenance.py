@@ -70,10 +70,14 @@ def _backend(device: str) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty for other folders."""
+    """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty for other folders.
+
+    New files count as changes, unless git ignores them. They may be recipes or studies.
+    """
     if not (root / ".git").exists():  # git would search the parent folders
         return ""
-    return _first_line("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    commit = _first_line("git", "-C", str(root), "rev-parse", "HEAD")
+    return f"{commit}-dirty" if commit and _first_line("git", "-C", str(root), "status", "--porcelain") else commit
 
 
 def device_name(device: torch.device) -> str:

@@ -12,8 +12,8 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `table` | key of this table or figure in `paper.json` or `skips.json`; empty by default |
 | `model` | architecture, without the suffix `_ortho`; `vit_small` by default, and the recipe's model if empty. The
   recipe's `model_kwargs`, `img_size` and `input_size` apply only to the recipe's model |
-| `recipe` | recipe that sets the options' defaults, or `paper` for the paper's recipe of each model and data set. The
-  default is `digits` for the data set `digits`, and `small_images` for all other data sets |
+| `recipe` | recipe that sets the defaults of the options, also of `dataset`, or `paper` for the paper's recipe of each
+  model and data set. The default is `digits` for the data set `digits`, and `small_images` for all other data sets |
 | `options` | timm's options, which override the recipe's |
 | `connections` | the connections that each cell is trained with |
 | `seeds` | number of seeds |
@@ -132,6 +132,12 @@ class Design:
     def is_comparison(self) -> bool:
         """Whether `timm-ortho compare` made the study. It then has one cell, and the user may choose its recipe."""
         return not self.source
+
+    @property
+    def dataset(self) -> Optional[str]:
+        """The data set in the study's options, or else in its recipe. None if neither has one."""
+        of_recipe = {} if self.recipe in (None, "paper") else recipe.load(self.recipe)
+        return self.options.get("dataset", of_recipe.get("dataset"))
 
     @property
     def axes(self) -> dict[str, list]:

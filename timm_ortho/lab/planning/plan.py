@@ -114,7 +114,7 @@ def plan(request: Request) -> StudyPlan:
     design, requested = request.design, dict(request.options)
     if not design.is_comparison:
         default = "" if requested.get("data_dir") else "digits"
-        requested.setdefault("dataset", design.options.get("dataset", default))
+        requested.setdefault("dataset", default if design.dataset is None else design.dataset)
     elif requested.get("data_dir") and design.recipe is None:  # otherwise a comparison has its recipe's data set
         requested.setdefault("dataset", "")  # an image folder, as in train.py
     requested["device"] = request.device()
