@@ -57,7 +57,7 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values of -1000 or less forbid attention, all others allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; without positive values, it is read as floating-point |
+    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; a mask without positive values is added to the scores |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
@@ -153,15 +153,15 @@ class Connection(nn.Module):
         dims: Axes over which one projection sums; None for all axes but the first, the batch axis.
         groups: Number of equal parts of the channel axis. Each part has its own projection.
         keep: Tensor that autograd saves, ``output`` or ``branch``, see :func:`timm_ortho.functional.residual_update`.
-        skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity. A ``forward`` that
-            does not call :meth:`join` begins with ``x = self.carried(x)``.
+        skip: Transform P of the stream, a module with ``forward(x) -> P x``; None for the identity. If the ``forward``
+            of the connection does not call :meth:`join`, it must begin with ``x = self.carried(x)``.
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
         mask_layout: Layout of the attention masks, see :func:`real_tokens`.
         connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made the connection, see
             :func:`timm_ortho.connection_arguments`.
-        name: Registered name, see :data:`CONNECTIONS`. For an unregistered connection, the name of its class or
-            function, after the name of its module if a registered connection has the same name.
+        name: Name in :data:`CONNECTIONS`. Connections that are not registered have the name of their class or
+            function, or ``module.Name`` if a registered connection has this name.
         routed: Whether :func:`timm_ortho.connect` added the connection to its block; False if the block's own code
             contains it.
         tokens_apart, in_place: See :func:`create_connection`.
@@ -435,14 +435,14 @@ def create_connection(
 ) -> Connection:
     """Make a connection.
 
-    All arguments are checked. The class or function then receives only the arguments that it accepts.
+    The values are checked. The class or function then receives only the arguments that it accepts.
 
     Args:
         connection: Name, class, or a function that returns an instance.
         dim, eps, prob, start, keep: See :class:`FeatureConnection` and :class:`HybridConnection`.
-        groups: See :class:`FeatureConnection`. ``prob`` and ``groups`` must have their defaults for connections without
-            these arguments, except for ``linear``, which has no projection. ``start`` has no effect on connections
-            without parameters, so that one set of arguments fits a comparison of several connections.
+        groups: See :class:`FeatureConnection`. If a connection has no argument ``prob`` or ``groups``, any value except
+            the default is an error. ``linear`` ignores both. ``start`` is ignored by connections without this argument,
+            so that one set of arguments fits a comparison of several connections.
         branch_first: See :class:`Connection`.
         tokens_apart: Whether ``global`` has one projection per token instead of one per sample, see
             :class:`timm_ortho.blocks.BlockSpec`.
@@ -469,18 +469,16 @@ def create_connection(
     known_name("keep", keep, KEEPS)
     known_name("mask layout", mask_layout, MASK_LAYOUTS)
     check_count("groups", groups)
-    if make is HybridConnection and prob != 1.0:
-        raise ValueError(f"hybrid learns its weights and takes no prob, got prob={prob} (allowed: 1.0)")
     kept = "branch" if in_place else keep
     arguments = dict(zip(_PASSED, (dim, eps, prob, start, kept, groups, device, dtype), strict=True))
     accepted = _parameters(make).keys() - getattr(make, "keywords", {}).keys()  # functools.partial has bound these
-    if make is GlobalConnection and groups != 1:
-        raise ValueError("global has one projection over all channels and takes no groups: omit groups, or choose "
-                         "feature or hybrid")
     defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
     for name in sorted(arguments.keys() - accepted - {"dim", "keep", "start", "device", "dtype"}):
         if arguments[name] != defaults[name] and make is not LinearConnection:
-            raise ValueError(f"{_name_of(make)} takes no argument {name}: omit {name}, or add it to the constructor")
+            others = " and ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
+            raise ValueError(f"{connection if isinstance(connection, str) else _name_of(make)} takes no argument "
+                             f"{name}, which {others} take: omit {name}, or add it to the constructor of your own "
+                             "connection")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
     if not isinstance(made, Connection):
         raise ValueError(f"{_name_of(make)} must return a timm_ortho.Connection, got {type(made).__name__}")
@@ -543,8 +541,8 @@ class Site(NamedTuple):
     Attributes:
         layer: Index of the block's layer in the model, from 0.
         kind: Kind of the branch, such as ``attention``, ``mlp`` or ``conv``, see :class:`timm_ortho.blocks.BlockSpec`.
-            If the block's own code contains the connection, the kind is the connection's attribute without the
-            prefix ``connection_``.
+            If the block's own code contains the connection, the kind is the name of the block's attribute that holds
+            the connection, without the prefix ``connection_``.
         name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
         connection: The connection, a module with ``forward(x, f)``.
     """
@@ -584,8 +582,8 @@ def sites(model: nn.Module) -> List[Site]:
         warnings.warn(
             f"the additions of {len(unused)} blocks are linear (the first block is {next(iter(unused))!r}): their "
             f"class or forward was replaced after connect, and the new code does not call connections: "
-            f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect and register it with "
-            "timm_ortho.register_block; remove a replaced forward",
+            f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect, and register the new "
+            "class with timm_ortho.register_block. If an instance has its own forward, delete this attribute",
             stacklevel=2)
     layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
     return [
@@ -606,9 +604,9 @@ def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
 
 
 def _hides_connection(block: nn.Module, attribute: str) -> bool:
-    """Return whether the instance attribute ``forward`` is a method that hides the class's use of a connection.
+    """Return whether an instance has its own ``forward``, which calls no connection, although that of the class does.
 
-    Methods that may call another ``forward`` do not count.
+    A method that may call another ``forward`` does not count.
     """
     forward: Any = vars(block).get("forward")
     code, hidden = (getattr(inspect.unwrap(each), "__code__", None) for each in (forward, type(block).forward))

@@ -158,18 +158,23 @@ def test_weights_with_axes_are_refused(a, b, message):
     ({"connection": "feature", "groups": 0}, "groups must be a whole number of at least 1, got 0"),
     ({"connection": "feature", "groups": "heads"}, "groups must be a whole number of at least 1, got 'heads'"),
     ({"connection": "global", "groups": 2},
-     "global has one projection over all channels and takes no groups: omit groups, or choose feature or hybrid"),
+     "global takes no argument groups, which feature and hybrid take: omit groups, or add it to the "
+     "constructor of your own connection"),
     ({"connection": HalfConnection, "groups": 2},
-     "HalfConnection takes no argument groups: omit groups, or add it to the constructor"),
+     "HalfConnection takes no argument groups, which feature and hybrid take: omit groups, or add it to the "
+     "constructor of your own connection"),
     ({"connection": HalfConnection, "prob": 0.5},
-     "HalfConnection takes no argument prob: omit prob, or add it to the constructor"),
+     "HalfConnection takes no argument prob, which feature and global take: omit prob, or add it to the "
+     "constructor of your own connection"),
     ({"connection": Uncarried, "skip": create_skip("scaled", 8)},
      "Uncarried.forward ignores skip: omit skip, or begin with x = self.carried(x)"),
     ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}{IS_IT_IMPORTED}"),
     ({"connection": "global", "keep": "both"}, "unknown keep 'both', known are 'output', 'branch'"),
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
     ({"connection": "linear", "prob": math.nan}, "prob must be in [0, 1], got nan"),
-    ({"connection": "hybrid", "prob": 0.5}, "hybrid learns its weights and takes no prob, got prob=0.5 (allowed: 1.0)"),
+    ({"connection": "hybrid", "prob": 0.5},
+     "hybrid takes no argument prob, which feature and global take: omit prob, or add it to the "
+     "constructor of your own connection"),
     ({"connection": "hybrid", "start": "lineal"}, "unknown start 'lineal', known are 'orthogonal', 'linear'; "
                                                   "did you mean 'linear'?"),
 ])

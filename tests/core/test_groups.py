@@ -252,7 +252,8 @@ def test_variants_and_the_command_line_take_groups():
     ("ViT", "feature", dict(groups=2.0), "groups must be a whole number of at least 1, got 2.0"),
     ("ViT", "feature", dict(groups=True), "groups must be a whole number of at least 1, got True"),
     *(("ViT", "global", dict(groups=groups),
-       "global has one projection over all channels and takes no groups: omit groups, or choose feature or hybrid")
+       "global takes no argument groups, which feature and hybrid take: omit groups, or add it to the constructor of "
+       "your own connection")
       for groups in (6, "heads")),
 ])
 def test_bad_groups_leave_the_model_unchanged(name, connection, arguments, message):
