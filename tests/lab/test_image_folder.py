@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from helpers.tiny_study import compared, one_run, planned, read, request, written
 from PIL import Image
 
@@ -433,6 +434,14 @@ def test_other_images_under_the_same_output_are_refused(tmp_path):
     root.rename(tmp_path / "moved")
     root = tmp_path / "moved"
     plan_again()  # the same images in a moved folder
+    stored = yaml.safe_load((tmp_path / "out" / "study.yaml").read_text(encoding="utf-8"))
+    resized = {**stored["study"]["data"], "image_size": [160, 160]}
+    with (tmp_path / "out" / "study.yaml").open("w", encoding="utf-8") as file:
+        yaml.safe_dump({**stored, "study": {**stored["study"], "data": resized}}, file)
+    with pytest.raises(LabError, match=r"has runs on other images \(image_size was \[160, 160\] and is now"):
+        plan_again()
+    with (tmp_path / "out" / "study.yaml").open("w", encoding="utf-8") as file:
+        yaml.safe_dump(stored, file)
     (root / "val" / "cat" / "0.png").rename(root / "val" / "cat" / "other.png")
     with pytest.raises(LabError, match=r"has runs on other images \(fingerprint was"):
         plan_again()

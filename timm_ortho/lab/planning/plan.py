@@ -24,7 +24,7 @@ from ..data import Source
 from ..folder import PLAN, RunPlan, Stage, read_yaml
 from ..paper import numbers
 from .checks import Size, check, check_runs
-from .design import Variant
+from .design import COMPARISON, Variant
 from .deviations import deviations
 from .identity import as_yaml_values, data_name, output_folder, refuse_difference, run_identity, study_settings
 from .request import Request
@@ -85,7 +85,9 @@ class StudyPlan:
         refuse_difference(stored["settings"], self.settings, f"{self.folder} has other settings", advice)
         there, here = (study.get("data") or {} for study in (stored["study"], self.study))
         if there and here:
-            there, here = ({key: data.get(key) for key in _OF_IMAGES} for data in (there, here))
+            # the default size of a model changes if timm or pretrained.py changes its configuration
+            keys = (*_OF_IMAGES, "image_size") if self.study["name"] == COMPARISON else _OF_IMAGES
+            there, here = ({key: data.get(key) for key in keys} for data in (there, here))
             refuse_difference(there, here, f"{self.folder} has runs on other images", advice)
         return stored
 
