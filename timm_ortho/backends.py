@@ -132,7 +132,7 @@ def _why_not(name: str, x: Tensor, f: Tensor) -> Optional[str]:
     if not {x.dtype, f.dtype} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         return f"there are no kernels for {x.dtype} and {f.dtype}"
     if name == "triton" and {x.dtype, f.dtype} == {torch.float64, torch.bfloat16}:
-        return "Triton's interpreter casts float64 to bfloat16 incorrectly"
+        return "there are no kernels for float64 and bfloat16, which Triton's interpreter casts incorrectly"
     return "it does not support the transforms of torch.func" if functorch_is_active() else None
 
 
@@ -188,7 +188,7 @@ def _static(argument: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------- "triton", chosen by "auto"
-_SAMPLE = 2 ** 22  # number of elements that one check compares, in well under a millisecond on a GPU
+_SAMPLE = 2 ** 22  # approximate number of elements that a check compares, in well under a millisecond on a GPU
 _agrees: Dict[Tuple[Any, ...], bool] = {}  # case -> whether the kernels agreed with "torch" in this process
 
 
@@ -197,8 +197,9 @@ def checked(direction: str, kernel: Callable[..., Any], reference: Callable[...,
 
     A case is a combination of direction, device, dtypes, the sizes of the projected axes, and whether the last of these
     axes has stride 1. If the results differ beyond tolerance or the launch fails, a RuntimeWarning is issued, and this
-    call and all later calls of the case return the results of the reference. Calls during the capture of a CUDA graph
-    are not compared. If a result of the reference is not finite, the comparison is repeated at the next call.
+    call and all later calls of the case return the results of the reference. An out-of-memory error is raised instead.
+    Calls during the capture of a CUDA graph are not compared. If a result of the reference is not finite, the
+    comparison is repeated at the next call.
 
     Args:
         direction: ``"forward"`` or ``"backward"``, for the warning.

@@ -43,6 +43,11 @@ def test_unknown_option():
         bench.resolve(dict(device="cpu", what=["operator"], repeat=3))
 
 
+def test_unknown_scope():
+    with pytest.raises(bench.BenchError, match="unknown scope 'globle', known are 'feature', 'global'"):
+        bench.resolve(dict(device="cpu", what=["operator"], scopes=["globle"]))
+
+
 def test_an_output_that_is_a_file_is_refused_first(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", None)
     file = tmp_path / "file"

@@ -45,6 +45,9 @@ def test_memory_ratios_are_relative_to_linear():
                Result("ortho", once={"peak_memory": 110, "saved_bytes": 50}, ms=[1.0])]
     row = rows({"what": "models", "step": "training"}, 1, results)[1]
     assert (row["peak_ratio"], row["saved_ratio"]) == (1.1, 1.25)
+    results[0] = Result("linear", note="no memory")
+    row = rows({"what": "models", "step": "training"}, 1, results)[1]
+    assert (row["peak_memory"], row["peak_ratio"], row["saved_ratio"]) == (110, None, None)
 
 
 def test_failed_metrics_are_none_and_inapplicable_metrics_are_empty():

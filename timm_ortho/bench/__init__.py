@@ -7,9 +7,9 @@ both times. Quantiles are computed over the repetitions. Times from different gr
 `report` defines the metrics.
 
 A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
-would bring the ratio closer to 1. As in timm's train.py, on a GPU float32 matrix products may use TF32 and cuDNN may
-search for its fastest convolution. In half precision, the operator's tensors have the half-precision dtype, and models
-use autocast.
+would bring the ratio closer to 1. On a GPU, the settings are those of timm's train.py: matrix products of float32
+tensors may use TF32, and cuDNN searches for its fastest convolution. In half precision, the operator's tensors have the
+half-precision dtype, and models use autocast.
 
 The part `launch` measures the overhead of starting operations on small tensors. It does not flush the cache before a
 call: on a GPU the flush would hide the overhead, and on a CPU it would evict the interpreter from the cache.
@@ -37,8 +37,8 @@ def bench(requested: Mapping[str, Any], environment: Mapping[str, str], output: 
     """Measure, print the tables, and write `bench.csv` and `bench.svg`. Ctrl-C keeps the finished groups.
 
     Args:
-        requested: Options by name. Those in `DEFAULTS[device]` replace the device's defaults. Also accepted are
-            `device`, `quick`, `img_size`, `model_kwargs`, `skips` and `groups`.
+        requested: Options by name. `DEFAULTS[device]` lists the options with a default. Further options are `device`,
+            `quick`, `img_size`, `model_kwargs`, `skips` and `groups`.
         environment: Versions and machine, from `timm-ortho env`.
         output: Folder for the files.
         command: Command line, for the CSV.

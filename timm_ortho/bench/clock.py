@@ -1,7 +1,7 @@
 """Time functions in turns, and measure their memory and the bytes that autograd saves for the backward pass.
 
-Before each call, the cache is flushed by writing a buffer larger than the last-level cache. Calls are timed by CUDA
-events on a GPU and by the performance counter on a CPU.
+Before each call, the cache is flushed by writing a buffer larger than most last-level caches, except in the part
+`launch`. Calls are timed by CUDA events on a GPU and by the performance counter on a CPU.
 """
 import time
 from contextlib import contextmanager
@@ -26,7 +26,8 @@ class Candidate(NamedTuple):
         run: Receives the result of `prepare`.
         prepare: Called before each `run`.
         backend: Returns the name of the backend that runs.
-        moved: Bytes that a call must read and write; 0 if none, or if they are not counted (models).
+        moved: Bytes that a call must read and write. 0 if a call moves none, or if the bytes are not counted, as for
+            models.
         keep: Forward pass with gradients, for measuring the bytes saved for the backward pass.
         parameters: Tensors to exclude from the saved bytes.
         held: Bytes of inputs, parameters and buffers.
@@ -63,7 +64,7 @@ class Clock:
 
     Args:
         device: CPU or CUDA device.
-        flushes: Whether to write a buffer larger than the last-level cache before each call.
+        flushes: Whether to flush the cache before each call.
 
     >>> clock = Clock(torch.device("cpu"), flushes=False)
     >>> clock(Candidate("linear", lambda _: sum(range(100))), calls=2) > 0  # milliseconds
@@ -209,6 +210,6 @@ def saved_bytes(forward: Callable[[], Any], parameters: Sequence[Tensor] = ()) -
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that compiles `function` at its first call. `measure` then catches compiler errors."""
+    """Return a function that compiles `function` at its first call, where `measure` catches compiler errors."""
     compile_once = cache(lambda: torch.compile(function, fullgraph=True, dynamic=False))
     return lambda *args: compile_once()(*args)

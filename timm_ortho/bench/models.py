@@ -21,7 +21,8 @@ from .options import DTYPES, MODEL_STEPS, MODES, Architecture, shape_label
 def model_groups(options: Namespace) -> list[Group]:
     """Return one group for each architecture, layout, precision, mode and step.
 
-    The modes are eager with the default backend, eager with `inductor`, and the whole model under torch.compile.
+    The modes are eager with the default backend and, if `options.compile` is true, eager with `inductor` and the whole
+    model under torch.compile.
 
     Args:
         options: Options from :func:`timm_ortho.bench.resolve`.

@@ -15,9 +15,10 @@ from .options import DTYPES, STEPS, shape_label
 
 EPS = 1e-6
 
-# Number of tensors that must be read or written. `forward`: x, f and y. `backward`: x, g, either y or f, two gradients.
+# Number of tensors that must be read or written. `forward`: x, f and y. `backward`: x, the saved tensor (y or f), the
+# gradient g of y, and the gradients of x and f.
 TENSORS_MOVED = {"forward": 3, "backward": 5, "both": 8}
-MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # both gradients are g itself
+MOVED_BY_LINEAR = {"forward": 3, "backward": 0, "both": 3}  # the gradients of x and f are g itself
 
 
 def appendix_update(x: Tensor, f: Tensor, dim: Optional[int], eps: float = EPS) -> Tensor:

@@ -17,8 +17,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PARTS, SCOPES, STEPS = ("operator", "models", "launch"), ("feature", "global"), ("forward", "backward", "both")
 MODES, MODEL_STEPS = ("eager", "inductor", "compiled"), ("training", "inference")
 
-# Defaults by device. Shapes with three axes are tokens. Shapes with four axes are NCHW, and both memory
-# formats are measured. `models` maps each model to its batch size.
+# Defaults by device. Shapes with three axes are batch, tokens and channels. Shapes with four axes are batch, channels,
+# height and width, and are measured in two memory formats: contiguous and channels-last. `models` maps each model to
+# its batch size.
 DEFAULTS = {
     "cpu": dict(
         what=PARTS, shapes=("16x197x384", "8x256x56x56"), scopes=SCOPES, dtypes=("float32",), compile=True,
@@ -33,7 +34,7 @@ QUICK = dict(
     shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models={"vit_small_ortho": 4, "resnetv2_18_cifar_ortho": 4})
 SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
-# Options without a default.
+# Options that DEFAULTS does not contain.
 OPTIONAL = ("device", "quick", "img_size", "model_kwargs", "skips", "groups")
 
 
@@ -94,6 +95,7 @@ def resolve(requested: Mapping[str, Any]) -> Namespace:
     skips = requested.get("skips", ())
     groups = [int(text) if str(text).isdecimal() else text for text in requested.get("groups", ())]
     _check_known("part", options.what, PARTS)
+    _check_known("scope", options.scopes, SCOPES)
     _check_known("dtype", options.dtypes, DTYPES)
     _check_known("skip", skips, SKIPS)
     for name in ("repeats", "batch_size", "img_size"):

@@ -5,7 +5,7 @@
 | `ms` | milliseconds of one call |
 | `ratio` | `ms` divided by `ms` of `linear` in the same repetition; empty for `backward`, where `linear` does nothing |
 | `appendix_ratio` | `ms` divided by `ms` of the formula in the paper's appendix; 0.25 means four times as fast |
-| `shortest_ratio` | `ms` divided by `ms` of the shortest formula; only in the part `launch` |
+| `shortest_ratio` | `ms` divided by `ms` of `shortest_update`, the shortest formula; only in the part `launch` |
 | `images_per_s` | images that a model processes per second; only for models |
 | `gb_per_s` | gigabytes (1e9 bytes) that a call must read and write, divided by its seconds |
 | `share_of_copy` | `gb_per_s` divided by `gb_per_s` of copying a large tensor in the same repetition |
@@ -15,8 +15,8 @@
 | `saved_ratio` | `saved_bytes` divided by `saved_bytes` of `linear` |
 
 The first four metrics have the quantiles p20, p50 and p80 over the repetitions. The remaining metrics are medians or
-single values. None marks a value that could not be measured, "" a value that does not apply. Both are empty cells in
-the CSV.
+single values. None marks a value that could not be measured, and "" marks a value that does not apply. If a candidate
+failed, all its metrics are None. None and "" are empty cells in the CSV.
 """
 import csv
 import io
@@ -56,7 +56,8 @@ class Result:
 
     Attributes:
         name: Name of the candidate; `linear` is the baseline, and `copy` measures the bandwidth.
-        moved: Bytes that a call must read and write; 0 if none, or if they are not counted (models).
+        moved: Bytes that a call must read and write. 0 if a call moves none, or if the bytes are not counted, as for
+            models.
         once: Columns with a single value: `backend`, `calls` per repetition, `peak_memory`, `saved_bytes`.
         ms: Milliseconds of one call, one number for each repetition.
         note: The reason why the candidate was not measured, in one line; empty if it was.
@@ -71,7 +72,7 @@ class Result:
 
 # ----------------------------------------------------------------------------------------- the measurements
 def rows(labels: Mapping[str, str], images: int, results: Sequence[Result]) -> list[Measurement]:
-    """Return one measurement for each candidate of a group, without the columns of :func:`machine`.
+    """Return one measurement for each candidate of a group. The columns of :func:`machine` are empty.
 
     Args:
         labels: Columns with the same value for the whole group.
@@ -109,8 +110,9 @@ def _row(labels: Mapping[str, str], images: int, result: Result, by_name: Mappin
     if "peak_memory" not in result.once:  # on a CPU
         row |= {"peak_memory": None, "peak_ratio": None}
     for metric, ratio in (("peak_memory", "peak_ratio"), ("saved_bytes", "saved_ratio")):
-        if row[metric] and linear.once.get(metric):
-            row[ratio] = row[metric] / linear.once[metric]
+        baseline = linear.once.get(metric)
+        if row[metric] and (baseline or linear.note):
+            row[ratio] = row[metric] / baseline if baseline else None
     return row
 
 
