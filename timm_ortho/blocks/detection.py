@@ -12,10 +12,10 @@ from ..routing import syntax_tree
 def looks_residual(cls: type) -> bool:
     """Return whether a class looks like a residual block.
 
-    A residual block adds two tensors that are both computed from its inputs, with ``+``, ``torch.add`` or ``x.add(f)``.
-    Every tensor argument counts as an input, because ``BertOutput`` gets branch and stream as two arguments. Masks,
-    embeddings of positions and token types, and losses do not count if their names say what they are. Sums of lists or
-    tuples do not count either.
+    A residual block adds two tensors that are both computed from its inputs. The addition is ``+``, ``+=`` or a call of
+    ``add``, ``add_`` or ``add_relu``, such as ``torch.add(x, f)`` or ``x.add(f)``. Every tensor argument counts as an
+    input, because ``BertOutput`` gets branch and stream as two arguments. Masks, embeddings of positions and token
+    types, and losses do not count if their names say what they are. Sums of lists or tuples do not count either.
 
     The rule prefers false positives, because a missed block would leave a model partly converted. To exclude a class,
     call :func:`timm_ortho.not_residual`. The rule does not detect sums outside ``forward``, calls of ``sum``,
@@ -58,7 +58,10 @@ _ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For
 
 
 def _sources(function: Union[ast.FunctionDef, ast.Lambda], has_self: bool) -> Set[str]:
-    """Return the arguments that may be a stream or a branch output: the first argument and all further tensors."""
+    """Return the arguments that may be a stream or a branch output.
+
+    These are the first argument and all further tensors, except those whose name marks a mask, a bias or positions.
+    """
     args = function.args
     arguments = [*[*args.posonlyargs, *args.args][has_self:], *[args.vararg] * bool(args.vararg), *args.kwonlyargs]
     tensors = [argument.arg for argument in arguments[1:] if not re.search(_NO_STREAM, argument.arg)

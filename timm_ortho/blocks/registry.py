@@ -35,14 +35,17 @@ def register_block(
     Args:
         block: An ``nn.Module`` class with a method that contains the addition, such as ``x + self.f(self.norm(x))``.
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
-            If an addition is on both sides of an ``if``, a sequence contains the expression of each side.
+            If the two sides of an ``if`` write the stream of an addition differently, give this addition a sequence
+            with the expression of each side, for example ``stream=[("x", "residual"), "x"]`` for two additions.
         kinds: One name for each addition to the stream, in the order of the source: ``"attention"``, ``"mlp"``,
             ``"conv"`` or any identifier. Use each name once. None leaves an addition unchanged. Two additions on the
             two sides of an ``if`` count as one, unless ``sides_differ``.
         dim: Channel axis of the stream, -1 for tokens and 1 for B C H W: one axis for all additions, or one for each.
-        width: Number of channels of the stream, or a function of the block that returns this number. Only groups and
-            skip transforms need it. None for the output width of the block's last linear layer or convolution.
-        keep: ``"branch"`` if the block changes the sum in place, for example by an activation; otherwise ``"output"``.
+        width: Number of channels of the stream, or a function of the block that returns this number. ``connect`` needs
+            it only for its arguments ``groups`` and ``skip``. None for the output width of the block's last linear
+            layer or convolution.
+        keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
+            output). Use ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: Name of the method with the additions.
         mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
             mask to exclude padding (see :func:`timm_ortho.connections.real_tokens`). True must allow attention, as in

@@ -21,7 +21,10 @@ from .spec import BlockSpec
 
 
 def written_class(module: nn.Module) -> type:
-    """Return the class of a module, or the class from which ``fully_shard`` or a parametrization derived it.
+    """Return the class of a module before ``fully_shard`` or a parametrization replaced it by a subclass.
+
+    Classes of torch that inherit ``forward`` are skipped. This also affects some layers: for a ``BatchNorm2d`` the
+    result is its base ``_BatchNorm``.
 
     Example:
         >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
@@ -65,7 +68,7 @@ def routed_class(host: type, spec: BlockSpec, kinds: Optional[Tuple[str, ...]] =
         kinds: Kinds of sites that get connections, as :func:`reached` returns them; None for all kinds.
 
     Raises:
-        timm_ortho.routing.RoutingError: The additions of the class do not match the spec.
+        timm_ortho.RoutingError: The additions of the class do not match the spec.
 
     Example:
         >>> host = timm.models.vision_transformer.Block
@@ -105,8 +108,12 @@ def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
         >>> host = timm.models.vision_transformer.Block
         >>> branch_first(host, tables.spec_of_class(host))
         {'attention': False, 'mlp': False}
+        >>> host = timm.models.edgenext.SplitTransposeBlock  # its first addition is no site
+        >>> sorted(branch_first(host, tables.spec_of_class(host)))
+        ['attention', 'mlp']
     """
-    return dict(zip(spec.kinds, route(host, spec, spec.kinds).branch_first, strict=True))
+    first = route(host, spec, spec.kinds).branch_first
+    return {kind: is_first for kind, is_first in zip(spec.kinds, first, strict=True) if kind}
 
 
 @cache

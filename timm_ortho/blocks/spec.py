@@ -23,8 +23,8 @@ def last_width(block: nn.Module) -> int:
         for module in reversed([*block.modules()]):
             if isinstance(module, layers):
                 return module.out_features if isinstance(module, nn.Linear) else module.out_channels
-    raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so the width of its stream, "
-                     "which groups and skips need, is unknown: pass width= to register_block")
+    raise ValueError(f"{type(block).__name__} has no linear layer and no convolution, so connect cannot determine the "
+                     "width of its stream for groups or skip: pass width= to register_block")
 
 
 class BlockSpec(NamedTuple):
@@ -33,29 +33,33 @@ class BlockSpec(NamedTuple):
     Attributes:
         name: Full name of the class, for example ``timm.models.vision_transformer.Block``.
         stream: The stream in an addition, as written in the source: one expression for all additions, or one for each.
-            If an addition is on both sides of an ``if``, a tuple contains the expression of each side.
-        kinds: Kind of each addition to the stream, in the order of the source. Each kind is used once: ``attention``,
-            ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel`` (attention and MLP in one
-            sum) or ``branch`` (a wrapper around any module). Several additions of one kind have names such as ``mlp_2``
-            and ``mlp_3``. None leaves an addition unchanged, such as one that a call reaches only with an optional
-            argument.
+            If the two sides of an ``if`` write the stream of an addition differently, this addition has a tuple with
+            the expression of each side.
+        kinds: Kind of each addition to the stream, in the order of the source. The kinds are ``attention``,
+            ``cross_attention``, ``mlp``, ``conv``, ``mixer`` (token mixing other than attention), ``parallel``
+            (attention and MLP in one sum) and ``branch`` (a wrapper around any module). A block has each kind at most
+            once. Further additions of a kind have names such as ``mlp_2`` or ``mlp_pixel``. None instead of a kind
+            leaves an addition unchanged, for example the addition of a position encoding.
         dim: Channel axis of the stream: one axis for all additions, one for each, or a function of the block.
-        keep: ``"branch"`` if the block changes the sum in place, so that autograd cannot keep the sum (see
+        keep: ``"branch"`` if this block or the next one changes the sum in place, so that autograd cannot keep it (see
             :func:`timm_ortho.functional.residual_update`).
         method: The method with the additions. ``forward`` is used if the installed release has no such method.
         mask: Argument of the method that connections receive as ``attn_mask``. Ignored if the method does not have it.
-            ``""`` for a mask in which True forbids attention, as in ``nn.MultiheadAttention``: connections get no mask.
+            With ``""`` connections get no mask. Use ``""`` if True in the mask forbids attention, as in
+            ``nn.MultiheadAttention``.
         mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
-        tokens_apart: True if connections with one projection per sample need one projection per token in this block.
+        tokens_apart: True if ``global``, which otherwise has one projection per sample, must project each token of this
+            block separately.
         width: Number of channels of the stream, or a function of the block. The function returns one number for all
             additions, or one for each. The default is the output width of the last linear layer or convolution.
         causal: Whether a token must not depend on later tokens, which rules out one projection per sample. A string
             names an attribute with this value. The attribute is read from the block, or from the nearest module around
-            the block that has the attribute.
+            the block that has the attribute. If no module has it, the block counts as causal.
         depth: Number of levels from a block up to its layer. For example, a ``BertOutput`` is one level below its
-            ``BertLayer``. Required if the layer also contains an addition or the attention outside this block: sites of
-            one layer have the same index, and ``groups="heads"`` counts the heads of the whole layer.
+            ``BertLayer``. All sites of a layer have the same index, and ``groups="heads"`` searches the whole layer for
+            the number of heads. Blocks inside another block share its index without a depth. A depth is needed if the
+            layer is not a block itself and contains several blocks, or if its attention is outside this block.
         sides_differ: By default, two additions on the two sides of an ``if`` count as one. True counts both
             additions, for a block whose two sides have different kinds. A kind on both sides needs two names, such as
             ``mlp`` and ``mlp_2``.

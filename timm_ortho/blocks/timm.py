@@ -9,17 +9,19 @@ all axes but the first. Special cases:
     The connections work as usual, because the projection is linear in the branch output and ``eps`` is added only to
     the square of the stream.
   * Class and register tokens count as tokens. Padding does not count.
-  * Some models split the stream into pieces along the batch axis. In ``mobilevit`` a piece has the pixels with the same
-    position inside their patch; in ``tnt`` a piece of the pixel stream has the pixels of one patch. The global scope
-    then has one projection per piece. Swin, MaxViT and SAM cut windows inside the branch, so one projection covers the
-    whole sample.
-  * The class attention of ``xcit`` changes only the class token. Its branch output contains copies of the patch tokens.
-    In a projection over all tokens, these copies would dominate the sums, and the update would remove the stream of the
-    class token. In this block the global scope therefore projects each token separately.
+  * Some models split the stream of a sample into pieces, which they stack along the batch axis. In ``mobilevit`` a
+    piece has the pixels with the same position inside their patch; in ``tnt`` a piece of the pixel stream has the
+    pixels of one patch. The global scope then has one projection per piece. Swin, MaxViT and SAM cut windows
+    inside the branch, so one projection covers the whole sample.
+  * The class attention of ``xcit`` computes a new class token. For the patch tokens, its branch output f contains
+    copies of the stream x (normalised in the first addition). These copies would dominate the sums of one projection
+    over all tokens. In the second addition the coefficient s would then be near 1, and the update x + f - s x would
+    remove the stream of the class token. In this block the global scope therefore projects each token separately.
 
 These additions are not sites:
 
-  * sums of parallel branches that a re-parameterisation folds into one convolution, which would remove the connection
+  * sums of parallel branches that a re-parameterisation folds into one convolution; the folding would remove a
+    connection
   * sums inside a branch, except in transformer blocks inside a branch (``edgenext``, ``mobilevit``)
   * additions to a stream of one channel, which has no orthogonal component
   * sums of feature maps of different resolutions, additions of position embeddings, and concatenations
@@ -72,6 +74,7 @@ def _blocks(names: str, *columns, **more) -> List[BlockSpec]:
     return [BlockSpec(f"timm.models.{name}", *columns, **more) for name in names.split()]
 
 
+# The headings name the layout of most entries below them. The constant in each entry gives its channel axis.
 BLOCKS: Tuple[BlockSpec, ...] = (
     # ------------------------------------------------------------------------------------------ tokens, B N C
     *_blocks(

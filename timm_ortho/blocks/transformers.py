@@ -91,7 +91,9 @@ BLOCKS: Tuple[BlockSpec, ...] = (
     *_blocks("opt.OPTDecoderLayer", "residual", _TRANSFORMER, _TOKENS, causal=True),
     *_blocks("gpt2.GPT2Block", "residual", ("attention", "cross_attention", "mlp"), _TOKENS, causal=True,
              width=lambda block: len(block.ln_1.weight)),
-    *_blocks(  # config.use_parallel_residual selects one sum for attention and MLP, or two sums
+    # config.use_parallel_residual selects one sum of MLP, attention and stream, whose inner addition gets None, or one
+    # sum for the attention and one for the MLP
+    *_blocks(
         "gpt_neox.GPTNeoXLayer", ("hidden_states", "attn_output", "hidden_states", "attn_output"),
         ("parallel", None, "attention", "mlp"), _TOKENS, causal=True, sides_differ=True),
     *_blocks("mpt.MptBlock", "residual", ("attention",), _TOKENS, causal=True),
