@@ -1,4 +1,8 @@
-"""Parse the command line, call the package and print. An error in the user's input prints one line and returns 2."""
+"""Parse the command line, call the package and print.
+
+An error in the user's input prints one line and returns 2. Errors that argparse finds, such as an unknown option, also
+print the usage, and exit with status 2.
+"""
 import argparse
 import importlib.util
 import os
@@ -153,8 +157,8 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="NAME", help="a name from timm-ortho study list, or a YAML file")
     add("--dataset", metavar="NAME",
         help="digits, cifar10, cifar100, svhn, tiny_imagenet, imagenet1k, a data set's name in timm "
-             "(torch/fashion_mnist, ...), or '' for an image folder (default: the data set of the study, or "
-             "else of its recipe; if both have none, digits, or '' if --data-dir is set)")
+             "(torch/fashion_mnist, ...), or '' for an image folder (default: the data set of the study or "
+             "of its recipe; if neither has one, '' with --data-dir, otherwise digits)")
     add("--data-dir", metavar="DIR", help="folder of the data set; an image folder has train/CLASS/ and val/CLASS/")
     add("--scale", default="small", metavar="SCALE", help="size of the study: smoke, small (default) or paper")
     add("--seeds", nargs="+", metavar="N",
@@ -168,8 +172,8 @@ def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parallel", "--workers", type=int, default=1, metavar="N", help="simultaneous runs (default: 1)")
     add("--threads", type=int, metavar="N", help="CPU threads of each run (default: 1)")
     add("--train-py", type=Path, metavar="FILE",
-        help="train with this copy of timm's train.py instead of the package's own loop; required for --scale paper, "
-             "where the default is train.py in the folder that the environment variable TIMM_DIR names")
+        help="train with this copy of timm's train.py instead of the package's own loop; --scale paper always "
+             "trains with a train.py, by default $TIMM_DIR/train.py")
     add("--gpus", type=int, default=0, metavar="N", help="GPUs per node of each run of train.py (default: 0)")
     add("--nodes", type=int, default=1, metavar="N", help="nodes for each run of train.py (default: 1)")
     add("--launcher", default="local", choices=["local", "slurm"], help="where to start the runs (default: local)")
@@ -284,15 +288,16 @@ def _cost(parsed: argparse.Namespace) -> int:
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench", help="measure time and memory of the orthogonal update on this machine",
-        description="Measures the orthogonal update alone and in whole models, alternating with linear connections. "
-                    "Writes bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
+        description="Measures the orthogonal update alone and in whole models, in turns with the linear residual "
+                    "connection. Writes bench.csv and bench.svg. Ctrl-C writes the finished measurements.")
     add = parser.add_argument
     add("--what", nargs="+", metavar="PART", help="parts to measure: operator, models, launch (default: all)")
     add("--models", nargs="+", metavar="NAME", help="variants (vit_small_ortho), or architectures (vit_small) for "
                                                     "both variants (default: two models, four on a GPU)")
     add("--model-kwargs", nargs="+", type=_assignment, default=[], metavar="KEY=VALUE", help="arguments of the models")
-    add("--skips", nargs="+", metavar="NAME", help="measure models with these skip transforms (orthogonal_tp, ...) and "
-                                                   "with the identity, instead of orthogonal variants")
+    add("--skips", nargs="+", metavar="NAME",
+        help="measure models with linear connections and these skip transforms (orthogonal_tp, ...), instead of models "
+             "with orthogonal connections")
     add("--groups", nargs="+", metavar="N",
         help="also measure models with N channel groups; N = heads means one group per attention head")
     add("--img-size", type=int, metavar="N", help="default: the size of each architecture")
@@ -333,11 +338,12 @@ def _bench(parsed: argparse.Namespace) -> int:
 # ----------------------------------------------------------------------------------------------- recipe
 def _add_recipe(commands: Any) -> None:
     parser = commands.add_parser(
-        "recipe", help="print the paper's recipes, for timm's train.py -c and for compare --recipe",
+        "recipe", help="print the papers' recipes, for timm's train.py -c and for compare --recipe",
         description="Prints a recipe, or lists all recipes.")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("name", nargs="?", metavar="NAME")
-    group.add_argument("--list", action="store_true", help="list all recipes, with the paper's table and top-1 in %%")
+    group.add_argument("--list", action="store_true", help="list all recipes, each with its table in the paper and the "
+                                                         "paper's top-1 accuracy in %%")
     parser.add_argument("--path", action="store_true", help="print the path of the file, not its contents")
     parser.set_defaults(call=_recipe)
 
@@ -588,7 +594,8 @@ def _shown(parsed: argparse.Namespace, kwargs: dict[str, Any]) -> tuple[Any, dic
         if not names_variant:
             raise
         if parsed.ema:
-            raise UsageError(f"--ema is for runs, and {checkpoint} has no arguments of a run: omit --ema") from None
+            raise UsageError(f"--ema needs a checkpoint with the options of its run, and {checkpoint} has none: omit "
+                             "--ema") from None
         model = timm.create_model(name, **kwargs)
         _load(model, checkpoint)
         return model, options

@@ -35,6 +35,7 @@ class _Block(NamedTuple):
 
     Attributes:
         name: Name in ``named_modules()``.
+        module: The module.
         spec: Description of the block's class; None if the block's own code contains the connections.
         sites: Kind of each site (residual addition), by the attribute that holds its connection.
     """
@@ -46,7 +47,7 @@ class _Block(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """Name of the block's layer, as ``connect(layers=...)`` counts layers: the block or a module around it."""
+        """Name of the module that ``connect(layers=...)`` counts as this block's layer: the block or a parent of it."""
         return layer_name(self.name, self.spec.depth if self.spec else 0)
 
     @property
@@ -164,9 +165,10 @@ def connect(
         kinds: Kind or kinds of branches with the connection, as :func:`timm_ortho.sites` lists them; all other branches
             are linear. For example, ``"mlp"`` leaves the attention of a ViT linear. None for all kinds.
         start: Form of ``hybrid`` before training: ``orthogonal`` or ``linear``.
-        keep: ``"branch"`` if a forward hook or the code of the model changes the output of a block in place. Autograd
-            then saves the branch output instead of the sum. With ``"output"``, the backward pass of such a model raises
-            "one of the variables needed for gradient computation has been modified by an inplace operation".
+        keep: Tensor that autograd saves for the backward pass: ``"output"`` (the sum) or ``"branch"`` (the branch
+            output). Use ``"branch"`` if a forward hook or the code of the model changes the output of a block in place.
+            With ``"output"``, the backward pass of such a model raises "one of the variables needed for gradient
+            computation has been modified by an inplace operation".
         groups: Number of equal parts of the channel axis. Each part has its own projection. ``feature``,
             ``hybrid`` and custom connections with an argument ``groups`` support this. ``"heads"`` means the number of
             heads of the block's attention, at every site of the block.
@@ -176,7 +178,8 @@ def connect(
             the model), see :mod:`timm_ortho.skips`. In a block that changes the shape of the stream, x is the output of
             the shortcut's projection.
         skip_branches: Number of equal parts of the channel axis. An idempotent P uses the mean of these parts. None for
-            the model's attribute ``skip_branches``. If it is missing or None, each part has one channel.
+            the model's attribute ``skip_branches``. If the model has no such attribute, or if the attribute is None,
+            each part has one channel.
         skip_rank: Rank of an idempotent P, instead of ``skip_branches``. Every width of the model must allow this rank.
         skip_seed: Seed of ``orthogonal_random``, which draws a new rotation for each site.
 
@@ -185,9 +188,11 @@ def connect(
 
     Raises:
         ValueError: A name is unknown, a value is outside its range, the connection does not have the required
-            signature, or it projects over all tokens (``global``) and a block is causal. The model is unchanged.
+            signature, or it projects over all tokens (``global``) and a block is causal, or a block already has an
+            attribute with the name of a connection. The model is unchanged.
         UnsupportedModelError: The model has no supported blocks, or it has unsupported residual blocks, or the call
-            would change the class of a sharded block, add parameters to it, or change the parameters of a model in
+            would change the class of a block that is sharded or parametrized or has an instance attribute ``forward``,
+            add parameters to a sharded or parametrized block, or change the trainable parameters of a model in
             DistributedDataParallel. The model is unchanged.
         timm_ortho.RoutingError: The source code of a block does not match the registered description of its class.
 
@@ -226,7 +231,8 @@ def connect(
         own = _own(module) if block.spec else ()
         for name in connections:
             if name in own or not isinstance(getattr(module, name, None), (Connection, type(None))):
-                raise ValueError(f"{block.label} already has an attribute {name}: register its class with another kind")
+                raise ValueError(f"{block.label} already has an attribute {name}, the name of its connection: rename "
+                                 "the attribute, or register its class with another kind. The model is unchanged.")
         kinds_here = tuple(block.sites.values())
         cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
         _check_fixed(model, module, cls, connections.values())
@@ -259,8 +265,9 @@ def disconnect(model: ModelT) -> ModelT:
         The same model.
 
     Raises:
-        UnsupportedModelError: Blocks with connections are sharded or parametrized, which fixes their classes, or the
-            call would remove parameters of a model in DistributedDataParallel. The model is unchanged.
+        UnsupportedModelError: Blocks with connections are sharded or parametrized, which fixes their classes, or they
+            have an instance attribute ``forward``, or the call would remove trainable parameters of a model in
+            DistributedDataParallel. The model is unchanged.
 
     Example:
         >>> import timm
@@ -290,7 +297,10 @@ _DEFAULTS = {name: parameter.default for name, parameter in signature(connect).p
 
 
 def _call_arguments(connection: str, arguments: dict[str, Any], skip_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :func:`connect` that have an effect, as JSON values. Omit defaults, except eps."""
+    """Return the arguments of :func:`connect` that have an effect, as JSON values.
+
+    Defaults are omitted, except ``connection`` and ``eps``.
+    """
     effective = dict(arguments) if connection != "linear" else {}
     if skip_arguments["skip"] != "identity":
         effective.update(skip_arguments)
@@ -313,7 +323,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
     """Return the blocks that execute at least one residual addition in the model's configuration.
 
     A residual module of another package (LoRA, an adapter) inside a supported block is part of the block's branch, and
-    is therefore not returned.
+    therefore does not count as unsupported.
 
     Raises:
         UnsupportedModelError: There are no supported blocks, or there are unsupported residual blocks.
@@ -345,12 +355,16 @@ def _blocks(model: nn.Module) -> list[_Block]:
     raise UnsupportedModelError(
         f"cannot connect {type(model).__name__} ({library_of(written_class(model))}): {problem}. timm-ortho list "
         "prints the supported classes, timm_ortho.register_block adds a class, and timm_ortho.not_residual excludes a "
-        "class that has no stream. If an unsupported class wraps a layer outside the blocks, such as the head, call "
-        "connect before wrapping. The model is unchanged.", tuple(unsupported))
+        "class that has no stream. If an unsupported class is an adapter (LoRA) around a layer outside the blocks, "
+        "such as the head, call connect before you add the adapter. The model is unchanged.", tuple(unsupported))
 
 
 def _added(module: nn.Module) -> set[str]:
-    """Return the attributes of the connections that the routed class of a block calls; empty for any other module."""
+    """Return the names of the attributes with the connections that ``connect`` added to a block.
+
+    ``connect`` replaced the class of such a block by a routed class, see :mod:`timm_ortho.blocks.routed`. For any other
+    module the result is empty.
+    """
     if host_class(module) is written_class(module):
         return set()
     spec = spec_of(module)
@@ -367,7 +381,7 @@ def _own(module: nn.Module) -> dict[str, str]:
 
 
 def _remove_unused(blocks: Iterable[nn.Module]) -> None:
-    """Remove the connections of blocks whose class was replaced by a class that does not call them."""
+    """Remove the connections that the present class of their block does not call, after the class was replaced."""
     for module in list(blocks):
         for name, child in list(module.named_children()):
             if is_unused(module, name, child):
@@ -388,7 +402,10 @@ def _check_causal(model: nn.Module, block: _Block, connections: Iterable[Connect
 
 
 def _check_fixed(model: nn.Module, block: nn.Module, cls: type, connections: Iterable[Connection]) -> None:
-    """Raise UnsupportedModelError if a block cannot change its class to ``cls`` and receive ``connections``."""
+    """Raise UnsupportedModelError if a block cannot change its class to ``cls`` and receive ``connections``.
+
+    In DistributedDataParallel, it must not lose connections with trainable parameters either.
+    """
     if "forward" in vars(block) and written_class(block) is not cls:
         raise UnsupportedModelError(
             f"cannot connect or disconnect {type(model).__name__}: a {type(block).__name__} has an instance attribute "

@@ -20,12 +20,12 @@ result is cast once, to the dtype of ``x + f``. ``eps`` has the units of |x|^2 a
 the result is y = b f. Because of eps, <x, f_orth> is <x, f> eps / n instead of zero.
 
 Differences from the authors' code:
-  * Their code squares ``x`` and rounds ``s`` in the dtype of ``x``, and in float16 the square overflows for |x| > 256.
-    Here float32 is used for both.
+  * Their code computes <x, x> and rounds ``s`` in the dtype of ``x``. In float16 <x, x> overflows if |x| exceeds 256.
+    Here both are in float32, or in float64 for float64 inputs.
   * For convolutions their code silently uses Algorithm 1 when Algorithm 2 is requested. Here Algorithm 2 also works for
     convolutions.
 
-The operations in this module are the backend ``torch``; :mod:`timm_ortho.backends` selects the backend.
+``_update`` and ``_gradients`` are the backend ``torch``. :mod:`timm_ortho.backends` chooses one of the backends.
 """
 from numbers import Integral
 from types import ModuleType
@@ -110,8 +110,8 @@ def plain_update(
     """Compute the update in plain operations, which autograd differentiates.
 
     Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to the results of
-    :func:`residual_update` in eager mode: a deep network would amplify any difference in rounding. Arguments are not
-    checked.
+    :func:`residual_update` in eager mode with the backend ``torch``: a deep network would amplify any difference in
+    rounding. Arguments are not checked.
 
     Args:
         x: Stream, of any shape.
@@ -145,7 +145,10 @@ def _update(
 
 
 def _is_large(x: Tensor) -> bool:
-    """Return whether reusing a buffer, which takes 4 us, is faster than an allocation. False in compiled code."""
+    """Return whether ``x`` is so large that allocating another buffer of its size takes longer than reusing one, 4 us.
+
+    False in compiled code.
+    """
     return not torch.compiler.is_compiling() and x.numel() >= 2**17
 
 
@@ -297,14 +300,14 @@ def residual_update(
     """Return ``x + a f_par + b f_orth``, the stream plus the weighted parts of the branch output.
 
     The gradients are in closed form, can be differentiated again, and are fused by ``torch.compile``. Under
-    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation this function calls
-    :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does not compile
-    keyword-only arguments. In eager mode x and f may be jagged nested tensors ``[B, *, C]``, if ``dim`` is the channel
-    axis.
+    ``torch.export``, ``torch.jit.trace``, FX, ``torch.func`` and forward-mode differentiation this function runs the
+    operations of :func:`plain_update`. Scripted code must call :func:`plain_update` itself, because TorchScript does
+    not compile keyword-only arguments. In eager mode x and f may be jagged nested tensors ``[B, *, C]``, if ``dim`` is
+    the channel axis.
 
     Args:
         x: Stream, of any shape. If |x|^2 exceeds the range of float32 (|x| above 1.8e19), or of float64 for float64
-            inputs, the result is NaN.
+            inputs, the result is NaN, except for ``a = b = 1.0``.
         f: Branch output, of the same shape.
         parallel: Weight ``a``, a float or a 0-d tensor that may require gradients. 0 drops the parallel part.
         orthogonal: Weight ``b``, a float or a 0-d tensor. ``a = b = 1.0`` is bit-identical to ``x + f``.
@@ -352,8 +355,8 @@ def checked_update(
     checks take a noticeable share of a small model's time.
     """
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX proxies
-        # Call the proxy directly, which records one call of plain_update. handle_torch_function would first call
-        # active torch-function modes, which record each operation inside plain_update.
+        # The proxy's __torch_function__ records one call of plain_update. handle_torch_function would first call active
+        # torch-function modes, which record each operation inside plain_update.
         proxy = f if isinstance(x, Tensor) else x
         return proxy.__torch_function__(plain_update, (type(proxy),), (x, f, a, b, dims, eps, mask), {})
     if x.is_nested or f.is_nested:

@@ -91,7 +91,8 @@ def test_a_checkpoint_without_arguments_of_a_run(tmp_path, capsys):
     assert cli.main(["show", "vit_test_linear", "--checkpoint", file]) == 0
     assert capsys.readouterr().out == show.as_text(show.measured_sites(model, show.batch(model))) + "\n"
     assert cli.main(["show", "vit_test_linear", "--checkpoint", file, "--ema"]) == 2
-    assert f"--ema is for runs, and {file} has no arguments of a run: omit --ema" in capsys.readouterr().err
+    expected = f"--ema needs a checkpoint with the options of its run, and {file} has none: omit --ema"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("cosine", "bar"), [
@@ -125,7 +126,7 @@ def test_a_grey_image_of_16_bits(tmp_path, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["vit_small_patch16_224"], "there is no variant 'vit_small_patch16_224'; did you mean 'vit_small_patch16_224_or"),
     (["vit_smal_ortho"], "there is no variant 'vit_smal_ortho'; did you mean 'vit_small_ortho' or "),
-    (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "/nowhere.png is not an image: No such file"),
+    (["vit_small_ortho", *TINY, "--image", "/nowhere.png"], "image /nowhere.png cannot be read: No such file"),
     (["vit_small_ortho", *TINY, "--svg", "/nowhere/sites.svg"], "No such file or directory: '/nowhere/sites.svg'"),
     (["vit_small_ortho", *TINY, "--checkpoint", "/nowhere.pth"], "there is no checkpoint '/nowhere.pth'"),
     (["vit_small_ortho", "--model-kwargs", "wide=3"], "wide"),

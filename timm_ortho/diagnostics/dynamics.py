@@ -42,7 +42,7 @@ class SiteDynamics(NamedTuple):
     parallel: float
     orthogonal: float
     cosine: float
-    cosines: Tuple[float, ...] = ()  # one for each group of channels; empty without groups
+    cosines: Tuple[float, ...] = ()  # one for each group; empty without groups, or if no call was measured
 
 
 # ---------------------------------------------------------------------------------------- one measurement
@@ -60,7 +60,7 @@ def measure(connection: Connection, x: Tensor, f: Tensor, attn_mask: Optional[Te
     real = real_tokens(attn_mask, x, connection.mask_layout)
     if real is not None:
         x, f = without_padding(x, real), without_padding(f, real)
-    dim = connection.dim % x.dim()  # axis of the groups; the next axis has their channels
+    dim = connection.dim % x.dim()  # after unflatten: the axis of the groups, followed by the axis of their channels
     x, f = (t.unflatten(dim, (connection.groups, -1)) for t in (x, f))
     parallel, orthogonal = decompose(x, f, dim + 1, connection.eps)
     squares = [part.square().sum((dim, dim + 1)).mean() for part in (x, parallel, orthogonal)]
@@ -211,7 +211,7 @@ class Recorder:
 
     @property
     def rows(self) -> List[RecordedRow]:
-        """All rows so far, ordered by step and site."""
+        """All rows so far, in the order of steps. Within a step, sites are in the order of their first calls."""
         unread, self._unread = self._unread, []
         for finished in unread:
             self._rows += finished.rows()
@@ -271,8 +271,8 @@ class Recorder:
         if done is None or not succeeded:
             return
         if not done.means:
-            reason = ("hooks do not run in blocks that are compiled one by one, or before the recorder was created: "
-                      "create the recorder first, and compile the whole model" if done.sites else
+            reason = ("hooks do not run in blocks that are compiled one by one, or if the first compiled pass came "
+                      "before the recorder: create the recorder first, and compile the whole model" if done.sites else
                       "the model has no connections any more: call timm_ortho.connect(model, 'linear')")
             warnings.warn(f"timm_ortho.record measured no connection: {reason}", stacklevel=2)
         self._unread.append(done)

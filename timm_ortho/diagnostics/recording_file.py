@@ -8,8 +8,9 @@ the model would then start a recording. timm's own models are not recorded. To r
 with ``--model-kwargs connection=linear``.
 
 Each line is one row. In distributed training, only the first process writes rows, for its share of the batch. Rows are
-appended to an existing file, and their step numbers continue from its last row. If a run resumes from a checkpoint that
-is older than the last row, it repeats some passes, and the rows of the first attempt remain in the file.
+appended to an existing file. Their step numbers continue with the next multiple of the interval. If a run
+resumes from a checkpoint that is older than the last row, it repeats some passes, and the rows of the first attempt
+remain in the file.
 """
 import json
 import os

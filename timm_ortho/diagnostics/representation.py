@@ -90,7 +90,7 @@ def spectral_entropy(features: Union[Tensor, Moments]) -> float:
         features: ``[n, d]`` with n >= 2, or moments.
 
     Returns:
-        The entropy; NaN for constant or non-finite features.
+        The entropy; NaN for non-finite features, and for constant features, whose scatter matrix is zero.
 
     >>> round(spectral_entropy(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 4)  # log 2
     0.6931
@@ -133,7 +133,7 @@ def linear_cka(x: Tensor, y: Tensor) -> float:
         A number between 0 and 1; NaN if the features of x or y are constant.
 
     Raises:
-        ValueError: The numbers of images differ.
+        ValueError: The numbers of images differ or are below 2, or the features do not have two axes.
 
     >>> x = torch.randn(10, 4)
     >>> round(linear_cka(x, 3 * x.flip(1)), 4)  # invariant to rotations, reflections and scaling
@@ -171,7 +171,7 @@ def _cka(joint: Moments, width: int) -> float:
 
 # ------------------------------------------------------------------------------------- models and loaders
 def pooled(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the input of a timm model's classifier, pooled and normalised.
+    """Return the input of a timm model's classifier: the features after the pooling and the last norm layer, if any.
 
     Args:
         model: A timm model.

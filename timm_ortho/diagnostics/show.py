@@ -109,7 +109,7 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
         Images ``[B, C, H, W]``.
 
     Raises:
-        ValueError: The file is not an image, or it is a greyscale image with 16 or 32 bits.
+        ValueError: The file cannot be read, is not an image, or is a greyscale image with 16 or 32 bits.
 
     >>> batch(timm.create_model("vit_test_ortho")).shape
     torch.Size([4, 3, 8, 8])
@@ -120,7 +120,7 @@ def batch(model: nn.Module, image: Optional[Path] = None, config: Optional[Mappi
     try:
         picture = opened(image, "L" if config["input_size"][0] == 1 else "RGB")
     except OSError as error:
-        raise ValueError(f"{image} is not an image: {error.strerror or 'its format is not known'}") from None
+        raise ValueError(f"image {image} cannot be read: {error.strerror or 'its format is not known'}") from None
     except ValueError as error:
         raise ValueError(f"image {image} cannot be used: {error}") from None
     return create_transform(**config, is_training=False)(picture)[None]
