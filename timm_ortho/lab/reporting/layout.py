@@ -6,7 +6,7 @@
 | `measures` | metrics of a run, as keys of `MEASURES`. The first is the main metric | `top1`, `top5` |
 | `titles` | dimension -> title | the dimension's name |
 | `labels` | dimension -> value -> label | the paper's name |
-| `paper` | the dimension of each level of keys in the paper's numbers, from the outer to the inner level | none |
+| `paper` | the dimensions of the nested keys in the section of `paper.json`, from the outermost inwards | none |
 | `order` | dimension with numbers as values, by which the rows are sorted | the paper's order |
 | `unstated` | text of the cells for which the paper has no number | not in the paper |
 | `protocol` | a sentence about how the metrics are measured | the values are from the last epoch |
@@ -81,16 +81,17 @@ TRACES = {  # titles of the records' columns; `branch` is `parallel` + `orthogon
     "rho": "ρ", "theta": "θ",
 }
 
-# The plots and their options. All plots have the options `name` (of the file) and `caption`. `by` is a dimension: each
-# of its values has a plot or panel. `lines` are the dimensions that name a line.
+# The plots and their options. `by` is a dimension: each of its values has a plot or panel. `lines` are the dimensions
+# that name a line. All plots accept the options `name` (of the file) and `caption`. `stream`, `traces` and
+# `learned_weights` ignore both, and `last_branch` ignores `name`.
 PLOTS = {
     "training": ("by", "lines"),  # loss and top-1 by epoch
     "curves": ("by", "lines", "column"),  # one column of the history by epoch
     "points": ("x", "lines", "measures", "log", "pearson"),  # measures over the dimension `x`
     "stream": ("lines",),  # norm and cosine of each site, from the probes
-    "traces": ("lines",),  # recorded norms and cosines of each site, by training step
-    "last_branch": ("by", "lines"),  # norms of the last branch's output, by training step
-    "learned_weights": ("by",),  # rho and theta by training step
+    "traces": ("lines",),  # recorded squared norms and cosines of each site, by training step
+    "last_branch": ("by", "lines"),  # squared norms of the last branch's output, by training step
+    "learned_weights": ("by",),  # rho and theta by training step; `by` is the dimension of their start values
 }
 PLOTS = {name: (*options, "name", "caption") for name, options in PLOTS.items()}
 TABLES = ("transitions", "last_branch", "learned_weights")
@@ -98,7 +99,7 @@ TABLES = ("transitions", "last_branch", "learned_weights")
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a study's report. The attributes are the study's description and the keys above."""
+    """The layout of a study's report. The attributes are the study's description, the keys above and `generic`."""
 
     study: Mapping[str, Any]
     rows: Sequence[str]
@@ -112,7 +113,7 @@ class Layout:
     protocol: str = "The values are from the last epoch."
     plots: Sequence[Any] = ("training", "stream")
     tables: Sequence[str] = ()
-    generic: bool = False
+    generic: bool = False  # whether the study sets neither `rows` nor `columns`
 
     @classmethod
     def of(cls, study: Mapping[str, Any]) -> "Layout":

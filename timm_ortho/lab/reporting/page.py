@@ -126,7 +126,7 @@ def _markdown(block: Block) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape the characters that have a meaning in Markdown."""
+    """Escape the characters that have a meaning within a line of Markdown."""
     return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", text)
 
 

@@ -1,9 +1,10 @@
 """Draw the plots that a study's layout lists.
 
 Lines show means over seeds, and shaded areas show the range of the seeds. Small dots show runs. Bars show one standard
-deviation about the mean or, in forest plots, confidence intervals. Values that are not finite leave gaps. Colour-blind
-readers can distinguish the colours, which are Okabe and Ito's. As in the paper, linear is red and orthogonal is blue.
-Line styles and markers differ too. If `narrow` is true, the panels are below each other, as needed on a phone.
+deviation about the mean or, in forest plots, confidence intervals. Means and ranges omit values that are not finite. A
+line has a gap where no seed has a finite value. Colour-blind readers can distinguish the colours: lines of blocks have
+viridis, and everything else has the colours of Okabe and Ito, or grey. As in the paper, linear is red and orthogonal is
+blue. Line styles and markers differ too. If `narrow` is true, the panels are below each other, as needed on a phone.
 """
 import math
 import re
@@ -37,7 +38,7 @@ _LINES = ("-", "--", "-.", ":")
 _MARKERS = "vPX<>d*h"
 
 _NARROW = 4.0  # width of a narrow plot in inches
-_LONG = 10  # from this number of epochs on, y axes cover the values of the second half of training
+_LONG = 10  # if a training has at least this many epochs, y axes cover only the values of its second half
 
 Name = Callable[[Run], str]
 Options = Mapping[str, Any]
@@ -203,7 +204,10 @@ def _line(look: Mapping, runs: Sequence[Run], rows: Callable, x: Callable, y: Ca
 
 
 def _panel(title: str, runs: Sequence[Run], name: Name, *read: Callable, among: Sequence[Run] = ()) -> Panel:
-    """Return a panel with a line for each name. The style of a line depends on the names of all runs in `among`."""
+    """Return a panel with a line for each name.
+
+    Lines of the same name have the same style in all panels with the same `among` (by default, `runs`).
+    """
     names = list(grouped(among or runs, name))
     return Panel(title, {line: _line({**style(line, names), "marker": ""}, members, *read)
                          for line, members in grouped(runs, name).items()})
@@ -268,11 +272,12 @@ def _stream(scene: Scene, options: Options) -> Iterator[Drawing]:
         return
     panels, sites = _profile(runs, name)
     yield _drawing(
-        "profile", "Norm of the stream x that a block receives, and cosine of x and the branch output f, after "
-        f"training. Both are computed over the channels, and averaged over the tokens or pixels of one batch of "
-        f"{scene.layout.images} images.",
+        "profile", "Norm |x| of the stream that a block receives, and cosine of x and the branch output f, after "
+        f"training. Both are computed over the channels of each token or pixel of one batch of {scene.layout.images} "
+        "images. The plot shows the root of the mean of |x|², and the mean cosine.",
         panels, "site, from the first block to the last", ticks=sites)
-    if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):  # published runs may have only two probes
+    # Published runs may have only the probes before and after training. A run of one epoch has no other probes.
+    if not any(len(run["probe"]) > min(2, run["epochs"]) for run in runs):
         return
     for key, (title, read) in _PROBES.items():
         panels = [_by_epoch(f"{line}: {title}", members, read) for line, members in grouped(runs, name).items()]
@@ -319,7 +324,7 @@ _SOURCES = {"stream": "Figure 3", "cosine": "Figures 3 and 12", "parallel": "Fig
 
 
 def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
-    """Draw the norms and cosines recorded by `timm_ortho.record`."""
+    """Draw the squared norms and cosines recorded by `timm_ortho.record`."""
     runs, name = scene.having("dynamics"), scene.lines(options)
     steps = {(point["measure"], point["layer"], point["kind"]): point["step"]
              for point in scene.recorded.get("transitions", ())}
@@ -332,8 +337,9 @@ def _traces(scene: Scene, options: Options) -> Iterator[Drawing]:
                 panel.marks = [] if step is None else [step]
             yield _drawing(
                 f"{measure} {kind}",
-                f"{TRACES[measure]} in the {kind} branches, with a panel for each block (the paper's {source}). Dotted "
-                "lines mark the first step from which the linear and the orthogonal traces are mostly apart.",
+                f"{TRACES[measure]} in the {kind} branches, with a panel for each block (the paper's {source}). A "
+                "dotted line marks the transition point: from this step on, the linear and the orthogonal traces "
+                "differ clearly at three quarters or more of the recorded steps.",
                 panels, "training step")
 
 
@@ -428,7 +434,7 @@ def _draw_points(
         scene: Scene, x: str, titles: Mapping[str, Callable], groups: Mapping[str, list[Run]], log: bool,
         narrow: bool = False,
 ) -> Figure:
-    """Draw points. If x has numbers, lines join the means. If x has names, groups are drawn side by side."""
+    """Draw points. If x has numbers, lines join the means. If a name on x has several groups, they are side by side."""
     def at(run: Run) -> Any:
         return run["cell"].get(x, run.get(x))
 
@@ -496,8 +502,10 @@ def forest(labelled: Sequence[tuple[str, Entry]], name: str = "differences") -> 
         return []
     rows, effects = "; ".join(dict.fromkeys(row.label for row in compared)), any(row.effects for row in compared)
     sentences = ["Points are mean differences to the baseline (x axes), with a row for each comparison. Bars are "
-                 "95 % confidence intervals. Blue bars use the variance of the paired differences, and grey bars use "
-                 "one variance for all cells."]
+                 "95 % confidence intervals."]
+    if any(row.pooled for row in compared):
+        sentences.append("Blue bars use the variance of the paired differences, and grey bars use one variance for all "
+                         "cells.")
     if any(row.difference.half_width is None for row in compared):
         sentences.append("A point without a bar has no interval.")
     sentences += ["Red diamonds are the paper's differences."] if effects else []

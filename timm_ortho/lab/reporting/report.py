@@ -1,8 +1,9 @@
 """Report finished runs: `report.html` in one file, `report.md` with the plots in `figures/`, and `results.json`.
 
-A report depends only on the arguments of `write`. `results.json` contains them, so the report can be rewritten.
-Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their rendering in `page`. A study's
-`layout` lists its tables and plots. The page begins with the answer in a sentence and ends with method and terms.
+A report depends only on the arguments of `write`. `results.json` contains them, with fewer recorded steps and a summary
+of all recorded steps, so the report can be rewritten. Statistics are in `statistics`, tables in `tables`, plots in
+`plots`, and their rendering in `page`. A study's `layout` lists its tables and plots. If a run is finished, the page
+begins with the answer and ends with method and terms.
 
     study = {
         "name": "layer_pattern", "title": "Which blocks carry ...", "scale": "small", "dataset": "digits",
@@ -23,7 +24,7 @@ Statistics are in `statistics`, tables in `tables`, plots in `plots`, and their 
     }
     runs = [{
         "cell": {"layers": "0,1"}, "seed": 0,   # axis -> value, number or text; in a switch study {"switch": "LO"}
-        "connection": "feature",                # connection at the end of training; LO switches to it from linear
+        "connection": "feature",                # connection at the end of training; LO: linear, later feature
         # all keys below are optional; NaN and infinities are None
         "top1", "top5", "loss", "best_top1", "best_epoch", "images_per_second", "peak_memory", "seconds", "epochs",
         "parameters", "model", "device", "dataset", "switch_epoch",
@@ -59,7 +60,7 @@ _MEASURES = ("stream", "cosine", "parallel", "orthogonal")  # columns for which 
 
 _NOTHING = "No run is finished yet."
 _FEW = 2  # with this number of seeds, the report warns about wide intervals
-_NAMED = 3  # maximum number of differences that the first sentence names
+_NAMED = 3  # maximum number of differences that a sentence of the answer names
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Part:
 
 # ---------------------------------------------------------------------------------------------- writing
 def write(study: dict, runs: list[dict], unfinished: list[str], folder: Path, recorded: Optional[dict] = None) -> str:
-    """Write `report.html`, `report.md`, `figures/*.svg` and `results.json`, and return the table as text.
+    """Write `report.html`, `report.md`, `figures/*.svg` and `results.json`, and return table and answer as text.
 
     Args:
         study, runs, unfinished: See above.
@@ -236,7 +237,7 @@ def _picture(drawing: Drawing) -> Picture:
 
 
 def _label(entry: tables.Entry) -> str:
-    """Return the names of an entry without the name of its measure, which is the title of the panel."""
+    """Return the names of an entry's row and column without that of its measure, which reports show elsewhere."""
     return ", ".join(name for name in (*entry.position[0], *entry.position[1]) if name != entry.title)
 
 
@@ -278,7 +279,7 @@ def _lead(parts: Sequence[Part]) -> str:
                        lambda entry: entry.reading.removeprefix("no interval: "))
     if not tested:
         return (f"No difference could be tested ({'; '.join(untested)}): a confidence interval needs at least two "
-                "seeds of both sides, and differences that vary.")
+                "seeds for which the run and its baseline are finished, and differences that vary.")
     baseline = [part.study["baseline"] for part in parts if part.entries]
     where = "between the connections" if all(list(changed) == ["connection"] for changed in baseline) else (
         "to the baseline")
@@ -355,17 +356,17 @@ def _terms(parts: Sequence[Part]) -> Iterator[str]:
            "one pair, or if all pairs differ by the same amount: their variance is then unknown, not zero.")
     if reaches:
         yield f"Half-width of the interval, in standard deviations of the differences, by number of seeds: {reaches}."
-    yield ("Pooled variance: the error variance of an additive model of settings and seeds in each cell of the study. "
-           "All cells share this variance. Because the variance may differ between settings, p and the reading use "
-           "only the paired differences.")
+    yield ("Pooled variance: in a group of settings that are compared with each other, a metric is modelled as a value "
+           "of the setting plus a value of the seed plus an error. One error variance is estimated from all groups. "
+           "Because the variance may differ between settings, p and the reading use only the paired differences.")
     untested = sum(entry.difference is not None and entry.p is None for entry in compared)
     without = f"{untested} of them {'has no p and counts' if untested == 1 else 'have no p and count'} as p = 1. "
     yield (f"p (Holm): two-sided p of the paired differences, adjusted for {_adjustment(parts)}. "
            f"{without if untested else ''}A difference is detected if its adjusted p is at most 0.05. “Not detected” "
            "is no evidence that two settings are equal.")
     if any(entry.effects for entry in compared):
-        yield ("The paper's differences are from the paper's data sets, in points. The last column lists which of "
-               "these differences the paired interval contains.")
+        yield ("The paper's differences are from the paper's data sets, in points. The last column has the "
+               "half-width of the paired interval, and the paper's differences that it excludes and contains.")
 
 
 # ------------------------------------------------------------------------------------------- how it was made
@@ -458,7 +459,7 @@ def _ends(rows: Sequence[Mapping[str, Any]]) -> Optional[dict[str, float]]:
 
 
 def _thinned(run: Run) -> Run:
-    """Return a run with at most `_STEPS` recorded steps, including the first and the last, rounded to 6 digits."""
+    """Return a run with at most `_STEPS` recorded steps, including first and last. Values have 6 significant digits."""
     rows = run.get("dynamics")
     if not rows:
         return run

@@ -1,6 +1,6 @@
 """Statistics of runs that are paired by seed: paired and pooled confidence intervals, and adjusted p-values.
 
-Each docstring gives its formula. The distributions are from SciPy.
+The docstrings of the estimators give the formulas. The distributions are from SciPy.
 """
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Hashable, Mapping, Optional, Sequence
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.05  # a difference is detected if its p is at most this level
+LEVEL = 0.05  # a difference is detected if its p, in reports Holm's adjusted p, is at most this level
 ROUNDING = 1e-6  # relative tolerance, above the float32 rounding error of an accuracy
 
 
@@ -51,7 +51,8 @@ class Difference:
         >>> Difference(0.12, 0.42, 3).text()
         '+0.12 [-0.30, +0.54]'
         """
-        # Round first, because the last bits depend on the machine: -1e-16 is printed as +0.00, and -0.001 as -0.00.
+        # Round to 9 digits first, so that the rounding error of the machine does not decide the sign: -1e-16 is printed
+        # as +0.00. Values that are really negative keep their sign: -0.001 is printed as -0.00.
         mean, low, high = (f"{round(value, 9) + 0.0:+.{digits}f}" for value in (self.mean, *self.ends))
         return mean if self.half_width is None else f"{mean} [{low}, {high}]"
 
@@ -62,9 +63,11 @@ class Difference:
 def paired_difference(values: Sequence[float], baseline: Sequence[float], level: float = 0.95) -> Difference:
     """Return Student's interval of paired differences d = values - baseline.
 
-    The interval is mean(d) ± t(q, n - 1) s(d) / sqrt(n) with q = (1 + level) / 2, and p = P(|T| > |t|) (Student, "The
-    probable error of a mean", Biometrika 6, 1908). Accuracies are counts of images, so the differences of
-    a few pairs can all be equal by chance. Their variance is then unknown, and there is neither an interval nor p.
+    The interval is mean(d) ± t(q, n - 1) e with e = s(d) / sqrt(n) and q = (1 + level) / 2. Here t(q, n - 1) is the
+    quantile q of Student's distribution with n - 1 degrees of freedom. For T with this distribution,
+    p = P(|T| > |mean(d)| / e) (Student, "The probable error of a mean", Biometrika 6, 1908). Accuracies are counts of
+    images, so the differences of a few pairs can all be equal by chance. Their variance is then unknown, and there is
+    neither an interval nor p.
 
     >>> str(paired_difference([91.0, 92.0, 93.0], [90.0, 90.0, 90.0]))
     '+2.00 [-0.48, +4.48]'
@@ -156,7 +159,8 @@ def pooled_contrasts(
     interval w'b ± t(0.975, f) sqrt(s^2 w'(X'X)^+ w). This is the analysis of randomised blocks (Cochran and Cox,
     "Experimental Designs", 1957, chapter 4). Cells may lack values.
 
-    The intervals have more degrees of freedom than paired t. They are valid only if cells share one error variance.
+    With several cells, or with more than two treatments in a cell, f is larger than the n - 1 degrees of freedom of
+    paired t. The intervals are valid only if cells share one error variance.
 
     Args:
         blocks: The values of each cell.
@@ -207,7 +211,10 @@ def _fit(block: Block) -> tuple[np.ndarray, np.ndarray, float, int, dict[Hashabl
 
 
 def reading(difference: Optional[Difference]) -> str:
-    """Return an interval in words: `higher`, `lower`, `not detected`, or why there is no interval.
+    """Return an interval in words: `higher`, `lower`, `not detected` if it contains zero, or why there is no interval.
+
+    The interval is not adjusted for the number of comparisons. :attr:`.tables.Entry.reading` adds a note about Holm's
+    adjustment.
 
     >>> reading(Difference(0.5, 0.2, 3)), reading(Difference(0.1, 0.2, 3))
     ('higher', 'not detected')
@@ -222,7 +229,9 @@ def reading(difference: Optional[Difference]) -> str:
 
 
 def sees(difference: Optional[Difference], paper: Mapping[str, float], digits: int = 2) -> str:
-    """Return in words the half-width, and the paper's differences that the interval contains and excludes.
+    """Return in words the half-width, and the paper's differences that the interval excludes and contains.
+
+    If the interval contains any of these differences and zero, zero is listed too.
 
     >>> sees(Difference(0.5, 0.2, 3), {"CIFAR-10": 0.6, "CIFAR-100": 1.2})
     "± 0.20; excludes the paper's +1.20 (CIFAR-100); contains the paper's +0.60 (CIFAR-10)"

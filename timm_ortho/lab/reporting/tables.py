@@ -31,8 +31,8 @@ class Entry:
     paper: Optional[Sequence[float]] = None  # mean and standard deviation in the paper
     baseline: Optional[Position] = None  # position of the baseline; equal to `position` for the baseline itself
     difference: Optional[Difference] = None  # to the baseline, over the seeds that both have
-    pooled: Optional[Difference] = None  # the same difference; all cells together estimate its error variance
-    holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None if the difference has no p
+    pooled: Optional[Difference] = None  # the same difference, with an error variance from all groups
+    holm: Optional[float] = None  # p, adjusted for all comparisons of the study; None without `p`
     effects: Mapping[str, float] = field(default_factory=dict)  # the paper's differences, see `sees`
 
     @property
@@ -135,10 +135,11 @@ def _distinct(positions: Mapping[Group, Position]) -> dict[Group, Position]:
 
 
 def _baseline(groups: Iterable[Group], group: Group, baseline: Mapping[str, Any]) -> Optional[Group]:
-    """Return the baseline of a group: the group whose cell and connection have the values of the study's baseline.
+    """Return the group that is the baseline of a group, or None if it has no runs.
 
-    If the study's baseline sets no connection, the baseline has the group's own connection. A baseline cell with
-    runs of a single connection, such as `layers: none` with linear only, is the baseline of every connection.
+    Its axes and connection have the values that the study's baseline sets. All other values are those of the compared
+    group. If the study's baseline sets no connection, and only one connection was run with these values of the axes,
+    such as linear with `layers: none`, this group is the baseline of groups with any connection.
     """
     changed = {axis: baseline.get(axis, value) for axis, value in group[0]}
     candidates = [other for other in groups if dict(other[0]) == changed]
@@ -164,7 +165,8 @@ def _effects(keys: Mapping[str, str], baseline: Mapping[str, str], layout: Layou
 def _with_pooled(entries: Sequence[Entry], layout: Layout) -> list[Entry]:
     """Add differences with pooled variance.
 
-    A cell of `pooled_differences` consists of the entries that differ only in the connection and the baseline's axes.
+    `pooled_differences` calls a set of entries a cell. Entries are in the same cell if they differ only in the
+    connection and in the axes that the study's baseline sets.
     """
     def cell(entry: Entry) -> tuple:
         return tuple(axis for axis in entry.group[0] if axis[0] not in layout.study["baseline"])
@@ -353,10 +355,10 @@ def _transitions(runs: Sequence[Run], layout: Layout, recorded: Mapping[str, Any
     measures = list(next(iter(steps.values()), {}))
     return Extra(
         "Transition points",
-        "The transition point is the first training step from which the mean traces of linear and feature are mostly "
-        "apart. Traces are apart if they differ by more than a tenth of the range of both and, if the paired "
-        "differences vary between seeds, the confidence interval excludes zero. “none” means that there is no such "
-        "step.",
+        "The transition point is the first training step at which the mean traces of linear and feature are apart, and "
+        "from which on they are apart at three quarters or more of the recorded steps. Traces are apart if they differ "
+        "by more than a tenth of the range of both. If the paired differences vary between seeds, their confidence "
+        "interval must also exclude zero. “none” means that there is no such step.",
         Table(["branch", "block", *measures], [[kind, str(layer), *by_measure.values()]
                                                for (kind, layer), by_measure in sorted(steps.items())], 2))
 

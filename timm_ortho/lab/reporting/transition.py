@@ -4,10 +4,11 @@ The paper reads this point from its plots (Section 3.5, Figure 3: the point arou
 cosine of the two connections begin to diverge). Here two traces are *apart* at a recorded step if two conditions hold:
 
   * visible: the means over the seeds differ by more than a tenth of the range of both traces over the whole training;
-  * reliable: the two-sided 95 % Student interval of the differences of runs with the same seed excludes zero. If there
-    is no interval, because there is one pair or all differences are equal, the first condition decides: differences
-    of real-valued traces are not equal by chance. The second condition alone is not enough: even at step 0, the stream
-    of a deep block is slightly shorter with orthogonal connections, which drop the parallel part.
+  * reliable: the two-sided 95 % Student interval of the differences of runs with the same seed excludes zero. With one
+    pair, or if all differences are equal, there is no interval, and the first condition alone decides. Differences of
+    real-valued traces are not equal by chance, so equal differences count as reliable. The second condition alone is
+    not enough: even at step 0, the stream of a deep block is slightly shorter with orthogonal connections, which drop
+    the parallel part.
 
 The transition point is the first step at which the traces are apart and from which on they are apart at three quarters
 or more of the steps. The last tenth of the training is excluded, because too few steps follow.
@@ -21,8 +22,8 @@ from scipy import stats
 Rows = Sequence[Mapping[str, Any]]
 
 VISIBLE = 0.1  # minimal difference, as a share of the range of both traces
-MOSTLY = 0.75  # minimal share of the steps from the transition on at which the traces are apart
-SEEN = 0.1  # minimal share of all steps that must follow the transition
+MOSTLY = 0.75  # of the steps from the transition to the end, the minimal share with traces apart
+SEEN = 0.1  # of all steps, the share that the steps from the transition to the end must exceed
 
 
 def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Sequence[float]]) -> Optional[int]:
@@ -81,7 +82,7 @@ def transition_points(linear: Sequence[Rows], orthogonal: Sequence[Rows], measur
 
 
 def _traces(rows: Rows, measure: str) -> dict[tuple[int, str], dict[int, float]]:
-    """Return the values of each site by step. JSON's null (NaN or an infinity) becomes NaN."""
+    """Return the values of each site by step. JSON files have null for NaN and infinities; null is read as NaN."""
     traces: dict = {}
     for row in rows:
         if measure not in row:
