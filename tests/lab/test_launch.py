@@ -454,7 +454,7 @@ def test_continuing_with_another_version_warns(tmp_path, monkeypatch, capsys):
     sessions = read(folder / "sessions.json")
     (folder / "sessions.json").write_text(json.dumps([{**sessions[0], "torch": "1.0"}]))
     run.run(folder)
-    assert f"was begun with torch 1.0 and continues with {sessions[0]['torch']}" in capsys.readouterr().err
+    assert f"was last trained with torch 1.0 and continues with {sessions[0]['torch']}" in capsys.readouterr().err
     assert state(folder)["epoch"] == 1
 
 
@@ -471,7 +471,7 @@ def test_lab_runs_share_gpus_and_train_py_runs_do_not(
     stage = Stage(".", {"device": "cuda"})
     runs = {"one": RunPlan("train.py" if gpus else "lab", [stage], gpus=gpus)}
     assert launch._slots(runs, parallel) == [{"CUDA_VISIBLE_DEVICES": slot} for slot in slots]
-    with pytest.raises(LabError, match="a run needs 3 GPUs per node and 1 node, but this machine has 2 GPUs"):
+    with pytest.raises(LabError, match="needs 3 GPUs per node and 1 node, but this machine is one node with 2 GPUs"):
         launch._slots({"one": RunPlan("train.py", [stage], gpus=3)}, 1)
     named = {"one": RunPlan("lab", [Stage(".", {"device": "cuda:1"})])}
     assert launch._slots(named, 2) == [{}, {}]

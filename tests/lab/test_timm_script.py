@@ -338,5 +338,5 @@ def test_errors_of_a_script_are_reported(tmp_path):
 
 def test_more_nodes_need_slurm(tmp_path):
     requested = tiny(tmp_path, tmp_path / "out", gpus=2, batch_size=64)
-    with pytest.raises(LabError, match="a run needs 2 GPUs per node and 1 node, but this machine has 0 GPUs: change"):
+    with pytest.raises(LabError, match="needs 2 GPUs per node and 1 node, but this machine is one node with 0 GPUs: c"):
         study.run(requested)

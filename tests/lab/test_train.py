@@ -307,13 +307,23 @@ def test_a_full_disk_is_a_one_line_error_and_loses_nothing(tmp_path, monkeypatch
     assert_same_run(folder, whole)
 
 
-def test_a_missing_file_is_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
+def test_a_missing_or_unreadable_file_elsewhere_is_named(tmp_path, monkeypatch, capsys, number):
     folder = one_run(tmp_path / "out")
-    fill_disk(monkeypatch, "summary.csv", FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "elsewhere"))
+    error = OSError(number, os.strerror(number), "elsewhere")
+    fill_disk(monkeypatch, "summary.csv", error)
     assert run.main([str(folder)]) == 1
     errors = capsys.readouterr().err
-    assert "FileNotFoundError: [Errno 2] No such file or directory: 'elsewhere'" in errors
+    assert f"{type(error).__name__}: [Errno {number}] {os.strerror(number)}: 'elsewhere'" in errors
     assert "cannot write" not in errors
+
+
+def test_a_file_of_the_run_that_cannot_be_written_is_an_error_with_advice(tmp_path, monkeypatch, capsys):
+    folder = one_run(tmp_path / "out")
+    path = str(folder / "summary.csv")
+    fill_disk(monkeypatch, "summary.csv", OSError(errno.EACCES, os.strerror(errno.EACCES), path))
+    assert run.main([str(folder)]) == 2
+    assert f"cannot write in {folder}" in capsys.readouterr().err
 
 
 def test_variables_of_a_cluster_do_not_affect_the_lab(tmp_path, monkeypatch, whole):

@@ -36,7 +36,7 @@ def add_cka(runs: Sequence[dict], folders: Sequence[Path], baseline: Mapping[str
     The value is None if the baseline run is missing or is the run itself.
 
     Args:
-        runs: The runs with their metrics. Their key `representation` is replaced.
+        runs: The runs with their metrics. Each `representation` is replaced by a copy that also has `linear_cka`.
         folders: The folders of the runs, in the same order.
         baseline: The key `baseline` of the study: a connection, or values of axes. A run's baseline run has this
             connection or these values. Everything else, including the seed, is the same as in the run.

@@ -1,8 +1,8 @@
 """Start a process for each unfinished run, on this machine (`local`) or as jobs of a Slurm cluster (`Slurm`).
 
-The launcher and the process of a run communicate only through the folder of the run. A run that crashes therefore
-does not affect other runs. If the user starts the same command again, finished runs are skipped, and unfinished runs
-continue.
+Each run has its own process, so a crash does not affect other runs. The process writes progress, result and errors into
+the folder of the run, where the launcher reads them. If the user starts the same command again, finished runs are
+skipped, and unfinished runs continue.
 """
 import math
 import os
@@ -43,7 +43,7 @@ from .timm_script import die_with_parent
 _NO_ROOM = 2**16  # with fewer free bytes than this, a failed run's disk is reported as full
 _SECONDS_BETWEEN_LINES = 20  # at least this long between two lines of progress, if the output is not a terminal
 ATTEMPTS = 3  # a run is started at most this many times, if its process dies
-_SECONDS_TO_PREEMPT = 300  # after SIGTERM, a job waits this long for Slurm's requeue signal or SIGKILL
+_SECONDS_TO_PREEMPT = 300  # after a signal ended its training, a job stays alive this long for submitit to requeue it
 
 
 class _Progress:
@@ -76,7 +76,10 @@ class _Progress:
         self.say(f"timm-ortho: {name} failed: {self.failed[name]}")
 
     def update(self, names: Iterable[str]) -> None:
-        """Show the last finished epoch of each named run that has finished an epoch since the last call."""
+        """Show the last finished epoch of each named run that has finished an epoch since the last call.
+
+        Without a terminal, at most one line in `_SECONDS_BETWEEN_LINES` is printed, and all others are skipped.
+        """
         for name in names:
             run = self.runs[name]
             files = [self.root / name / stage.folder / "summary.csv" for stage in run.stages]
@@ -167,7 +170,7 @@ def local(root: Path, runs: Mapping[str, RunPlan], parallel: int = 1, threads: i
                 slots.append(slot)
                 attempts[name] += 1
                 session, ended = last_session(root / name), _exit(process.exitcode)
-                # if another launcher trains the run, the last session is not of this process
+                # another launcher may train the run: ignore the error of a session that belongs to another process
                 error = session.get("error") if session.get("pid") == process.pid else None
                 if process.exitcode == run_module.REFUSED:
                     error = error or last_line(root / name, of_lab=True)
@@ -199,8 +202,8 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
     each, nodes = (max(getattr(run, attribute) for run in runs.values()) for attribute in ("gpus", "nodes"))
     there = torch.cuda.device_count()
     if each > there or nodes > 1:
-        raise LabError(f"a run needs {each} GPUs per node and {nodes} node{'s' * (nodes > 1)}, but this machine has "
-                       f"{there} GPUs: change --gpus and --nodes, or use --launcher slurm")
+        raise LabError(f"a run needs {each} GPUs per node and {nodes} node{'s' * (nodes > 1)}, but this machine is one "
+                       f"node with {there} GPUs: change --gpus and --nodes, or use --launcher slurm")
     named = any(":" in str(run.stages[0].options["device"]) for run in runs.values())
     if not there or named:
         return [{}] * parallel
@@ -214,8 +217,8 @@ def _slots(runs: Mapping[str, RunPlan], parallel: int) -> list[dict[str, str]]:
 
 def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
     """Train the run in a folder. This is the main function of a run's process."""
-    # This process was started with forkserver. With this method, each worker of a data loader would import torch again
-    # in every epoch. None restores the platform's default.
+    # `local` started this process with forkserver. With this method, each worker of a data loader would import torch
+    # again in every epoch. The argument None restores the platform's default method.
     set_start_method(None, force=True)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the launcher ends this one
@@ -228,8 +231,11 @@ def _work(folder: Path, threads: int, environment: Mapping[str, str]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Wait until the launcher ends, then end this process. Its parent, the fork server, may outlive the launcher."""
-    parent_process().join()
+    """Wait until the launcher ends, then end this process.
+
+    The operating system does not end it: its parent there is the fork server, which may outlive the launcher.
+    """
+    parent_process().join()  # multiprocessing's parent process is the launcher
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -259,7 +265,8 @@ class _Task:
         with open(Path(folder, LOG), "a", encoding="utf-8") as log:
             status = subprocess.run(command, stdout=log, stderr=log, preexec_fn=die_with_parent).returncode
         if status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGUSR2):
-            # Slurm has signalled all processes of a preempted job. If the job ended now, it would not be requeued.
+            # If a job is preempted or reaches its time limit, Slurm signals all its processes, also the training.
+            # submitit can only requeue a job that is still running, so wait.
             time.sleep(_SECONDS_TO_PREEMPT)
         return status
 
@@ -312,6 +319,7 @@ class Slurm:
     def train(self, root: Path, runs: Mapping[str, RunPlan]) -> dict[str, str]:
         """Submit the runs that are neither finished nor queued, and wait until all runs are finished or have failed.
 
+        If a job ends with neither a result nor an error, its run is submitted again, up to `ATTEMPTS` times in all.
         Results and errors are read from the folders of the runs, because many clusters have no Slurm accounting.
 
         Returns:
@@ -350,8 +358,9 @@ class Slurm:
             raise LabError(f"sbatch failed: {error_text(error)}") from None
         for name, job in zip(names, jobs, strict=True):
             (root / name / "job").write_text(job.job_id, encoding="ascii")
-        print(f"submitted {len(jobs)} jobs, {self.parallel} at a time: {jobs[0].job_id.partition('_')[0]}",
-              file=sys.stderr)
+        array = jobs[0].job_id.partition("_")[0]
+        print(f"submitted {len(jobs)} job{'s' * (len(jobs) != 1)} as Slurm array {array}; at most {self.parallel} run "
+              "at the same time", file=sys.stderr)
 
     def _in_queue(self, root: Path) -> set[str]:
         """Return the names of the runs whose Slurm jobs are waiting or running."""

@@ -5,7 +5,8 @@ schedules, losses and loaders. An option means the same as in `train.py`.
 
 For each epoch, random numbers are seeded from the run's seed and the epoch, separately for the model and the data. Runs
 with the same seed therefore see the same batches, even if their connections draw random numbers. A run that was
-interrupted and continued ends with the same weights as an uninterrupted run.
+interrupted and continued ends with the same weights as an uninterrupted run. On a GPU, they may differ by rounding
+errors, because cuDNN chooses its algorithms by their measured speed.
 """
 import errno
 import math
@@ -74,7 +75,7 @@ class Training:
         if self.device.type == "cuda":  # train.py does the same
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
         self.model = build_model(options, source.num_classes, source.in_chans).to(self.device)
-        if options.channels_last:  # then outputs of convolutions are channels-last, too
+        if options.channels_last:  # images need no conversion: channels-last weights give channels-last outputs
             self.model.to(memory_format=torch.channels_last)
         self.sites = sites(self.model)
         self.train_loader, self.eval_loader = loaders(
@@ -101,7 +102,7 @@ class Training:
     def train(self) -> None:
         """Train to the end of the stage. Each epoch writes its metrics and a checkpoint into the run's folder."""
         start, lengths = self._resume()
-        if start >= self.stage.last_epoch:  # the stage is finished; rows of the next stage stay
+        if start >= self.stage.last_epoch:  # finished: the code below would drop the rows of the next stage
             return
         for name in self.growing:  # drop the rows that an interrupted epoch wrote after the checkpoint
             path = self.folder / name
@@ -232,10 +233,10 @@ class Training:
             raise OSError(errno.EIO, error_text(error)) from error
 
     def _resume(self) -> tuple[int, dict[str, int]]:
-        """Load the last checkpoint of this stage. If it has none, load the checkpoint of the first stage.
+        """Load the last checkpoint of this stage. If it has none, load the last checkpoint of the first stage.
 
-        If the stage begins with only the weights of the first stage, read only the file sizes: `build_model` has loaded
-        the weights.
+        If this stage has no checkpoint and begins with only the weights of the first stage, load nothing, because
+        `build_model` has loaded the weights. In this case, return epoch 0 and the file sizes of the first stage.
 
         Returns:
             The epoch to train next, and the sizes that the files in `growing` had at the checkpoint, in bytes.
@@ -255,7 +256,8 @@ class Training:
             raise LabError(f"{path} cannot be read ({one_line(error)}): remove {self.folder} to train the run "
                            "again") from None
         start = checkpoint["epoch"] + 1
-        # only the number of updates must be restored: the learning rate is in the optimizer's state
+        # A schedule by update sets its learning rate from the number of updates. For a schedule by epoch, the call does
+        # nothing: the optimizer's state already has the learning rate.
         self.scheduler.step_update(num_updates=start * self.updates_per_epoch)
         return start, lengths
 
@@ -278,8 +280,9 @@ def _autocast(options: Namespace, device: torch.device) -> Callable[[], Any]:
 def _with_learning_rate(options: Namespace) -> Namespace:
     """Return the options with the learning rate `lr` set.
 
-    If `lr` is not set, multiply `lr_base` by the ratio of the batch size to `lr_base_size`, or by its square root. By
-    default (`lr_base_scale` is empty), adaptive optimizers use the square root. timm's `train.py` does the same.
+    If `lr` is not set, multiply `lr_base` by the ratio of the images per update (batch size times accumulated steps) to
+    `lr_base_size`, or by the square root of this ratio. By default (`lr_base_scale` is empty), adaptive optimizers use
+    the square root. timm's `train.py` does the same.
     """
     if options.lr:
         return options

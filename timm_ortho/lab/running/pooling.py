@@ -1,6 +1,7 @@
-"""Register `poolformerv2_s12_plain`, a PoolFormer whose token mixer is pool(x) instead of timm's pool(x) - x.
+"""Register variants of `poolformerv2_s12_plain`: a PoolFormer with token mixer pool(x) instead of timm's pool(x) - x.
 
-The study `confirm_poolformer` uses this model, and imports this module with timm's option `device_modules`.
+Each variant has a suffix, as in `poolformerv2_s12_plain_ortho`. The study `confirm_poolformer` uses these variants, and
+imports this module with timm's option `device_modules`.
 """
 from typing import Any, Callable, Dict
 

@@ -31,7 +31,7 @@ from .features import measure_features
 from .loop import Training, build_model
 
 REFUSED = 2  # exit status after a LabError other than Died: the launcher does not start the run again
-# These errors mean that the run's folder cannot be written. `run` turns them into LabErrors with advice.
+# If an error of this kind concerns the run's folder, the folder cannot be written. `run` adds advice to such errors.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
@@ -45,7 +45,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parsed = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # timm_script stops train.py in a `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that timm_script stops train.py
     try:
         run(parsed.folder, parsed.threads)
     except LabError as error:
@@ -86,7 +86,7 @@ def run(folder: Path, threads: int = 1) -> dict:
             interrupted = isinstance(error, (KeyboardInterrupt, SystemExit, timm_script.Died))
             memory = isinstance(error, torch.cuda.OutOfMemoryError)
             reason = "the device is out of memory: use a smaller batch size" if memory else one_line(error)
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            if isinstance(error, OSError) and error.errno in _NO_ROOM and _concerns(error, folder):
                 error = LabError(f"cannot write in {folder} ({reason}): free disk space or correct the permissions; "
                                  "the same command continues from the last checkpoint")
                 reason = str(error)
@@ -95,6 +95,11 @@ def run(folder: Path, threads: int = 1) -> dict:
         finally:
             _write_sessions(folder, sessions)
     return result
+
+
+def _concerns(error: OSError, folder: Path) -> bool:
+    """Return whether an error is about a file in a folder, or about a file without a name."""
+    return not isinstance(error.filename, str) or folder.resolve() in Path(error.filename).resolve().parents
 
 
 def _begin_session(folder: Path) -> list[dict]:
@@ -107,8 +112,8 @@ def _begin_session(folder: Path) -> list[dict]:
             "job": os.environ.get("SLURM_JOB_ID")}
     for key in ("torch", "timm", "timm-ortho"):
         if sessions and sessions[-1][key] != here[key]:
-            print(f"timm-ortho: {folder.name} was begun with {key} {sessions[-1][key]} and continues with {here[key]}",
-                  file=sys.stderr)
+            print(f"timm-ortho: {folder.name} was last trained with {key} {sessions[-1][key]} and continues with "
+                  f"{here[key]}", file=sys.stderr)
     sessions.append(here)
     _write_sessions(folder, sessions)
     return sessions
@@ -117,7 +122,7 @@ def _begin_session(folder: Path) -> list[dict]:
 def note_failure(folder: Path, reason: str, pid: Optional[int] = None) -> None:
     """Store why a run failed in the last entry of `sessions.json`.
 
-    The entry is not changed if it has an error, or if it is not of the process `pid`. The default is any process.
+    The entry is not changed if it already has an error, or if `pid` is set and the entry belongs to another process.
     """
     sessions = read_json(folder / SESSIONS) or []
     if sessions and not sessions[-1].get("error") and pid in (None, sessions[-1].get("pid")):
@@ -128,7 +133,7 @@ def note_failure(folder: Path, reason: str, pid: Optional[int] = None) -> None:
 def _write_sessions(folder: Path, sessions: Sequence[dict]) -> None:
     try:
         write_json(folder / SESSIONS, list(sessions))
-    except OSError as error:  # on a full disk, for example; then the caller raises the original error
+    except OSError as error:  # for example on a full disk. Only print it: `run` may be raising the original error
         print(f"timm-ortho: {folder / SESSIONS} cannot be written ({one_line(error)})", file=sys.stderr)
 
 

@@ -23,14 +23,15 @@ _SECONDS_TO_STOP = 30
 
 
 class Died(LabError):
-    """`train.py` was killed, or ended early after at least one new epoch. The launcher starts the run again."""
+    """`train.py` was killed, or ended with too few or too many epochs after a new one. The launcher starts it again."""
 
 
 def train(plan: RunPlan, stage: Stage, folder: Path) -> None:
     """Train a stage, or its remaining epochs if the stage has a checkpoint.
 
     Raises:
-        LabError: `train.py` ended early. The reason is in its output, which is in the run's `log.txt`.
+        LabError: `train.py` ended early (the reason is in its output in the run's `log.txt`), a checkpoint is damaged
+            or has too many epochs, or the data set does not have the planned `val_split`.
     """
     last = folder / stage.folder / "last.pth.tar"
     before = _epochs(last)
