@@ -16,8 +16,8 @@ A subclass is built once per host, from the source of the installed release. The
 generated source is registered with ``linecache``, where tracebacks, debuggers and TorchScript look it up.
 
 Additions are numbered in call order. The two sides of an ``if`` share numbers, because a call reaches only one side. A
-side may have no addition. Some instances never reach an addition, for example an addition inside
-``if self.has_skip:``. :meth:`Route.reached` evaluates such conditions.
+side may have no addition. Some blocks never reach an addition: for example, a block without a skip does not reach the
+addition inside ``if self.has_skip:``. :meth:`Route.reached` evaluates such conditions.
 """
 import __future__
 
@@ -68,7 +68,8 @@ def syntax_tree(function: FunctionType) -> ast.Module:
         >>> ast.unparse(syntax_tree(timm.models.resnet.BasicBlock.forward)).splitlines()[1]
         '    shortcut = x'
     """
-    # Code from exec has the file name <string>, for which ``inspect`` in Python 3.13 returns the text of ``python -c``.
+    # Code from exec has the file name <string>, as has the program of ``python -c``. In Python 3.13, ``inspect`` would
+    # return the text of this program.
     if function.__code__.co_filename == "<string>":
         raise OSError("could not get source code")
     source = inspect.getsource(function)
@@ -163,7 +164,8 @@ class Route:
         filename = f"<{module}.{name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         local = dict(vars(self.owner))  # the method's default arguments may use names of the class body
-        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag  # all other features are always on
+        # the only feature of __future__ that current versions of Python do not always enable
+        flags = self.method.__code__.co_flags & __future__.annotations.compiler_flag
         code = compile(source, filename, "exec", flags, dont_inherit=True)
         try:
             exec(code, self.method.__globals__, local)
@@ -286,7 +288,7 @@ class _Router(ast.NodeTransformer):
         if start not in ends and ends[0] != ends[1] and not self.sides_differ:
             self.problem += (
                 f"; the sides of 'if {ast.unparse(test)}' have {ends[0] - start} and {ends[1] - start} additions: pass "
-                "sides_differ=True, and a name in kinds for each addition of both sides")
+                "sides_differ=True, and name each addition of both sides in kinds")
         self.position = max(ends)
         return visited[0], visited[1]
 

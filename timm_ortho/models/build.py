@@ -91,8 +91,8 @@ def unpretrained(cfg: PretrainedCfg, architecture: str) -> PretrainedCfg:
     return own
 
 
-# Tag of the architecture in an exported config.json. If timm_ortho is not imported, errors of timm and transformers
-# contain this tag.
+# Tag of the architecture in an exported config.json. If timm_ortho is not imported, timm and transformers report an
+# unknown architecture with this tag, which tells the user what to import.
 IMPORT_TAG = "import_timm_ortho"
 
 
@@ -116,7 +116,10 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the arguments that built a variant, without the arguments of connections. Empty for timm's own models."""
+    """Return the arguments that built a variant, except those of connections and in `_NOT_STORED`.
+
+    The result is empty for timm's own models.
+    """
     return dict(getattr(model, "creation_arguments", {}))
 
 

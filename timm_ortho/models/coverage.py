@@ -1,9 +1,9 @@
 """List the architectures of timm that have variants.
 
 ``python -m scripts.checks.coverage`` builds every architecture (too slow at import time) and writes
-``coverage.json``. An architecture has variants if the file lists any ``covered`` architecture in its timm module, and
-does not list the architecture itself under ``left_out``. If a newer timm adds an architecture to such a module, it has
-variants too. Building one of these variants raises an error if its architecture cannot be connected.
+``coverage.json``. If the file lists any ``covered`` architecture for a module of timm, all architectures of this module
+have variants, except those under ``left_out``. This includes architectures that a newer timm adds to the module.
+Building one of these new variants raises an error if its architecture cannot be connected.
 """
 import json
 from functools import cache
@@ -26,7 +26,8 @@ class ModuleCoverage(NamedTuple):
     Attributes:
         module: Name of the module.
         covered: Number of sites (residual additions) of each architecture with variants.
-        left_out: Reason for each architecture without variants.
+        left_out: Reason for each architecture without variants. Architectures that ``coverage.json`` does not list have
+            ``UNKNOWN`` here, although they have variants if the module has any covered architecture.
     """
 
     module: str

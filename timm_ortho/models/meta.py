@@ -19,9 +19,10 @@ def on_meta() -> ContextManager:
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Create only parameters on the meta device.
+    """Create the tensors of ``torch.empty``, ``torch.zeros`` and the other ``_CREATORS`` on the meta device.
 
-    Before 1.0.21 timm reads drop path rates from a tensor of ``torch.linspace``, which must have values.
+    Parameters and buffers are such tensors. Before 1.0.21, timm reads drop path rates from a tensor of
+    ``torch.linspace``, which must have values.
     """
 
     _CREATORS = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})

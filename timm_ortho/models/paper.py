@@ -2,8 +2,9 @@
 
 They follow the paper's text and the authors' code, and are built from timm's VisionTransformer and ResNetV2:
 ``vit_small`` (384 wide, 6 blocks, 6 heads), ``vit_base`` (768, 12, 12) and ``resnetv2_{18,34,50,101}_cifar``. Each
-name exists with the suffixes ``_ortho``, ``_orthog`` and ``_linear`` (the baseline, which timm does not have).
-``vit_test`` (32, 4, 2) is a ViT of the same class that is small enough to ship with trained weights.
+name exists with the suffixes ``_ortho``, ``_orthog`` and ``_linear``. ``_linear`` is the baseline with plain additions,
+which is registered here because timm does not have these architectures. ``vit_test`` (32, 4, 2) is a ViT of the same
+class that is small enough to ship with trained weights.
 
 Difference from the authors' code: if a ResNetV2 block changes the stream's shape, its shortcut convolution receives the
 output of the first norm and activation, as in timm and He et al. In the authors' code it receives the block's input.
@@ -78,8 +79,8 @@ class CifarResNetV2(ResNetV2):
 
     Args:
         head_norm: Whether a LayerNorm follows the pooling (paper, Table 9).
-        weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's normal values, scaled by fan-out),
-            ``xavier`` or ``orthogonal`` (paper, Table 7). Biases are initialized with 0, norms as the identity.
+        weight_init: Initialization of the convolutions' weights: ``kaiming`` (timm's: a normal distribution, scaled by
+            fan-out), ``xavier`` or ``orthogonal`` (paper, Table 7). Biases are 0 at first, and norms are the identity.
         output_stride: 8 by default. Lower values dilate later stages instead of halving the resolution.
 
     Raises:

@@ -12,12 +12,13 @@ branches or one branch per channel. Each branch is BN, convolution, BN, ReLU, co
 
 Each name exists with suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the skip transform.
 An idempotent transform divides the channels into B groups and mixes these groups. As in the paper, B is 4 in the
-networks with four branches and the number of channels in all other networks. ``skip_branches`` and ``skip_rank``
+networks with four branches. In all other networks, B is the number of channels. ``skip_branches`` and ``skip_rank``
 override this default.
 
 The paper does not specify the following choices:
   * Where the width doubles, a 1x1 convolution of stride 2 projects the stream, separately for each branch.
-    Without a transform, the branches therefore never mix. A transform acts on the projected stream.
+    In a ``_linear`` network without a transform, the branches therefore never mix. A transform acts on the projected
+    stream.
   * The projection takes the output of the block's first norm, as in timm's pre-activation blocks.
   * Convolutions have no bias, and no norm follows the last stage.
   * Each branch is initialized like a separate convolution, with normal weights (He et al.) for the branch's fan-out.

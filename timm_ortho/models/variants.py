@@ -87,7 +87,7 @@ def _register_variants() -> None:
     names = []
     for base in bases():
         base_cfgs = sys.modules[model_entrypoint(base).__module__].default_cfgs.get(base)
-        if base_cfgs is None:  # vit_betwixt_patch16_gap_256 in timm 1.0.16 uses another architecture's configuration
+        if base_cfgs is None:  # timm 1.0.16 has no configuration vit_betwixt_patch16_gap_256
             continue
         for suffix in ("_ortho", "_orthog"):
             name, connection = base + suffix, SUFFIXES[suffix]
@@ -95,7 +95,7 @@ def _register_variants() -> None:
             doc = f"timm's {base} with {connection} connections. Takes timm's arguments, ``connection*`` and ``skip*``."
             register(__name__, name, entry, unpretrained(base_cfgs.default, name), doc)
             names += home.__all__
-            home.__all__ = []  # timm's registry searches the whole list before it appends a name
+            home.__all__ = []  # short, because timm's registry searches this list for each new name
     home.__all__ = names
 
 

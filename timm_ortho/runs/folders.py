@@ -13,7 +13,7 @@ from .._text import without_nan
 
 def load_checkpoint(path: Path) -> Any:
     """Load a checkpoint, which may contain timm's `args`, on the CPU with torch's restricted unpickler."""
-    # Omit Namespace if it is already allowed, because safe_globals forbids its arguments when it exits.
+    # Pass Namespace only if the caller has not allowed it: safe_globals forbids the classes passed to it when it exits.
     missing = {Namespace}.difference(torch.serialization.get_safe_globals())
     with torch.serialization.safe_globals([*missing]):
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -12,7 +12,7 @@ import torch
 
 from .. import backends
 
-PRIVATE = frozenset({"host", "pid", "job"})  # keys of a run's `made_with` that cards and published numbers omit
+PRIVATE = frozenset({"host", "pid", "job"})  # keys of `made_with` in result.json that cards and published numbers omit
 
 
 def made_with() -> dict[str, str]:
@@ -72,7 +72,7 @@ def _backend(device: str) -> str:
 def commit_of(root: Path) -> str:
     """Return the commit of the checkout in a folder, with `-dirty` if it has changes; empty for other folders.
 
-    New files count as changes, unless git ignores them. They may be recipes or studies.
+    New files count as changes, unless git ignores them: a new recipe or study may affect the result.
     """
     if not (root / ".git").exists():  # git would search the parent folders
         return ""

@@ -5,20 +5,23 @@ y = P x + F(x) becomes
 
     z_{i+1} = (T_{i+1} P_i T_i^T) z_i + T_{i+1} F_i(T_i^T z_i)
 
-:func:`absorb` (Theorem 1, Eq. 12 and 13) chooses T_i = T_{i+1} P_i, and T = I after the last block of each width. Every
-skip becomes the identity. If all L blocks have P = Q, then z_1 = Q^L x_1, and block i adds
-Q^(L-i) F_i(Q^(i-L-1) z_i) to the stream.
+If a block changes the stream's shape, it projects its shortcut and begins a new *chain* of blocks. Each chain has its
+own matrices T_i, and the projected shortcut also applies the new basis.
+
+:func:`absorb` (Theorem 1, Eq. 12 and 13) chooses T_i = T_{i+1} P_i, and T = I after the last block of each chain. Every
+skip becomes the identity. If all L blocks of a chain have P = Q, then T_i = Q^(L+1-i) and T_i^T = Q^(i-L-1). In this
+case z_1 = Q^L x_1, and block i adds Q^(L-i) F_i(Q^(i-L-1) z_i) to the stream.
 
 :func:`diagonalise` (Eq. 19 to 23) chooses T_i = U for all i, where P = U^T Lambda U. Every skip becomes Lambda, a
 diagonal matrix of zeros and ones, and U^T follows the last block.
 
 Both rewrites preserve inner products over all channels. Components parallel and orthogonal to P x stay parallel and
-orthogonal, so the connections do not change. Groups of channels and connections of users may depend on the basis, and
-are refused. Each width of the stream has its own matrices T_i. If a block changes the width, its
-projected shortcut also applies the new basis.
+orthogonal, so the connections do not change. A connection with groups of channels, or of a class that is not in this
+package, may depend on the basis. Both rewrites raise an error for such connections.
 
-The added maps (:class:`ChangeOfBasis`) are 1x1 convolutions, or linear layers for tokens, before the first norm of a
-branch and after its last layer. Their weights are fixed and part of the state dict.
+The added maps (:class:`ChangeOfBasis`) are 1x1 convolutions, or linear layers for tokens. They are before the first
+norm of a branch and after its last layer, after projected shortcuts and the stem, and before the model's last norm.
+Their weights are fixed and part of the state dict.
 """
 import copy
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
@@ -106,8 +109,9 @@ def absorb(model: ModelT) -> ModelT:
         A new model with the same outputs. Its intermediate features are in the new basis.
 
     Raises:
-        SkipRewriteError: The model has no connections, a skip is not orthogonal, or a change of basis may change the
-            result: the connections have groups or are your own, or a block may normalise, gate or activate its stream.
+        SkipRewriteError: The model has no connections, is neither a VisionTransformer nor a ResNetV2, or has a skip
+            that is not orthogonal; or a change of basis may change the result, because connections have groups or are
+            not from this package, or because a block may normalise, gate or activate its stream.
 
     Example:
         >>> import timm
@@ -130,14 +134,14 @@ def diagonalise(model: ModelT) -> ModelT:
 
     Args:
         model: A model that :func:`absorb` supports, but with skips that are idempotent or the identity. All sites of a
-            width must have the same skip.
+            chain must have the same skip.
 
     Returns:
         A new model with the same outputs, whose skips are diagonal matrices of zeros and ones.
 
     Raises:
-        SkipRewriteError: The model has no connections or an unsupported connection or block, a skip is not idempotent,
-            or sites of a width have different skips.
+        SkipRewriteError: The model has no connections, is unsupported, or has an unsupported connection or block; a
+            skip is not idempotent; or sites of a chain have different skips.
 
     Example:
         >>> import timm
@@ -172,7 +176,7 @@ def _rewritten(
         model: A model with connections.
         verb: Name of the rewrite, for errors.
         kind: Required kind of its skips, ``"orthogonal"`` or ``"idempotent"``.
-        bases: Returns the matrices T before each site of a chain (the sites of one width) and after the last site.
+        bases: Returns the matrices T before each site of a chain and after its last site.
         skip: Returns the new skip of a site, given the site, the matrix T before it, and a parameter of the model for
             the device and dtype.
     """
@@ -185,7 +189,7 @@ def _rewritten(
         first = chain[0]
         if first.projects:
             _insert(first.block, "downsample", matrices[0], first, like)
-        elif incoming is None:  # transform the input of the first block: W_0 = Q^L W_0^q in Eq. 12
+        elif incoming is None:  # transform the input of the first block; Eq. 12 multiplies the first layer's weights
             _insert(model, "norm_pre" if hasattr(model, "norm_pre") else "stem", matrices[0], first, like)
         for index, entry in enumerate(chain):
             before = incoming if index == 0 and entry.projects else matrices[index]

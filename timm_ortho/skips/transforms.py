@@ -18,7 +18,8 @@ orthogonal, has no zero entry, and equals Eq. 26 for p = 2. A random rotation is
 
 P is not stored as a C x C matrix. The idempotent maps compute one mean over the branches. A Kronecker product needs one
 pass over the stream per factor. Memory bandwidth limits each pass, so adjacent factors are multiplied into matrices of
-at most 64 rows. For example, 256 channels need two passes with 16 x 16 matrices instead of eight with 2 x 2 matrices.
+at most 64 rows; only a larger prime factor has more. For example, 256 channels need two passes with 16 x 16 matrices
+instead of eight with 2 x 2 matrices.
 The backward pass applies P^T and saves no tensor.
 
 Half-precision inputs are transformed in float32 (float64 stays float64), and the result is cast once. The maps have no
@@ -77,7 +78,7 @@ def _transformed(
     shape = y.shape
     y = y.to(accumulate_in(x.dtype))
     if len(tensors) > 0:
-        below = width * inner  # becomes the stride of the axis on which each factor acts
+        below = width * inner  # divided by the size of each factor, this is the stride of the axis on which it acts
         for tensor in tensors:
             size = tensor.shape[0]
             below = below // size
@@ -102,12 +103,18 @@ _compiled = compiled(_transformed)
 
 # ---------------------------------------------------------------------------------------- the map as a module
 def _overrides(x: Tensor) -> bool:
-    """Return whether the class of ``x`` overrides torch functions, as FX proxies do. Active modes do not count."""
+    """Return whether the class of ``x`` overrides torch functions, as FX proxies do.
+
+    An active ``TorchFunctionMode`` alone does not count.
+    """
     return not is_plain(x) and has_torch_function((x,))
 
 
 def _without_autocast(device: str) -> ContextManager:
-    """Disable autocast. It would round a float32 stream before a matrix product, but not before ``x + f``."""
+    """Disable autocast, which would cast a float32 stream to half precision for matrix products.
+
+    Autocast does not cast the stream for ``x + f``, so ``P x`` stays in float32 too.
+    """
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
@@ -122,12 +129,16 @@ _cached_tensors = lru_cache(maxsize=1024)(_tensors)  # as buffers, they would be
 
 
 class _Mapped(torch.autograd.Function):
-    """Compute ``P x`` or ``P^T x``. Plain autograd would save matrices for each token, and round under autocast."""
+    """Compute ``P x`` or ``P^T x``.
+
+    Without this class, autograd would save matrices, and a backward pass under autocast would use half precision.
+    """
 
     @staticmethod
     def forward(ctx, x, skip, transposed):
         ctx.skip, ctx.transposed = skip, transposed
-        return skip.compute(x, transposed).detach()  # autograd adds to gradients in place, which fails for views
+        # If x is a gradient, autograd may add to the result in place. This fails for views, so detach the result.
+        return skip.compute(x, transposed).detach()
 
     @staticmethod
     def backward(ctx, g):
@@ -184,7 +195,7 @@ class Skip(nn.Module):
         """Return ``P x``, of the shape, dtype and memory format of ``x``.
 
         Raises:
-            ValueError: The number of channels of ``x`` is not ``width``.
+            ValueError: The number of channels of ``x`` is not ``width`` (not checked by scripted or traced modules).
         """
         if torch.jit.is_scripting():
             return plain_skip(x, self.own, self.mean, self.branches, self.matrices, self.dim)
@@ -279,7 +290,7 @@ def create_skip(
         dim: Channel axis.
         branches: Number of branches B of an idempotent map. None means C branches, the paper's choice for
             single-branch and depthwise convolutions.
-        rank: Rank of an idempotent map, instead of ``branches``.
+        rank: Rank of an idempotent map, instead of ``branches``. All other maps accept only ``width``.
         count: Number of sites L of the network, for ``scaled``.
         seed: Seed of ``orthogonal_random``.
         site: Index of the site. ``seed`` and ``site`` determine the random rotations.

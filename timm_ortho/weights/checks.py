@@ -2,7 +2,7 @@
 
 timm reads a pickle if there are no safetensors, and leaves missing tensors random if the number of classes differs from
 that of the checkpoint. This module never unpickles a file of a repository or of a folder with a config.json. It raises
-an error for every tensor that does not fit, except in the head if the number of classes differs.
+an error if tensors do not fit, unless timm adapts or omits them, as in the head if the number of classes differs.
 """
 import warnings
 from contextlib import contextmanager
@@ -25,9 +25,10 @@ Filter = Callable[[Dict[str, Tensor], nn.Module], Dict[str, Tensor]]
 def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
     """Return the changes to a configuration that make timm read its weights from a local safetensors file.
 
-    Weights on the Hub are downloaded first. In a folder with a config.json, the file is ``model.safetensors``. If the
-    configuration itself has a ``file`` or ``state_dict``, the result is empty.
-    Before 1.0.29, timm unpickles all files that it finds by ``hf_hub_filename``; a local file avoids this.
+    In a folder with a config.json (``source="local-dir"``), the file is ``model.safetensors``. Weights on the Hub
+    (``source="hf-hub"``, or ``hf_hub_id`` without ``file`` and ``state_dict``) are downloaded first. The reason is that
+    timm before 1.0.29 unpickles any file that it downloads under the name ``hf_hub_filename``, even a safetensors file.
+    For all other configurations, the result is empty.
 
     Args:
         cfg: Configuration of the weights.
@@ -48,7 +49,7 @@ def located(cfg: PretrainedCfg, cache_dir: CacheDir = None) -> Dict[str, Any]:
 
 
 def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
-    """Restore the original source in ``model.pretrained_cfg``, which :func:`located` replaced by a local file."""
+    """Restore the original source in ``model.pretrained_cfg``, instead of the local file from :func:`located`."""
     for key in ("file", "source", "tag"):
         model.pretrained_cfg.pop(key, None)
         if getattr(cfg, key) is not None:
@@ -57,7 +58,7 @@ def restore_source(model: nn.Module, cfg: PretrainedCfg) -> None:
 
 @contextmanager
 def naming_the_source(cfg: Any) -> Iterator[None]:
-    """Add the repository or folder of a config.json to errors about its arguments.
+    """Name the repository or folder of a config.json in errors about the arguments that build its model.
 
     Args:
         cfg: The argument ``pretrained_cfg`` of an entry point: a dict with ``source`` if timm read a config.json.
@@ -108,8 +109,8 @@ def _check_header(file: Path, source: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- content
-# Layers after the blocks. timm omits some of these layers if the number of classes changes or features_only is set. If
-# the pooling changes, timm renames the norm.
+# Layers after the blocks. If the number of classes changes or features_only is set, timm omits some of these layers,
+# and the norm may have another name because of another pooling. In all other cases, names must agree.
 _HEADS = ("attn_pool.", "head.", "head_dist.")
 _NORMS = ("norm.", "fc_norm.")
 
@@ -117,7 +118,7 @@ _NORMS = ("norm.", "fc_norm.")
 def checked(filter_fn: Optional[Filter], cfg: PretrainedCfg, arguments: Dict[str, Any]) -> Filter:
     """Return a checkpoint filter that compares the weights with the model before they are loaded.
 
-    Parameters of connections that the checkpoint does not contain keep their initial values. This allows
+    If the checkpoint contains no parameter of a connection, these parameters keep their initial values. This allows
     ``connection="hybrid"`` to start from any weights.
 
     Args:
@@ -173,7 +174,7 @@ def _other_names(state_dict: Dict[str, Tensor], own: Dict[str, Tensor], is_adapt
 
 def _other_shapes(
         state_dict: Dict[str, Tensor], own: Dict[str, Tensor], cfg: PretrainedCfg, is_adapted: bool) -> Iterator[str]:
-    """Describe tensors of a wrong shape, except a classifier that timm drops and input channels that timm adapts."""
+    """Describe tensors of a wrong shape, except a dropped classifier, adapted input channels and lazy parameters."""
     dropped = _classifiers(cfg) if is_adapted or cfg.label_offset else ()
 
     def fits(name: str) -> bool:

@@ -30,7 +30,7 @@ def weights_file(name: str) -> Path:
 
 
 # MODEL.TAG -> num_classes, license, and the fields that differ from the architecture's configuration. MODEL ends in
-# ``_ortho`` or ``_orthog``, or in ``_linear`` if the architecture is not timm's but this package's. Weights with
+# ``_ortho`` or ``_orthog``. Models of this package's own architectures may also end in ``_linear``. Weights with
 # ``hf_hub_id`` are in that repository on the Hub, all others in this package. Without a tag, ``pretrained=True`` loads
 # a model's first entry.
 ENTRIES: Dict[str, Dict[str, Any]] = {
@@ -68,7 +68,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
 
 
 _QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
-_BLOCK = {  # timm's name -> transformers' names; the LayerNorms of a block have no parameters
+_BLOCK = {  # timm's name -> transformers' names; LayerNorms are missing, because those of a block have no parameters
     "attn.qkv": _QKV,
     "attn.proj": ("attention.output.dense",),
     "mlp.fc1": ("intermediate.dense",),
@@ -96,8 +96,8 @@ def _transformers_names(depth: int) -> Dict[str, Tuple[str, ...]]:
 def _from_transformers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
     """Return the tensors of transformers' layout under timm's names.
 
-    transformers adds position_embeddings, [1, 1 + patches, width], to all tokens. The ViT of this package adds them to
-    patches only, so the row for the class token is added to the class token here.
+    transformers adds position_embeddings, [1, 1 + patches, width], to all tokens. A model with ``no_embed_class``, the
+    default of this package's ViT, adds them to patches only. The first row is therefore added to the class token here.
     """
     names = _transformers_names(len(model.blocks))
     complete = {own: sources for own, sources in names.items() if all(source in state_dict for source in sources)}
