@@ -9,12 +9,12 @@ entries with this tag in `timm_ortho/weights/pretrained.py`, such as `vit_test_o
 two files into `timm_ortho/weights`, from the last epoch of the run with the first seed:
 
     vit_test_ortho.digits.safetensors           the weights in float32; the header describes the run and its accuracy
-    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of each class, preprocessed
+    vit_test_ortho.digits.tensors.safetensors   input: the first validation image of up to 10 classes, preprocessed
                                                 features, pre_logits, output: the model's outputs
                                                 target: the labels
 
-The third command publishes the results of all runs, from which the model cards are generated. Its NAME is
-the model's name without suffix, an underscore, and the tag.
+The third command publishes the results of all runs, from which the model cards are generated. Its option `--name` joins
+the model's name without suffix and the tag by an underscore, as in `vit_test_digits`.
 """
 import json
 import sys
@@ -71,7 +71,9 @@ def main(tag: str, folder: Path) -> None:
 
 
 def trained(name: str, run: Path, options: Namespace) -> torch.nn.Module:
-    """Return the model MODEL.TAG with the weights of a run after its last epoch, whose accuracy is the run's top-1.
+    """Return the model `name`, which is MODEL.TAG, with the weights of the run's last epoch.
+
+    The run's top-1 is the accuracy of these weights.
 
     Raises:
         SystemExit: There is no such model, or `timm.create_model(name)`, without arguments, is not the run's model.
@@ -88,11 +90,14 @@ def trained(name: str, run: Path, options: Namespace) -> torch.nn.Module:
     except RuntimeError as error:
         problem = str(error).splitlines()[-1].strip()
         raise SystemExit(f"{run} does not fit timm.create_model('{name}'): correct num_classes and input_size of the "
-                         f"entry, or train without model_kwargs: {problem}") from None
+                         f"entry, or train at the model's default image size: {problem}") from None
 
 
 def check_entry(name: str, model: torch.nn.Module, options: Namespace) -> None:
-    """Raise SystemExit if the entry of MODEL.TAG prepares images differently from the run, or names fewer classes."""
+    """Raise SystemExit if the entry `name` prepares images differently from the run.
+
+    Also raise SystemExit if the entry has label_names for another number of classes than the model has.
+    """
     of_run, of_entry = image_config(model, vars(options)), timm.data.resolve_data_config(model=model)
     missing = {key: value for key, value in of_run.items() if value != of_entry[key]}
     if missing:

@@ -66,14 +66,17 @@ def results_of(folder: Path) -> str:
 
 
 def anonymous(text: str, folder: Path) -> str:
-    """Return a text without the paths of this machine."""
+    """Return a text without the paths of the output folder, of the Python environment and of the data."""
     text = text.replace(str(folder.resolve()), f"output/{folder.name}").replace(f"{sys.prefix}/bin/", "")
     text = re.sub(r"[/\w.-]*/timm_ortho/__main__\.py", "timm-ortho", text)
     return re.sub(r"(--data-dir[\s=]+)('[^']*'|[^\s'\"]+)", r"\1DIR", text)
 
 
 def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
-    """Return a run with only its last probe and, if `many`, only the records of the last epoch."""
+    """Return a run with only its last probe and with `made_with` shortened by `public`.
+
+    If `many` is true, the run keeps only the records of the last epoch.
+    """
     records = run.get("dynamics") or []
     if many:
         begin = (1 - 1 / max(1, run["epochs"])) * max((row["step"] for row in records), default=0)
@@ -83,7 +86,10 @@ def lean(run: Mapping[str, Any], many: bool) -> dict[str, Any]:
 
 
 def public(made_with: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's `made_with` without private keys, and without the commands, because study.json has the command."""
+    """Return a run's `made_with` and its entries in `continued` without private keys and without `command`.
+
+    study.json has the command of the whole study.
+    """
     return {key: list(map(public, value)) if key == "continued" else value
             for key, value in made_with.items() if key not in PRIVATE | {"command"}}
 

@@ -12,7 +12,7 @@ from ._text import did_you_mean
 def check_eps(eps: float) -> None:
     """Raise ValueError unless ``eps`` is from 2**-126, the smallest normal float32, to 2**127."""
     if not (isinstance(eps, Real) and 2.0**-126 <= eps <= 2.0**127):  # torch.compile cannot trace math.isfinite
-        raise ValueError(f"eps must be positive and finite in float32, got {eps!r}")
+        raise ValueError(f"eps must be in [2**-126, 2**127], got {eps!r}")
 
 
 def check_prob(prob: float) -> None:
@@ -22,7 +22,11 @@ def check_prob(prob: float) -> None:
 
 
 def check_count(name: str, value: Any, least: Optional[int] = 1) -> int:
-    """Return ``value``, which errors call ``name``, as an int; raise ValueError unless it is whole and >= ``least``."""
+    """Return ``value`` as an int.
+
+    Raises:
+        ValueError: The value is not a whole number of at least ``least``. The message calls the value ``name``.
+    """
     try:
         number = operator.index(value)  # accepts NumPy integers
     except TypeError:
@@ -36,7 +40,8 @@ def check_count(name: str, value: Any, least: Optional[int] = 1) -> int:
 def check_weight(name: str, weight: Any) -> None:
     """Raise ValueError unless ``weight``, which the message calls ``name``, is a number or a non-boolean 0-d tensor."""
     if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.dtype == torch.bool):
-        raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight.dtype} of shape {tuple(weight.shape)}")
+        raise ValueError(f"{name} must be a float or a 0-d tensor that is not boolean, got {weight.dtype} of shape "
+                         f"{tuple(weight.shape)}")
     if not isinstance(weight, (Tensor, Real)):
         raise ValueError(f"{name} must be a float or a 0-d tensor, got {weight!r}")
 

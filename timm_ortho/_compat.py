@@ -78,7 +78,10 @@ def is_recompile_limit(error: Exception) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP manages a module's parameters. Only the modules passed to it become FSDPModules."""
+    """Return whether FSDP manages a module's parameters.
+
+    ``isinstance(module, FSDPModule)`` is true only for modules passed to ``fully_shard``, not for their submodules.
+    """
     return getattr(module, "_is_fsdp_managed_module", False)
 
 

@@ -58,7 +58,7 @@ def arranged(tensor: Tensor, view: View) -> Tensor:
 
 
 def put_back(result: Tensor, target: Tensor, view: View) -> None:
-    """Copy ``result`` to ``target`` if :func:`arranged` made a copy of ``target``. Otherwise they share memory."""
+    """Copy ``result``, which was written into ``arranged(target, view)``, to ``target`` unless both share memory."""
     if result.data_ptr() != target.data_ptr():
         target.copy_(result.permute(view.inverse))
 

@@ -14,7 +14,8 @@ def connection_arguments(model: nn.Module) -> Dict[str, Any]:
     """Return the arguments of the call of :func:`timm_ortho.connect` that made a model's connections.
 
     All values are valid JSON, so they can be saved beside a state dict. To rebuild the connections, call
-    ``connect(model, **arguments)``. Later changes of connections by hand are not included.
+    ``connect(model, **arguments)``. Attributes of connections that were changed later, such as
+    ``eps``, are not included.
 
     >>> import timm
     >>> connection_arguments(timm.create_model("vit_test_ortho", connection_layers=[1, 2]))
@@ -58,7 +59,10 @@ def _plain_block(model: nn.Module) -> Optional[str]:
 
 
 def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
-    """Return whether ``connect`` with these arguments would make a site linear if and only if it is linear now."""
+    """Return whether ``connect`` with these arguments would make exactly those sites linear that are linear now.
+
+    Also return False if ``layers`` contains a layer that has no site.
+    """
     existing = {site.layer for site in connected}
     return existing.issuperset(arguments.get("layers", ())) and all(
         _is_linear(site) != (
@@ -69,7 +73,10 @@ def _reproduces(arguments: Dict[str, Any], connected: List[Site]) -> bool:
 
 
 def _is_linear(site: Site) -> bool:
-    """Return whether a connection is ``linear``; in a block's own code, its name may be the name of the class."""
+    """Return whether a site's connection is ``linear``.
+
+    A LinearConnection that a block's own code creates has the name of its class, so the class is checked too.
+    """
     return site.connection.name == "linear" or type(site.connection) is LinearConnection
 
 

@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def survey(module: str) -> dict:
-    """Return two dicts: `covered` maps architectures to their number of sites, and `left_out` maps them to reasons."""
+    """Return a dict of two dicts: `covered` maps architectures to numbers of sites, and `left_out` to reasons."""
     covered, left_out = {}, {}
     for name in coverage.architectures(module):
         with on_meta(), warnings.catch_warnings():

@@ -50,7 +50,7 @@ def measured(base: str) -> tuple[float, str, int]:
 
 
 def compared(base: str) -> str:
-    """Return "equal", or "not equal" with the error. An error does not stop the comparison of further models."""
+    """Return "equal", or "not equal" with the error. Errors of the comparison do not stop the script."""
     try:
         compare_with_host(base)
     except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -15,8 +15,8 @@
 The check `inductor` is `compile` with PyTorch's default backend. It takes half a minute per model and only runs on
 request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use only
 one of the two variants, alternating from module to module. If such a check fails, it is repeated with timm's own model.
-The table marks checks that this model fails too. The exit status is 1 if any other check fails, or if there are no
-results.
+If timm's own model fails too, the table says so. The exit status is 1 if a check fails only for the variant, if a
+`train` check fails, or if there are no results.
 """
 import argparse
 import json
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--modules", nargs="+", metavar="MODULE", help="modules of timm.models (default: all covered)")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=[c for c in CHECKS if c != "inductor"])
     parser.add_argument("--state", type=Path, metavar="FILE", help="file for the results (default: in a cache folder)")
-    parser.add_argument("--fresh", action="store_true", help="ignore the results of earlier runs")
+    parser.add_argument("--fresh", action="store_true", help="discard the results of earlier runs")
     parser.add_argument("--table", action="store_true", help="run nothing, print the results of earlier runs")
     args = parser.parse_args()
     file = args.state or default_cache() / f"modules-{fingerprint()}.json"

@@ -2,10 +2,11 @@
 
     python -m scripts.checks.rates FOLDER ...    one or more output folders of `timm-ortho study run cifar_rates`
 
-Both recipes must pass a gate, because study S3 uses both. Their accuracy must exceed the accuracy of ridge regression
-by a minimum margin. Their networks must not have fitted all labels: their training loss must exceed the lowest possible
-loss by a minimum margin. The exit status is 1 if runs are missing, a recipe does not pass the gate, or a chosen rate of
-the chosen recipe is the lowest or highest of the tried rates.
+The study `cifar_rates` has runs with two recipes, `paper` and `clipped`. Both must pass a gate, because study S3 uses
+both. Their accuracy must exceed the accuracy of ridge regression by a minimum margin. Their networks must not have
+fitted all labels: their training loss must exceed the lowest possible loss by a minimum margin. The exit status is 1 if
+runs are missing, a recipe does not pass the gate, or a chosen rate of the chosen recipe is the lowest or highest of the
+tried rates.
 """
 import math
 import sys
@@ -55,7 +56,7 @@ class Chosen:
         means: Mean accuracy on held-out images in percent, by connection and rate.
         losses: Mean training loss of the last epoch, by connection and rate.
         rates: The chosen rate of each connection.
-        shared: The rate chosen from the accuracy averaged over the connections.
+        shared: The rate chosen from the accuracy averaged over the connections, among the rates of all connections.
         ridge: Accuracy of ridge regression on the same images, in percent.
         floor: The lowest possible training loss, from `smoothing_floor`.
     """
@@ -92,7 +93,10 @@ class Chosen:
 
 
 def recipe_of(recipes: Mapping[str, Chosen]) -> str:
-    """Return the recipe with the best linear baseline; `paper` if its baseline is at most SAME_RECIPE points worse."""
+    """Return the recipe whose linear networks are most accurate.
+
+    If the linear networks of `paper` are at most SAME_RECIPE points less accurate, return `paper`.
+    """
     accuracy = {name: chosen.means["linear"][chosen.rates["linear"]] for name, chosen in recipes.items()}
     best = max(accuracy, key=accuracy.__getitem__)
     return "paper" if accuracy[best] - accuracy["paper"] <= SAME_RECIPE else best
@@ -119,15 +123,16 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
                 f"| {chosen.rates[connection]:g} | {accuracy:+.2f} | {loss:+.3f} "
                 f"| {'passed' if chosen.passes(connection) else 'not passed'} |")
     edges = [f"{name}, {connection}" for name, chosen in recipes.items() for connection in chosen.edges]
-    shared = " and ".join(f"{chosen.shared:g} ({name})" for name, chosen in recipes.items())
+    shared = " and ".join(f"{chosen.shared:g} with `{name}`" for name, chosen in recipes.items())
     ridge, floor = next((chosen.ridge, chosen.floor) for chosen in recipes.values())
     return [*made, "",
             f"Studies S1, S2 and S4 use the recipe `{shown}`. The recipe `paper` has the paper's weight decay and no "
             "gradient clipping; `clipped` has a higher weight decay and clipping. All other settings are equal. "
-            f"The shared rate, which is chosen from the mean accuracy over both connections, is {shared}. "
+            "S3 trains both connections of a recipe at one shared rate, or at four times this rate. The shared rate is "
+            f"chosen from the mean accuracy over both connections: {shared}. "
             f"The accuracy of ridge regression is {ridge:.2f} %. The floor is {floor:.3f}. "
-            + (f"These chosen rates are the lowest or highest of the table: {'; '.join(edges)}." if edges else
-               "No chosen rate is the lowest or highest of the table.")]
+            + (f"These chosen rates are the lowest or highest tested rate: {'; '.join(edges)}." if edges else
+               "No chosen rate is the lowest or highest tested rate.")]
 
 
 def accepted(recipes: Mapping[str, Chosen]) -> bool:

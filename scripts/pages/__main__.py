@@ -1,11 +1,12 @@
 """Regenerate every generated page, table and plot of the project, or check that the committed ones are current.
 
     python -m scripts.pages [NAME ...]            write them
-    python -m scripts.pages --check [NAME ...]    write nothing; exit status 1 and a line for each page that differs
+    python -m scripts.pages --check [NAME ...]    write nothing; print the pages that differ; exit status 1 if any do
 
-`python scripts/pages` is the same command. Each NAME is a module beside this file. Its `texts(root)` returns the
-current text of files below `root`; `drawings(root)` returns functions that draw a plot to a path. `--check` tests only
-whether the plots exist, because their bytes depend on the version of matplotlib.
+`python scripts/pages` is the same command. Each NAME is a module beside this file. Its `texts(root)` maps paths below
+`root` to the text that each file should have. Its `drawings(root)`, if the module has this function, maps paths of
+plots to functions that draw them. `--check` tests only whether the plots exist, because their bytes depend on the
+version of matplotlib. Files of model_cards that no generator writes also count as different if no NAME is passed.
 """
 import argparse
 import sys

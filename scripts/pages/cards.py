@@ -1,4 +1,6 @@
-"""Write a card for each set of weights: model_cards/NAME.md, and NAME.png with the training curve.
+"""Write a card for each set of weights, model_cards/NAME.md.
+
+Weights that were trained here also get the plot of the training curve, model_cards/NAME.png.
 
 | card | source of the numbers |
 | --- | --- |

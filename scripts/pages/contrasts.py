@@ -130,8 +130,9 @@ class Contrast(Comparison):
     Attributes:
         parts: See `Comparison`. Settings without a weight are ignored. The sums of several parts are averaged.
         read: Returns the metric of a run.
-        bases: The baseline connection. By default, the settings with negative weight are the baseline. A slope needs
-            this attribute, because its weights have both signs for each connection.
+        bases: Connection of the baseline. The baseline is the settings with negative weight; if `bases` is not empty,
+            only those of this connection. A slope needs this attribute, because each connection has settings with
+            negative weight.
     """
 
     label: str
@@ -180,8 +181,9 @@ class Contrast(Comparison):
 
     @property
     def pooled(self) -> Optional[Difference]:
-        """The difference with one error variance for all cells, after removing each seed's mean; see
-        `statistics.pooled_contrasts`. None if the weights do not sum to zero.
+        """The difference with one error variance for all settings of the study, after subtracting each seed's mean.
+
+        None if the weights do not sum to zero. See `statistics.pooled_contrasts`.
         """
         blocks = [_by_setting(study, self.read) for study, _ in self.parts]
         weights = {(index, setting): weight / len(self.parts)
@@ -190,7 +192,10 @@ class Contrast(Comparison):
 
     @property
     def room(self) -> float:
-        """The weighted sum if all settings except the baseline had 100 % accuracy, or infinity without a baseline."""
+        """The weighted sum if all settings except the baseline had 100 % accuracy.
+
+        Infinity if the metric is not top-1, or if `bases` is empty and the negative weights do not sum to -1.
+        """
         bases = [{setting: min(weight, 0.0) for setting, weight in weights.items() if self.bases in ("", setting[-1])}
                  for _, weights in self.parts]
         if self.read is not top1 or not (
@@ -312,7 +317,7 @@ def difference(*cell: Any, of: str = "feature", base: str = "linear") -> Weights
 
 
 def placed(mixer: str, where: str) -> Weights:
-    """Return the weights of `feature` in some branches minus `linear` in all branches, for one mixer."""
+    """Return the weights of `feature` in the branches `where` minus `linear` everywhere, for one mixer."""
     return {(mixer, where, "feature"): 1.0, (mixer, "nowhere", "linear"): -1.0}
 
 
@@ -333,9 +338,10 @@ def rates_slope(rates: Sequence[float]) -> Weights:
 
 
 def switch(first: float, last: float) -> Weights:
-    """Return the weights of `first` times the effect of the first training plus `last` times the effect of the last.
+    """Return the weights of the sum of `first` * (effect of the first training) and `last` * (effect of the second).
 
-    A setting has two trainings in succession, each linear (L) or orthogonal (O). An effect is the mean of O minus L.
+    A setting has two trainings in succession, each linear (L) or orthogonal (O). The effect of a training is the mean
+    of the settings with O in this training minus the mean of the settings with L.
     """
     return {(pair, connection): (first * (1 if pair[0] == "O" else -1) + last * (1 if pair[1] == "O" else -1)) / 2
             for pair, connection in (("LL", "linear"), ("LO", "feature"), ("OL", "linear"), ("OO", "feature"))}

@@ -70,7 +70,7 @@ def _json(name: str) -> Mapping[str, Any]:
     return json.loads((studies.RESULTS / name).read_text(encoding="utf-8"))
 
 
-# ---------------------------------------------------------------------------------- rates, recipes, provenance
+# ---------------------------------------------------------------------------------- rates, settings, accuracies
 def tuned(study: str = f"confirm_tuning-{FASHION}-small") -> Optional[tuning_rules.Chosen]:
     """Return the learning rates that study P0 chose, or None before it is published.
 
@@ -206,8 +206,11 @@ def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
             DATA[row["hypothesis"].name])
     accuracy = _listed(f"{word} on {_listed(names)}" for word, names in data.items())
 
-    # data sets with a significant F − linear of this sign in final training loss (`loss` 0) or test loss (1)
     def on(loss: int, sign: int) -> str:
+        """Return the data sets on which F − linear in the final loss is significant and has the sign `sign`.
+
+        The loss is the training loss if `loss` is 0, and the test loss if it is 1.
+        """
         ends = {row["hypothesis"].name: course(row["hypothesis"])[loss].difference.ends for row in run}
         return _listed([DATA[name] for name, (low, high) in ends.items() if min(sign * low, sign * high) > 0] or [
             "no data set"])
@@ -217,7 +220,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
 
 
 def untested() -> list[str]:
-    """Return settings of ViTs that no published run has, in words."""
+    """Return settings of the paper's ViTs that our published runs do not have, in words."""
     longest = max(len(run["history"]) for folder in studies.folders() if studies.trains(folder)
                   for run in studies.part(folder).runs)
     width = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")["width"]

@@ -133,7 +133,7 @@ class Hypothesis:
     def remark(self, decision: str) -> str:
         """Return a qualification of the decision, or an empty string."""
         small = decision == "confirmed" and self.contrast.difference.mean < self.of_interest
-        return f"below the {self.of_interest:g}-point threshold of interest" if small else ""
+        return f"but smaller than {self.of_interest:g} points, the smallest difference of interest" if small else ""
 
 
 def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str = "above",

@@ -12,7 +12,8 @@ from . import studies
 from .contrasts import Run, is_published, runs_of
 
 ROOT = Path(__file__).parents[2]
-RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}  # headings of hypotheses.md, added with the rules
+# Headings of hypotheses.md. The commit that added a heading is the commit that added the rules of this part.
+RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
@@ -38,7 +39,8 @@ def read_history(
 ) -> Optional[dict[str, Any]]:
     """Return, for each part, the commit that added the rules, its date, and the position of each run's commit.
 
-    The position relative to the rules is `before`, `after` or `not in the history`. Returns None without git history.
+    The position is `after` for the commit of the rules and its descendants, `before` for all other commits of the
+    history, and `not in the history`. Returns None without git history.
     """
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None

@@ -126,7 +126,9 @@ def _sgd(experiment: Experiment) -> list[Option]:
 
 
 def _batch(recipe: dict) -> Option:
-    return Option("batch_size", recipe["batch"], "of all processes together; timm's -b is per process, see above")
+    return Option(
+        "batch_size", recipe["batch"],
+        "the paper's batch, over all processes; train.py reads it per process, see -b above")
 
 
 def _cosine(recipe: dict) -> list[Option]:
@@ -152,8 +154,8 @@ def _multistep(recipe: dict) -> list[Option]:
         Option("sched", "multistep"),
         Option("decay_milestones", recipe["decay_epochs"]),
         Option("decay_rate", recipe["decay_factor"]),
-        Option("sched_on_updates", True, f"if this is false, timm decays one epoch early, after {first - 1} and "
-                                         f"{second - 1}; if it is true, one update early"),
+        Option("sched_on_updates", True, f"timm decays one update early with this option; without it, one epoch "
+                                         f"early, after epochs {first - 1} and {second - 1}"),
         Option("warmup_epochs", recipe["warmup_epochs"]),
     ]
 
@@ -170,13 +172,14 @@ def _crop(recipe: dict) -> list[Option]:
             Option("hflip", recipe["hflip"]),
         ]
     least = side - 4
+    shown, shown_in_paper = (1 + (least / side) ** 2) / 2, (1 - 20 / 9 / side) ** 2  # the mean shift is 20 / 9 pixels
     return [
         Option("train_crop_mode", "rrc",
                f"The paper pads by 4 pixels and crops {side} x {side}, which timm cannot do. timm's mode rrc crops and "
                "rescales. Its modes rkrc and rkrr rescale half of the images, then crop or pad. The most similar mode "
                f"is rrc with a square of {least} to {side} pixels. It shows at least {least} x {least} pixels, like "
-               "the paper's crop, and on average 0.88 of the image (paper: 0.87). But rrc never shifts an image "
-               "without rescaling it."),
+               f"the paper's crop, and on average {shown:.2f} of the image (paper: {shown_in_paper:.2f}). But rrc "
+               "never shifts an image without rescaling it."),
         Option("scale", [round(least ** 2 / side ** 2, 3), 1.0]),
         Option("ratio", [1.0, 1.0]),
         interpolation,
@@ -194,8 +197,9 @@ def _augmentation(recipe: dict) -> list[Option]:
                f"{magnitude}. Magnitudes go up to 30 in torchvision, which the authors' code uses, and are whole "
                "numbers up to 10 in timm. p0.93 is the probability of an operation, since one of torchvision's 14 does "
                "nothing. inc1 makes operations stronger with the magnitude, as in torchvision. Invert and SolarizeAdd "
-               "are in timm only. tincreasing3a contains 3a, so that timm keeps the colour jitter beside RandAugment. "
-               "timm has no set of operations of this name and uses its usual set."),
+               "are in timm only. The t of tincreasing3a is for the name of a set of operations. timm has no set of "
+               "this name and uses its usual set. The name contains 3a, so that timm keeps the colour jitter beside "
+               "RandAugment."),
         Option("color_jitter", list(jitter.values()),
                f"{', '.join(jitter)}; the command-line option --color-jitter takes only one number"),
         Option("mixup", recipe["mixup"]["alpha"]),
@@ -228,8 +232,8 @@ def header(experiment: Experiment) -> str:
     lines = [
         f"{architecture} on {dataset}{study}: {experiment.table} of 'Revisiting Residual Connections' (Oh et al., "
         "NeurIPS 2025).",
-        f"Values are from {experiment.recipe['table']}{_caption(experiment)} unless noted. Keys are "
-        "options of timm's train.py.",
+        f"Values are from {experiment.recipe['table']} unless noted.{_caption(experiment)} Keys are options of timm's "
+        "train.py.",
         "Written by python -m scripts.pages, not by hand.",
         "",
         *_expected(experiment),
@@ -242,7 +246,9 @@ def header(experiment: Experiment) -> str:
 
 
 def _caption(experiment: Experiment) -> str:
-    return ", captioned ViT-S (Section 4.1 has one recipe for ViTs)," if experiment.architecture == "vit_b" else ""
+    """Return a sentence on the caption of the table if it names another architecture."""
+    return (" The caption of this table names only ViT-S, but Section 4.1 has one recipe for all ViTs."
+            if experiment.architecture == "vit_b" else "")
 
 
 def _expected(experiment: Experiment) -> list[str]:

@@ -1,8 +1,9 @@
 """Write README's table of costs and the tables of docs/speed.md from the rows of `timm-ortho bench`.
 
 The rows come from `model_cards/results/bench_*.csv`. Each file is a renamed `bench.csv` and may contain several runs of
-one commit. The tables contain all measured cases. If a table has no rows from a CPU or none from a GPU, it lists the
-default cases of `timm-ortho bench` for this kind of device as "not measured".
+one commit. The tables of docs/speed.md contain all measured cases. If such a table has no rows from a CPU or none from
+a GPU, it lists default cases of `timm-ortho bench` for this kind of device as "not measured". README's table has only
+the launch of a small tensor and the models in `SHOWN`.
 """
 import csv
 import textwrap
@@ -51,7 +52,10 @@ def rows_of(results: Path) -> list[BenchRow]:
 
 
 def costs(rows: Sequence[BenchRow]) -> str:
-    """Return README's table: a row for each cost, a column for each measured device."""
+    """Return README's table: a row for each cost, and a column for each measured device.
+
+    If no CPU or no GPU was measured, the table has a column "CPU" or "GPU" of "not measured".
+    """
     on_cpu = [row["device"] == "cpu" for row in rows]
     devices = [*(["CPU"] if True not in on_cpu else []), *dict.fromkeys(map(device, rows)),
                *(["GPU"] if False not in on_cpu else [])]
@@ -86,19 +90,24 @@ def opening(rows: Sequence[BenchRow]) -> str:
     sentences = []
     for kind, on_cpu in (("CPU", True), ("GPU", False)):
         mine = [row for row in rows if (row["device"] == "cpu") == on_cpu]
-        steps = [f"For {name}, the change is {_listed(ranges)}." for name, models in SHOWN.items() if (ranges := [
-            f"{percent(of)} {how}" for mode, how in HOW.items() if (of := ratios(mine, "models", models, mode))])]
+        steps = [f"For {name} ({_measured(mine, models)}), the change is {_listed(ranges)}."
+                 for name, models in SHOWN.items() if (ranges := [
+                     f"{percent(of)} {how}" for mode, how in HOW.items()
+                     if (of := ratios(mine, "models", models, mode))])]
         small = [row for row in mine if row["what"] == "launch" and row["model"] and row["candidate"] == "ortho"]
         if steps:
             names = sorted({row["cpu" if on_cpu else "device"].partition(",")[0] for row in mine})
             sentences.append(f"On a {kind} ({', '.join(names)}), the time of a training step changes as follows if "
                              f"orthogonal connections replace linear connections. {' '.join(steps)}")
+            if any(HOW["inductor"] in step for step in steps):
+                sentences.append("The backend `inductor` compiles only the update, and `torch.compile` compiles the "
+                                 "whole model.")
         if small:
             appendix, linear = (times([float(row[column]) for row in small])
                                 for column in ("appendix_ratio_p50", "ratio_p50"))
-            sentences.append("A training step or a forward pass of a ViT of width 64 takes, with orthogonal "
-                             f"connections, {appendix} as long as with the formula of the paper's appendix, and "
-                             f"{linear} as long as with plain addition.")
+            sentences.append(f"A training step or a forward pass of a ViT of width 64 takes {linear} as long with "
+                             f"orthogonal connections as with plain addition. It takes {appendix} as long as with the "
+                             "code of the paper's Appendix F.")
         if not steps and not small:
             sentences.append(f"On a {kind}: not measured.")
     return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
@@ -114,6 +123,12 @@ def percent(matched: Sequence[float]) -> str:
     """Return the range of ratios in percent, such as `+7 to +17 %`."""
     low, high = (f"{100 * (end - 1):+.0f}".replace("-0", "+0") for end in (min(matched), max(matched)))
     return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def _measured(rows: Iterable[BenchRow], models: Sequence[str]) -> str:
+    """Return the names of the models that were measured, as code."""
+    names = {row["model"] for row in rows if row["what"] == "models"}
+    return ", ".join(f"`{name}`" for name in models if name in names)
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -153,7 +168,7 @@ def commit(row: BenchRow) -> str:
 
 
 def device(row: BenchRow) -> str:
-    """Return the name of the processor or GPU."""
+    """Return the name of the GPU, or "CPU, " and the name of the processor."""
     cpu = row["cpu"].partition(",")[0].replace("(R)", "").removesuffix(" Processor")
     return f"CPU, {cpu}" if row["device"] == "cpu" else row["device"]
 
@@ -181,8 +196,8 @@ def pick(rows: Iterable[BenchRow], **wanted: str) -> BenchRow:
     matched = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
     if len(matched) > 1:
         subject = matched[0]["model"] or matched[0]["shape"]
-        raise SystemExit(f"{len(matched)} rows of {subject} are the same measurement, "
-                         f"{wanted}, by: {', '.join(sorted({row['command'] for row in matched}))}")
+        raise SystemExit(f"{len(matched)} rows of {subject} measure the same case ({wanted}). These commands wrote "
+                         f"them: {', '.join(sorted({row['command'] for row in matched}))}")
     return matched[0] if matched else {}
 
 
@@ -218,7 +233,7 @@ def operator_lines(rows: Iterable[BenchRow]) -> list[list[str]]:
 
 
 def formula(rows: Sequence[BenchRow], name: str) -> str:
-    """Return the time of forward and backward relative to linear, and the bandwidth of both relative to a copy."""
+    """Return the time of forward plus backward relative to linear, and the bandwidth of each relative to a copy."""
     ratio = number(pick(rows, step="both", candidate=name), "ratio_p50", "{:.2f}")
     if ratio == NOT_MEASURED:
         return ratio
@@ -228,7 +243,7 @@ def formula(rows: Sequence[BenchRow], name: str) -> str:
 
 
 def speedup(rows: Sequence[BenchRow]) -> str:
-    """Return Triton's speedup over the formula of the paper's appendix, or the eager update's if Triton has none."""
+    """Return the speedup of `triton`, or of `torch` if `triton` was not measured, over the paper's appendix."""
     for name in ("triton", "torch"):
         ratio = pick(rows, step="both", candidate=name).get("appendix_ratio_p50")
         if ratio:

@@ -1,6 +1,7 @@
-"""Write a page for each study, model_cards/study_*.md and compare_*.md, and the list of studies in docs/evidence.md.
+"""Return the pages of studies and comparisons, and the list of studies in docs/evidence.md.
 
-All numbers are from model_cards/results, to which `python -m scripts.publish` adds studies.
+Each study has a page model_cards/study_*.md, and each comparison has a page model_cards/compare_*.md. All numbers are
+from model_cards/results, to which `python -m scripts.publish` adds studies.
 """
 from dataclasses import replace
 from functools import cache
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from timm_ortho.lab.costs import report as cost_report
-from timm_ortho.lab.planning.design import COST_STUDIES, shipped
+from timm_ortho.lab.planning.design import COST_STUDIES, load, shipped
 from timm_ortho.lab.reporting.page import Block, Code, Heading, Picture, Text, markdown
 from timm_ortho.lab.reporting.published import STUDY, read
 from timm_ortho.lab.reporting.report import Part, document
@@ -28,7 +29,15 @@ def folders(kind: str = "studies") -> list[Path]:
 
 @cache
 def study_of(folder: Path) -> dict[str, Any]:
-    return read(folder)[0]
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[Any, Any, Any]:
+    """Read a published folder. A study of this package gets its present title, which may be newer than the runs."""
+    study, runs, recorded = read(folder)
+    if study["name"] in shipped():
+        study = {**study, "title": load(study["name"], "smoke").title}
+    return study, runs, recorded
 
 
 def trains(folder: Path) -> bool:
@@ -38,7 +47,7 @@ def trains(folder: Path) -> bool:
 
 @cache
 def part(folder: Path) -> Part:
-    study, runs, recorded = read(folder)
+    study, runs, recorded = _read(folder)
     return Part.of(study, runs, [], recorded)
 
 
@@ -77,7 +86,7 @@ def blocks(page: Path, folder: Path) -> list[Block]:
     where = f"results/{folder.parent.name}/{folder.name}"
     kept: list[Block] = []
     heading = ""
-    study, rows, _ = read(folder)
+    study, rows, _ = _read(folder)
     whole = document([part(folder)]) if trains(folder) else cost_report.blocks(study, rows)
     for block in whole:
         if isinstance(block, Heading):

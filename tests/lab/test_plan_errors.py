@@ -93,7 +93,7 @@ def test_bad_commands(arguments, message, tmp_path, monkeypatch, capsys):
     (dict(model="vit_smal"), r"no orthogonal variant of 'vit_smal'; did you mean 'vit_small'"),
     (dict(model_kwargs={"depht": 2}), r"vit_small_ortho with connection 'linear': .*depht"),
     (dict(model_kwargs={"act_layer": "gleu"}), "vit_small_ortho with connection 'linear': unknown name 'gleu'"),
-    (dict(model_kwargs={"connection_eps": 0}), r"eps must be positive"),
+    (dict(model_kwargs={"connection_eps": 0}), r"eps must be in"),
     (dict(model_kwargs={"connection": "feature"}), r"use --connections of timm-ortho compare, or the key conn"),
     (dict(connections=["linear", "featur"]),
      r"unknown connection 'featur', known are 'linear', .* did you mean 'feature'"),

@@ -187,7 +187,7 @@ def test_decisions(runs, only_study, values, claims, equivalent, expected):
 
 
 @pytest.mark.parametrize(("of_interest", "expected"), [
-    (0.4, ""), (3.0, "below the 3-point threshold of interest")])
+    (0.4, ""), (3.0, "but smaller than 3 points, the smallest difference of interest")])
 def test_a_confirmed_difference_below_the_threshold_of_interest_is_marked(runs, only_study, of_interest, expected):
     runs("study", {("linear",): [0.0] * 5, ("feature",): HIGHER})
     run = hypotheses.Hypothesis("H3", "", contrast(contrasts.difference()), of_interest=of_interest)

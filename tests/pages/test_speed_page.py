@@ -94,17 +94,17 @@ def test_the_opening_of_speed_has_the_ranges_of_the_rows(tmp_path):
         dict(what="launch", model="vit_small", shape="1x3x32x32", step="training", candidate="ortho",
              ratio_p50="1.2", appendix_ratio_p50="0.9")])
     text = " ".join(speed.opening(speed.rows_of(tmp_path)).split())
-    assert "For ViT-S, the change is +30 % in eager mode and -2 % under `torch.compile`. " in text
-    assert "For ResNetV2-50, the change is +7 to +10 % in eager mode." in text
-    assert "connections, 0.90 times as long as" in text
-    assert "and 1.20 times as long as" in text
+    assert "For ViT-S (`vit_small`), the change is +30 % in eager mode and -2 % under `torch.compile`. " in text
+    assert "For ResNetV2-50 (`resnetv2_50`), the change is +7 to +10 % in eager mode." in text
+    assert "takes 1.20 times as long with orthogonal connections as with plain addition. " in text
+    assert "It takes 0.90 times as long as with the code of the paper's Appendix F." in text
     assert text.endswith("On a GPU: not measured.")
 
 
 def test_duplicate_rows_are_an_error(tmp_path):
     for name in ("bench_a.csv", "bench_b.csv"):
         fake_csv(tmp_path, name, [model_row("training", "eager", 1.3)])
-    with pytest.raises(SystemExit, match="2 rows of vit_small are the same measurement"):
+    with pytest.raises(SystemExit, match="2 rows of vit_small measure the same case"):
         speed.section(speed.rows_of(tmp_path))
 
 
