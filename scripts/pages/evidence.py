@@ -128,11 +128,11 @@ DATA = {"C2": "Tiny ImageNet", "C1": "CIFAR-10", "H1": "Fashion-MNIST"}  # data 
 
 
 def accuracies(contrast: Contrast) -> str:
-    """Return the number of pairs and of epochs, and the accuracy of linear and of F."""
+    """Return the number of pairs of runs and of epochs, and the accuracy of linear and of F, in words."""
     linear, feature = (fmean(top1(run) for run in contrast.runs if run["connection"] == connection)
                        for connection in ("linear", "feature"))
-    return (f"{contrast.seeds} pairs of {len(contrast.runs[0]['history'])} epochs, linear {linear:.2f} %, "
-            f"F {feature:.2f} %")
+    return (f"{contrast.seeds} pairs of runs of {len(contrast.runs[0]['history'])} epochs, with a mean accuracy of "
+            f"{linear:.2f} % for linear and {feature:.2f} % for F")
 
 
 def slower(contrast: Contrast) -> float:
@@ -153,15 +153,17 @@ def answers() -> dict[str, str]:
     """Return the summary for the evidence page and README, as a dict from subjects to answers in Markdown."""
     family = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
     vits, h1, h2 = [family[name] for name in DATA], family["H1"], family["H2"]
+    measured = [row for row in vits if row["hypothesis"].is_run]
     of_data = _listed(
-        f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']}; "
-        f"{accuracies(row['hypothesis'].contrast)})" for row in vits if row["hypothesis"].is_run)
+        f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
+        for row in measured)
+    of_runs = "".join(f" {row['hypothesis'].name} has {accuracies(row['hypothesis'].contrast)}." for row in measured)
     missing = "".join(f" {DATA[row['hypothesis'].name]} is not yet measured ({row['hypothesis'].name})."
                       for row in vits if not row["hypothesis"].is_run)
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     sweeps = [Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
-        "ViTs": f"{verdict(vits, f' F − linear is {of_data}.{missing}')} In H1, training with "
+        "ViTs": f"{verdict(vits, f' F − linear is {of_data}.{of_runs}{missing}')} In H1, training with "
                 f"F took {slower(h1['hypothesis'].contrast):.0f} % longer than with linear, on two CPU cores.",
         "ResNets": f"expect little gain. F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18, at a "
                    f"learning rate that was not tuned), and {RESNET.of_paper} in the paper.",
@@ -175,15 +177,15 @@ def answers() -> dict[str, str]:
 
 
 def lead(sweeps: Sequence[Sweep]) -> str:
-    """Return a sentence with the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
+    """Return two sentences with the rates at which F − linear is significant, on digits and on Fashion-MNIST."""
     def at(sign: int) -> str:
         times = [" and ".join(f"{rate / of.best:.2g}" for rate in of.significant(sign)) for of in sweeps]
         return "at no rate" if not any(times) else "only " * all(times) + " and ".join(
             f"at {of} times linear's best rate on {data}" if of else f"at no rate on {data}"
             for of, data in zip(times, ("digits", "Fashion-MNIST"), strict=True))
 
-    return (f"With Holm's adjustment within each study, F is significantly more accurate {at(1)}, "
-            f"and less accurate {at(-1)}.")
+    return (f"With Holm's adjustment within each study, F is significantly more accurate {at(1)}. "
+            f"F is significantly less accurate {at(-1)}.")
 
 
 def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, Difference]:
@@ -225,8 +227,8 @@ def untested() -> list[str]:
                   for run in studies.part(folder).runs)
     width = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")["width"]
     wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"ViTs of the paper's width ({width:g})"]
-    return ["the paper's augmentation (RandAugment, MixUp, CutMix)", f"more than {longest} epochs (300 in the paper)",
-            *wide]
+    return ["the paper's augmentation (RandAugment, MixUp, CutMix)",
+            f"runs of more than {longest} epochs (300 in the paper)", *wide]
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -342,7 +344,7 @@ def text(history: Mapping[str, Any]) -> str:
 
 def readme() -> str:
     """Return the summary as a Markdown list for README."""
-    return "\n".join(textwrap.fill(f"* **{what}**: {answer}", 120, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(textwrap.fill(f"* **{what}**: {answer}", 130, subsequent_indent="  ", break_on_hyphens=False)
                      for what, answer in answers().items())
 
 

@@ -361,9 +361,9 @@ def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
     assert (other.significant(1), other.significant(-1)) == ([], [5e-4])
     assert other.up_to_best().endswith(", significant at 0.0005")
     sentence = evidence.lead([result, other])
-    assert "more accurate at 4 times linear's best rate on digits and at no rate on Fashion-MNIST, " in sentence
+    assert "more accurate at 4 times linear's best rate on digits and at no rate on Fashion-MNIST. " in sentence
     assert "less accurate at no rate on digits and at 0.5 times linear's best rate on Fashion-MNIST." in sentence
-    assert evidence.lead([result, result]).endswith("and less accurate at no rate.")
+    assert evidence.lead([result, result]).endswith("F is significantly less accurate at no rate.")
 
 
 def test_significant_rates_match_the_reports():
