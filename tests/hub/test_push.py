@@ -148,7 +148,7 @@ def test_an_interrupted_first_upload_leaves_nothing_that_loads(server, client):
     server.fail("cut", "/commit/", after=100)
     broken = client.run("hub.push(tiny(), 'me/model')")
     assert broken.error.startswith("PublishError: the upload was interrupted (RemoteProtocolError: ")
-    assert broken.error.endswith("); me/model is unchanged; push again to complete it")
+    assert broken.error.endswith("); the files of me/model are unchanged; push again to complete it")
     assert server.files("me/model").keys() == {".gitattributes"}
     assert client.run("pull('me/model')").error is not None
     server.heal()
@@ -167,12 +167,13 @@ def test_the_client_repeats_an_upload_that_was_cut(server, client):
 FAILURES = {
     401: "the Hub does not accept the token (401 from {}); log in with another account (`hf auth login`)",
     403: "the Hub gives the token no write access to me/model (403 from {}); use a token with write access, or propose",
-    404: "the Hub has no repository me/model that the token can read, or no such revision (404 from {}); check both",
+    404: "the Hub has no repository me/model that the token can read, or the repository has no such revision "
+         "(404 from {}); check the names",
     409: "the Hub reports another write to me/model (409 from {}); repeat the command",
     429: "the Hub limits the rate of requests (429 from {}); try again in 60 s, or log in with another account",
     500: "the Hub failed (500 from {}); try again later, see https://status.huggingface.co",
     503: "the Hub failed (503 from {}); try again later, see https://status.huggingface.co",
-    "silence": "{} does not answer within 7 s; try again later, or check the network",
+    "silence": "{} does not answer in time; try again later, or check the network",
     "cut": "{} cannot be reached (RemoteProtocolError: ",
 }
 

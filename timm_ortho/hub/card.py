@@ -63,7 +63,7 @@ class Subject:
         license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
         base_model: Repository of the weights that training started with.
         about: Markdown below the summary, for example on the origin of the weights.
-        limits: Sentences for the section "Limits", before the sentences that are derived from the run.
+        limits: Sentences for the section "Limits", before those that `model_card` adds.
         dataset: A key of `DATASETS`, if there is no run.
         tags: Additional tags.
         imports: Lines of code after `import timm_ortho` that register the author's classes.
@@ -199,7 +199,7 @@ def _eval_results(run: Run, title: str, dataset: str) -> Iterator[EvalResult]:
 
 
 def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
-    """Return the title of the data set and its id on the Hub."""
+    """Return the title of the data set and its id on the Hub, or None if it has no known id."""
     if not run and subject.dataset:
         known_name("data set", subject.dataset, DATASETS)
     options = run.options if run else {"dataset": subject.dataset}
@@ -211,9 +211,9 @@ def _dataset(subject: Subject, run: Optional[Run]) -> tuple[str, Optional[str]]:
 
 
 def _images(subject: Subject, run: Optional[Run], key: str) -> str:
-    """Return the title of the data set, and the number of its images if the option `key` limits it."""
+    """Return the title of the data set. If the option `key` limits how many images are used, the number precedes it."""
     title = _dataset(subject, run)[0]
-    applies = run and (run.result.get("trainer", "train.py") != "train.py")  # timm's train.py ignores this option
+    applies = run and (run.result.get("trainer", "train.py") != "train.py")  # train.py may use all images
     return f"{run.options[key]:,} images of {title}" if applies and run.options.get(key) else title
 
 
@@ -316,7 +316,7 @@ def _recipe(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _yaml(options: Mapping[str, Any]) -> str:
     shown = {key: Path(value).name if key in _PATHS and isinstance(value, str) else value
              for key, value in options.items()}
-    plain = json.loads(json.dumps(shown, default=str))  # types that YAML does not have become text
+    plain = json.loads(json.dumps(shown, default=str))  # JSON's types only; a path or a date becomes text
     return yaml.safe_dump(plain, default_flow_style=None, width=100).strip()
 
 
@@ -333,7 +333,10 @@ def made_with(result: Mapping[str, Any]) -> str:
 
 
 def _without_folders(command: str) -> str:
-    """Return a command with only the last part of each absolute path, including paths after `=`."""
+    """Return a command in which each absolute path, also after `=`, and the program are shortened to their last part.
+
+    The program `__main__.py` becomes `timm-ortho`.
+    """
     program, *words = shlex.split(command)
     split = [word.rpartition("=") for word in words]
     words = ["".join([*before, Path(value).name if Path(value).is_absolute() else value]) for *before, value in split]

@@ -1,7 +1,7 @@
 """Publish models on the Hugging Face Hub.
 
-All files are uploaded in one commit. An interrupted upload leaves the repository unchanged, and a repeated call uploads
-only the missing files.
+All files are uploaded in one commit. An interrupted upload changes no file of the repository, and a repeated call
+uploads only the missing files.
 """
 from collections.abc import Sequence
 from functools import partial
@@ -38,16 +38,17 @@ def push(
     'https://huggingface.co/me/my-model/commit/...'
 
     Args:
-        model: A classifier from `timm.create_model`, optionally changed by `connect`; or the path of a checkpoint or of
-            one run's folder, written by `timm-ortho compare`, `timm-ortho study` or timm's `train.py`. Only the card of
-            a run contains metrics, which are read from the run's files.
+        model: A classifier from `timm.create_model`, also after `connect`. Or a path: a checkpoint or the folder of one
+            run of `timm-ortho compare`, `timm-ortho study` or timm's `train.py`. Only the card of a run contains
+            metrics, which are read from the run's files.
         repo_id: `owner/name`.
         ema: Publish the EMA weights of the run.
         labels: Names of the classes. None: names from the run or its data set; for a module, from its `pretrained_cfg`.
         license: License identifier of the Hub (`apache-2.0`). None: the card names no license.
         private: Whether a new repository is private. None: the default of the owner's account.
-        revision: Branch, created if it does not exist and `create_pr` is False. None: main.
-        create_pr: Open a pull request instead of committing. The branch `revision` must exist.
+        revision: Branch to commit to. A missing branch is created. None: main.
+        create_pr: Open a pull request to the branch `revision` instead of committing. In this case, a missing branch is
+            not created.
         commit_message: Title of the commit.
         token: Token for the Hub. None: the token of `hf auth login` or HF_TOKEN. False: no token.
 
@@ -71,7 +72,8 @@ def push(
                            "name; nothing was uploaded")
     with TemporaryDirectory() as folder:
         publication.write(Path(folder), labels=labels, license=license, revision=revision, token=secret)
-        interrupted = f"the upload was interrupted ({{cause}}); {repo_id} is unchanged; push again to complete it"
+        interrupted = (f"the upload was interrupted ({{cause}}); the files of {repo_id} are unchanged; push again to "
+                       "complete it")
         with as_publish_error(if_interrupted=interrupted):
             api.create_repo(repo_id, private=private, exist_ok=True)
             if revision is not None and not create_pr and not revision.startswith("refs/"):

@@ -103,8 +103,8 @@ class Publication:
         model: A copy of the model on the CPU, in evaluation mode.
         repo_id: `owner/name` of the repository.
         run: The run that trained the model; None if a module is published.
-        initial: `hf_hub_id` and `license` of the pretrained weights that training started with; empty
-            for random weights.
+        initial: The pretrained_cfg of the weights that training started with, for its keys `hf_hub_id` and `license`;
+            empty for random weights.
     """
 
     model: nn.Module
@@ -162,10 +162,13 @@ class Publication:
         return card
 
     def _save(self, folder: Path, labels: Optional[Sequence[str]], license: Optional[str]) -> dict[str, Any]:
-        """Save weights and config.json as timm does, correct the arguments in config.json, and return its content."""
+        """Save weights and config.json as timm does, correct the arguments in config.json, and return its values.
+
+        In the file, the name of a variant ends in the tag IMPORT_TAG. In the returned values, it has no tag.
+        """
         connection = _connection_arguments(self.model)
         arguments = {**creation_arguments(self.model), **current_arguments(self.model)}
-        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # `connection` sets them below
+        arguments.update(dict.fromkeys(filter(is_variant_argument, arguments)))  # replaced by `connection` below
         names = _labels(self.model, self.run, labels)
         self.model.pretrained_cfg = _pretrained_cfg(
             self.model, self.run, _architecture(self.model, connection), license)
@@ -210,8 +213,8 @@ def _detached(model: nn.Module) -> nn.Module:
     """Return a contiguous copy on the CPU in evaluation mode, without the wrappers of DDP and torch.compile."""
     bare = unwrap_model(model)
     if any(isinstance(module, ChangeOfBasis) for module in bare.modules()):
-        raise PublishError("the model was rewritten by timm_ortho.absorb or diagonalise, which no arguments of a "
-                           "variant reproduce: publish the original model")
+        raise PublishError("timm_ortho.absorb or diagonalise rewrote the model, and config.json cannot store this "
+                           "change: publish the original model")
     if not isinstance(getattr(bare, "pretrained_cfg", None), Mapping) or not hasattr(bare, "num_classes"):
         raise PublishError(f"{type(bare).__name__} is not a classifier of timm.create_model: it has no pretrained_cfg "
                            "or no num_classes, which config.json needs")
@@ -258,7 +261,7 @@ def run_model(run: CheckpointRun, name: Optional[str] = None, **overrides: Any) 
 
 
 def _connection_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a variant that give a model its connections; empty for a model without connections."""
+    """Return the arguments with which a variant has the connections of a model; empty without connections."""
     try:
         arguments = connection_arguments(model)
     except ValueError as error:
@@ -273,7 +276,7 @@ def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
     name = model.pretrained_cfg.get("architecture")
     if not name or not is_model(name):
         raise PublishError(f"the architecture '{name}' is not registered with timm, so the published model could not "
-                           "be loaded: create it with timm.create_model")
+                           "be loaded: create a registered model with timm.create_model")
     if is_variant(name) or not connection:
         return name
     if not is_model(f"{name}_ortho"):
@@ -284,11 +287,14 @@ def _architecture(model: nn.Module, connection: Mapping[str, Any]) -> str:
 
 # -------------------------------------------------------------------------------------------- config.json
 def _imports(run: Optional[Run], config: Mapping[str, Any]) -> Iterator[str]:
-    """Return lines of code that register the architecture and the connection, unless timm_ortho registers them."""
+    """Return lines of code that register the architecture and the connection, unless timm or timm_ortho does.
+
+    If the module with the author's code is unknown or is `__main__`, the line is a comment in place of an import.
+    """
     own = [module for module in (run and run.options.get("device_modules")) or () if module != "timm_ortho"]
     connection = config["model_args"].get("connection", "linear")
     make = CONNECTIONS[connection]
-    made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # a partial has no module
+    made_in = make.__module__ if isinstance(make, (type, FunctionType)) else "__main__"  # functools for a partial
     for module in own or dict.fromkeys((model_entrypoint(config["architecture"]).__module__, made_in)):
         if module == "__main__":
             yield f"# run here the author's code that registers the connection '{connection}'"

@@ -3,7 +3,10 @@
 | run of | options | metrics |
 | --- | --- | --- |
 | timm's `train.py` | `args.yaml`, or `args` in the checkpoint | `summary.csv` |
-| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv` and `result.json`, also of runs with other seeds |
+| `timm-ortho compare`, `study` | `args.yaml` | `summary.csv`, `result.json`, and the files named below |
+
+For a run of `compare` or `study`, these files are read too: `result.json` and `run.yaml` of the runs with other seeds,
+and the study's `study.yaml` and `results.json`.
 
 With `--model-ema` all these commands evaluate the EMA weights, so the metrics do not apply to the plain weights. With
 `--model-ema-force-cpu` they evaluate the plain weights.
@@ -41,7 +44,8 @@ class Run:
         peers: Top-1 in percent after the last epoch, by seed, for all finished runs that differ only in the seed.
         comparison: Rows of the table of `timm-ortho compare`; empty if the run is not part of a comparison.
         study: The key `study` of the `study.yaml` beside the run's folder; empty for `train.py`.
-        epoch: Epoch after which the weights were saved; None without weights.
+        epoch: Epoch at whose end the weights were saved, or the epoch in which `in_mid_epoch` weights were saved; None
+            without weights.
         in_mid_epoch: Whether the weights were saved before the end of that epoch (`--recovery-interval` of `train.py`).
         ema: Whether the weights are the EMA weights.
     """
@@ -98,7 +102,7 @@ class CheckpointRun(Run):
     """A run with its weights.
 
     Args:
-        path: A checkpoint, or the folder of one run, whose last checkpoint is used.
+        path: A checkpoint, or the folder of one run. `checkpoint_file` selects a checkpoint in a folder.
         ema: Whether to use the EMA weights.
 
     Attributes:
@@ -106,7 +110,7 @@ class CheckpointRun(Run):
         state_dict: The weights.
 
     Raises:
-        PublishError: There is no checkpoint, the run is not finished, or it has no EMA weights.
+        PublishError: There is no checkpoint, a run of `compare` or `study` is unfinished, or there are no EMA weights.
     """
 
     def __init__(self, path: Path, ema: bool = False) -> None:
@@ -128,7 +132,7 @@ class CheckpointRun(Run):
 
 # -------------------------------------------------------------------------------------------- the files
 def checkpoint_file(path: Path) -> Path:
-    """Return the checkpoint at a path, or the last checkpoint in the folder of a run.
+    """Return the checkpoint at a path. For a run's folder, return its last checkpoint, or else its best.
 
     Raises:
         PublishError: There is no checkpoint.

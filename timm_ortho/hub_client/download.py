@@ -66,9 +66,10 @@ def _download(hf_hub_id: str, filename: str, cache_dir: CacheDir) -> Path:
     repo_id, revision = split_revision(hf_hub_id)
     source = f"hf-hub:{hf_hub_id}: {filename}"
     if constants.HF_HUB_OFFLINE:
+        command = f"hf download {repo_id} {filename}" + (f" --revision {revision}" if revision else "")
         raise WeightsError(
             f"{source} is not in the cache, and HF_HUB_OFFLINE forbids downloads; unset it, or run "
-            f"`hf download {repo_id} {filename}` on a machine with a network and copy the cache here")
+            f"`{command}` on a machine with a network and copy the cache here")
     prefix = f"{source} cannot be downloaded: "
     if_absent = "; pickles, such as pytorch_model.bin, are never read" if filename.endswith(".safetensors") else ""
     as_weights_error = partial(

@@ -47,7 +47,7 @@ def check_repo_id(repo_id: str, error_class: Type[Exception], hint: str = "") ->
 
 
 def with_timeout(function: Callable[[], T]) -> T:
-    """Return ``function()``, or raise a TimeoutError after TOTAL_TIMEOUT, which also limits the DNS lookup."""
+    """Return ``function()``, or raise concurrent.futures.TimeoutError after TOTAL_TIMEOUT, even in a DNS lookup."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -72,7 +72,7 @@ def client_errors_as(
         if_interrupted: str = "",
         token: Optional[str] = None,
 ) -> Iterator[None]:
-    """Raise any error of huggingface_hub as ``error_class``, in one line with its cause.
+    """Raise any error of the block as ``error_class``, in one line with its cause.
 
     Args:
         error_class: The class to raise.
@@ -101,7 +101,8 @@ def client_errors_as(
 _REFUSALS = {
     401: ("does not accept {who}", "{log_in} and unset HF_TOKEN, or set it to a token with {access} access"),
     403: ("gives {who} no {access} access to {repo}", "use a token with {access} access{instead}"),
-    404: ("has no repository {repo} that {who} can read, or no such revision", "check both names"),
+    404: ("has no repository {repo} that {who} can read, or the repository has no such revision",
+          "check the names of the repository and the revision"),
     409: ("reports another write to {repo}", "repeat the command"),
     429: ("limits the rate of requests", "try again {when}, or {log_in} for a higher limit"),
     500: ("failed", "try again later, see https://status.huggingface.co"),
@@ -139,7 +140,7 @@ def _connection_failure(chain: List[BaseException], if_interrupted: str) -> str:
     if if_interrupted and (is_network or "Consistency check failed" in cause):
         return if_interrupted.format(cause=cause)
     if "Timeout" in names:
-        return f"{constants.ENDPOINT} does not answer within {TOTAL_TIMEOUT:g} s; try again later, or check the network"
+        return f"{constants.ENDPOINT} does not answer in time; try again later, or check the network"
     if is_network:
         return f"{constants.ENDPOINT} cannot be reached ({cause}); check the network, the proxy and HF_ENDPOINT"
     return cause
