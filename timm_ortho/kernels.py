@@ -8,8 +8,11 @@ Memory traffic for a stream of S bytes (k S means k tensors of that size):
 | | forward | backward |
 | --- | --- | --- |
 | lower bound: read every input once, write every result once | 3 S, like ``x + f`` | 5 S: g, x, y (or f), 2 gradients |
-| one tile contains the projection (``feature``) | 3 S | 5 S |
-| a projection is larger than a tile (``global``) | 5 S: x and f are read again after the sums | 7 S |
+| a tile contains the whole projection (``feature`` of up to 512 channels in NCHW, 8192 elsewhere) | 3 S | 5 S |
+| a projection is larger than a tile (``global``) | 5 S: x, f again after the sums | 7 S; 8 S with learned weights |
+
+A projection here is the set of elements that one inner product sums over. A tile is the set of elements that a program
+loads at once.
 
 Tensors are viewed as ``[outer, width, inner]``, and each projection sums over ``width`` (:mod:`timm_ortho._views`).
 Contiguous NCHW is not transposed: a program reads several of the ``inner`` pixels at once.
@@ -30,12 +33,12 @@ from .backends import accumulate_in
 
 Weight = Union[float, Tensor]
 
-TILE = 4096  # elements of each tensor in a tile, which a program loads at once; up to 8192 in long rows and columns
-LONGEST_ROW = 8192  # longest row (adjacent elements) that one program reads; longer rows are split into pieces
+TILE = 4096  # elements of each tensor in a tile; 8192 if a whole row or column then fits
+LONGEST_ROW = 8192  # longest row (adjacent elements) in one tile; longer rows are split into pieces
 LONGEST_COLUMN = 512  # longest column (channels of a pixel in NCHW) in one tile; longer columns are read twice
 PIXELS = 16  # smallest number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
-PER_THREAD = 16  # elements of each tensor per thread: two (16 bits) or four (32 bits) loads of 16 bytes
-MOST_PIECES = 1024  # limit on the pieces of a row; one program adds their sums in one step
+PER_THREAD = 16  # elements of each tensor per thread: two 16-byte loads in half precision, four in float32
+MOST_PIECES = 1024  # most pieces of a row; every program of the row adds the sums of all pieces in one step
 
 
 # --------------------------------------------------------------------------------------- the formula, in Triton
@@ -83,9 +86,9 @@ def tile_index(
 ):
     """Return the position of this program.
 
-    The position consists of the offset of the program's first element, the number of its first projection, the indices
-    of its projections relative to the first projection, whether each projection exists, and the index and width of its
-    piece.
+    Returns:
+        The offset of the program's first element, the index of its first projection, the indices of its projections
+        counted from this first one, whether each of them exists, the index of its piece, and the width of the piece.
     """
     program = tl.program_id(0)
     if REVERSED:  # begin with the elements that the previous kernel read last: they are still in the cache
@@ -116,7 +119,7 @@ def _sums(
         p_ptr, q_ptr, r_ptr, p, valid, step_p, step_w, width,
         SAME: tl.constexpr, BOTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, ACC: tl.constexpr,
 ):
-    """Return ``<p, r>`` and, if BOTH, ``<q, r>`` over ``width`` elements. SAME means that p and r are one tensor."""
+    """Return ``<p, r>`` and, if BOTH, ``<q, r>`` over ``width`` elements. SAME: p_ptr equals r_ptr."""
     pr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     qr = tl.zeros([BLOCK_P, BLOCK_W], ACC)
     for begin in range(0, width, BLOCK_W):
@@ -191,7 +194,7 @@ def _update_kernel(
         xx, xf = _sums(x_ptr, f_ptr, x_ptr, p, valid, step_p, step_w, width, True, True, BLOCK_P, BLOCK_W, ACC)
     n = xx + tl.full([], eps, ACC)
     s = xf / n
-    if STORE:  # noqa: SIM102 evaluated at compile time; the inner condition is evaluated at run time
+    if STORE:  # noqa: SIM102 STORE is known at compile time, the inner condition at run time
         if piece == 0:
             tl.store(s_ptr + projection + p, s, mask=valid)
             tl.store(n_ptr + projection + p, n, mask=valid)
@@ -240,7 +243,7 @@ def _gradients_kernel(
         xg = _total(xg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
         if FOR_WEIGHTS:
             fg = _total(fg_parts_ptr, projection, p, valid, pieces, BLOCK_P, BLOCK_PIECES)
-    else:  # if FOR_WEIGHTS, `kept_ptr` contains f
+    else:  # FOR_WEIGHTS excludes RECOVER, so `kept_ptr` contains f
         xg, fg = _sums(
             x_ptr, kept_ptr, g_ptr, p, valid, step_p, step_w, width, False, FOR_WEIGHTS, BLOCK_P, BLOCK_W, ACC)
     if FOR_WEIGHTS:  # noqa: SIM102 as in _update_kernel
