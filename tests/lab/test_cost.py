@@ -10,7 +10,7 @@ from timm_ortho.lab.costs import measure as cost
 from timm_ortho.runs.provenance import device_name
 
 
-# ----------------------------------------------------------------------- FLOPs of a block (the paper's Table 1a)
+# ---------------------------------------------------------------------- FLOPs of modules (the paper's Table 1a)
 @pytest.mark.parametrize(("model", "arguments", "s", "d"), [
     ("vit_small", {}, 197, 384),
     ("vit_small", {"img_size": 32, "patch_size": 4}, 65, 384),

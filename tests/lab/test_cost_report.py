@@ -91,7 +91,7 @@ def test_overhead_beside_table_1b(tmp_path):
 
 def test_flops_and_gamma_beside_their_tables(tmp_path):
     text = write(study_of("parameters"), ROWS["parameters"], [], tmp_path)
-    found, column = side_by_side(tmp_path), "FLOPs of a block of ViT-S, s = 10, d = 4"
+    found, column = side_by_side(tmp_path), "FLOPs of module and connection in ViT-S, s = 10, d = 4"
     assert found[("Attention", "Orthogonal, the paper's algorithm"), column] == (
         "8sd² + 4s²d + sd + 6sd + 2s = 3,180", "3,180")
     assert found[("Attention", "Orthogonal-F, this package"), column] == ("not in the paper", "3,210")

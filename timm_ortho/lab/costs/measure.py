@@ -171,7 +171,8 @@ def parameter_table(models: Sequence[str], **arguments: Any) -> list[Row]:
 
     Returns:
         A row for each model with each connection. ``branches`` and ``updates`` are the FLOPs of all sites for one
-        image. Columns that begin with ``extra_`` are differences from the same model with linear connections.
+        image. ``extra_parameters`` and ``extra_flops`` are differences from the same model with linear
+        connections. ``extra_percent`` is ``extra_flops`` in percent of all FLOPs of that linear model.
     """
     table = []
     for name in models:

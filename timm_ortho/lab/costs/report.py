@@ -6,8 +6,7 @@ key `runs`. These functions measure the rows of each table:
 | table | functions |
 | --- | --- |
 | `overhead` (Table 1b) | `measure.overhead` |
-| `parameters` (Table 1a) | `measure.flop_table` for each transformer, then `measure.parameter_table`. Rows with
-  the key `module` come from `flop_table` |
+| `parameters` (Table 1a) | `measure.flop_table` (rows with the key `module`), then `measure.parameter_table` |
 | `gamma` (Table 11) | `measure.gamma_table` |
 """
 from pathlib import Path
@@ -95,7 +94,7 @@ def title(study: Mapping[str, Any]) -> str:
 
 
 def _about(study: Mapping[str, Any]) -> str:
-    return f"Study “{study['name']}” at scale “{study['scale']}” trains no network."
+    return f"Costs “{study['name']}” at scale “{study['scale']}”, measured on untrained models."
 
 
 def blocks(study: Mapping[str, Any], rows: Sequence[measure.Row]) -> list[Block]:

@@ -35,7 +35,11 @@ def content(name: str, rows: Sequence[Row]) -> Content:
 
 
 def _model(label: str) -> str:
-    """Return the paper's name of a model and its arguments, except `img_size`: `vit_small(img_size=64)` is `ViT-S`."""
+    """Return the paper's name of a model, with the model's arguments in brackets. `img_size` is left out.
+
+    >>> _model("vit_small(img_size=64, depth=2)")
+    'ViT-S (depth=2)'
+    """
     model, _, arguments = label.partition("(")
     name = paper.name("model", paper.architecture(model) or model)
     others = [argument for argument in arguments.rstrip(")").split(", ") if argument.partition("=")[0] != "img_size"]
@@ -92,7 +96,7 @@ _WHOLE = ("sites", "parameters", "extra_parameters", "branches", "updates", "ext
 def _parameters(rows: Sequence[Row]) -> Content:
     blocks, whole = ([row for row in rows if ("module" in row) is of_block] for of_block in (True, False))
     extras = [Extra(
-        "FLOPs that an orthogonal connection adds to a block",
+        "FLOPs that an orthogonal connection adds to one residual addition",
         "The counted number is the FLOPs of the update minus the FLOPs of the addition. The paper "
         "gives 6sd + 2s for s tokens of width d.",
         Table(["model", "branch", "connection", "s", "d", "counted", "6sd + 2s"], [
@@ -117,7 +121,7 @@ def _parameters(rows: Sequence[Row]) -> Content:
 
 def _flop_position(row: Row) -> Position:
     return ((_MODULES.get(row["module"], row["module"]), _FORMS[row["connection"]]),
-            (f"FLOPs of a block of {_model(row['model'])}, s = {row['tokens']}, d = {row['width']}",))
+            (f"FLOPs of module and connection in {_model(row['model'])}, s = {row['tokens']}, d = {row['width']}",))
 
 
 def _formula(row: Row) -> str:
