@@ -29,8 +29,8 @@ Size = tuple[list[int], str]  # height and width of the model's images, and wher
 def check(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
     """Check the data set and the models of a request.
 
-    A variant is one setting of the study with one connection. Options that follow from the data set, such as
-    `num_classes`, are set in place in the variants.
+    A variant is one cell of the study's grid with one connection, or with the two connections of a `switch`. Options
+    that follow from the data set, such as `num_classes`, are set in place in the variants.
 
     Returns:
         The opened data set, and the image size of each variant. The data set is None if only `train.py` opens it.
@@ -51,9 +51,13 @@ def _check_for_lab(request: Request, variants: Sequence[Variant]) -> tuple[Sourc
 
 
 def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Optional[Source], list[Size]]:
-    """Check that the user's `train.py` has all requested options. An image folder is checked if this machine has it."""
+    """Check that the user's `train.py` has all requested options.
+
+    The data set is opened, and thereby checked, if it is an image folder on this machine or `num_classes` is not set.
+    """
     if request.train_py is None:
-        raise LabError("scale paper trains with timm's train.py: add --train-py FILE, or set TIMM_DIR to its folder")
+        raise LabError("scale 'paper' needs timm's train.py: add --train-py FILE, or set TIMM_DIR to the "
+                       "folder of train.py")
     parser = recipe.of_script(request.train_py)
     defaults = vars(parser.parse_args([]))
     if request.design.hold_out:
@@ -65,7 +69,7 @@ def _check_for_script(request: Request, variants: Sequence[Variant]) -> tuple[Op
     if ignored:
         print(f"timm-ortho: train.py uses {' and '.join(ignored)} for streamed data sets only, and takes all "
               f"images of '{dataset or first.data_dir}'", file=sys.stderr)
-    unknown = first.num_classes is None  # then count the classes of the data set; the paper's recipes set num_classes
+    unknown = first.num_classes is None  # open the data set to count its classes; the paper's recipes set num_classes
     if unknown or is_here(first):
         source = open_source(Namespace(**{**vars(first), **ignored}))
         for options in (variant.options for variant in variants):

@@ -10,29 +10,32 @@ a quick test, `small` is for one machine, and `paper` is the experiment of the p
 | `title` | the question that the study answers |
 | `paper` | the paper's table or figure, such as `Table 4`; empty by default |
 | `table` | key of this table or figure in `paper.json` or `skips.json`; empty by default |
-| `model` | architecture, without the suffix `_ortho`; `vit_small` by default, and the recipe's model if empty. The
-  recipe's `model_kwargs`, `img_size` and `input_size` apply only to the recipe's model |
-| `recipe` | recipe that sets the defaults of the options, also of `dataset`, or `paper` for the paper's recipe of each
-  model and data set. The default is `digits` for the data set `digits`, and `small_images` for all other data sets |
+| `model` | architecture, without the suffix `_ortho`; `vit_small` without this key. The empty text '' selects the
+  recipe's model. The recipe's `model_kwargs`, `img_size` and `input_size` apply only to the recipe's model |
+| `recipe` | name or file of the recipe, which sets the defaults of the options and of `dataset`. `paper` selects the
+  paper's recipe for each model and data set. Without this key, the recipe is `digits` for the data set `digits`, and
+  `small_images` for all other data sets |
 | `options` | timm's options, which override the recipe's |
 | `connections` | the connections that each cell is trained with |
 | `seeds` | number of seeds |
 | `grid` | for each axis, a mapping from its values to their changes, such as `{batch: {large: {batch_size: 512}}}`. An
-  axis with the name of an option may be a list of values of this option, such as `{lr: [0.01, 0.001]}` |
+  axis with the name of the changed key may be a list of its values, such as `{lr: [0.01, 0.001]}` |
 | `baseline` | the runs that all other runs are compared with: `connection: linear`, or a value of an axis |
 | `record` | number of steps between two records of the connections, see `timm_ortho.record` |
 | `hold_out` | number of training images to validate on instead of the validation split, for choosing settings |
 | `representation` | whether to measure the model's features after training |
-| `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the first of these |
+| `paper_data` | the paper's data sets for this table. Runs on any other data set are compared with the paper's
+  runs on the first of these |
 | `report` | layout of the report's tables and plots, see `reporting.layout` |
 | `scales` | a mapping with one or more of the keys `smoke`, `small` and `paper`. Each scale may override `model`,
   `recipe`, `options`, `connections`, `seeds`, `grid` and `record`. If the `grid` of a scale contains
   an axis of the study, the axis has only the values that the scale lists |
 
-A value of an axis may change timm's options, `model`, `recipe` and `connections`. In place of `connections` it may
-set `connection`, the only connection of its cells. Its key `switch` changes the connection during training, for example
-`{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`. Keys that begin with `connection_` are
-arguments of the model. `model_kwargs` of a scale or of an axis value are added to the study's `model_kwargs`.
+A value of an axis may change `model`, `recipe`, `connections`, and all of timm's options except `seed` and `dataset`.
+In place of `connections` it may set `connection`, the only connection of its cells. Its key `switch` changes the
+connection during training, for example `{to: feature, optimizer: kept}` or `{to: feature, optimizer: reinitialised}`.
+Keys that begin with `connection_` are arguments of the model. `model_kwargs` of a scale or of an axis value are added
+to the study's `model_kwargs`.
 
 A study of this package follows further rules, which `tests/lab/test_studies.py` checks:
 
@@ -304,7 +307,8 @@ def _axis(axis: str, entry: Any) -> dict:
 
 
 def _scaled_axis(axis: str, whole: Mapping, entry: Any) -> dict:
-    if isinstance(entry, list) and all(label in [*whole] for label in entry):  # a label may be unhashable
+    # search a list, because an unhashable label in a mapping raises a TypeError
+    if isinstance(entry, list) and all(label in [*whole] for label in entry):
         return {label: whole[label] for label in entry}
     return {label: _merged(whole.get(label, {}), changes) for label, changes in _axis(axis, entry).items()}
 
@@ -312,7 +316,7 @@ def _scaled_axis(axis: str, whole: Mapping, entry: Any) -> dict:
 def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
     where = f"axis '{axis}', value '{label}'"
     if not isinstance(entry, dict):
-        raise LabError(f"{where}: the value must be a mapping from options to values, not {entry!r}")
+        raise LabError(f"{where}: its changes must be a mapping, such as {{batch_size: 512}}, not {entry!r}")
     changes: dict[str, Any] = {"options": {}}
     for key, value in entry.items():
         if key == "seed":
@@ -326,8 +330,8 @@ def _changes(axis: str, label: Any, entry: Mapping[str, Any]) -> dict:
         elif key in known_options():
             changes["options"] = _merged(changes["options"], {key: value})
         else:
-            owner, noun = (f"axis '{axis}' lists the values of an option, and a study", "option") if key == axis else (
-                where, "key")
+            owner, noun = (f"axis '{axis}' is a list, so its name must be an option: a study", "option") if (
+                key == axis) else (where, "key")
             check_names([key], [*_CELL, *known_options()], owner, noun)
     _check_types(changes, {"connections": list, "connection": str, "model": str, "recipe": str})
     return changes
@@ -361,7 +365,10 @@ def _check_types(values: Mapping[str, Any], kinds: Mapping[str, type] = _KEYS) -
 
 # ------------------------------------------------------------------------------------------------ variants
 def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, Any]:
-    """Return the arguments `switch_to` and `reinitialise` of `Variant` for a value of `switch`, {} for no switch."""
+    """Return the arguments `switch_to` and `reinitialise` of `Variant` for a value of `switch`.
+
+    Return {} for no switch, and for a switch to the same connection with the same optimizer.
+    """
     if switch is None:
         return {}
     _check_keys(switch, {"to", "optimizer"}, "switch")
@@ -373,7 +380,7 @@ def _switch(connection: str, switch: Optional[Mapping[str, str]]) -> dict[str, A
     learned = [name for name in (connection, switch["to"])
                if name in CONNECTIONS and [*create_connection(name).parameters()]]
     if learned and switch["to"] != connection:
-        raise LabError(f"a run cannot switch to or from {learned[0]}, whose parameters the other connection lacks: "
+        raise LabError(f"a run cannot switch to or from {learned[0]}, which has learned parameters: "
                        "choose connections without parameters")
     return {"switch_to": switch["to"], "reinitialise": again}
 
@@ -401,8 +408,8 @@ def timm_name(dataset: str) -> str:
     if dataset in _TIMM_NAMES:
         return _TIMM_NAMES[dataset]
     near = suggestion(dataset, [*_TIMM_NAMES, "digits", "torch/fashion_mnist"], 2)
-    raise LabError(f"there is no data set '{dataset}'{near} (timm's other names have a prefix: torch/, tfds/, hfds/ or "
-                   "wds/; '' with --data-dir is an image folder)")
+    raise LabError(f"there is no data set '{dataset}'{near} (or use digits, a name with one of timm's prefixes "
+                   "torch/, tfds/, hfds/, hfids/ and wds/, or '' with --data-dir for an image folder)")
 
 
 def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[str, Any]:
@@ -413,7 +420,7 @@ def _effective(model_kwargs: Mapping[str, Any], connections: set[str]) -> dict[s
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Return whether a value of a model argument is the default of an argument of the connections.
+    """Return whether the model argument `name` is an argument of the connections and `value` is its default.
 
     >>> is_default("connection_start", "orthogonal"), is_default("connection_start", "linear"), is_default("depth", 2)
     (True, False, False)

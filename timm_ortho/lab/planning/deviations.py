@@ -12,13 +12,14 @@ from ..options import known_options, options_with
 from ..paper import architecture, recipe_deviations
 from .design import Design, Variant, load
 
-# Each of these options has a line of its own if it differs from the paper. All other options share one line.
+# Each of these options has a line of its own if it differs from the paper. So have arguments of the
+# architecture. All other options share one line.
 _MAIN = ("epochs", "train_num_samples", "val_num_samples", "img_size", "batch_size", "opt", "lr", "weight_decay",
          "sched", "decay_milestones", "mixup", "cutmix", "smoothing", "aa")
 
 
 def deviations(design: Design, requested: Mapping[str, Any], seeds: Sequence[int], trainer: str = "lab") -> list[str]:
-    """Return a line for each difference from the paper, such as "epochs: 15 here; 300 in the paper".
+    """Return lines with the differences from the paper, such as "epochs: 15 here; 300 in the paper".
 
     Runs are compared with the study at scale `paper`, on the same data set. If the paper does not have this data set,
     they are compared with the runs on the first of the paper's data sets. Further lines describe the options in which
@@ -77,8 +78,8 @@ def _prefix(models: Sequence[str], pairs: Sequence) -> str:
 def _pairs(here: Sequence[Variant], there: Sequence[Variant]) -> Iterator[tuple[str, Variant, Variant]]:
     """Yield each architecture in `here` with its first variant, and the variant in `there` to compare it with.
 
-    The two variants have the same architecture and cell. If no variant in `there` has both, take
-    the first with the same architecture. If no variant in `there` has the architecture, take the first.
+    The variant in `there` is the first with the same architecture and cell. If there is none, it is the first with the
+    same architecture. If there is none, it is the first of all.
     """
     models = list(dict.fromkeys(variant.options.model for variant in here))
     for model in models:
@@ -108,7 +109,7 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]
 
 
 def _of_recipe(here: Variant, partner: Variant, data: str | None) -> list[str]:
-    """Return why the package's recipe differs from the paper, for each option that cannot be equal.
+    """Return a reason for each option in which the package's recipe for scale `paper` must differ from the paper.
 
     Options in which `here` differs from `partner` are left out, because `_differences` lists them.
     """

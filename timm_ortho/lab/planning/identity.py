@@ -35,7 +35,8 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
     """Return the settings that decide the results of a study's runs.
 
     Seeds and connections are left out, because a later command may add seeds and connections to the study. Arguments of
-    connections are left out too if they equal their defaults.
+    connections are left out of the user's options (key `given`) if they equal their defaults, and always out of the
+    recipe's options (key `options`, only for `timm-ortho compare`).
 
     Args:
         design: The study.
@@ -51,7 +52,7 @@ def study_settings(design: Design, requested: Mapping[str, Any], first: Variant)
     settings = {"design": keys, "given": {**given, "model_kwargs": kwargs} if kwargs else given}
     if design.is_comparison:  # store the recipe's options, because the recipe may be a file that the user edits later
         options = {key: value for key, value in vars(first.options).items() if key not in _MACHINE | {"seed"}}
-        # linear connections ignore these arguments, so a study with other connections may contain them
+        # `first` has none of these if it is linear, and a later command of the study may begin with another connection
         kwargs = {key: value for key, value in options["model_kwargs"].items() if not key.startswith("connection")}
         settings["options"] = {**options, "model_kwargs": kwargs}
     return as_yaml_values(settings)
@@ -79,14 +80,15 @@ def refuse_difference(stored: Mapping[str, Any], new: Mapping[str, Any], subject
     if differing:
         values = "; ".join(f"{re.sub(r'.*options[.]|^given[.]', '', key)} was {stored.get(key)!r:.60} and is now "
                            f"{new.get(key)!r:.60}" for key in differing[:3])
-        more = f", and {len(differing) - 3} other settings differ" if len(differing) > 3 else ""
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise LabError(f"{subject} ({values}{more}): {advice}")
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings without the arguments of connections that `study_settings` leaves out.
+    """Return settings without nested mappings, see `_flat`, to compare with other settings.
 
-    Folders of earlier versions contain these arguments. `amp_dtype` is left out without amp, which alone uses it.
+    The arguments of connections that `study_settings` leaves out are left out here too, because folders of earlier
+    versions contain them. `amp_dtype` is left out if `amp` is off, because it then has no effect.
     """
     flat = _flat(values)
     return {key: value for key, value in flat.items()

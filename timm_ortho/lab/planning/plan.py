@@ -49,7 +49,8 @@ class StudyPlan:
         """Write `study.yaml` and the folders of the runs. Places that earlier commands wrote are kept.
 
         Raises:
-            LabError: The folder contains files but no `study.yaml`, or a study with other settings or images.
+            LabError: The output is not a folder, or contains files but no readable `study.yaml`, or a study with other
+                settings or images, or a run with other options.
         """
         def key(place: Mapping[str, Any]) -> tuple:
             return place["cell"], place["connection"], place["seed"]
@@ -117,7 +118,7 @@ def plan(request: Request) -> StudyPlan:
     if not design.is_comparison:
         default = "" if requested.get("data_dir") else "digits"
         requested.setdefault("dataset", default if design.dataset is None else design.dataset)
-    elif requested.get("data_dir") and design.recipe is None:  # otherwise a comparison has its recipe's data set
+    elif requested.get("data_dir") and design.recipe is None:  # a recipe may set a data set that needs --data-dir
         requested.setdefault("dataset", "")  # an image folder, as in train.py
     requested["device"] = request.device()
     variants, left_out = design.expand(requested, request.trainer)
@@ -126,8 +127,8 @@ def plan(request: Request) -> StudyPlan:
         raise LabError(f"nothing of study '{design.name}' can be run: {'; '.join(left_out) or 'no cell is left'}")
     first = variants[0]
     if requested.get("data_dir") and first.options.dataset == "digits":
-        raise LabError(f"data set digits takes no --data-dir ({requested['data_dir']}): add --dataset, '' for an "
-                       "image folder")
+        raise LabError(f"data set digits takes no --data-dir ({requested['data_dir']}): add --dataset NAME, or "
+                       "--dataset '' for an image folder")
     seeds = request.seed_list(first.options.seed)
     source, sizes = check(request, variants)
     places, runs = places_of(request, variants, seeds)
@@ -158,8 +159,8 @@ def places_of(
             identity = json.dumps(run_identity(run), sort_keys=True)
             if identity not in names:
                 if name in runs:
-                    raise LabError(f"two different runs have the name '{name}': rename a value of an axis, or give "
-                                   "cells with 'switch' only one connection")
+                    raise LabError(f"two different runs have the name '{name}': write one value of an axis "
+                                   "differently, or give cells with the key 'switch' only one connection")
                 names[identity], runs[name] = name, run
             places.append({"cell": dict(variant.cell), "connection": variant.final_connection, "seed": seed,
                            "run": names[identity]})
@@ -224,6 +225,6 @@ def _data_of(source: Source, sizes: Sequence[Size]) -> dict:
 
 
 def _qualified(dataset: str, classes: int) -> str:
-    """Return the name of a data set. If the paper's data set has a different number of classes, append the number."""
+    """Return the name of a data set. If the number of classes is not that of the paper's data set, append it."""
     expected = numbers()["datasets"].get(dataset, {}).get("classes", classes)
     return dataset if classes == expected else f"{dataset} ({classes} classes)"

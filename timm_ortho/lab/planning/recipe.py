@@ -55,7 +55,8 @@ def resolve(values: Mapping[str, Any], trainer: str = "lab") -> Namespace:
         trainer: `lab` or `train.py`. The lab's loop has fewer options than `train.py`.
 
     Raises:
-        LabError: An option is unknown or has a wrong type, or the trainer is `lab` and its loop lacks the option.
+        LabError: An option is unknown or has a wrong type, or the trainer is `lab` and its loop lacks the schedule or
+            an option whose value is not the default.
     """
     check_names(values, known_options(), "the options: timm's train.py", "option")
     typed = {key: _typed(key, value) for key, value in values.items()}
@@ -94,8 +95,8 @@ def resolve_variant(requested: Mapping[str, Any], name: str, trainer: str = "lab
     import_modules(options.device_modules, LabError)
     options.model = _variant(base)
     if "amp_dtype" not in values and (options.device == "cpu" or not options.amp):
-        # timm's default is float16, whose loss scaler works on GPUs only. Without amp, all devices have the same value,
-        # because the device must not change a run's identity.
+        # timm's default is float16, whose loss scaler works on GPUs only. Without amp the value has
+        # no effect. It is then the same on all devices, so that the output folder's name does not depend on the device.
         options.amp_dtype = "bfloat16"
     if "connection" in options.model_kwargs:
         raise LabError("the connection is not a model argument here: use --connections of timm-ortho compare, or the "

@@ -29,7 +29,8 @@ def collect(folders: Sequence[Path]) -> list[Part]:
             with the same settings.
 
     Raises:
-        LabError: A folder is not one of these kinds, or no study plans a run with the settings of a user's run.
+        LabError: A folder is not one of these kinds or lacks metrics, no study plans a run with the settings of a
+            user's run, or two runs have the same cell, connection and seed.
     """
     finished = [folder for folder in folders if (folder / published.STUDY).is_file()]
     parts = [(study, runs, [], recorded) for study, runs, recorded in map(published.read, finished)]
@@ -40,14 +41,14 @@ def collect(folders: Sequence[Path]) -> list[Part]:
 def _of_outputs(folders: Sequence[Path]) -> list[Part]:
     studies = [folder for folder in folders if (folder / STUDY).is_file()]
     by_hand = [folder for folder in folders if folder not in studies]
-    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without a study, `read` raises
+    plans = [(folder, read(folder)) for folder in studies or folders[:1]]  # without a study, `read` raises a LabError
     parts = [_of_study(folder, values) for folder, values in plans]
     for folder in by_hand:
         number, run = _by_hand(folder, plans)
         study, runs, _ = parts[number]
         if any(all(other[key] == run[key] for key in ("cell", "connection", "seed")) for other in runs):
             raise LabError(f"{folder} is a second run of '{run['connection']}' with seed {run['seed']} in study "
-                           f"'{study['name']}': remove one of the two. Each run of train.py needs its own --seed")
+                           f"'{study['name']}': leave one of the two out, or train it with another --seed")
         runs.append(run)
         study["seeds"] = sorted({*study["seeds"], run["seed"]})
     return parts
@@ -90,7 +91,7 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
         raise LabError(f"{folder} is neither a study's output nor a run of train.py (args.yaml, summary.csv)")
     if not all("eval_top1" in row for row in rows):
         raise LabError(f"{folder} has epochs without eval_top1 in summary.csv, so there is no accuracy to report")
-    options = read_yaml(folder / "args.yaml")
+    options = read_yaml(folder / "args.yaml", "leave {folder} out of the report")
     if not isinstance(options, dict) or not options.get("model"):
         raise LabError(f"{folder / 'args.yaml'} names no model, so train.py did not write it")
     own_connection = SUFFIXES.get(suffix_of(options["model"]), "linear")
@@ -107,16 +108,16 @@ def _by_hand(folder: Path, studies: Sequence[tuple[Path, Mapping[str, Any]]]) ->
             if not differing:
                 return number, _recorded(folder, options, rows, place, values["study"]["dataset"])
             nearest = min(nearest or differing, differing, key=len)
-    advice = f"; the most similar run differs in {nearest[0]}" if nearest else ""
+    advice = f"; the most similar run differs in {', '.join(nearest)}" if nearest else ""
     raise LabError(f"{folder} ({options['model']}, {connection}, {metrics_of(rows)['epochs']} epochs) matches no cell "
-                   f"of these studies{advice}: omit it, or add the folder of its study")
+                   f"of these studies{advice}: leave this folder out, or add the folder of its study")
 
 
 def _differing(options: Mapping[str, Any], rows: Sequence[dict], plan: RunPlan) -> list[str]:
     """Return the settings in which a user's run differs from a plan.
 
-    All settings that change the result are compared, except `seed`, `batch_size` and `grad_accum_steps`. The batch
-    cannot be compared, because `args.yaml` lacks the number of processes.
+    Options in `_NOT_COMPARED`, and options that only one of the two has, are not compared. `batch_size` and
+    `grad_accum_steps` are among them, because `args.yaml` lacks the number of processes.
     """
     def settings(values: Mapping[str, Any], epochs: int) -> dict[str, Any]:
         kept = {key: None if value in ("", [], {}) else value
@@ -141,7 +142,7 @@ def _recorded(
 
 
 def status(folder: Path) -> str:
-    """Return a line for each run of a study, with its state according to its files."""
+    """Return a line for each run of a study, with its state according to its files. The last line counts the states."""
     names = list(dict.fromkeys(place["run"] for place in read(folder)["places"]))
     rows = [(name, *state(folder / name)) for name in names]
     counts = Counter(word for _, word, _ in rows)
