@@ -159,10 +159,11 @@ def test_status(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("session", "state"), [
     ({"begin": "a"}, ("running", "epoch 0 of 2")), ({"begin": "a", "end": "b"}, ("stopped", "epoch 0 of 2"))])
-def test_the_state_of_a_read_only_run(tmp_path, monkeypatch, session, state):
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), NotImplementedError("FileSystem")])
+def test_the_state_of_a_run_whose_lock_cannot_be_tried(tmp_path, monkeypatch, error, session, state):
     class Refused(folders.FileLock):
         def acquire(self, *_, **__):
-            raise PermissionError(13, "Permission denied")
+            raise error
 
     folder = one_run(tmp_path / "out")
     (folder / ".lock").touch()

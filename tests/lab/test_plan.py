@@ -59,7 +59,7 @@ def test_arguments_equal_to_defaults_are_left_out():
     {"rank": {"half": {"connections": ["linear", "global"], "switch": {"to": "feature", "optimizer": "kept"}}}},
 ])
 def test_different_runs_have_different_names(tmp_path, grid):
-    with pytest.raises(LabError, match=r"two different runs have the name 'rank=.*-seed0': rename a value of an axis"):
+    with pytest.raises(LabError, match=r"two different runs have the name 'rank=.*-seed0': write one value"):
         plan.plan(request(written(tmp_path, grid=grid), tmp_path / "out"))
 
 
@@ -329,7 +329,7 @@ def test_foreign_folders_are_refused(tmp_path):
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     (damaged / "study.yaml").write_text("a: [1")
-    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, or plan it again"):
+    with pytest.raises(LabError, match=r"study\.yaml cannot be read \(.*: remove .*damaged, and plan the runs again"):
         planned(compared(damaged))
     (run_plan,) = planned(compared(tmp_path / "old", ["linear"])).folder.glob("*/run.yaml")
     run_plan.write_text("[1]")

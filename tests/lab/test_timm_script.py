@@ -127,7 +127,7 @@ def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
 def test_a_second_run_of_a_seed_is_refused(unfinished, tmp_path):
     """Two runs that a user starts without --seed have the same seed, timm's default."""
     manual = [manual_run(unfinished, tmp_path / name) for name in ("one", "two")]
-    with pytest.raises(LabError, match="two is a second run of 'feature' with seed 7 in study 'tiny': remove one"):
+    with pytest.raises(LabError, match="two is a second run of 'feature' with seed 7 in study 'tiny': leave one"):
         collect.collect([unfinished, *manual])
 
 
@@ -155,7 +155,8 @@ def test_a_manual_run_that_fits_no_cell_is_refused(tmp_path, capsys):
         assert cli.main(["study", "report", str(folder), str(hand)]) == 2
         assert f"error: {hand} (" in (errors := capsys.readouterr().err)
         assert "matches no cell of these studies" in errors
-        assert ("global" in errors) or f"; the most similar run differs in {next(iter(changes))}: omit it" in errors
+        assert ("global" in errors) or f"; the most similar run differs in {next(iter(changes))}" in errors
+        assert ": leave this folder out" in errors
     assert cli.main(["study", "report", str(hand)]) == 2
     assert "has no study.yaml: use the --output of timm-ortho study or compare" in capsys.readouterr().err
     (hand / "args.yaml").write_text("lr: 0.5\n")

@@ -33,8 +33,8 @@ class LabError(ValueError):
 def one_line(error: BaseException) -> str:
     """Return an error as one line.
 
-    For an OSError, the line is the operating system's reason. For a LabError, it is the message. For any other error,
-    it is the class and the message.
+    For an OSError with the operating system's reason, the line is this reason. For a LabError, it is the message. For
+    any other error, it is the class and the message.
 
     >>> one_line(KeyError("epochs"))
     "KeyError: 'epochs'"

@@ -35,7 +35,7 @@ from .image_folder import (
     refuse_shared_images,
 )
 
-# NAME of timm's data set torch/NAME -> the folder below --data-dir in which torchvision looks for its files.
+# For timm's data sets torch/NAME: NAME -> the folder of the data set's files, relative to --data-dir.
 _FOLDERS = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
@@ -45,7 +45,7 @@ _FOLDERS = {
     "fashion_mnist": "FashionMNIST/raw",
 }
 
-_CACHE_BYTES = 2**30  # a split is kept in memory only if its decoded images take at most this many bytes
+_CACHE_BYTES = 2**30  # a split is kept in memory if its images, all of the first one's size, would need at most this
 
 
 class Digits(Dataset):
@@ -82,8 +82,8 @@ class Digits(Dataset):
 class ImageError(LabError):
     """An image cannot be read.
 
-    If a worker process of a loader raises this error, torch raises it again with the whole traceback as text. The
-    message is the last line of this text.
+    If a worker process of a loader raises this error, torch raises it again with the whole traceback as text. This
+    class keeps only the last line, which has the original message.
     """
 
     def __init__(self, text: str) -> None:
@@ -151,8 +151,8 @@ class Source:
     validation: Any
     num_classes: int
     in_chans: int
-    val_split: str  # the option `val_split`; `test` if the option is `validation` and there is no folder of this name
-    validation_name: str  # name of the validation images' folder or split, or `hold-out`
+    val_split: str  # the option `val_split`, or `test` if an image folder has no folder `validation`, see `find_splits`
+    validation_name: str  # name of the validation images' folder or split for reports, or `hold-out`
     first_size: Optional[tuple[int, int]]  # height and width of the first training image; None if images are streamed
     labels: Optional[list[str]] = None  # class names, if the data set has them
     fingerprint: Optional[str] = None  # digest of the files of an image folder
@@ -197,6 +197,7 @@ def open_source(options: Namespace, hold_out: int = 0) -> Source:
 
 
 def _validation_name(options: Namespace, val_split: str, validation: Any) -> str:
+    """Return the name of the validation images for reports. Data sets without a validation split use their test set."""
     if is_image_folder(options):
         return Path(getattr(validation, "reader", validation).root).name
     kind, _, name = options.dataset.partition("/")

@@ -7,13 +7,14 @@ The run's folder has these files:
 | --- | --- | --- |
 | `run.yaml` | planning | a `RunPlan`: the trainer, and the stages of the training with all their options |
 | `args.yaml` | planning, timm's `train.py` | the options, as input of `train.py -c` |
-| `probe.jsonl` | the lab's loop | squared norms and cosine of stream and branch output at each residual addition,
-  before training and after each epoch, for one validation batch |
+| `probe.jsonl` | the lab's loop | squared norms and cosine of stream and branch output at each residual addition |
 | `records.jsonl` | both trainers | the rows of :func:`timm_ortho.record` |
 | `summary.csv`, `last.pth.tar` | both trainers | each epoch's metrics and the last checkpoint, as in `train.py` |
 | `sessions.json` | `running.run` | machine, versions, command, begin, end and error of each training process |
 | `result.json` | `running.run` | the run's metrics, written when the run is finished |
 | `log.txt` | the launcher | the output of the run's process |
+
+The lab's loop measures `probe.jsonl` on one validation batch, before training and after each epoch.
 
 A run that changes its connection during training has a second stage. The second stage's `args.yaml`, `summary.csv` and
 `last.pth.tar` are in `switched/`.
@@ -59,7 +60,7 @@ class Stage:
     def scheduled_epochs(self) -> int:
         """The number of epochs of timm's schedule, which may have several cycles, cooldown and additional warmup."""
         options = Namespace(**{**self.options, "sched_on_updates": False})
-        if options.sched == "plateau":  # timm needs a real optimizer for it; `step` has as many epochs
+        if options.sched == "plateau":  # needs a real optimizer; `step` does not, and has as many epochs as `plateau`
             options.sched = "step"
         try:
             return create_scheduler_v2(Namespace(param_groups=[{"lr": 1.0}]), **scheduler_kwargs(options))[1]
@@ -68,7 +69,7 @@ class Stage:
 
     @property
     def last_epoch(self) -> int:
-        """Number of epochs that are done when the stage ends, including those of the checkpoint that it begins with."""
+        """Number of finished epochs at the end of the stage. Epochs of the checkpoint that it begins with count too."""
         return self.stop_epoch or self.scheduled_epochs
 
 
@@ -81,7 +82,7 @@ class RunPlan:
     record: Optional[int] = None  # steps between two records (:func:`timm_ortho.record`); None for no records
     representation: bool = False  # whether to measure the features of the validation images after training
     hold_out: int = 0  # number of training images to validate on; 0 to use the validation split
-    gpus: int = 0  # GPUs per node that `train.py` uses, with a process for each; 0 for one process per node
+    gpus: int = 0  # GPUs per node, each with a process of `train.py`; 0: one process per node, on the option `device`
     nodes: int = 1
 
     @property
@@ -106,14 +107,17 @@ class RunPlan:
         return max(1, self.gpus) * self.nodes
 
     def whole_batch(self, stage: Stage) -> int:
-        """Return the number of images in one update of the weights, over all processes and accumulated steps."""
+        """Return the number of images in one update of the weights, over all processes and accumulated steps.
+
+        The plan must be for one process and step, or come from `with_divided_batch`.
+        """
         return stage.options["batch_size"] * max(1, stage.options["grad_accum_steps"]) * self.processes
 
     def with_divided_batch(self) -> "RunPlan":
         """Return a plan in which `batch_size` is divided among the processes and accumulated steps.
 
-        `batch_size` of this plan is the number of images in one update of the weights. timm's script instead expects
-        the number of images of one process in one accumulated step.
+        Before the division, `batch_size` is the number of images in one update of the weights. After it, `batch_size`
+        is the number of images of one process in one accumulated step, as timm's script expects.
 
         Raises:
             LabError: `batch_size` is not divisible.
@@ -165,12 +169,12 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.write("".join(json.dumps(without_nan(row), allow_nan=False) + "\n" for row in rows))
 
 
-def _read(path: Path, parse: Callable[[str], Any], advice: str = " to train the run again") -> Any:
-    """Parse a file. A missing or damaged file raises a LabError."""
+def _read(path: Path, parse: Callable[[str], Any], advice: str = "remove {folder} to train the run again") -> Any:
+    """Parse a file. A missing or damaged file raises a LabError with the advice about its folder."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise LabError(f"{path} cannot be read ({one_line(error)}): remove {path.parent}{advice}") from None
+        raise LabError(f"{path} cannot be read ({one_line(error)}): {advice.format(folder=path.parent)}") from None
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -183,13 +187,16 @@ def read_json(path: Path) -> Any:
     return _read(path, json.loads) if path.is_file() else None
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the contents of a YAML file."""
-    return _read(path, partial(yaml.load, Loader=_Loader), ", or plan it again")
+def read_yaml(path: Path, advice: str = "remove {folder}, and plan the runs again") -> Any:
+    """Return the contents of a YAML file. The error for a damaged file ends with the advice."""
+    return _read(path, partial(yaml.load, Loader=_Loader), advice)
 
 
 def history(folder: Path, plan: RunPlan) -> list[dict]:
-    """Return the rows of `summary.csv` of all stages, with the epoch counted from the beginning of the run."""
+    """Return the rows of `summary.csv` of all stages, with the epoch counted from the beginning of the run.
+
+    Of several rows for the same epoch, only the last is returned.
+    """
     rows = [{**row, "epoch": row["epoch"] + plan.offset(stage)}
             for stage in plan.stages for row in read_history(folder / stage.folder)]
     return list({row["epoch"]: row for row in rows}.values())
@@ -232,15 +239,18 @@ def work_on(folder: Path) -> Iterator[None]:
 
 
 def _is_at_work(folder: Path) -> bool:
-    """Return whether a process is training the run, according to the lock in its folder."""
+    """Return whether a process is training the run, according to the lock in its folder.
+
+    If the lock cannot be tried, return whether the last session in `sessions.json` has no end.
+    """
     if not (folder / ".lock").exists():
         return False
     try:
         with FileLock(folder / ".lock", timeout=0):
             return False
-    except (Timeout, NotImplementedError):
+    except Timeout:
         return True
-    except OSError:  # the folder is read-only, so the lock cannot be tried
+    except (OSError, NotImplementedError):  # a read-only folder, or a file system without locks
         session = last_session(folder)
         return bool(session) and "end" not in session
 
@@ -248,14 +258,14 @@ def _is_at_work(folder: Path) -> bool:
 def state(folder: Path) -> tuple[str, str]:
     """Return the state of a run according to its files, and a text about it.
 
-    The state is `waiting`, `running`, `stopped`, `failed` or `finished`. The text has the finished epochs of a running
-    or stopped run, the error of a failed run, and the top-1 accuracy of a finished run.
+    The state is `waiting`, `running`, `stopped`, `failed` or `finished`. The text has the finished epochs and the
+    top-1 accuracy of a running or stopped run, the error of a failed run, and the top-1 accuracy of a finished run.
     """
-    at_work = _is_at_work(folder)  # checked before the result is read: a run that ends in between is `finished`
+    at_work = _is_at_work(folder)  # before reading the result, or a run that ends in between would look stopped
     result = read_json(folder / RESULT)
     if result is not None:
         return "finished", top1_text(result.get("top1"))
-    if not (folder / PLAN).is_file():  # for example, the user copied only the finished runs to this machine
+    if not (folder / PLAN).is_file():  # for example, the user copied only other runs to this machine
         return "waiting", ""
     plan, session = RunPlan.read(folder), last_session(folder)
     rows = history(folder, plan)
@@ -277,13 +287,19 @@ def last_session(folder: Path) -> dict:
 
 
 def with_last_words(folder: Path, reason: str) -> str:
-    """Return the reason why a run failed, followed by the last line in its log that the lab did not write."""
+    """Return the reason why a run failed, and the last line in its log that the lab did not write.
+
+    The line is cut after 300 characters, and left out if the reason contains it.
+    """
     words = last_line(folder, of_lab=False)[:300]
     return reason if words in reason else f"{reason}; {words}"
 
 
 def last_line(folder: Path, of_lab: bool) -> str:
-    """Return the last line of the lab (`of_lab`), or of other code, in a run's log. Lines of epochs are skipped."""
+    """Return the last line of a run's log that the lab wrote or, if `of_lab` is False, that other code wrote.
+
+    Lines that begin with "epoch" are skipped.
+    """
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     return next((line.strip().removeprefix("timm-ortho: ") for line in reversed(lines)

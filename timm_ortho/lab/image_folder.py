@@ -24,7 +24,7 @@ from . import LabError, one_line
 _TORCHVISION = ("torch/image_folder", "torch/folder")  # timm's two names for torchvision's ImageFolder
 READERS = ("hfds", "hfids", "tfds", "wds")  # prefixes of timm's data sets that need no --data-dir
 LAYOUT = "the images must be in train/CLASS/ and in val/CLASS/ (or validation/CLASS/, or test/CLASS/)"
-_COMPARED = 100  # to detect a copied folder, about this many pairs of files are compared
+_COMPARED = 100  # to detect a copied folder, up to twice this many pairs of files are compared
 
 
 def is_torchvision_folder(options: Namespace) -> bool:
@@ -46,8 +46,8 @@ def is_here(options: Namespace) -> bool:
 def find_splits(options: Namespace, hold_out: int = 0) -> str:
     """Check that both splits have a folder, and return the name of the validation split.
 
-    The name is the option `val_split`. If this option has its default `validation` and there is no folder with this
-    name, the returned name is `test`.
+    The name is the option `val_split`, with one exception. If this option has its default `validation`, and neither
+    `validation` nor `val` is a folder, the folder `test` is used.
 
     Args:
         options: timm's options.
@@ -79,6 +79,8 @@ def find_splits(options: Namespace, hold_out: int = 0) -> str:
 
 def check_files(options: Namespace, split: str) -> None:
     """Raise a LabError if a split's folder has hidden images, or images whose format timm's reader skips.
+
+    A class map for torchvision's folder, which ignores it, is also an error.
 
     If there is a class map, check only folders that are named after its classes, because timm reads no other folders.
     """
@@ -165,8 +167,9 @@ def check_classes(options: Namespace, split: str, dataset: Any, train: Any = Non
         only = [f"{len(these)} only in '{which}' ({', '.join(these[:3])}{', ...' if len(these) > 3 else ''})"
                 for which, these in ((options.train_split, [name for name in others if name not in names]),
                                      (split, [name for name in names if name not in others])) if these]
-        raise LabError(f"{where} has other classes than split '{options.train_split}', so labels would mean different "
-                       f"classes: {' and '.join(only) or 'in another order'}: {advice}{more}")
+        fault = f"has other classes than split '{options.train_split}', {' and '.join(only)}" if only else (
+            f"has the classes of split '{options.train_split}' in another order")
+        raise LabError(f"{where} {fault}, so labels would mean different classes: {advice}{more}")
 
 
 def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
@@ -211,7 +214,7 @@ def _advice(options: Namespace) -> str:
 
 
 def refuse_shared_images(train: Any, validation: Any) -> None:
-    """Raise a LabError if the splits share an image file, or if at least half of the compared images are copies."""
+    """Raise a LabError if the splits are equal or share an image file, or if at least half of the sample are copies."""
     for key in ("train", "split"):  # attributes in which torchvision's data sets and timm's readers store their split
         mine, other = (getattr(getattr(part, "reader", part), key, None) for part in (train, validation))
         if mine is not None and mine == other:

@@ -7,8 +7,8 @@
 | `or_list` | true if the option is a number on the command line, and a number or a list in YAML |
 | `lab` | `used` if the lab's loop applies the option, `unused` if the option affects only logs and files. In the
   lab's loop, options without this key must keep their defaults |
-| `about` | `machine` if the option has no effect on results, `data` if it describes the images, the model or the seed,
-  which a report names itself. Only options without this key are listed as differences from the paper |
+| `about` | `machine` if the option has no effect on results, `data` if it describes the images, the model or the seed.
+  A report lists only options without this key as differences from the paper |
 """
 import json
 from functools import cache

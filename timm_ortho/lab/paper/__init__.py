@@ -3,9 +3,9 @@
 `paper.json` is from "Revisiting Residual Connections" (Oh et al., NeurIPS 2025), `skips.json` from "Orthogonal and
 Idempotent Transformations" (Wang et al., 2017).
 
-Each section names its table and the version of the paper. The first version of Oh et al. (arXiv 2505.11881v1) has the
-appendices. The final version (NeurIPS 2025) has different numbers for ViTs on ImageNet-1k, and adds the sweep of
-learning rates, the throughput and the metrics of representations.
+Each section of these files names the paper's table and the version of the paper that its numbers are from. The first
+version of Oh et al. (arXiv 2505.11881v1) has the appendices. The final version (NeurIPS 2025) has different numbers for
+ViTs on ImageNet-1k, and adds the sweep of learning rates, the throughput and the metrics of representations.
 """
 import json
 from dataclasses import dataclass
