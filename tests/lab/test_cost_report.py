@@ -24,7 +24,7 @@ def test_arguments_are_accepted_by_the_measurements(scale):
 
 def test_changes_of_scale_small():
     study, _ = cost_report.load("overhead", "small")
-    assert {"batch_size: 8 here; the default at scale paper",
+    assert {"batch_size: 8 here; not set at scale paper",
             "dtypes: float32 here; bfloat16 at scale paper"} <= set(study["changed"])
     assert cost_report.load("overhead", "paper")[0]["changed"] == cost_report.load("gamma", "small")[0]["changed"] == []
 

@@ -125,7 +125,7 @@ def test_one_linked_image_is_refused(tmp_path, link):
 
 
 def test_copy_of_the_training_images_is_refused(tmp_path):
-    """Splits may share file names and even one image. A copied split is refused."""
+    """Splits may share file names, and one of twelve images may be a copy. A copied split is refused."""
     root = image_folder(tmp_path, "train", "val")
     shutil.copy(root / "train" / "dog" / "3.png", root / "val" / "dog" / "3.png")
     options_of(root)
@@ -135,7 +135,7 @@ def test_copy_of_the_training_images_is_refused(tmp_path):
 
 
 def test_half_a_copy_is_refused(tmp_path):
-    """Copies in the validation split are detected even if other validation images have no copy."""
+    """A split is refused if at least half of the images that have the same name in both splits are copies."""
     root = image_folder(image_folder(tmp_path, "train", count=4), "val", count=20)
     shutil.copytree(root / "train" / "cat", root / "val" / "cat", dirs_exist_ok=True)
     refused("4 of 8 validation images .* are copies of the training images .*, first .*/val/cat/0.png", root)
@@ -304,7 +304,7 @@ def test_the_commands_in_the_error_sort_tiny_imagenet(tmp_path, dataset):
 
 @pytest.mark.parametrize("scale", ["lab", "train.py"])
 def test_one_class_is_refused(tmp_path, scale):
-    """A folder with one class is refused even if the option num_classes is 2."""
+    """A split with one class is refused even if num_classes is 2. Two folders cannot have the same class name."""
     def refused_by(root, message):
         with pytest.raises(LabError, match=message):
             options_of(root, num_classes=2) if scale == "lab" else plan.plan(for_train_py(tmp_path, root))
@@ -359,7 +359,7 @@ def test_splits_of_different_classes_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "message"), [
-    ("train/stray.png", "'cat' is inside '.', and both contain images"),
+    ("train/stray.png", "'cat' is inside the split's own folder, and both contain images"),
     ("train/cat/.ipynb_checkpoints/0.png", r"folder .*/train/cat/\.ipynb_checkpoints is hidden"),
     ("val/cat/more/small/0.png", "split 'validation' of .*'cat/more/small' is inside 'cat'"),
 ])
@@ -488,7 +488,7 @@ def saved_as(path, suffix):
 
 
 def test_images_that_timms_reader_skips_are_refused(tmp_path):
-    """If timm's reader skipped all images of a class, the class would be missing. Non-image files are allowed."""
+    """timm's reader skips some image formats, so a class could be missing. Files that are no images are allowed."""
     root = image_folder(tmp_path, "train", "val", classes=("cat", "dog", "emu"))
     for name in ("a.txt", "b.csv", "c.json", "d.pdf", "e.mpg", "f.h5", "Thumbs.db", ".DS_Store"):
         (root / "train" / "cat" / name).write_text("")

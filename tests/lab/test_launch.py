@@ -1,4 +1,4 @@
-"""Launching runs on this machine: parallel, killed, failing and interrupted runs, and collected results."""
+"""Launching runs: parallel, killed, failing and interrupted runs, collected results, and tasks of Slurm."""
 import errno
 import io
 import json
@@ -203,8 +203,8 @@ def test_the_first_lines_describe_runs_and_images(tmp_path, monkeypatch, capsys)
     assert study.run(requested) == 0
     assert capsys.readouterr().err.splitlines()[-2:] == [
         f"runs: 4 in {tmp_path / 'out'}; model: vit_small; connections: linear, feature; seeds: 3, 5; epochs: 2",
-        "digits: 100 training and 32 validation images (test), 10 classes; images of 8 x 8 (first image) resized to "
-        "16 x 16 (--img-size), channels: 1"]
+        "digits: 100 training images, 32 validation images (split 'test'), 10 classes, channels: 1, image size: "
+        "16 x 16 (set by --img-size; the first image of the data set has 8 x 8)"]
 
 
 class Terminal(io.StringIO):
@@ -321,7 +321,10 @@ def test_other_runs_continue_after_an_error(tmp_path, monkeypatch, capsys):
 
 
 def test_a_second_launcher_gives_the_reason_and_leaves_the_run_of_the_first(tmp_path, capsys):
-    """The first launcher's process is in sessions.json and holds the lock, so the second one's process cannot start."""
+    """The run's lock is held by the process that the first launcher started, the last session in sessions.json.
+
+    The process that the second launcher starts cannot lock the run, so it ends with an error.
+    """
     experiment = planned(compared(tmp_path / "out", ["linear"]))
     folder = experiment.folder / "linear-seed0"
     sessions = [{"pid": 17, "host": "elsewhere", "begin": "a"}]
@@ -373,13 +376,13 @@ def test_no_process_outlives_the_command(sent, tmp_path):
     """Each signal to the command ends its runs. After SIGINT (Ctrl-C) and SIGTERM, the command writes a report."""
     output, path = tmp_path / "out", written(tmp_path)
     one = planned(request(path, output, epochs=100_000))  # the runs take longer than this test
-    (output / next(iter(one.runs)) / RESULT).write_text("{}")  # the first run counts as finished
+    (output / next(iter(one.runs)) / RESULT).write_text("{}")  # the command skips this run, as if it were finished
     with started(path, output, epochs=100_000) as process:
         wait_for(lambda: len(list(output.glob("*/last.pth.tar"))) >= 2)
         at_work = pids(output)
         assert len(at_work) == 2
         if sent != signal.SIGKILL:
-            (output / next(iter(one.runs)) / RESULT).unlink()
+            (output / next(iter(one.runs)) / RESULT).unlink()  # no report can be made from "{}"
         if sent == signal.SIGINT:
             os.killpg(process.pid, sent)  # for Ctrl-C, a terminal sends SIGINT to the whole process group
         else:

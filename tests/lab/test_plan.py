@@ -1,4 +1,4 @@
-"""planning/: plan the runs of studies and of `timm-ortho compare`, and write the runs' folders. Nothing is trained."""
+"""planning/: plan the runs of studies and of `timm-ortho compare`, and write the runs' folders."""
 from pathlib import Path
 
 import pytest
@@ -66,7 +66,8 @@ def test_different_runs_have_different_names(tmp_path, grid):
 def test_switches(tmp_path):
     """A switch replaces the connections during a run, here after half of its epochs.
 
-    If the optimizer is kept, both halves share one schedule. If it is reinitialised, each half has a whole schedule.
+    If the optimizer is kept, both halves share one schedule. If it is reinitialised, each half has its own
+    schedule of all epochs, so the run has twice as many epochs.
     """
     def stages(optimizer, epochs):
         grid = {"switch": {first + second: {"connection": first, "switch": {"to": second, "optimizer": optimizer}}
@@ -100,7 +101,10 @@ def test_switches(tmp_path):
     ({"warmup_prefix": True, "warmup_epochs": 4}, 14), ({"sched": "plateau"}, 10), ({"sched": "none"}, 10),
 ])
 def test_a_stage_has_as_many_epochs_as_timms_script_trains(options, epochs):
-    """For a schedule with cycles, timm's script adds cycles and cooldown. `step` has no cooldown."""
+    """timm's script adds epochs for further cycles, a cooldown and a warmup prefix, if the schedule can have cycles.
+
+    `step` cannot have cycles, so its cooldown adds no epochs.
+    """
     assert Stage(".", {**defaults(), "epochs": 10, **options}).last_epoch == epochs
     with pytest.raises(LabError, match=r"timm cannot make a schedule 'cosin': .*cosin.*: correct the options"):
         Stage(".", {**defaults(), "sched": "cosin"}).last_epoch  # noqa: B018
@@ -269,7 +273,7 @@ def test_a_folder_may_grow(tmp_path):
 
 
 def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
-    """Linear connections ignore the arguments, and an argument that equals its default is no other setting."""
+    """Linear connections ignore the arguments, and an argument with its default value does not change the settings."""
     out, kwargs = tmp_path / "out", {"connection_prob": 0.5}
     planned(compared(out, ["feature"], model_kwargs=kwargs))
     planned(compared(out, ["linear", "feature"], model_kwargs={**kwargs, "connection_start": "orthogonal"}))
@@ -280,7 +284,7 @@ def test_a_folder_may_grow_with_arguments_of_connections(tmp_path):
 
 
 def test_a_folder_of_an_earlier_version_is_continued(tmp_path):
-    """Earlier versions stored the arguments of the first connection, and arguments that equal their defaults."""
+    """In study.yaml, earlier versions also stored arguments of one connection, and arguments with default values."""
     planned(compared(tmp_path, ["feature"], model_kwargs={"connection_prob": 0.5}))
     values = read_yaml(tmp_path / plan.STUDY)
     values["settings"]["given"]["model_kwargs"]["connection_eps"] = 1e-6
@@ -357,7 +361,10 @@ def test_the_keys_of_a_file_are_the_attributes_of_a_design():
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["compare", "gamma", "accuracy"])
 def test_a_users_study_may_have_a_name_of_this_package(tmp_path, monkeypatch, name):
-    """The name does not decide the kind of study, and the study is compared with its own scale `paper`."""
+    """The file defines the study even if this package has a command, a table of costs or a study of the same name.
+
+    The differences from the paper are those from the file's own scale `paper`.
+    """
     values = yaml.safe_load(STUDY)
     scales = {**values["scales"], "paper": {"recipe": "digits", "options": {"epochs": 77}, "seeds": 4}}
     path = Path(written(tmp_path, scales=scales, representation=False)).rename(tmp_path / f"{name}.yaml")
@@ -403,7 +410,7 @@ def test_bad_extends(tmp_path, base, message):
 
 
 def test_amp_dtype_is_a_setting_only_with_amp():
-    """Folders of earlier versions have the default of the device that planned them."""
+    """Without amp, earlier versions stored an amp_dtype that depended on the device. It is not compared."""
     stored, new = ({"options": {"amp_dtype": dtype}} for dtype in ("float16", "bfloat16"))
     refuse_difference(stored, new, "the folder", "choose another")
     for values in (stored, new):

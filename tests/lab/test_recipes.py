@@ -1,4 +1,4 @@
-"""lab/recipes: keys, values, headers, optimizers, schedules and augmentation of each recipe agree with the paper."""
+"""lab/recipes: keys, values and headers of the paper's recipes. Optimizers, schedules and augmentation of some."""
 import csv
 import math
 import random
@@ -74,7 +74,8 @@ def test_a_recipe_has_options_of_timm_that_the_lab_uses(name, capsys):
 def expected_vit(name):
     given = table(name)
     erasing, jitter = given["random_erasing"], given["color_jitter"]
-    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])  # timm has similar fixed values
+    # timm has no options for these ranges. It uses 0.02 to 1/3 and 0.3 to 1/0.3, which are nearly equal.
+    assert (erasing["scale"], erasing["ratio"]) == ([0.02, 0.33], [0.3, 3.3])
     return {
         "model_kwargs": {"img_size": given["resolution"], "patch_size": given["patch"]},
         "opt": given["optimizer"].lower(), "opt_betas": given["betas"], "sched": given["schedule"],
@@ -112,7 +113,8 @@ def test_values_are_the_papers_or_explained(name):
     }
     assert {key: found.get(key) for key in expected} == expected
     assert all(type(found[key]) is type(value) for key, value in expected.items() if key in found)
-    # A key that is not in the paper has a comment, or `follows` maps it to a key whose comment covers both keys.
+    # Each key that is not in the paper needs a comment. A key of `follows` may share the comment of its value instead.
+    # `train_crop_mode` needs no comment if the recipe has the paper's crop.
     rest = set(found) - set(expected) - {"device_modules"}
     follows = {"std": "mean", "scale": "train_crop_mode", "ratio": "train_crop_mode", "min_lr": "warmup_lr",
                "clip_mode": "clip_grad", "train_crop_mode": "scale"}
@@ -198,7 +200,10 @@ def test_the_model_of_a_recipe_is_orthogonal(name):
 
 @pytest.mark.usefixtures("undrawn")
 def test_compare_trains_with_a_recipe_of_the_paper(tmp_path, monkeypatch):
-    """Train with RandAugment, colour jitter as a list, MixUp, CutMix, erasing and a warm-up in steps of one update."""
+    """Train with RandAugment, colour jitter as a list, MixUp, CutMix and erasing.
+
+    The learning rate rises at every update of the warm-up.
+    """
     in_this_process(monkeypatch)
     generator = np.random.default_rng(0)
     for index in range(24):
@@ -298,7 +303,7 @@ def test_vits_are_augmented(name):
     assert steps["RandomHorizontalFlip"].p == 0.5
     assert list(steps).index("RandAugment") < list(steps).index("ColorJitter")
     image = Image.new("RGB", (40, 40), (10, 200, 90))
-    assert augment(jitter(image)).size == (40, 40)
+    assert jitter(augment(image)).size == (40, 40)
 
 
 @pytest.mark.parametrize("name", ["resnetv2_34_cifar10", "resnetv2_34_tiny_imagenet"])
@@ -316,7 +321,7 @@ def test_crops_have_the_mean_area_of_the_papers_crops():
     assert all(height == width for height, width in sides)
     assert {height for height, _ in sides} == {28, 29, 30, 31, 32}
     assert sum(height * width for height, width in sides) / 32 ** 2 / len(sides) == pytest.approx(0.88, abs=0.005)
-    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of a crop's side without padding
+    padded = sum((32 - abs(shift)) / 32 for shift in range(-4, 5)) / 9  # mean share of a side that is not padding
     assert padded ** 2 == pytest.approx(0.87, abs=0.005)
 
 

@@ -156,7 +156,7 @@ def test_several_studies_in_one_report(tmp_path):
     text = report.write_many(parts, tmp_path / "one")
     told, markdown = texts(tmp_path / "one")
     for said in (told, markdown, text):
-        assert said.count("No difference could be tested (all 3 differences are equal)") == 1
+        assert said.count("No difference could be tested (all 3 pairs have the same difference)") == 1
     headings = [element.text for element in parsed(tmp_path / "one").iter("h2")]
     assert headings == ["What about switch_kept? (Table 0), digits", "What about switch_kept? (Table 0), torch/cifar10",
                         "Method and terms"]

@@ -31,7 +31,10 @@ def extents(artists):
 
 
 def assert_fits(name, figure):
-    """Check that legends, titles and axis labels are inside the figure, and that neighbouring texts do not overlap."""
+    """Check that legends, titles and labels of x axes are inside the figure.
+
+    Also check that neighbouring titles, and neighbouring tick labels that are not rotated, do not overlap.
+    """
     figure.draw_without_rendering()
     width, height = figure.bbox.width, figure.bbox.height
     texts = [text for axes in figure.axes for text in (axes.title, axes._left_title, axes.xaxis.label)]
@@ -68,7 +71,7 @@ def test_every_plot_has_data(name):
     part = report.Part.of(study_of(name), runs_of(name), [])
     scene = plots.Scene(part.runs, part.layout, part.recorded)
     empty = [plot for plot, options in part.layout.plot_options() if not [*plots.DRAWINGS[plot](scene, options)]]
-    assert not empty, "a study whose layout has plots of records needs the key record"
+    assert not empty, "the layout of this study plots recorded metrics, so the study needs the key `record`"
 
 
 @pytest.mark.slow
@@ -167,7 +170,8 @@ def test_a_single_run_has_no_bar():
 
 def test_a_perfect_correlation_has_no_p():
     runs = [run_of("feature", seed, {"lr": float(seed)}, top1=90.0 + 2 * seed) for seed in range(3)]
-    assert plots.correlation(runs, "lr", lambda run: run["top1"]) == "r = +1.00, no p without residuals, 3 runs"
+    assert plots.correlation(runs, "lr", lambda run: run["top1"]) == (
+        "r = +1.00, no p because all runs are on one line, 3 runs")
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -75,27 +75,28 @@ def test_single_seed_has_no_interval(tmp_path):
 
 @pytest.mark.usefixtures("drawn")
 def test_differences_without_variance_have_no_interval_and_no_verdict(tmp_path):
-    """If all seeds have the same difference, such as one image, the variance is zero and a t test would give p = 0."""
+    """If all seeds have the same difference, for example of one test image, a t test would give p = 0."""
     study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0], "global": [89.0, 92.0]},
                            name="mine", paper="", table="", report={"measures": ["top1"]})
     text = write(study, runs, [], tmp_path)
     found = {entry["cell"]["connection"]: entry["difference"] for entry in results(tmp_path)["summary"]}
     assert [found["feature"][key] for key in ("half_width", "p", "p_holm", "pairs")] == [None, None, None, 2]
-    assert (found["feature"]["mean"], found["feature"]["reading"]) == (-1.0, "no interval: all 2 differences are equal")
+    assert (found["feature"]["mean"], found["feature"]["reading"]) == (
+        -1.0, "no interval: both pairs have the same difference")
     assert found["global"]["p_holm"] == pytest.approx(min(1, 2 * found["global"]["p"]))  # two comparisons
     row = differences(tmp_path)["Orthogonal-F", "top-1 %"]
     assert (row["difference [95 % CI]"], row["p (Holm)"], row["half-width"]) == ("-1.00", "–", "–")
-    assert row["reading"] == "no interval: all 2 differences are equal"
-    assert "-1.00 (all 2 differences are equal, no interval)" in text
+    assert row["reading"] == "no interval: both pairs have the same difference"
+    assert "-1.00 (both pairs have the same difference, no interval)" in text
     assert "Of 2 differences between the connections, 1 could be tested and was not detected. With 2 seeds" in text
-    assert "Orthogonal-F (-1.00 in top-1 %) could not be tested: all 2 differences are equal." in text
+    assert "Orthogonal-F (-1.00 in top-1 %) could not be tested: both pairs have the same difference." in text
     assert "adjusted for 2 comparisons. 1 of them has no p and counts as p = 1." in texts(tmp_path)[0]
     assert "p and the reading use only the paired differences" in texts(tmp_path)[0]
     half_width = scipy.stats.t.ppf(0.975, 1) / math.sqrt(2)
     assert f"the half-width of an interval is {half_width:.1f} standard deviations" in text
     study, runs = accuracy({"linear": [90.0, 91.0], "feature": [89.0, 90.0]})
     text = write(study, runs, [], tmp_path)
-    assert "No difference could be tested (all 2 differences are equal)" in text
+    assert "No difference could be tested (both pairs have the same difference)" in text
 
 
 def test_detected_differences_are_counted_among_all(tmp_path):
@@ -106,9 +107,9 @@ def test_detected_differences_are_counted_among_all(tmp_path):
     write(study, runs, [], tmp_path)
     lead = results(tmp_path)["lead"]
     assert lead.startswith("1 of 3 differences between the connections was detected: Orthogonal-F -10.00 [")
-    assert "Orthogonal-G (-1.00 in top-1 %) could not be tested: all 3 differences are equal." in lead
+    assert "Orthogonal-G (-1.00 in top-1 %) could not be tested: all 3 pairs have the same difference." in lead
     assert " (top-1 %) could not be tested: no pair of finite runs." in lead
-    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # hybrid is not counted
+    assert "adjusted for 2 comparisons. 1 of them has no p" in texts(tmp_path)[0]  # without Hybrid
 
 
 def test_many_untested_differences_are_counted(tmp_path):
@@ -117,7 +118,7 @@ def test_many_untested_differences_are_counted(tmp_path):
             for seed, gain in enumerate((1.0, 1.2, 0.7) if index == 0 else (1.0, 1.0, 1.0))]
     study = study_of("mine", paper="", table="", axes={"index": list(range(5))}, report={"measures": ["top1"]})
     write(study, runs, [], tmp_path)
-    assert "4 differences could not be tested: all 3 differences are equal." in results(tmp_path)["lead"]
+    assert "4 differences could not be tested: all 3 pairs have the same difference." in results(tmp_path)["lead"]
 
 
 def test_each_study_is_adjusted_by_itself(tmp_path):

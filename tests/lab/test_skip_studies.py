@@ -20,7 +20,7 @@ TABLES = ["skips_single", "skips_branch4", "skips_depthwise"]
 def test_recipe_is_the_papers(data):
     path = recipe.shipped()[f"skipnet_{data}"]
     values, given = yaml.safe_load(path.read_text()), {**NUMBERS["skip_recipe"], **NUMBERS["skip_recipe"][data]}
-    # In timm, "sgd" has Nesterov momentum, and "momentum" has none.
+    # timm's optimizer "sgd" uses Nesterov momentum, and its optimizer "momentum" uses plain momentum.
     assert (values["opt"], values["momentum"], values["lr"]) == ("sgd", given["momentum"], given["lr"])
     assert (values["weight_decay"], values["batch_size"]) == (given["weight_decay"], given["batch"])
     assert (values["epochs"], values["decay_rate"]) == (given["epochs"], given["decay_factor"])
@@ -35,7 +35,10 @@ def test_recipe_is_the_papers(data):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_study_has_the_cells_of_the_table(name):
-    """Check the depths and skip transforms of the grid, and the depth, branches and transforms of the networks."""
+    """Check the depths and skip transforms of the grid, and the transforms of the networks.
+
+    Also check the depth in the networks' names, and the number of branches of idempotent transforms.
+    """
     found, table = design.load(name, "paper"), NUMBERS[name]
     depths = [depth for depth in table if depth.isdecimal()]
     assert [str(depth) for depth in found.axes["depth"]] == depths

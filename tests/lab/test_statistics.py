@@ -44,9 +44,10 @@ def test_without_variance_there_is_no_interval_and_no_verdict(shift, seeds):
     found = paired_difference([value + shift for value in baseline], baseline)  # equal differences, up to rounding
     assert (found.mean, found.half_width, found.p) == (pytest.approx(shift), None, None)
     assert found.ends == (-math.inf, math.inf)
-    assert reading(found) == f"no interval: all {seeds} differences are equal"
+    pairs = "both pairs" if seeds == 2 else f"all {seeds} pairs"
+    assert reading(found) == f"no interval: {pairs} have the same difference"
     assert sees(found, {"": 1.0}) == "–"
-    assert str(found) == f"{shift:+.2f} (all {seeds} differences are equal, no interval)"
+    assert str(found) == f"{shift:+.2f} ({pairs} have the same difference, no interval)"
 
 
 def test_float32_accuracies_of_the_same_images_are_equal():

@@ -81,7 +81,7 @@ def takes_img_size(name):
 
 @pytest.fixture(scope="module")
 def listed():
-    """Return the first two cells of each study in `timm-ortho study list`: the paper's table and the runs per scale."""
+    """Return two columns of `timm-ortho study list` by study: the paper's table, and the numbers of runs by scale."""
     with redirect_stdout(io.StringIO()) as printed:
         assert cli.main(["study", "list"]) == 0
     rows = [re.split("  +", line) for line in printed.getvalue().splitlines()[1:]]

@@ -112,7 +112,10 @@ def manual_run(study_folder, folder, **changes):
 
 
 def test_a_manual_run_joins_a_study(unfinished, tmp_path, monkeypatch, capsys):
-    """It may differ from the planned run in options that do not change the result, and in the division of a batch."""
+    """A manual run may differ from the planned run in options that do not change the result.
+
+    The batch size is not compared, because args.yaml lacks the number of processes.
+    """
     hand = manual_run(unfinished, tmp_path / "hand", batch_size=8, workers=3, log_interval=7, aa="", wandb_tags=None,
                       amp_dtype="float16", resume="last.pth.tar", num_classes=None, in_chans=None)
     (about, runs, left), = collect.collect([unfinished, hand])
@@ -337,7 +340,7 @@ def test_errors_of_a_script_are_reported(tmp_path):
                                       f"{experiment.folder / 'linear-seed0' / 'log.txt'}"}
 
 
-def test_more_nodes_need_slurm(tmp_path):
+def test_missing_gpus_are_an_error(tmp_path):
     requested = tiny(tmp_path, tmp_path / "out", gpus=2, batch_size=64)
     with pytest.raises(LabError, match="needs 2 GPUs per node and 1 node, but this machine is one node with 0 GPUs: c"):
         study.run(requested)

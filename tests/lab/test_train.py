@@ -187,7 +187,10 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def switches(tmp_path_factory):
-    """For each `optimizer` setting of a switch, return a study's file and the folder of its uninterrupted run."""
+    """Train a run whose connection changes after half of its epochs, for each `optimizer` setting of such a switch.
+
+    Return the study's file and the run's folder by setting. The runs are not interrupted.
+    """
     runs = {}
     for optimizer, options in (("kept", dict(model_ema=True, model_ema_warmup=True, grad_accum_steps=2)),
                                ("reinitialised", dict(model_ema=True, model_ema_decay=0.9))):

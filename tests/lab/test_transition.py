@@ -24,7 +24,7 @@ def test_a_known_point(point, noise, seeds, sign):
     linear, orthogonal = (rise(point, slope * sign, seeds, noise, i) for i, slope in enumerate((-1.0, 1.0)))
     found = transition_point(linear, orthogonal)
     height = np.ptp(np.stack([linear.mean(0), orthogonal.mean(0)]))
-    visible = point + 0.1 * height / 2  # here the distance, which grows by 2 per step, is a tenth of the height
+    visible = point + 0.1 * height / 2  # the traces' distance, 2 per step, is then height / 10
     assert found == pytest.approx(visible, abs=1.01 if noise == 0 else 5)
 
 
@@ -92,7 +92,7 @@ def test_every_site_has_its_own_transition():
               for trace, other in zip(rise(20, -1.0), rise(0, 0), strict=True)]
     orthogonal = [rows({(0, "mlp"): trace, (1, "attention"): other})
                   for trace, other in zip(rise(20, 1.0), rise(0, 0), strict=True)]
-    orthogonal[0] = orthogonal[0][:-1]  # one run has not recorded the last step
+    orthogonal[0] = orthogonal[0][:-1]  # one run lacks the last step of block 1
     first, second = transition_points(linear, orthogonal)
     assert first == {"layer": 0, "kind": "mlp", "measure": "stream", "step": first["step"]}
     assert first["step"] == pytest.approx(50 * (20 + 0.05 * np.ptp([rise(20, -1), rise(20, 1)])), abs=100)

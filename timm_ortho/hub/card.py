@@ -301,7 +301,8 @@ def _difference(paired: Optional[Mapping[str, Any]]) -> str:
         return "-"
     mean, half = paired["mean"], paired["half_width"]
     if half is None:
-        reason = "one pair" if paired["pairs"] < 2 else f"all {paired['pairs']} differences are equal"
+        count = "both" if paired["pairs"] == 2 else f"all {paired['pairs']}"
+        reason = "one pair" if paired["pairs"] < 2 else f"{count} pairs have the same difference"
         return f"{mean:+.2f} ({reason}, no interval)"
     return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
 

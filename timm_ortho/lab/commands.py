@@ -155,11 +155,11 @@ def _opening(planned: StudyPlan) -> list[str]:
     data = study.get("data")
     if data:
         size, first = (data[key] and " x ".join(map(str, data[key])) for key in ("image_size", "first_image"))
-        resized = f"images of {first} (first image) resized to" if first and first != size else "images of"
+        resized = f"; the first image of the data set has {first}" if first and first != size else ""
         lines.append(
-            f"{study['dataset']}: {data['train']} training and {data['validation']} validation images "
-            f"({data['validation_split']}), {data['classes']} classes; {resized} {size or 'several sizes'} "
-            f"({data['size_from']}), channels: {data['channels']}")
+            f"{study['dataset']}: {data['train']} training images, {data['validation']} validation images (split "
+            f"'{data['validation_split']}'), {data['classes']} classes, channels: {data['channels']}, image size: "
+            f"{size or 'several'} (set by {data['size_from']}{resized})")
     return lines
 
 

@@ -186,7 +186,8 @@ def _fault_of_layout(folders: Collection[str]) -> Optional[str]:
         while above:
             above = os.path.dirname(above)
             if above in folders:
-                return f"'{folder}' is inside '{above or '.'}', and both contain images"
+                outer = f"'{above}'" if above else "the split's own folder"
+                return f"'{folder}' is inside {outer}, and both contain images"
         other = first.setdefault(os.path.basename(folder), folder)
         if other != folder:
             return f"class '{os.path.basename(folder)}' is in several folders, first '{other}' and '{folder}'"

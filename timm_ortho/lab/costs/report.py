@@ -70,7 +70,7 @@ def load(name: str, scale: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _argument(arguments: Mapping[str, Any], key: str) -> str:
-    value = arguments.get(key, "the default")
+    value = arguments.get(key, "not set")
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

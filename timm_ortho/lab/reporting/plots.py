@@ -426,7 +426,7 @@ def correlation(runs: Sequence[Run], x: str, read: Callable[[Run], Optional[floa
     if len(pairs) < 3 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return f"r undefined ({len(pairs)} runs)"
     result = pearsonr(*zip(*pairs, strict=True))
-    p = "no p without residuals" if 1 - abs(result.statistic) < ROUNDING else f"p = {result.pvalue:.2g}"
+    p = "no p because all runs are on one line" if 1 - abs(result.statistic) < ROUNDING else f"p = {result.pvalue:.2g}"
     return f"r = {result.statistic:+.2f}, {p}, {len(pairs)} runs"
 
 

@@ -43,7 +43,9 @@ class Difference:
         """The reason why there is no interval, or an empty string if there is an interval."""
         if self.half_width is not None:
             return ""
-        return "one pair" if self.pairs < 2 else f"all {self.pairs} differences are equal"
+        if self.pairs < 2:
+            return "one pair"
+        return f"{'both' if self.pairs == 2 else f'all {self.pairs}'} pairs have the same difference"
 
     def text(self, digits: int = 2) -> str:
         """Return mean and interval, or the mean alone.
