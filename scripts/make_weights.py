@@ -89,7 +89,7 @@ def trained(name: str, run: Path, options: Namespace) -> torch.nn.Module:
         return timm.create_model(name, checkpoint_path=str(run / "last.pth.tar")).eval()
     except RuntimeError as error:
         problem = str(error).splitlines()[-1].strip()
-        raise SystemExit(f"{run} does not fit timm.create_model('{name}'): correct num_classes and input_size of the "
+        raise SystemExit(f"{run} does not fit timm.create_model('{name}'): change num_classes and input_size of the "
                          f"entry, or train at the model's default image size: {problem}") from None
 
 

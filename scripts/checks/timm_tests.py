@@ -61,7 +61,7 @@ SPREAD = (
     "rexnetr_100_orthog", "starnet_s050_ortho", "fasternet_t0_orthog",
 )
 MARKED = "base or cfg or torchscript or features or fxforward or fxbackward"  # as in timm's workflow tests.yml
-ANY = "any test"  # name reported for a variant that has no tests
+ANY = "all tests"  # name reported for a variant that has no tests
 WANTED, ENDED, OUTCOMES, SKIP = (  # environment variables for the plugin
     "TIMM_TESTS_WANTED", "TIMM_TESTS_ENDED", "TIMM_TESTS_OUTCOMES", "TIMM_TESTS_SKIP")
 
@@ -334,7 +334,8 @@ def run(tests: Path, group: Dict[str, Optional[str]], timeout: float, marked: bo
         outcomes = [each["outcome"] for each in of_bases
                     if each["model"] == base and result["test"] in (each["test"], ANY)]
         if "passed" not in outcomes:
-            reason = f"{base} fails this test too" if "failed" in outcomes else f"timm excludes {base} from this test"
+            reason = f"{base} fails this test too" if "failed" in outcomes else (
+                f"timm excludes {base} from {'these tests' if result['test'] == ANY else 'this test'}")
             result.update(outcome="excused", message=f"{reason}; {result['message']}")
     return results
 

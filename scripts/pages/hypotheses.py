@@ -254,7 +254,7 @@ def explored() -> dict[str, list[Comparison]]:
         "Width and depth (gamma)": _run([
             *(Contrast(f"ViT of width {wide}: F − linear, CIFAR-10", [(width, difference(wide))])
               for wide in (128, 384)),
-            Contrast("ViT: F − linear at width 384 minus F − linear at width 128, CIFAR-10", [(width, {
+            Contrast("ViT: (F − linear at width 384) − (F − linear at width 128), CIFAR-10", [(width, {
                 **difference(384), **{setting: -weight for setting, weight in difference(128).items()}})]),
             *(Effect(f"F − linear with {factor} {high} minus F − linear with {factor} {low}",
                      f"cifar_factors-{CIFAR}-small", factor)

@@ -60,8 +60,8 @@ def costs(rows: Sequence[BenchRow]) -> str:
     devices = [*(["CPU"] if True not in on_cpu else []), *dict.fromkeys(map(device, rows)),
                *(["GPU"] if False not in on_cpu else [])]
     by_device = {name: [row for row in rows if device(row) == name] for name in devices}
-    lines = [[f"launch, {LAUNCHES[0]}, {step} (times)", *(launch(mine, step) for mine in by_device.values())]
-             for step in MODEL_STEPS]
+    lines = [[f"launch, {LAUNCHES[0]}, {step} (times, not a ratio)",
+              *(launch(mine, step) for mine in by_device.values())] for step in MODEL_STEPS]
     lines += [[f"{name}: {label}", *(ratio(mine, models, *how) for mine in by_device.values())]
               for name, models in SHOWN.items() for label, *how in COSTS]
     return markdown(["ratio of orthogonal to linear", *by_device], lines)

@@ -22,7 +22,7 @@ from timm_ortho.runs import provenance
      "no orthogonal variant 'vit_smal_ortho'; did you mean 'vit_small'? (see timm-ortho list)"),
     (["--models", "vit_small", "--model-kwargs", "deptj=2"], "vit_small cannot be built with {'deptj': 2}: "),
     (["--models", "vit_small", "--skips", "idempotent_mr", "--model-kwargs", "skip_branches=5"],
-     "branches must divide the width of the stream, got 5 branches of 384 channels"),
+     "branches must divide the width of the stream, got branches=5 for 384 channels"),
     (["--models", "vit_small", "--groups", "5"], "vit_small cannot be built with {}: "),
     (["--model-kwargs", "depth"], "'depth' is not of the form key=value"),
     (["--amp", "--dtypes", "float16"], "--amp means --dtypes bfloat16: use either --amp or --dtypes"),

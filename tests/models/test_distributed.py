@@ -204,7 +204,7 @@ def test_a_sharded_attention_pool_is_not_a_block():
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("dim", [-1, None])
 def test_sharded_tokens(dim):
-    """With `dim=None`, the sums run over all tokens of a sample; sequence parallelism divides them among processes."""
+    """Sequence parallelism divides the tokens among processes. With `dim=None`, the sums still run over all tokens."""
     x, f = torch.randn(2, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
     plain = timm_ortho.residual_update(x, f, dim=dim)
     mesh = init_device_mesh("cpu", (1,))

@@ -20,7 +20,8 @@ from timm_ortho.weights.pretrained import ENTRIES
 
 # The paper's families. For further families, blocks/test_timm.py tests one model per block class.
 MODULES = ("vision_transformer", "deit", "resnetv2")
-# The configuration of an architecture with weights can have other sizes than timm's. tests/weights tests it.
+# If a variant has weights, its configuration can differ from timm's, for example in the number of classes. Therefore
+# tests/weights tests the configurations of these variants.
 WITH_WEIGHTS = {base_name(name.partition(".")[0]) for name in ENTRIES}
 ALL_BASES = [name for name in bases() if name not in WITH_WEIGHTS]
 BASES = [name for module in MODULES for name in list_models(module=module)
@@ -32,10 +33,10 @@ SPREAD = [name for name in (
     "test_vit_ortho", "vit_tiny_patch16_224_orthog", "deit_tiny_distilled_patch16_224_ortho", "resnetv2_18_orthog",
     "resnetv2_50_ortho", "vit_small_ortho", "resnetv2_18_cifar_orthog") if base_name(name) not in WITH_WEIGHTS]
 
-# By default, the tests build one architecture in twelve on the meta device, and run a third of SMALLEST at full width
-# and depth. The marker `slow` adds tests that build one in three, and tests that run all of SMALLEST with at most
-# RUN_UP_TO parameters. The marker `whole` adds tests to build all architectures. scripts/checks/linear.py runs the
-# larger architectures.
+# By default, test_built_on_meta builds one of BASES in twelve on the meta device, and a third of SMALLEST run at full
+# width and depth. The marker `slow` adds tests that build one of BASES in three, and that run all of SMALLEST. No test
+# runs architectures of more than RUN_UP_TO parameters; scripts/checks/linear.py does. The marker `whole` adds tests
+# that build all architectures.
 SMALLEST = [base for base in BASES if base.startswith(("test_", "vit_tiny", "deit_tiny", "resnetv2_18"))]
 RUN_UP_TO = 30e6
 
@@ -263,7 +264,7 @@ def test_norm_before_the_classifier():
 
 
 def test_weight_init():
-    """The initializations of the paper's Table 7 change the weights of convolutions only."""
+    """The initializations of the paper's Table 7 change the weights of convolutions. The biases are zero."""
     def convolution(weight_init):
         model = timm.create_model("resnetv2_18_cifar_ortho", weight_init=weight_init)
         convs = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]

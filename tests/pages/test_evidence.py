@@ -120,6 +120,7 @@ def test_pooled_variance_of_two_equal_studies(runs):
     ({}, "the paper has no number"),
 ])
 def test_an_effect_of_the_papers_size_is_compatible_or_untestable(runs, paper, expected):
+    """The parentheses contain the paper's effects. "And zero" means that the interval also contains zero."""
     runs("study", {("linear",): [98.4, 98.5, 98.6], ("feature",): [98.5, 98.5, 98.6]})
     result = contrasts.Contrast("", [("study", contrasts.difference())], paper=paper)
     assert result.room == pytest.approx(1.5)
@@ -136,7 +137,7 @@ def test_only_a_difference_of_accuracies_has_a_ceiling(runs):
 
 
 def test_a_slope_over_the_rate_has_the_ceiling_of_its_linear_networks(runs):
-    """The slope is highest if Orthogonal-F is 100 % accurate above the mean rate and equals linear below it."""
+    """The ceiling has 100 % accuracy for F above the mean rate, and linear's accuracy for F below the mean rate."""
     runs("study", {(rate, which): [98.0, 99.0] for rate in (1e-3, 1e-2) for which in ("linear", "feature")})
     result = contrasts.Contrast("", [("study", contrasts.rates_slope([1e-3, 1e-2]))], paper={"": 6.0}, bases="linear")
     assert result.room == pytest.approx(1.5)  # points per tenfold rate
@@ -253,7 +254,10 @@ def test_the_half_fraction_has_its_defining_relation():
 
 
 def test_effects_of_the_half_fraction(runs):
-    """A main effect is the least-squares estimate. Its variance is computed after subtracting cell and seed means."""
+    """The effect of a factor is the mean of F − linear at its high level minus the mean at its low level.
+
+    Its variance is computed after subtracting cell and seed means.
+    """
     noise = random.Random(0)
     lead = {cell: [1.0 + 0.5 * sign(cell, "rate") - 0.25 * sign(cell, "width") + noise.gauss(0, 0.2) for _ in range(2)]
             for cell in CELLS}
@@ -339,7 +343,8 @@ def sweep(runs, monkeypatch, leads):
     made = {rate: [levels[rate] + value for value in lead] for rate, lead in leads.items()}
     runs("study-digits-small", {setting: values for rate in leads for setting, values in (
         ((rate, "linear"), [levels[rate]] * 5), ((rate, "feature"), made[rate]))})
-    adjusted = holm([paired_difference(lead, [0.0] * 5).p for lead in [*leads.values()] * 2])  # for top-1 and for top-5
+    # Holm's method adjusts the p-values of top-1 and top-5 together. Here both have the same differences.
+    adjusted = holm([paired_difference(lead, [0.0] * 5).p for lead in [*leads.values()] * 2])
     summary = [{"measure": "top1", "cell": {"lr": rate}, "difference": {"p_holm": p}}
                for rate, p in zip(leads, adjusted, strict=False)]
     monkeypatch.setattr(hypotheses, "summary_of", lambda study: [
@@ -383,7 +388,7 @@ def test_the_cost_is_the_median_over_pairs(runs):
 
 
 def forget_values():
-    """Remove the cached values of the hypotheses, which are module-level objects."""
+    """Remove the cached values of the hypotheses of both parts, which are module-level objects."""
     for one in (*hypotheses.PART_ONE, *hypotheses.PART_TWO):
         for base in type(one.contrast).__mro__:
             for name, value in vars(base).items():
@@ -451,7 +456,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "but on CIFAR-10 and Tiny ImageNet it is the best of five values." in after
     assert "more accurate on Tiny ImageNet and CIFAR-10 and has" in " ".join(evidence.readme().split())
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
-    assert "ViT: F − linear at width 384 minus F − linear at width 128, CIFAR-10" in after
+    assert "ViT: (F − linear at width 384) − (F − linear at width 128), CIFAR-10" in after
     assert "Studies S1, S2 and S4 use the recipe `" in after
     assert "\n| setting | C1 | C2 | H1 | paper |\n" in after
     assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 |\n" in after

@@ -55,7 +55,7 @@ def test_the_weights_of_the_package(comparison):
      r"linear-seed0 has model_kwargs {'embed_dim': 64}, which an entry cannot store: .* --recipe vit_test_digits, or "
      "use timm-ortho push"),
     ({"model_kwargs": {"connection": "linear"}}, 7,
-     r"linear-seed0 does not fit timm.create_model\('vit_test_linear.digits'\): correct num_classes .*: size mismatch "
+     r"linear-seed0 does not fit timm.create_model\('vit_test_linear.digits'\): change num_classes .*: size mismatch "
      r"for head.bias"),
 ])
 def test_weights_that_need_arguments(comparison, options, classes, message):
@@ -95,7 +95,7 @@ def test_the_folder_of_a_run(comparison):
 
 
 def test_an_entry_without_a_model(comparison, monkeypatch):
-    """timm's architectures have no variant `_linear`. The first entry of the tag is correct, and nothing is written."""
+    """timm's architectures have no variant `_linear`. Nothing is written, although the tag's first entry is correct."""
     results = json.loads((comparison / "results.json").read_text())
     results["study"]["model"] = "test_vit"
     (comparison / "results.json").write_text(json.dumps(results))

@@ -36,12 +36,12 @@ def without_blocks(text):
 
 def anchors(path):
     """Return GitHub's anchors of headings: lower case, hyphens for spaces, no punctuation, numbers for repetitions."""
-    matches = []
+    slugs = []
     for heading in re.findall(r"^#+ (.+)$", without_blocks(text_of(path)), re.MULTILINE):
         heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", heading.lower().strip()).replace(" ", "-")
-        matches.append(slug if slug not in matches else f"{slug}-{matches.count(slug)}")
-    return matches
+        slugs.append(re.sub(r"[^\w\- ]", "", heading.lower().strip()).replace(" ", "-"))
+    earlier = [slugs[:index].count(slug) for index, slug in enumerate(slugs)]
+    return [f"{slug}-{count}" if count else slug for slug, count in zip(slugs, earlier, strict=True)]
 
 
 def targets(path):

@@ -134,7 +134,7 @@ def test_readmes_table_of_costs(tmp_path):
     assert devices[1:] == ["CPU, Some CPU", "NVIDIA H100"]
     measured = {name: cells for name, cells in costs.items() if set(cells) != {"not measured"}}
     assert measured == {
-        "launch, 1x1x32, training (times)": ["25.4 us against 3.2 us", "not measured"],
+        "launch, 1x1x32, training (times, not a ratio)": ["25.4 us against 3.2 us", "not measured"],
         "ViT-S: training step, eager": [
             "1.300 [1.290, 1.320]", "1.010 [1.000, 1.030] (float32); 1.020 [1.010, 1.040] (bfloat16)"],
         "ViT-S: memory kept for backward (eager)": ["1.004", "1.004 (float32); 1.004 (bfloat16)"],

@@ -93,7 +93,8 @@ def test_a_failure_is_compared_with_the_architecture(cache, capfd):
         "FAILED: test_vit_ortho: test_unlike_its_base: AssertionError: not what timm gives")
     assert told["test_fatal"] == "FAILED: test_vit_ortho: test_fatal: the process died in this test (exit status 9)"
     assert lines[-1] == "timm's tests on 2 variants: 6 passed, 2 skipped, 2 excused, 2 failed"
-    # Two processes die in the same test, one runs the remaining tests, and one repeats failed tests with test_vit.
+    # Two processes die in test_fatal; the second begins with it. A third process runs the remaining tests, and a fourth
+    # repeats the failed tests with test_vit.
     assert (status, processes) == (1, 4)
 
 
@@ -102,8 +103,8 @@ def test_a_variant_without_tests_is_excused_if_its_architecture_has_none(cache, 
     for left_out, outcome, status in (("test_vit*", "EXCUSED", 0), ("test_vit_*", "FAILED", 1)):
         tests.write_text(TEST_MODELS.replace("timm.list_models()", f"timm.list_models(exclude_filters={left_out!r})"))
         found, lines, _ = script(cache, capfd, "--only", "test_vit_ortho", "test_resnet_ortho", "--marked")
-        reason = "timm excludes test_vit from this test; " if outcome == "EXCUSED" else ""
-        assert f"{outcome}: test_vit_ortho: any test: {reason}no test was run" in lines
+        reason = "timm excludes test_vit from these tests; " if outcome == "EXCUSED" else ""
+        assert f"{outcome}: test_vit_ortho: all tests: {reason}no test was run" in lines
         assert found == status
 
 

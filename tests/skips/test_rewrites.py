@@ -80,9 +80,9 @@ def test_diagonalise(kind, connection, skip):
 
 
 def test_theorem_1_for_a_single_q():
-    """Eq. 12 and 13 of Wang et al. (2017): with L branches, the rewritten stream starts as Q^L x_1 instead of x_1.
+    """Eq. 12 and 13 of Wang et al. (2017): with L additions, the rewritten stream starts as Q^L x_1 instead of x_1.
 
-    Branch F_i, i from 1 to L, is rewritten as Q^(L-i) F_i Q^(i-L-1).
+    The branch of addition i, F_i with i from 1 to L, is rewritten as Q^(L-i) F_i Q^(i-L-1).
     """
     model = build("vit", skip="orthogonal_tp")
     q, count = sites(model)[0].connection.skip.matrix(), len(sites(model))
@@ -99,7 +99,7 @@ def test_theorem_1_for_a_single_q():
                 assert isinstance(end, nn.Identity)
 
 
-def test_hybrid_model_saves_and_loads():
+def test_a_rewritten_model_saves_and_loads():
     model = build("branch4", skip="orthogonal_random")
     other, fresh = absorb(model), absorb(build("branch4", skip="orthogonal_random", skip_seed=1))
     fresh.load_state_dict(other.state_dict())

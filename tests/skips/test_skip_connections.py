@@ -102,7 +102,7 @@ def test_connecting_without_skips_restores_the_model():
 def test_bad_arguments_leave_the_model_as_it_was():
     model = connect(tiny("basic"), "global", skip="orthogonal_tp")
     before = [site.connection for site in sites(model)]
-    with pytest.raises(ValueError, match=r"branches must divide .* got 64 branches of 32 channels"):
+    with pytest.raises(ValueError, match=r"branches must divide .* got branches=64 for 32 channels"):
         connect(model, "feature", skip="idempotent_mr", skip_branches=64)
     assert [site.connection for site in sites(model)] == before
 

@@ -143,7 +143,7 @@ def test_random_differs_between_sites_and_seeds(width):
 
 
 def test_random_is_a_rotation_for_every_draw():
-    """The determinant is positive. QR without a correction of signs gives a reflection for half of the draws."""
+    """If no column were negated, half of the draws would be reflections, with a negative determinant."""
     for site in range(12):
         assert torch.linalg.det(create_skip("orthogonal_random", 3, site=site).matrix()).item() == pytest.approx(1.0)
 
@@ -188,7 +188,7 @@ def test_branches_are_blocks_of_channels(name, branches):
 
 
 def test_gradients_are_no_views():
-    """Autograd accumulates gradients in place only if no second tensor uses their memory."""
+    """Autograd adds to a gradient in place only if no other tensor shares its memory. Views share memory."""
     module, gradients = create_skip("orthogonal_tp", 24, dim=1), []
     x = torch.randn(2, 24, 3, 5).to(memory_format=torch.channels_last).requires_grad_().mul(1)
     x.register_hook(gradients.append)
@@ -375,7 +375,7 @@ def test_repr():
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"skip": "orthogonal"}, "unknown skip 'orthogonal', known are 'identity', 'idempotent_mr', 'idempotent_cmr', "
                              "'orthogonal_tp', 'orthogonal_random', 'scaled'; did you mean 'orthogonal_tp'?"),
-    ({"skip": "idempotent_mr", "branches": 5}, "branches must divide the width of the stream, got 5 branches of 12 "
+    ({"skip": "idempotent_mr", "branches": 5}, "branches must divide the width of the stream, got branches=5 for 12 "
                                                "channels"),
     ({"skip": "idempotent_cmr", "branches": 0}, "branches must be a whole number of at least 1, got 0"),
     ({"skip": "idempotent_cmr", "branches": 2.0}, "branches must be a whole number of at least 1, got 2.0"),

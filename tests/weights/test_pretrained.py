@@ -242,7 +242,7 @@ def test_the_authors_configuration(kind):
 
 
 def test_a_table_entry_gives_a_variant_weights(monkeypatch):
-    """An entry in `ENTRIES` gives weights to a variant. All other fields are the architecture's."""
+    """An entry in `ENTRIES` gives weights to a variant. Fields that the entry lacks are the variant's."""
     for name in ("_module_to_models", *(name for name in vars(_registry) if name.startswith("_model_"))):
         monkeypatch.setattr(_registry, name, copy.deepcopy(getattr(_registry, name)))
     monkeypatch.setitem(pretrained.ENTRIES, "resnet18_made_up_ortho.mine", dict(hf_hub_id="me/mine"))
@@ -265,14 +265,17 @@ def test_models_with_weights():
 
 @pytest.mark.parametrize("name", pretrained.ENTRIES)
 def test_an_entry_states_classes_and_license(name):
-    """The architecture's number of classes belongs to timm's weights, and a variant inherits no license from timm."""
+    """An entry inherits num_classes, which is that of timm's weights, and no license. It must therefore state both."""
     assert is_variant(name), f"there is no model {name.partition('.')[0]}: correct the entry in {pretrained.__file__}"
     missing = {"num_classes", "license"} - pretrained.ENTRIES[name].keys()
     assert not missing, f"add {' and '.join(sorted(missing))} to the entry {name} in {pretrained.__file__}"
 
 
 def test_variants_have_no_facts_about_timms_weights():
-    """An entry in `ENTRIES` would inherit these facts. It inherits the preparation of images."""
+    """The configurations of variants lack the license, description and paper of timm's weights.
+
+    Otherwise, an entry in `ENTRIES` would inherit them. It does inherit the preparation of images.
+    """
     base, own = get_pretrained_cfg("convnextv2_base"), get_pretrained_cfg("convnextv2_base_ortho")
     assert (base.license, own.license) == ("cc-by-nc-4.0", None)
     assert (own.input_size, own.crop_pct, own.mean) == (base.input_size, base.crop_pct, base.mean)
@@ -412,7 +415,7 @@ def test_list_of_weights_without_a_match(capsys):
 @pytest.mark.skipif(
     not timm.models._hub.has_hf_hub(), reason="timm before 1.0.24 cannot use the installed huggingface_hub")
 def test_the_authors_weights_load_from_the_cache_by_name(offline, small):
-    """The file is in huggingface_hub's cache. timm before 1.0.29 would unpickle it, but this package does not."""
+    """huggingface_hub's cache contains model.safetensors. timm before 1.0.29 would try to unpickle this file."""
     put_into_cache(offline.home, small[1])
     result = offline.run(f"""
 model = timm.create_model("vit_base_ortho", pretrained=True, **{SMALL_ARGUMENTS!r})

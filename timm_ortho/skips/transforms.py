@@ -316,7 +316,7 @@ def create_skip(
         branches = branches or width if rank is None else _branches_of(skip, width, rank)
         if width % branches:
             raise ValueError(
-                f"branches must divide the width of the stream, got {branches} branches of {width} channels")
+                f"branches must divide the width of the stream, got branches={branches} for {width} channels")
     elif rank not in (None, width):
         raise ValueError(f"{skip} has full rank, {width} for this stream, got rank={rank}")
     return Skip(skip, width, dim, **SKIPS[skip][1](branches=branches, count=count, seed=seed, site=site))
