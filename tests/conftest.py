@@ -1,4 +1,7 @@
-"""Set the number of threads and select Triton's interpreter before tests are imported. Define shared fixtures."""
+"""Define shared fixtures. Set the number of threads, and select Triton's interpreter if there is no GPU.
+
+This file runs before the tests are imported.
+"""
 import os
 
 # Tests and the processes that they start use one thread. A second thread slows down operations on small tensors. It
@@ -25,7 +28,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory):
-    """Yield a mock Hub and a client. The client's process has run IMPORTS of the test module."""
+    """Yield a mock Hub and a client. The client's process runs the test module's code in IMPORTS first."""
     folder = tmp_path_factory.mktemp("hub")
     imports = request.module.IMPORTS
     with HubServer(folder) as server, HubClient(folder, server.endpoint, server.add_user("me"), imports) as client:

@@ -405,7 +405,7 @@ def register_connection(name: str, connection: Callable[..., Connection]) -> Non
     known = CONNECTIONS.get(name, connection)
     names = [(cls.__module__, getattr(cls, "__qualname__", cls)) for cls in (known, connection)]
     if names[0] != names[1]:  # running a notebook cell again redefines the same class
-        raise ValueError(f"connection {name!r} already exists, {_name_of(known)}: choose another name")
+        raise ValueError(f"connection {name!r} already exists ({_name_of(known)}): choose another name")
     create_connection(connection)
     CONNECTIONS[name] = connection
 

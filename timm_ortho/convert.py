@@ -231,8 +231,9 @@ def connect(
         own = _own(module) if block.spec else ()
         for name in connections:
             if name in own or not isinstance(getattr(module, name, None), (Connection, type(None))):
-                raise ValueError(f"{block.label} already has an attribute {name}, the name of its connection: rename "
-                                 "the attribute, or register its class with another kind. The model is unchanged.")
+                raise ValueError(f"{block.label} ({type(module).__name__}) already has an attribute {name}, the name "
+                                 "of its connection: rename the attribute, or register its class with another kind. "
+                                 "The model is unchanged.")
         kinds_here = tuple(block.sites.values())
         cls = routed_class(host_class(module), block.spec, kinds_here) if block.spec else type(module)
         _check_fixed(model, module, cls, connections.values())

@@ -121,7 +121,7 @@ def test_layouts_of_convolutional_models():
 
 def watched(forward, seen):
     def call(self, x):
-        if min(x.shape[1:]) > 1:  # both layouts are identical if an axis has length 1
+        if min(x.shape[1:]) > 1:  # the layouts can be identical if an axis has length 1
             seen.append(x)
         return forward(self, x)
 

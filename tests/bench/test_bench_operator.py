@@ -96,7 +96,7 @@ def test_machine_columns(operator_run):
 
 
 def test_new_files_make_a_checkout_dirty(tmp_path):
-    """The package in a checkout may contain a new recipe, which its commit does not."""
+    """A new file, such as a recipe, is part of the package but not of the commit."""
     def git(*arguments):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True)
 

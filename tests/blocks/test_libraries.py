@@ -1,4 +1,7 @@
-"""Residual blocks of torchvision and of transformers' models without text: connect, disconnect, pickle and compile."""
+"""Residual blocks of torchvision and transformers: connect, disconnect, pickle and compile.
+
+test_text_models.py tests the models of transformers that read only text.
+"""
 import copy
 import pickle
 import subprocess
@@ -49,7 +52,7 @@ def output(result):
 def scopes(model, inputs):
     """Return the scopes that a model supports. The scope `global` is an error in a causal decoder.
 
-    A decoder is causal if the last of its token ids changes no output except the last one.
+    A decoder is causal if another last token id changes only the last output.
     """
     *others, ids = inputs
     if not torch.is_tensor(ids) or ids.is_floating_point():
@@ -104,7 +107,10 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_streams_have_the_width_in_the_table(name):
-    """Check channel axis, width and stream at every site. Skip transforms are created for this width."""
+    """Check at every site that stream and branch output have the table's width on the channel axis.
+
+    Skip transforms are created for this width. `branches` checks that no stream depends on the branch output.
+    """
     model, inputs = made(name)
     branches(connect(model, scopes(model, inputs)[-1], skip="orthogonal_tp"))
     reached = {}
@@ -148,8 +154,9 @@ def test_a_projection_per_head(name):
     try:
         connect(model, "feature", groups="heads", kinds=kinds)
     except ValueError as error:
-        pytest.fail(f"{error}\nIf a module around this block contains the attention, the block's row needs depth. "
-                    f"Otherwise, add {name!r} to WITHOUT_HEADS and to docs/coverage.md.", pytrace=False)
+        pytest.fail(f"{error}\nIf the attention is in a module around this block, pass depth in the block's row of "
+                    f"blocks/{name.split()[0]}.py. Otherwise, add {name!r} to WITHOUT_HEADS and to docs/coverage.md.",
+                    pytrace=False)
     assert output(model.train()(*inputs)).isfinite().all()
 
 

@@ -235,9 +235,9 @@ def enclosed():
      r"dim must be an axis or a sequence of axes, got \(1, None\)"),
     (MyBlock, dict(stream="x", kinds=("a b", "mlp")), ValueError, "kinds must be different identifiers"),
     (MyBlock, dict(stream=("x",), kinds=("attention", "mlp")), ValueError,
-     r"stream needs one value, or 2 \(one for each kind\), got 1"),
+     r"stream needs one value, or 2 \(one for each kind\), got 1 in a sequence"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), dim=(1,)), ValueError,
-     r"dim needs one value, or 2 \(one for each kind\), got 1"),
+     r"dim needs one value, or 2 \(one for each kind\), got 1 in a sequence"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), keep="all"), ValueError, "unknown keep 'all'"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), width=0), ValueError, "width must be a whole number of at"),
     (MyBlock, dict(stream="x", kinds=("attention", "mlp"), method="no"), ValueError, "has no method 'no'"),
@@ -384,7 +384,7 @@ def test_an_attribute_of_a_block_is_not_overwritten():
     for own in (nn.Linear(8, 8), create_connection("global")):
         model = nn.Sequential(Block())
         model[0].connection_mlp = own
-        with pytest.raises(ValueError, match="0 already has an attribute connection_mlp"):
+        with pytest.raises(ValueError, match=r"^0 \(Block\) already has an attribute connection_mlp"):
             connect(model, "feature")
         assert model[0].connection_mlp is own
 

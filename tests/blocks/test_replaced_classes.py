@@ -90,7 +90,7 @@ def test_a_forward_of_an_instance_that_hides_the_connections_warns(forward, warn
 
 
 def test_connections_in_an_authors_code_cause_no_warning():
-    """Code may compute the name of a connection's attribute, so the source of forward need not contain the name."""
+    """An author's forward may compute the attribute name of its connection, which is then not in the source."""
     class Dynamic(nn.Module):
         def __init__(self):
             super().__init__()

@@ -109,8 +109,8 @@ def test_a_projection_per_head(name):
     try:
         connect(model, "feature", groups="heads")
     except ValueError as error:
-        pytest.fail(f"{error}\nIf a module around this block contains the attention, the block's row needs depth.",
-                    pytrace=False)
+        pytest.fail(f"{error}\nIf the attention is in a module around this block, pass depth in the block's row of "
+                    "blocks/transformers.py.", pytrace=False)
     assert {site.connection.groups for site in sites(model)} == {4}
     with torch.no_grad():
         assert not torch.allclose(logits(model, ids), logits(connect(model, "feature"), ids))

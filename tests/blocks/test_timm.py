@@ -45,7 +45,8 @@ def test_linear_is_timms_model_and_other_connections_train(name):
     assert [tensor is None for tensor in result] == [tensor is None for tensor in expected]
     assert parameters.keys() == {site.name for site in sites(model)}
     for site in sites(model):
-        # The MLP of edgenext's blocks adds to the input of the whole block, so its branch contains the attention.
+        # An edgenext block adds the output of its MLP to its own input. The attention comes before the MLP and is
+        # therefore part of the MLP's branch.
         if site.kind in ("attention", "mlp") and (name, site.kind) != ("edgenext_xx_small", "mlp"):
             attends = any(re.search("att|mhsa|xca|qkv", parameter) for parameter in parameters[site.name])
             assert attends == (site.kind == "attention"), (
@@ -147,7 +148,7 @@ def test_folding_a_model_changes_nothing(name):
 
 
 def test_the_list_of_classes_without_a_stream_is_needed():
-    """Classes in NOT_RESIDUAL look residual, except pnasnet's cells. The table of blocks contains no such class."""
+    """Classes in NOT_RESIDUAL look residual, except pnasnet's cells. The table of blocks contains none of them."""
     assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30
@@ -156,7 +157,10 @@ def test_the_list_of_classes_without_a_stream_is_needed():
 
 
 def test_every_class_of_timm_that_looks_residual_is_in_a_table():
-    """`connect` refuses models with a class that looks residual, unless blocks/timm.py lists the class."""
+    """`connect` refuses models with a class that looks residual, unless blocks/timm.py lists the class.
+
+    A base class of a listed class may be missing from blocks/timm.py.
+    """
     names = {f"timm.layers.{info.name}" for info in pkgutil.iter_modules(timm.layers.__path__)}
     names |= {f"timm.models.{name}" for name in list_modules() if coverage.architectures(name)}
     in_table = {host(spec) for spec in TIMM} - {None}

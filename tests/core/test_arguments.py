@@ -63,7 +63,7 @@ def stored(folder):
 def test_every_argument_of_a_connection_reaches_it():
     create, convert = signature(create_connection).parameters, signature(connect).parameters
     assert create.keys() - OF_BLOCKS == convert.keys() - OF_MODELS == {"connection", *OF_CONNECTIONS}, (
-        "add the argument to create_connection, to connect, and with a value to OF_CONNECTIONS")
+        "add the argument to create_connection() and connect(), and add it to OF_CONNECTIONS with a value")
     for make in CONNECTIONS.values():
         for name, parameter in signature(make).parameters.items():
             assert name in create, f"{make.__name__} has the argument {name}, and create_connection does not"

@@ -118,7 +118,10 @@ def test_second_derivatives_of_the_kernels(weights, calls):
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (0.3, 0.7)], ids=str)
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_forward_mode(backend, weights, with_gradient):
-    """The plain formula runs, because the closed form has no forward-mode derivative and kernels drop the tangents."""
+    """In forward mode, both backends compute the update with ordinary operations of torch.
+
+    The autograd function _ResidualUpdate has no forward-mode derivative, and kernels drop the tangents.
+    """
     x, f, dx = tensors((3, 5, 20), (DOUBLE, DOUBLE))
     df, _, _ = tensors((3, 5, 20), (DOUBLE, DOUBLE), seed=1)
     update = functools.partial(residual_update, parallel=weights[0], orthogonal=weights[1])

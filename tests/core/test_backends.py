@@ -29,7 +29,10 @@ def run(backend, x, f, g, **kwargs):
 # ------------------------------------------------------------------------------ function modes and subclasses
 @pytest.fixture(params=["default device", "a mode", "a subclass"])
 def situation(request):
-    """Activate a default device or a TorchFunctionMode, or return a function that converts tensors to a subclass."""
+    """Activate a default device or a TorchFunctionMode, if requested. Return a function to apply to the inputs.
+
+    The function converts a tensor to a subclass, if requested. Otherwise it returns the tensor unchanged.
+    """
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))

@@ -125,6 +125,6 @@ def test_compiled_kernels_access_16_bytes_at_once(compiled_kernels):
         for name, streams in STREAMS[row["kernel"]].items():
             assert row[name].get("16", 0) >= 2 * streams, row
             assert set(row[name]) <= {"16", "4"}, row
-            # s, n, the partial sums and the weights take 10 accesses of 4 bytes in Triton 3.8, and 6 in other releases.
-            # Another stream-sized tensor would add 8 or more.
+            # The small tensors (s, n = |x|^2 + eps, the partial sums and the weights) take 10 accesses of 4 bytes in
+            # Triton 3.8, and 6 in other releases. A stream-sized tensor in accesses of 4 bytes would add at least 8.
             assert row[name].get("4", 0) <= 12, row

@@ -44,7 +44,10 @@ def model(name, **arguments):
 
 
 def row(make, *arguments, inputs=2, forms="TorchScript FX export", slow="", **options):
-    """Return a test case for each form in ``forms`` and ``slow``. ``inputs`` counts input tensors; 0 means images."""
+    """Return a test case for each form in ``forms`` and ``slow``.
+
+    ``inputs`` is the number of input tensors with WIDTH channels. 0 means one batch of images instead.
+    """
     label = "-".join(str(getattr(value, "__name__", value)) for value in (*arguments, *options.values()))
     return [
         pytest.param(lambda: make(*arguments, **options), inputs, form, marks=marks, id=f"{label}-{form}")

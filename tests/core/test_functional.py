@@ -74,6 +74,12 @@ def test_jacobian_of_the_parallel_component_is_equation_8():
     torch.testing.assert_close(measured, equation)
 
 
+def test_numpy_numbers():
+    x, f = pair((2, 3, 4))
+    expected = residual_update(x, f, parallel=0.5, dim=1)
+    assert torch.equal(residual_update(x, f, parallel=np.float32(0.5), dim=np.int64(1)), expected)
+
+
 # ------------------------------------------------------------------------------------------------- gradients
 WEIGHTS = [(0.0, 1.0), (0.3, 0.7), (1.0, 0.5), ("a", 1.0), (0.0, "b"), ("a", "b")]
 
@@ -208,7 +214,8 @@ def test_the_result_has_the_memory_format_of_the_stream(stream, branch, dim, how
 @pytest.mark.parametrize("layouts", ["contiguous_format", "channels_last", "channels_last contiguous_format"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype, monkeypatch):
-    monkeypatch.setattr(functional, "is_observed", lambda *_: False)  # a mode such as Allocations prevents reuse
+    # Memory is not reused inside a dispatch mode. Ignore the mode Allocations, which measures the reuse.
+    monkeypatch.setattr(functional, "is_observed", lambda *_: False)
     formats = [getattr(torch, name) for name in layouts.split()]
     x, f = (tensor.to(memory_format=layout) for tensor, layout in
             zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))
@@ -303,6 +310,48 @@ def test_a_graph_of_make_fx_can_be_differentiated(shape, backend):
                                torch.autograd.grad(residual_update(x, f, dim=1), (x, f), g))
 
 
+class Update(torch.nn.Module):
+    def forward(self, x, f):
+        return residual_update(x, f) + residual_update(x, f, parallel=0.25, dim=(1, 2))
+
+
+@pytest.mark.parametrize("active", [contextlib.nullcontext(), torch.device("cpu")], ids=["", "default device"])
+def test_fx_records_the_plain_formula(active):
+    x, f = pair((2, 3, 4))
+    with active:
+        traced = torch.fx.symbolic_trace(Update())
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets.count(plain_update) == 2
+    torch.testing.assert_close(traced(x, f), Update()(x, f))
+
+
+def test_export_records_the_plain_formula():
+    x, f = pair((2, 3, 4))
+    program = torch.export.export(Update(), (x, f))
+    assert "autograd" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x, f), Update()(x, f))
+
+
+def test_export_with_an_in_place_activation_after_the_update():
+    class Activated(torch.nn.Module):
+        def forward(self, x, f):
+            return residual_update(x, f).relu_()
+
+    x, f = pair((2, 3, 4))
+    program = torch.export.export(Activated(), (x, f)).run_decompositions()
+    torch.testing.assert_close(program.module()(x, f), Activated()(x, f))
+
+
+def test_compile_keeps_the_closed_form_without_a_graph_break():
+    x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
+    recorder = EagerAndRecordGraphs()
+    y = torch.compile(Update(), fullgraph=True, backend=recorder)(x, f)
+    if not torch.__version__.startswith("2.6."):  # torch 2.6 records the operations inside the function
+        assert [str(node.target) for node in recorder.graphs[0].graph.nodes].count("autograd_function_apply") == 2
+    torch.testing.assert_close(y, Update()(x, f))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
+
+
 # -------------------------------------------------------------------------------------------- nested tensors
 @pytest.mark.parametrize("keep", ["output", "branch"])
 def test_jagged_tensors_are_updated_token_by_token(keep):
@@ -347,54 +396,6 @@ def test_other_layouts_of_nested_tensors_are_refused():
     for x, f in ((jagged, jagged.values()), (jagged, strided), (strided, strided)):
         with pytest.raises(ValueError, match=f"got x of layout {x.layout} and f of layout {f.layout}: pass"):
             residual_update(x, f)
-
-
-class Update(torch.nn.Module):
-    def forward(self, x, f):
-        return residual_update(x, f) + residual_update(x, f, parallel=0.25, dim=(1, 2))
-
-
-@pytest.mark.parametrize("active", [contextlib.nullcontext(), torch.device("cpu")], ids=["", "default device"])
-def test_fx_records_the_plain_formula(active):
-    x, f = pair((2, 3, 4))
-    with active:
-        traced = torch.fx.symbolic_trace(Update())
-    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert targets.count(plain_update) == 2
-    torch.testing.assert_close(traced(x, f), Update()(x, f))
-
-
-def test_export_records_the_plain_formula():
-    x, f = pair((2, 3, 4))
-    program = torch.export.export(Update(), (x, f))
-    assert "autograd" not in str(program.graph)
-    torch.testing.assert_close(program.module()(x, f), Update()(x, f))
-
-
-def test_export_with_an_in_place_activation_after_the_update():
-    class Activated(torch.nn.Module):
-        def forward(self, x, f):
-            return residual_update(x, f).relu_()
-
-    x, f = pair((2, 3, 4))
-    program = torch.export.export(Activated(), (x, f)).run_decompositions()
-    torch.testing.assert_close(program.module()(x, f), Activated()(x, f))
-
-
-def test_compile_keeps_the_closed_form_without_a_graph_break():
-    x, f = (t.requires_grad_() for t in pair((2, 3, 4)))
-    recorder = EagerAndRecordGraphs()
-    y = torch.compile(Update(), fullgraph=True, backend=recorder)(x, f)
-    if not torch.__version__.startswith("2.6."):  # torch 2.6 records the operations inside the function
-        assert [str(node.target) for node in recorder.graphs[0].graph.nodes].count("autograd_function_apply") == 2
-    torch.testing.assert_close(y, Update()(x, f))
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, f)), torch.autograd.grad(Update()(x, f).sum(), (x, f)))
-
-
-def test_numpy_numbers():
-    x, f = pair((2, 3, 4))
-    expected = residual_update(x, f, parallel=0.5, dim=1)
-    assert torch.equal(residual_update(x, f, parallel=np.float32(0.5), dim=np.int64(1)), expected)
 
 
 # ------------------------------------------------------------------------------------------------- bad input

@@ -115,7 +115,10 @@ def test_padding_in_integer_masks_of_scores(form, allowed):
 
 
 def test_float_masks_of_scores_are_additive():
-    """Float masks of scores are additive, so 0, 1 and the log sizes of merged tokens (ToMe) exclude no token."""
+    """Float masks of scores are added to the scores, so small numbers in them exclude no token.
+
+    0, 1 and ToMe's logarithms of the sizes of merged tokens are such numbers.
+    """
     for mask in (KEYS.float(), KEYS.double().expand(4, 1, 8, 8), torch.tensor([1.0, 2.0] * 4).log().expand(4, 1, 1, 8)):
         assert real_tokens(mask, LONG).all()
     assert real_tokens(OF_SAMPLES[:1].float(), LONG).all()

@@ -16,7 +16,7 @@ from timm_ortho.hub.card import CITATIONS
 PACKAGE = Path(timm_ortho.__file__).parent
 PAGES = PACKAGE.parent / "docs"
 
-LAYERS = [  # a file may import only from later entries
+LAYERS = [  # a file may import only from its own entry and later entries
     "__main__", "cli", "lab", "hub", "bench", "models", "weights", "hub_client", "runs", "diagnostics", "convert",
     "arguments", "skips", "blocks", "routing", "connections", "functional", "kernels", "backends", "_views", "_compat",
     "_checks", "_text", "_images",
@@ -102,7 +102,8 @@ def test_ci_runs_the_supported_pythons():
     other = jobs["other-pythons"]["strategy"]["matrix"]["python-version"]
     own = jobs["everything"]["steps"][1]["with"]["python-version"].split()
     assert sorted({*own, *other}, key=lambda version: int(version[2:])) == listed
-    assert own[:-1] == [listed[0], listed[-1]]  # .ci/run tests the oldest and the newest Python
+    # .ci/run tests the oldest and the newest Python. The last entry is the job's default Python.
+    assert own[:-1] == [listed[0], listed[-1]]
     assert f'requires-python = ">={listed[0]}"' in of_checkout("pyproject.toml")
 
 

@@ -84,7 +84,8 @@ def test_same_numbers_through_connections(kwargs):
 def test_masks_are_passed_to_connections(mask, handed_on):
     route = Route(Block, [Sum("x", "one"), Sum("x", "two")], mask=mask)
     source = inspect.getsource(route.subclass(name="Masked", module="tests.somewhere").forward)
-    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)  # addition `two` is on both sides of an `if`
+    # addition `two` is on both sides of a conditional expression
+    assert source.count(", attn_mask=bias)") == (3 if handed_on else 0)
     assert ("self.one(x, self.first(x * SCALE), attn_mask=bias)" in source) == ("attn_mask" in source) == handed_on
 
 
@@ -150,7 +151,7 @@ def test_forward_with_a_closure():
 
 
 class Private(nn.Module):
-    """A block whose methods depend on the class body through a default, a private name and an alias."""
+    """A block whose methods use names of the class body: a default value, a private method and an alias of a method."""
 
     HALF = 0.5
 

@@ -129,7 +129,7 @@ def test_only_the_first_process_writes(monkeypatch, recording_path):
     assert not recording_path.exists()
 
 
-def test_a_full_disk_does_not_stop_training(monkeypatch, recording_path, tmp_path):
+def test_a_failed_write_does_not_stop_training(monkeypatch, recording_path, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.setenv("TIMM_ORTHO_RECORD", str(folder / "rows.jsonl"))

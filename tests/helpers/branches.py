@@ -1,4 +1,4 @@
-"""Check from autograd's graph that a row of the tables of blocks does not confuse the stream and the branch output."""
+"""Check with autograd's graph that the `stream` of a block in the tables of blocks is not its branch output."""
 import torch
 
 from timm_ortho import sites

@@ -24,8 +24,8 @@ __all__ = ["SOON", "HubClient", "Result"]
 
 IMPORTS = "import huggingface_hub, timm, torch; import timm_ortho"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# A failure must be reported within this many seconds. Reports take at most 7 s on an idle machine. huggingface_hub's
-# own retries would take 23 s.
+# A failed pull or push must raise its error within this many seconds. On an idle machine this takes at most 7 s.
+# huggingface_hub's own retries would take 23 s.
 SOON = 20
 
 
@@ -57,7 +57,8 @@ class HubClient:
         self.home = Path(tempfile.mkdtemp(prefix="home", dir=folder))
         self._environment = {
             **{key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGINGFACE_"))},
-            # hf_xet does not use Python's sockets. An unreachable proxy restricts hf_xet to loopback addresses.
+            # hf_xet does not use Python's sockets, so _only_loopback does not restrict it. It gets an unreachable proxy
+            # for all hosts except the loopback addresses in NO_PROXY.
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
             "NO_PROXY": ",".join(LOOPBACK), "no_proxy": ",".join(LOOPBACK),
             "HF_ENDPOINT": endpoint, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1",

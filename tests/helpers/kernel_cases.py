@@ -24,7 +24,7 @@ def tensors(shape, dtypes=(SINGLE, SINGLE), seed=0):
 
 
 def weight(value, dtype=SINGLE):
-    """Return ``value`` if it is a number. For a name, return a tensor whose value is exact in every dtype."""
+    """Return a number unchanged. For the name of a learned weight, return a tensor of 0.625, exact in every dtype."""
     return torch.tensor(0.625, dtype=dtype, device=DEVICE) if isinstance(value, str) else value
 
 
@@ -40,8 +40,8 @@ def inputs_with_gradients(shape=(3, 5, 20)):
     return x.requires_grad_(), f.requires_grad_()
 
 
-# Shape of the stream, and axes over which one projection sums. The kernels read these axes as a row or a column. Long
-# rows are cut into pieces.
+# Shape of the stream, and axes over which one projection sums. Elements along these axes are a row if they are adjacent
+# in memory, otherwise a column. The kernels cut long rows into pieces and read long columns twice.
 LAYOUTS = {
     "row": ((7, 13, 197), -1),
     "cut row": ((2, 70, 300), None),

@@ -1,4 +1,4 @@
-"""Functions that return a small model and a tuple of inputs, for the block classes of torchvision and transformers."""
+"""Small models with the block classes of torchvision and transformers. Functions return a model and its inputs."""
 import torch
 
 VIT = dict(
@@ -54,9 +54,10 @@ TORCHVISION = {
 
 
 def transformers(name, size=32, head="ForImageClassification", config=None, inputs=None, **arguments):
-    """Return a function that creates a model, and images of this size or the result of ``inputs()``.
+    """Return a function that returns a model and a tuple of its inputs.
 
-    ``name`` is the prefix of the model's classes: ViT for ViTConfig.
+    The inputs are ``inputs()``, by default two random images of this size. ``name`` is the prefix of the model's
+    classes: ViT for ViTConfig.
     """
     def make():
         import transformers

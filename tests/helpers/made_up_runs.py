@@ -91,7 +91,10 @@ def probe(connection, epoch):
 
 
 def recorded(connection, seed, steps=6):
-    """Return recorded rows. Until step 20, linear and other connections differ by noise only. Then they diverge."""
+    """Return recorded rows. Until step 20, the streams and cosines of all connections differ by noise only.
+
+    After step 20, they diverge between linear and all other connections.
+    """
     rows = []
     for index in range(steps):
         apart = max(0, index - 2) * (1.0 if connection == "linear" else -1.0)

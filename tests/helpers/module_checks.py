@@ -59,13 +59,16 @@ def digits(count=64):
 
 
 def exports(name, connection):
-    """Check the program that torch.export returns."""
+    """Check that the program that torch.export returns has the outputs of the model."""
     model, size = model_of(name, connection)
     same(model, size, lambda x: torch.export.export(model, (x,)).module())
 
 
 def compiles(name, connection, backend="aot_eager"):
-    """Check that torch.compile compiles a model without graph breaks, with autograd, and that outputs are the same."""
+    """Check that torch.compile compiles the forward pass without graph breaks and does not change the outputs.
+
+    Gradients are enabled, so that the backward pass is traced too, but it does not run.
+    """
     model, size = model_of(name, connection)
     torch._dynamo.reset()
     same(model, size, lambda x: torch.compile(model, fullgraph=True, backend=backend), grad=True)

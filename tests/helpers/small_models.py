@@ -1,4 +1,4 @@
-"""Small models that contain each block class and each module of timm that the package covers."""
+"""Small models for each block class, and for each Python module of timm.models, that the package covers."""
 import dataclasses
 import importlib
 from functools import cache
@@ -126,7 +126,7 @@ LARGER = {  # slow models: they have many different convolutions, over ten milli
     "csatv2": (64, dict()),
     "lowformer_b0": (64, dict()),
 }
-SHARED_BLOCKS = {  # modules that use the blocks of another module
+SHARED_BLOCKS = {  # models of Python modules that use the block classes of another module
     "deit_tiny_distilled_patch16_224": (64, dict(img_size=64, embed_dim=48, depth=1, num_heads=2)),
     "pit_ti_224": (64, dict(img_size=64, depth=(1, 1, 1))),
     "naflexvit_base_patch16_gap": (64, dict(embed_dim=48, depth=1, num_heads=2)),
@@ -158,7 +158,9 @@ def around(block, channels):
     return nn.Sequential(nn.Conv2d(3, channels, 4, 4), block, nn.Flatten(2), nn.AdaptiveAvgPool1d(1))
 
 
-MADE = {  # models whose entry points fix their sizes, and blocks that only large models contain
+# Functions that make small models: of architectures, most of which have entry points that fix the sizes, and of single
+# blocks that only large models contain.
+MADE = {
     "nest": lambda: nest.Nest(
         img_size=64, embed_dims=(24, 48, 96), depths=(1, 1, 1), num_heads=(1, 2, 4), num_classes=5),
     "mixer": mixer,
@@ -194,7 +196,7 @@ MADE = {  # models whose entry points fix their sizes, and blocks that only larg
     "convolution": lambda: around(efficientnet_blocks.ConvBnAct(8, 8, 3, skip=True), 8),
     "depthwise separable": lambda: around(efficientnet_blocks.DepthwiseSeparableConv(8, 8), 8),
 }
-OF_MODULES_MADE = dict(  # modules whose small model is in MADE
+OF_MODULES_MADE = dict(  # Python modules whose small model is in MADE
     convmixer="convmixer", dla="dla basic", focalnet="focalnet", gcvit="gcvit", metaformer="poolformer",
     mlp_mixer="mixer", mvitv2="mvitv2", nest="nest", volo="volo", vovnet="vovnet")
 

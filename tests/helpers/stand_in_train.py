@@ -1,4 +1,4 @@
-"""A mock of timm's train.py with the same options and output files. An epoch adds 1 to the bias of the head.
+"""A mock of timm's train.py with its options and output files. An epoch adds 1 to the bias of the head.
 
 Top-1 after epoch n is 10 (n + 1) + seed. Two environment variables control a run: STAND_IN_SECONDS is the duration of
 an epoch, and STAND_IN_KILL=n kills the process in epoch n. The resumed run is not killed again.
@@ -19,7 +19,7 @@ config_parser.add_argument("-c", "--config")
 parser = argparse.ArgumentParser()
 OPTIONS = Path(find_spec("timm_ortho").origin).parent / "lab" / "recipes" / "train_options.json"
 for name, option in json.loads(OPTIONS.read_text()).items():
-    if name not in ("data", "stop_epoch"):  # older releases of timm lack stop_epoch
+    if name not in ("data", "stop_epoch"):  # data is positional in train.py; older releases of timm lack stop_epoch
         kinds = {"int": dict(type=int), "float": dict(type=float), "flag": dict(action="store_true")}
         nargs = {"nargs": "+"} if option.get("list") else {}
         parser.add_argument(f"--{name.replace('_', '-')}", default=option["default"], **kinds.get(option["type"], {}),

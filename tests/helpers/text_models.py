@@ -1,4 +1,4 @@
-"""Tiny text models of transformers with random weights. Compare connected models with the original models."""
+"""Tiny text models of transformers with random weights. :func:`measured` compares connected with original models."""
 import inspect
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -74,7 +74,7 @@ HEADS = {"decoder": "CausalLM", "encoder": "MaskedLM", "both": "Seq2SeqLM"}
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """Return the config of a text model. Skip the test if the installed release of transformers lacks the class."""
+    """Return the config of a text model. Skip the test if transformers is older than 5 or lacks the config's class."""
     transformers = pytest.importorskip("transformers", minversion="5")
     text = TEXT[name]
     config = f"{text.prefix}TextConfig" if text.prefix == "Gemma3" else f"{text.prefix}Config"

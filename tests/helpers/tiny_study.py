@@ -125,7 +125,10 @@ def stopped(folder, monkeypatch, step, error=Stop):
 
 
 def switching(optimizer, **options):
-    """Return changes for `written`: one run with a switch, random augmentation and random connections."""
+    """Return changes for `written` that define one run, which switches from `global` to `feature`.
+
+    Its connections are random (`connection_prob`), and its images are mixed (`mixup`) and partly erased (`reprob`).
+    """
     values = yaml.safe_load(STUDY)
     values["scales"]["smoke"]["options"].update(epochs=4, mixup=0.4, reprob=0.3, **options)
     return dict(

@@ -1,4 +1,4 @@
-"""Write folders of runs of the lab and of timm's train.py within seconds."""
+"""Make folders of runs within seconds: train runs of the lab, or write the files that timm's train.py would write."""
 from argparse import Namespace
 from pathlib import Path
 
@@ -47,5 +47,5 @@ def timm_run(folder, ema=False, epochs=3, model="vit_small_ortho", **options):
         top1 = 10 * (epoch + 1) + 0.25
         metrics = {"loss": 1 / (epoch + 1), "top1": top1, "top5": top1 + 50}
         update_summary(epoch, {"loss": 2.5}, metrics, folder / "summary.csv", lr=0.1, write_header=epoch == 0)
-        saver.save_checkpoint(epoch, metric=-abs(epoch - 1))  # the second epoch is the best
+        saver.save_checkpoint(epoch, metric=-abs(epoch - 1))  # best in epoch 1, unlike top-1
     return folder

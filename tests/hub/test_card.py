@@ -223,7 +223,7 @@ def test_a_limited_number_of_images_is_stated(copied):
     options = yaml.safe_load((folder / "args.yaml").read_text())
     options |= {"dataset": "", "data_dir": "/data/cifar10", "train_num_samples": 64, "val_num_samples": 32}
     (folder / "args.yaml").write_text(yaml.safe_dump(options))
-    study = {"study": {"data": {"validation_split": "test"}}}  # the folder of the images, see Source.validation_name
+    study = {"study": {"data": {"validation_split": "test"}}}  # the images' subfolder, see Source.validation_name
     (copied / "study.yaml").write_text(yaml.safe_dump(study))
     card = model_card(SUBJECT, CheckpointRun(folder))
     assert "trained on 64 images of the image folder 'cifar10'" in str(card)

@@ -101,10 +101,10 @@ HYBRID, LINEAR = dict(connection="hybrid", connection_eps=1e-6), dict(connection
         created, "resnetv2_18_cifar_ortho", head_norm=True, in_chans=1, num_classes=5), FEATURE),
     ("resnetv2_18_orthog", partial(created, "resnetv2_18_orthog", in_chans=1, num_classes=5), GLOBAL),
     ("vit_small_ortho", partial(tiny, in_chans=1, global_pool="avg"), FEATURE),
-    # timm's checkpoint filter for crossvit takes one argument, and the configuration of csatv2 has no first_conv
+    ("regnetx_002_orthog", partial(created, "regnetx_002_orthog", num_classes=3), GLOBAL),
+    # crossvit's checkpoint filter takes one argument instead of two, and csatv2's configuration has no first_conv
     ("crossvit_9_240_ortho", partial(created, "crossvit_9_240_ortho", num_classes=3), FEATURE),
     ("csatv2_orthog", partial(created, "csatv2_orthog", num_classes=3), GLOBAL),
-    ("regnetx_002_orthog", partial(created, "regnetx_002_orthog", num_classes=3), GLOBAL),
 ])
 def test_models_are_restored(tmp_path, name, make, arguments):
     if not timm.is_model(name):
@@ -320,5 +320,5 @@ def test_command_line(grid, tmp_path, capsys, monkeypatch):
     assert cli.main(["push", str(grid), "me/digits", "--dry-run"]) == 2
     assert capsys.readouterr().err == (
         f"timm-ortho: error: {grid} contains 4 runs: pass one of them, such as {grid / 'feature-seed0'}\n")
-    assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--labels", "none"]) == 2
-    assert capsys.readouterr().err == "timm-ortho: error: none cannot be read: No such file or directory\n"
+    assert cli.main(["push", str(grid / "feature-seed0"), "me/digits", "--dry-run", "--labels", "a.txt"]) == 2
+    assert capsys.readouterr().err == "timm-ortho: error: a.txt cannot be read: No such file or directory\n"

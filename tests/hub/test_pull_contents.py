@@ -38,7 +38,7 @@ def test_a_pickle_is_never_read(hub, client, saved, tmp_path, way):
     assert not mark.exists()
     assert not any("/blobs/" in request.path for request in hub.requests)
     pickle.loads(files["pytorch_model.bin"]).close()
-    assert mark.exists()  # unpickling creates the file, so the check above can fail
+    assert mark.exists()  # unpickling creates the file, so `not mark.exists()` above is a real check
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth"])

@@ -30,7 +30,7 @@ def logits(model, chans=3, size=32):
 def pull(name):
     return timm.create_model("hf-hub:" + name, pretrained=True).eval()
 """
-MODELS = {  # the ViT's weights exceed 10 MB, the limit for files inside a commit request
+MODELS = {  # the ViT's weights exceed 10 MB, the real Hub's limit for files inside a commit request
     "me/vit": ("vit_small_orthog", dict(img_size=32, patch_size=8, depth=2, num_classes=7, connection_prob=0.5)),
     "me/resnet": ("resnetv2_18_cifar_ortho", dict(
         channels=[16, 16, 32, 32], head_norm=True, num_classes=5, connection_layers=[0, 3])),

@@ -116,7 +116,7 @@ def test_a_damaged_run_is_not_a_peer(grid, tmp_path, name):
 def test_runs_that_differ_in_the_seed_are_peers(copied, kind):
     """A run whose connection was switched has two args.yaml: its own, and that of the folder `switched`.
 
-    timm's train.py writes the name of the run into args.yaml.
+    timm's train.py writes the name of the run into args.yaml (`experiment`), so there peers differ in the name, too.
     """
     for run in copied.glob("feature-seed*"):
         options = yaml.safe_load((run / "args.yaml").read_text(encoding="utf-8"))

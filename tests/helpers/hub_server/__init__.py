@@ -12,7 +12,8 @@ tokens. It supports three upload modes, commits, and downloads of ranges. It can
 memory, except the files that hf_xet writes to ``folder``. `hub_client.py` runs the client.
 
 The argument ``uploads`` selects the upload mode:
-  * ``regular``: a commit contains its files. The real Hub accepts this for small text files only.
+  * ``regular``: the request of a commit contains the contents of all files. The real Hub accepts this for small text
+    files only.
   * ``lfs``: the client uploads large files with PUT before the commit. HF_HUB_DISABLE_XET=1 must be set, because a
     client with xet does not fall back to LFS.
   * ``xet``: hf_xet writes large files to ``folder``, because the mock's xet URL is ``local://FOLDER``. Only
@@ -114,11 +115,11 @@ class HubServer:
         Args:
             what: A status (401: bad token, 403: missing rights, 429: retry after a minute), ``"cut"`` (the connection
                 ends during a download or an upload) or ``"silence"`` (no answer).
-            path: Regular expression that is searched in the path; "" matches every path. The content of large files
-                comes from ``/blobs/``, not from ``/resolve/``.
+            path: Regular expression that is searched in the path; "" matches every path. The name of a large file
+                matches ``/resolve/``, which only redirects. To match the download of the content, use ``/blobs/``.
             method: HTTP method; None for all.
             times: Number of requests that fail; None for all.
-            after: For ``"cut"``: number of bytes that arrive.
+            after: For ``"cut"``: number of bytes that arrive. A chunked upload arrives completely before the cut.
             code: Value of the header ``X-Error-Code``: RepoNotFound, RevisionNotFound, EntryNotFound or GatedRepo.
         """
         fault = Fault(what, method, path, times, after, code)

@@ -14,7 +14,7 @@ SILENCE, CUT = "silence", "cut"
 
 @dataclass
 class Recorded:
-    """A received request. ``status`` is 0 until a complete answer is sent."""
+    """A received request. ``status`` is the status of its answer, or 0 if there is no answer or a cut one."""
 
     method: str
     host: str

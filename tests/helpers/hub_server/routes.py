@@ -157,7 +157,7 @@ def _commit(http: Handler, repo: str, revision: str) -> None:
 
 
 def _apply(hub: Any, files: dict[str, File], key: str, value: dict[str, Any]) -> None:
-    """Apply one line of a commit to ``files``, initially a copy of the parent commit's files."""
+    """Apply one line of a commit to ``files``. At the first line, it equals the parent commit's."""
     path = value["path"]
     if key == "file":
         files[path] = hub.store(base64.b64decode(value["content"]), large=False)
@@ -191,7 +191,7 @@ def _resolve(http: Handler, repo: str, revision: str, path: str) -> None:
 @route("HEAD GET", "/blobs/(?P<oid>[0-9a-f]{64})")
 def _get_blob(http: Handler, oid: str) -> None:
     if oid not in http.hub.blobs:
-        raise Answer(501, "a file that was uploaded with xet can only be downloaded with xet")
+        raise Answer(501, "no content has this SHA-256; if it was uploaded with xet, only xet can download it")
     _send_blob(http, describe(None, oid, len(http.hub.blobs[oid]), True), ETag=f'"{oid}"')
 
 

@@ -69,8 +69,8 @@ def files_of_shard(shard: bytes) -> Iterator[tuple[str, str]]:
 
     A shard consists of a header of 48 bytes and records of 48 bytes. The first record of a file contains the xet hash,
     flags and the number of segments. One record per segment follows. If bit 31 of the flags is set, one verification
-    record per segment comes next. If bit 30 is set, the file's last record begins with the SHA-256. A hash whose bits
-    are all 1 ends the list of files.
+    record per segment comes next. If bit 30 is set, one more record follows, which begins with the SHA-256. A hash
+    whose bits are all 1 ends the list of files.
     """
     size, at = 48, 48
     while shard[at:at + 32] != b"\xff" * 32:
