@@ -475,10 +475,10 @@ def create_connection(
     defaults = cast(Dict[str, Any], create_connection.__kwdefaults__)
     for name in sorted(arguments.keys() - accepted - {"dim", "keep", "start", "device", "dtype"}):
         if arguments[name] != defaults[name] and make is not LinearConnection:
-            others = " and ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
-            raise ValueError(f"{connection if isinstance(connection, str) else _name_of(make)} takes no argument "
-                             f"{name}, which {others} take: omit {name}, or add it to the constructor of your own "
-                             "connection")
+            others = " or ".join(known for known, cls in CONNECTIONS.items() if name in _parameters(cls))
+            raise ValueError(f"{connection if isinstance(connection, str) else _name_of(make)} does not take the "
+                             f"argument {name}: omit {name}, or choose {others}; your own connection needs this "
+                             "argument in its constructor")
     made = make(**{name: value for name, value in arguments.items() if name in accepted})
     if not isinstance(made, Connection):
         raise ValueError(f"{_name_of(make)} must return a timm_ortho.Connection, got {type(made).__name__}")

@@ -1,14 +1,13 @@
 """Write a card for each set of weights, model_cards/NAME.md.
 
-Weights that were trained here also get the plot of the training curve, model_cards/NAME.png.
+Weights that were trained here also get the plot of the training curve, model_cards/NAME.png. NAME is MODEL.TAG. BASE is
+MODEL without `_ortho`, `_orthog` or `_linear`: for `vit_test_ortho.digits`, BASE_TAG is `vit_test_digits`.
 
 | card | source of the numbers |
 | --- | --- |
 | weights that were trained here, such as `vit_test_*` | `model_cards/results/comparisons/BASE_TAG` |
 | the authors' weights, `vit_base_*` | their cards (`AUTHORS`) and their paper (`timm_ortho/lab/paper/paper.json`) |
 
-Weights are named MODEL.TAG. BASE is MODEL without `_ortho`, `_orthog` or `_linear`: the folder of
-`vit_test_ortho.digits` is `vit_test_digits`.
 `timm_ortho.hub.card` fills the template of the cards. `studies.py` writes the remaining pages of model_cards.
 """
 from functools import cache

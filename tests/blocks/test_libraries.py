@@ -52,7 +52,7 @@ def output(result):
 def scopes(model, inputs):
     """Return the scopes that a model supports. The scope `global` is an error in a causal decoder.
 
-    A decoder is causal if another last token id changes only the last output.
+    In a causal decoder, a change of the last token id changes only the last output.
     """
     *others, ids = inputs
     if not torch.is_tensor(ids) or ids.is_floating_point():
@@ -109,7 +109,8 @@ def test_linear_is_the_librarys_model_and_other_connections_train(name):
 def test_streams_have_the_width_in_the_table(name):
     """Check at every site that stream and branch output have the table's width on the channel axis.
 
-    Skip transforms are created for this width. `branches` checks that no stream depends on the branch output.
+    Skip transforms are created for this width. `branches` checks at each site that the stream does not depend
+    on the branch output.
     """
     model, inputs = made(name)
     branches(connect(model, scopes(model, inputs)[-1], skip="orthogonal_tp"))

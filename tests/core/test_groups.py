@@ -252,8 +252,8 @@ def test_variants_and_the_command_line_take_groups():
     ("ViT", "feature", dict(groups=2.0), "groups must be a whole number of at least 1, got 2.0"),
     ("ViT", "feature", dict(groups=True), "groups must be a whole number of at least 1, got True"),
     *(("ViT", "global", dict(groups=groups),
-       "global takes no argument groups, which feature and hybrid take: omit groups, or add it to the constructor of "
-       "your own connection")
+       "global does not take the argument groups: omit groups, or choose feature or hybrid; your own connection needs "
+       "this argument in its constructor")
       for groups in (6, "heads")),
 ])
 def test_bad_groups_leave_the_model_unchanged(name, connection, arguments, message):

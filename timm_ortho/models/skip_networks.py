@@ -12,8 +12,8 @@ branches or one branch per channel. Each branch is BN, convolution, BN, ReLU, co
 
 Each name exists with suffixes ``_linear``, ``_ortho`` and ``_orthog``. The argument ``skip`` sets the skip transform.
 An idempotent transform divides the channels into B groups and mixes these groups. As in the paper, B is 4 in the
-networks with four branches. In all other networks, B is the number of channels. ``skip_branches`` and ``skip_rank``
-override this default.
+networks with four branches. In all other networks, B is the number of channels. ``skip_branches`` sets another B.
+``skip_rank`` sets the rank of P instead.
 
 The paper does not specify the following choices:
   * Where the width doubles, a 1x1 convolution of stride 2 projects the stream, separately for each branch.
@@ -100,8 +100,9 @@ class SkipNetwork(ResNetV2):
     def init_weights(self, zero_init_last: bool = True) -> None:
         super().init_weights(zero_init_last=zero_init_last)
         for name, module in self.named_modules():
-            grouped = isinstance(module, nn.Conv2d) and module.groups > 1  # timm uses the fan-out of all branches
+            grouped = isinstance(module, nn.Conv2d) and module.groups > 1
             if grouped and not (zero_init_last and name.endswith("conv2")):
+                # the outputs of one branch; timm's initialization counts those of all branches
                 fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
                 nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
 

@@ -34,7 +34,7 @@ class Request:
         if self.gpus < 0 or self.nodes < 1:
             raise LabError(f"--gpus must be at least 0 and --nodes at least 1, got {self.gpus} and {self.nodes}")
         if self.trainer == "lab" and (self.gpus or self.nodes > 1):
-            raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use --device cuda alone")
+            raise LabError("--gpus and --nodes need timm's train.py: add --train-py, or use only --device cuda")
 
     def device(self) -> str:
         """Return the device of the runs. The default is `cuda` if this machine has a GPU or if GPUs are requested."""
@@ -58,7 +58,7 @@ class Request:
         return seeds
 
     def select(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants that `only` selects. In `only`, `connection` is an axis, too."""
+        """Return the variants that `only` selects. Its axes are those of the study and `connection`."""
         cells = [{axis: value_text(value)
                   for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
                  for variant in variants]

@@ -5,8 +5,8 @@ cosine of the two connections begin to diverge). Here two traces are *apart* at 
 
   * visible: the means over the seeds differ by more than a tenth of the range of both traces over the whole training;
   * reliable: the two-sided 95 % Student interval of the differences of runs with the same seed excludes zero. With one
-    pair, or if all differences are equal, there is no interval, and the first condition alone decides. Differences of
-    real-valued traces are not equal by chance, so equal differences count as reliable. The second condition alone is
+    pair, or if all differences are equal, there is no interval, and the first condition alone decides. Real-valued
+    differences are hardly ever equal by chance, so equal differences count as reliable. The second condition alone is
     not enough: even at step 0, the stream of a deep block is slightly shorter with orthogonal connections, which drop
     the parallel part.
 
@@ -22,8 +22,8 @@ from scipy import stats
 Rows = Sequence[Mapping[str, Any]]
 
 VISIBLE = 0.1  # minimal difference, as a share of the range of both traces
-MOSTLY = 0.75  # of the steps from the transition to the end, the minimal share with traces apart
-SEEN = 0.1  # of all steps, the share that the steps from the transition to the end must exceed
+MOSTLY = 0.75  # minimal share of steps with traces apart, among the steps from the transition to the end
+SEEN = 0.1  # the steps from the transition to the end must be more than this share of all steps
 
 
 def transition_point(linear: Sequence[Sequence[float]], orthogonal: Sequence[Sequence[float]]) -> Optional[int]:
