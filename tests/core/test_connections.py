@@ -160,14 +160,14 @@ def test_weights_with_axes_are_refused(a, b, message):
     ({"connection": "feature", "groups": 0}, "groups must be a whole number of at least 1, got 0"),
     ({"connection": "feature", "groups": "heads"}, "groups must be a whole number of at least 1, got 'heads'"),
     ({"connection": "global", "groups": 2},
-     "global does not take the argument groups: omit groups, or choose feature or hybrid; your own connection needs this "
-     "argument in its constructor"),
+     "global does not take the argument groups: omit groups, or choose feature or hybrid; your own connection needs "
+     "this argument in its constructor"),
     ({"connection": HalfConnection, "groups": 2},
-     "HalfConnection does not take the argument groups: omit groups, or choose feature or hybrid; your own connection needs this "
-     "argument in its constructor"),
+     "HalfConnection does not take the argument groups: omit groups, or choose feature or hybrid; your own "
+     "connection needs this argument in its constructor"),
     ({"connection": HalfConnection, "prob": 0.5},
-     "HalfConnection does not take the argument prob: omit prob, or choose feature or global; your own connection needs this "
-     "argument in its constructor"),
+     "HalfConnection does not take the argument prob: omit prob, or choose feature or global; your own "
+     "connection needs this argument in its constructor"),
     ({"connection": Uncarried, "skip": create_skip("scaled", 8)},
      "Uncarried.forward ignores skip: omit skip, or begin with x = self.carried(x)"),
     ({"connection": "orthogonal"}, f"unknown connection 'orthogonal', known are {KNOWN}{IS_IT_IMPORTED}"),
@@ -175,8 +175,8 @@ def test_weights_with_axes_are_refused(a, b, message):
     ({"connection": "global", "prob": 1.5}, "prob must be in [0, 1], got 1.5"),
     ({"connection": "linear", "prob": math.nan}, "prob must be in [0, 1], got nan"),
     ({"connection": "hybrid", "prob": 0.5},
-     "hybrid does not take the argument prob: omit prob, or choose feature or global; your own connection needs this "
-     "argument in its constructor"),
+     "hybrid does not take the argument prob: omit prob, or choose feature or global; your own connection needs "
+     "this argument in its constructor"),
     ({"connection": "hybrid", "start": "lineal"}, "unknown start 'lineal', known are 'orthogonal', 'linear'; "
                                                   "did you mean 'linear'?"),
 ])

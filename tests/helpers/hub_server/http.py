@@ -14,7 +14,7 @@ SILENCE, CUT = "silence", "cut"
 
 @dataclass
 class Recorded:
-    """A received request. ``status`` is the status of its answer, or 0 if the connection ends before the end of the answer."""
+    """A received request. ``status`` is the status of its answer, or 0 if the answer is missing or incomplete."""
 
     method: str
     host: str
