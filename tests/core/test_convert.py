@@ -407,7 +407,7 @@ def unchanged(model, *args, **kwargs):
     ({"layers": 1.0}, ["layers", "[0, 1]", "got 1.0"]),
     ({"kinds": ["mlp", "attn"]}, ["unknown kind of branch 'attn'", "'attention', 'mlp'"]),
     ({"kinds": 1}, ["unknown kind of branch 1", "'attention', 'mlp'"]),
-    ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid", "prob=0.5"]),
+    ({"connection": "hybrid", "layers": [], "prob": 0.5}, ["hybrid does not take the argument prob"]),
 ])
 def test_bad_arguments(kwargs, words):
     for model in (build("Block"), connect(build("Block"), "global")):
