@@ -161,5 +161,5 @@ def test_an_unknown_width_is_refused():
             return x + x.exp()
 
     register_block(Block, stream="x", kinds=("mlp",))
-    with pytest.raises(ValueError, match=r"no linear layer and no convolution, so connect cannot determine the width .*: pass"):
+    with pytest.raises(ValueError, match=r"no convolution, so connect cannot determine the width .*: pass"):
         connect(Block(), skip="orthogonal_tp")
