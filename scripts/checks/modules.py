@@ -15,7 +15,7 @@
 The check `inductor` is `compile` with PyTorch's default backend. It takes half a minute per model and only runs on
 request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use only
 one of the two variants, alternating from module to module. If such a check fails, it is repeated with timm's own model.
-If timm's own model fails too, the table says so. The exit status is 1 if a check fails only for the variant, if a
+The table marks failures of both models. The exit status is 1 if a check fails only for the variant, if a
 `train` check fails, or if there are no results.
 """
 import argparse

@@ -148,7 +148,7 @@ def test_folding_a_model_changes_nothing(name):
 
 
 def test_the_list_of_classes_without_a_stream_is_needed():
-    """Classes in NOT_RESIDUAL look residual, except pnasnet's cells. The table of blocks contains none of them."""
+    """Classes in NOT_RESIDUAL look residual, except pnasnet's cells. The table of blocks omits them."""
     assert not set(table.NOT_RESIDUAL) & {spec.name for spec in TIMM}
     here = [cls for cls in map(class_of, table.NOT_RESIDUAL) if cls]
     assert len(here) > 30

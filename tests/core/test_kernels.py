@@ -48,7 +48,7 @@ def error(result, truth):
 def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=lambda x, f, a, b: (x, f, a, b)):
     """Check y and gradients.
 
-    Their errors must be at most twice those of ``oracle.rounded``, plus 0.5 (half precision) to 16 (float64) units in
+    An error must be at most twice the error of ``oracle.rounded``, plus 0.5 (half precision) to 16 (float64) units in
     the last place.
     """
     def ours(**inputs):

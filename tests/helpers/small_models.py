@@ -158,8 +158,8 @@ def around(block, channels):
     return nn.Sequential(nn.Conv2d(3, channels, 4, 4), block, nn.Flatten(2), nn.AdaptiveAvgPool1d(1))
 
 
-# Functions that make small models: of architectures, most of which have entry points that fix the sizes, and of single
-# blocks that only large models contain.
+# Functions that make small models. The entry points of most of these architectures fix the sizes. Some entries make
+# single blocks that only large models contain.
 MADE = {
     "nest": lambda: nest.Nest(
         img_size=64, embed_dims=(24, 48, 96), depths=(1, 1, 1), num_heads=(1, 2, 4), num_classes=5),

@@ -7,7 +7,7 @@ both times. Quantiles are computed over the repetitions. Times from different gr
 `report` defines the metrics.
 
 A training step is forward, cross entropy and backward. The optimizer is excluded: it costs the same for all models and
-would bring the ratio closer to 1. On a GPU, the settings are those of timm's train.py: matrix products of float32
+would bring the ratio closer to 1. On a GPU, the settings are as in timm's train.py: matrix products of float32
 tensors may use TF32, and cuDNN searches for its fastest convolution. In half precision, the operator's tensors have the
 half-precision dtype, and models use autocast.
 

@@ -63,7 +63,7 @@ class Subject:
         license: License identifier of the Hub (`apache-2.0`); None if the owner did not choose one.
         base_model: Repository of the weights that training started with.
         about: Markdown below the summary, for example on the origin of the weights.
-        limits: Sentences for the section "Limits", before those that `model_card` adds.
+        limits: Sentences for the section "Limits", before the sentences of `model_card`.
         dataset: A key of `DATASETS`, if there is no run.
         tags: Additional tags.
         imports: Lines of code after `import timm_ortho` that register the author's classes.

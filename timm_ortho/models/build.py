@@ -116,7 +116,7 @@ _NOT_STORED = frozenset((
 
 
 def creation_arguments(model: nn.Module) -> Dict[str, Any]:
-    """Return the arguments that built a variant, except those of connections and in `_NOT_STORED`.
+    """Return the arguments that built a variant, except `_NOT_STORED` and the arguments of connections.
 
     The result is empty for timm's own models.
     """

@@ -19,7 +19,7 @@ def on_meta() -> ContextManager:
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Create the tensors of ``torch.empty``, ``torch.zeros`` and the other ``_CREATORS`` on the meta device.
+    """Create the tensors of ``torch.empty``, ``torch.zeros`` and further ``_CREATORS`` on the meta device.
 
     Parameters and buffers are such tensors. Before 1.0.21, timm reads drop path rates from a tensor of
     ``torch.linspace``, which must have values.

@@ -102,7 +102,7 @@ class SkipNetwork(ResNetV2):
         for name, module in self.named_modules():
             grouped = isinstance(module, nn.Conv2d) and module.groups > 1
             if grouped and not (zero_init_last and name.endswith("conv2")):
-                # the outputs of one branch; timm's initialization counts those of all branches
+                # counts the outputs of one branch; timm's initialization counts all branches
                 fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
                 nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
 

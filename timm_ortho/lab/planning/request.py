@@ -58,7 +58,7 @@ class Request:
         return seeds
 
     def select(self, variants: Sequence[Variant]) -> list[Variant]:
-        """Return the variants that `only` selects. Its axes are those of the study and `connection`."""
+        """Return the variants that `only` selects. Its axes are the study's axes and `connection`."""
         cells = [{axis: value_text(value)
                   for axis, value in {**variant.cell, "connection": variant.final_connection}.items()}
                  for variant in variants]
