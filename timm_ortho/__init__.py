@@ -1,5 +1,6 @@
 """Orthogonal residual connections for timm. Importing this package registers its models with timm."""
 from . import hub
+from ._sites import Site, sites
 from .arguments import connection_arguments
 from .blocks import not_residual, register_block
 from .connections import (
@@ -9,10 +10,8 @@ from .connections import (
     GlobalConnection,
     HybridConnection,
     LinearConnection,
-    Site,
     create_connection,
     register_connection,
-    sites,
 )
 from .convert import UnsupportedModelError, connect, disconnect
 from .diagnostics import Recorder, record, representation

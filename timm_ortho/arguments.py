@@ -6,8 +6,9 @@ from typing import Any, Dict, List, Optional
 
 from torch import nn
 
+from ._sites import Site, sites
 from .blocks import host_class, reached, spec_of, written_class
-from .connections import CONNECTIONS, LinearConnection, Site, sites
+from .connections import CONNECTIONS, LinearConnection
 
 
 def connection_arguments(model: nn.Module) -> Dict[str, Any]:

@@ -16,9 +16,8 @@ subclass :class:`Connection` and pass the class to :func:`timm_ortho.connect`, o
 
 Groups: ``feature`` and ``hybrid`` can split the channel axis into ``groups`` equal parts, each with its own projection.
 
-Padding: in a batch of token sequences of several lengths (NaFlex), a token is padding if the mask lets no token attend
-to it (:func:`real_tokens`). ``global`` excludes padding, so that padding does not change the result of a sample.
-The projections of ``feature`` and ``hybrid`` cover one token each and need no mask.
+Padding: ``global`` excludes padding (:mod:`timm_ortho.masks`). The projections of ``feature`` and ``hybrid`` cover one
+token each and need no mask.
 
 Skip transforms: the attribute ``skip`` can contain a transform P of the stream (:mod:`timm_ortho.skips`). The
 connection then uses P x in place of x: y = P x + a f_par + b f_orth, where f_par is parallel and f_orth orthogonal to
@@ -26,122 +25,17 @@ P x. The class of the connection determines the weights a and b.
 """
 import inspect
 import math
-import warnings
-from functools import cache
-from itertools import takewhile
-from types import CodeType, MethodType
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union, cast
+from typing import Any, Callable, Dict, List, Optional, Union, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from ._bytecode import uses
 from ._checks import check_count, check_eps, check_prob, check_weight, known_name
 from .functional import KEEPS, Weight, checked_update, plain_update
+from .masks import MASK_LAYOUTS, real_tokens
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
-MASK_LAYOUTS = ("", "scores", "keys")  # layouts of masks with two or three axes, see real_tokens
-
-
-def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Optional[Tensor]:
-    """Return which tokens are real and not padding.
-
-    A token is real if the mask lets any token attend to it, including itself. Under a causal mask every token is real,
-    because each may attend to itself.
-
-    | mask | reading |
-    | --- | --- |
-    | ``[B or 1, heads or 1, N or 1, N]`` | as ``scaled_dot_product_attention`` broadcasts it |
-    | ``[N, N]``, ``[heads, N, N]`` | the same, with the leading axes omitted |
-    | ``[B, N]`` | one value for each key of each sample |
-    | last axis not N | mask over the keys of another stream: ignored |
-    | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
-    | floating-point | added to the scores; values of -1000 or less forbid attention, all others allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; a mask without positive values is added to the scores |
-    | ``BlockMask`` | evaluated for every pair of tokens |
-
-    Args:
-        attn_mask: Mask of self-attention.
-        x: Stream, ``[B, N, C]``.
-        layout: Selects the reading of an ambiguous shape. ``"scores"``: ``[N, N]``, ``[1, N]`` and
-            ``[heads, N, N]``, as ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash
-            attention reads it.
-
-    Returns:
-        Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None if there is no mask, or if the mask covers the
-        keys of another stream.
-
-    Raises:
-        ValueError: The shape is unsupported, or ambiguous without a ``layout``.
-
-    Example:
-        >>> real_tokens(torch.tensor([[[[True, True, False]]]]), torch.zeros(1, 3, 8)).flatten()
-        tensor([ True,  True, False])
-    """
-    if attn_mask is None:
-        return None
-    if not torch.jit.is_scripting():
-        if has_torch_function_variadic(attn_mask, x):
-            if type(attn_mask).__name__ == "CausalBias":  # every token attends to itself: no padding
-                return None
-            return handle_torch_function(real_tokens, (attn_mask, x), attn_mask, x, layout)  # FX records this call
-        if not isinstance(attn_mask, Tensor):
-            attn_mask = _evaluated(attn_mask, x)
-    if x.dim() == 3 and attn_mask.dim() > 1 and attn_mask.shape[-1] != x.shape[1]:
-        return None
-    problem = _mask_problem(attn_mask, x, layout)
-    if problem != "":
-        raise ValueError(
-            f"attention mask {problem}; got shape {list(attn_mask.shape)}, dtype {attn_mask.dtype}, and x of shape "
-            f"{list(x.shape)}. If the mask does not mark padding, register the block with mask=''")
-    batch, tokens, leading = x.shape[0], x.shape[1], attn_mask.shape[0]
-    is_scores = leading == tokens or (leading == 1 and layout == "scores")
-    of_keys = attn_mask.dim() == 2 and leading == batch and (layout == "keys" or not is_scores)
-    allowed = _allowed(attn_mask, of_keys)
-    if of_keys:
-        return allowed.unsqueeze(-1)
-    while allowed.dim() < 4:
-        allowed = allowed.unsqueeze(0)
-    return allowed.any(2).any(1).unsqueeze(-1)
-
-
-def _evaluated(mask: Any, x: Tensor) -> Tensor:
-    """Return flex attention's ``BlockMask`` as a tensor."""
-    from torch.nn.attention.flex_attention import BlockMask, create_mask  # slow to import
-
-    if not isinstance(mask, BlockMask):
-        raise ValueError(f"attention mask must be a tensor or a BlockMask, got {type(mask).__name__}")
-    batch, heads, queries, keys = mask.shape
-    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=x.device)
-
-
-def _mask_problem(mask: Tensor, x: Tensor, layout: str) -> str:
-    """Return why the shape of a mask is unsupported or ambiguous, or an empty string."""
-    axes = mask.dim()
-    if x.dim() != 3 or axes < 2 or axes > 4:
-        return "must have two to four axes and belong to a stream [B, N, C]"
-    batch, tokens, leading, queries = x.shape[0], x.shape[1], mask.shape[0], mask.shape[-2]
-    if layout == "" and batch > 1 and axes == 2 and leading == batch and leading == tokens:
-        return "can be [B, N] or [N, N]: pass it as [B, 1, 1, N] or as [1, 1, N, N]"
-    if layout == "" and batch > 1 and axes == 3 and leading > 1 and leading % batch == 0:
-        return "can have samples or heads as its first axis: pass it as [B, 1, N, N] or as [1, heads, N, N]"
-    if (queries in (1, tokens) and (axes < 4 or leading in (1, batch))) or (axes == 2 and leading == batch):
-        return ""
-    return "must be [B, N], [N, N], [heads, N, N] or [B or 1, heads or 1, N or 1, N]"
-
-
-def _allowed(mask: Tensor, of_keys: bool) -> Tensor:
-    """Return a mask as booleans, True where attention is allowed, without data-dependent control flow."""
-    if mask.dtype == torch.bool:
-        return mask
-    allowed = mask > -1000.0  # exp(-1000) is 0 in every dtype
-    if mask.is_floating_point() and not of_keys:
-        return allowed
-    positive = mask > 0
-    keeps = positive.any()
-    if mask.is_floating_point():
-        keeps = keeps & (mask == positive).all()
-    return torch.where(keeps, positive, allowed)
 
 
 class Connection(nn.Module):
@@ -157,7 +51,7 @@ class Connection(nn.Module):
             of the connection does not call :meth:`join`, it must begin with ``x = self.carried(x)``.
         branch_first: Whether ``linear`` computes f + x. The left summand determines the memory layout of the sum, and
             the layout affects the rounding of later operations.
-        mask_layout: Layout of the attention masks, see :func:`real_tokens`.
+        mask_layout: Layout of the attention masks, see :func:`timm_ortho.masks.real_tokens`.
         connect_arguments: Arguments of the call of :func:`timm_ortho.connect` that made the connection, see
             :func:`timm_ortho.connection_arguments`.
         name: Name in :data:`CONNECTIONS`. Connections that are not registered have the name of their class or
@@ -447,7 +341,7 @@ def create_connection(
         tokens_apart: Whether ``global`` has one projection per token instead of one per sample, see
             :class:`timm_ortho.blocks.BlockSpec`.
         in_place: Whether the block changes the sum in place. If so, ``keep`` is ``"branch"``.
-        mask_layout: Layout of the block's attention masks, see :func:`real_tokens`.
+        mask_layout: Layout of the block's attention masks, see :func:`timm_ortho.masks.real_tokens`.
         skip: Module that maps the stream x to P x, for example from :func:`timm_ortho.skips.create_skip`.
         device, dtype: Device and dtype of the parameters.
 
@@ -493,7 +387,7 @@ def create_connection(
     made.name = connection if isinstance(connection, str) else _unique_name(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
     made.tokens_apart, made.in_place = tokens_apart, in_place
-    if skip is not None and not any(_uses(cast(type, type(made)), name) for name in ("carried", "join", "skip")):
+    if skip is not None and not any(uses(type(made), name, Connection) for name in ("carried", "join", "skip")):
         raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
     if kept == "branch":  # a subclass may have no argument keep
         made.keep = kept
@@ -532,130 +426,3 @@ def _parameters(make: Any) -> Dict[str, inspect.Parameter]:
         raise ValueError(f"{_name_of(make)} must have defaults for its own arguments; without a default: "
                          f"{', '.join(required)}")
     return parameters
-
-
-# ------------------------------------------------------------------------------------------------- in a model
-class Site(NamedTuple):
-    """One residual addition of a model with connections.
-
-    Attributes:
-        layer: Index of the block's layer in the model, from 0.
-        kind: Kind of the branch, such as ``attention``, ``mlp`` or ``conv``, see :class:`timm_ortho.blocks.BlockSpec`.
-            If the block's own code contains the connection, the kind is the name of the block's attribute that holds
-            the connection, without the prefix ``connection_``.
-        name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
-        connection: The connection, a module with ``forward(x, f)``.
-    """
-
-    layer: int
-    kind: str
-    name: str
-    connection: Connection
-
-
-def sites(model: nn.Module) -> List[Site]:
-    """Return the sites of a model, block by block; an empty list for a model without connections.
-
-    A connection inside another connection is no site.
-
-    A warning reports blocks whose class or ``forward`` was replaced after :func:`timm_ortho.connect`, as token merging
-    does. The new code does not call the connections, so the additions of these blocks are linear.
-
-    Example:
-        >>> import timm
-        >>> for layer, kind, name, connection in sites(timm.create_model("vit_test_ortho"))[:2]:
-        ...     print(layer, kind, name, connection)
-        0 attention blocks.0.connection_attention FeatureConnection(dim=-1, eps=1e-06)
-        0 mlp blocks.0.connection_mlp FeatureConnection(dim=-1, eps=1e-06)
-    """
-    connections = [
-        (name, block, attribute, connection) for name, block in named_outside(model)
-        for attribute, connection in block.named_children() if isinstance(connection, Connection)
-    ]
-    unused = {}
-    for name, block, attribute, connection in connections:
-        if is_unused(block, attribute, connection):
-            unused[name] = type(block).__name__
-        elif connection.routed and _hides_connection(block, attribute):
-            unused[name] = vars(block)["forward"].__qualname__
-    if unused:
-        warnings.warn(
-            f"the additions of {len(unused)} blocks are linear (the first block is {next(iter(unused))!r}): their "
-            f"class or forward was replaced after connect, and the new code does not call connections: "
-            f"{', '.join(dict.fromkeys(unused.values()))}. Replace a class before connect, and register the new "
-            "class with timm_ortho.register_block. If an instance has its own forward, delete this attribute",
-            stacklevel=2)
-    layers = layers_of(layer_name(name, connection.depth) for name, _, _, connection in connections)
-    return [
-        Site(layer, attribute.removeprefix("connection_"), f"{name}.{attribute}" if name else attribute, connection)
-        for layer, (name, _, attribute, connection) in zip(layers, connections, strict=True)
-    ]
-
-
-def named_outside(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
-    """Yield ``model.named_modules()`` without connections and the modules inside them."""
-    inside = {inner for module in model.modules() if isinstance(module, Connection) for inner in module.modules()}
-    return model.named_modules(inside)
-
-
-def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
-    """Return whether the class of the block was replaced and no longer calls the connection that was added."""
-    return isinstance(connection, Connection) and connection.routed and not _uses(cast(type, type(block)), attribute)
-
-
-def _hides_connection(block: nn.Module, attribute: str) -> bool:
-    """Return whether an instance has its own ``forward``, which calls no connection, although that of the class does.
-
-    A method that may call another ``forward`` does not count.
-    """
-    forward: Any = vars(block).get("forward")
-    code, hidden = (getattr(inspect.unwrap(each), "__code__", None) for each in (forward, type(block).forward))
-    names = _names(code)
-    return (isinstance(forward, MethodType) and forward.__self__ is block and code is not None and not code.co_freevars
-            and attribute in _names(hidden) - names and not any("forward" in name for name in names))
-
-
-@cache
-def _uses(cls: type, attribute: str) -> bool:
-    """Return whether a class uses an attribute.
-
-    Overridden methods count only if the override calls ``super`` or another ``forward``.
-    """
-    overridden: Set[str] = set()
-    for base in takewhile(lambda base: base is not Connection, cls.__mro__):  # Connection's own methods do not count
-        for name, value in vars(base).items():
-            names = _names(getattr(inspect.unwrap(value), "__code__", None))
-            if attribute in names and name not in overridden:
-                return True
-            if not names & {"super", "forward"}:
-                overridden.add(name)
-    return False
-
-
-def _names(code: Optional[CodeType]) -> Set[str]:
-    """Return the global names and attributes in the code of a function and of the functions inside it."""
-    inner = [constant for constant in (code.co_consts if code else ()) if isinstance(constant, CodeType)]
-    return {*(code.co_names if code else ()), *(name for constant in inner for name in _names(constant))}
-
-
-def layer_name(block: str, depth: int) -> str:
-    """Return the name of the module ``depth`` levels above a block."""
-    parts = block.split(".")
-    return ".".join(parts[:max(len(parts) - depth, 0)])
-
-
-def layers_of(blocks: Iterable[str]) -> Iterator[int]:
-    """Yield the layer index of each block, given the names of the blocks or of their layers in model order.
-
-    A block inside another block, such as the position encoding of ``davit``'s blocks, belongs to the outer layer.
-
-    Example:
-        >>> list(layers_of(["blocks.0", "blocks.0.cpe", "blocks.1"]))
-        [0, 0, 1]
-    """
-    outer: Optional[str] = None
-    layer = -1
-    for name in blocks:
-        if outer is None or not (name == outer or outer == "" or name.startswith(f"{outer}.")):
-            outer, layer = name, layer + 1
-        yield layer

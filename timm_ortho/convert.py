@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._checks import known_name
 from ._compat import is_sharded, named_children
+from ._sites import is_unused, layer_name, layers_of, named_outside, sites
 from .arguments import keep_in_config
 from .blocks import (
     BlockSpec,
@@ -22,7 +23,7 @@ from .blocks import (
     spec_of,
     written_class,
 )
-from .connections import Connection, create_connection, is_unused, layer_name, layers_of, named_outside, sites
+from .connections import Connection, create_connection
 from .skips import create_skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

@@ -6,8 +6,8 @@ from torch.nn.attention.bias import causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask
 
 from timm_ortho import CONNECTIONS, create_connection, residual_update
-from timm_ortho.connections import MASK_LAYOUTS, real_tokens
 from timm_ortho.functional import plain_update
+from timm_ortho.masks import MASK_LAYOUTS, real_tokens
 
 
 def with_gradients(function, x, f, g):

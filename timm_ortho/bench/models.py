@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from .._sites import sites
 from ..backends import choose_backend, use_backend
-from ..connections import LinearConnection, sites
+from ..connections import LinearConnection
 from ..convert import connect
 from .clock import Candidate, Group, compiled
 from .operator import PASTED

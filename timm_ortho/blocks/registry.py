@@ -48,7 +48,7 @@ def register_block(
             output). Use ``"branch"`` if the block changes the sum in place, for example by an activation.
         method: Name of the method with the additions.
         mask: Name of the method's argument with the attention mask. Connections with one projection per sample use the
-            mask to exclude padding (see :func:`timm_ortho.connections.real_tokens`). True must allow attention, as in
+            mask to exclude padding (see :func:`timm_ortho.masks.real_tokens`). True must allow attention, as in
             ``scaled_dot_product_attention``. Masks of ``nn.MultiheadAttention`` have the opposite meaning; pass ``""``
             for them.
         causal: True if a token must not depend on later tokens, as in a language model. ``connect`` then refuses

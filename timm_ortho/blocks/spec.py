@@ -47,7 +47,7 @@ class BlockSpec(NamedTuple):
         mask: Argument of the method that connections receive as ``attn_mask``. Ignored if the method does not have it.
             With ``""`` connections get no mask. Use ``""`` if True in the mask forbids attention, as in
             ``nn.MultiheadAttention``.
-        mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.connections.real_tokens`.
+        mask_layout: Layout of attention masks with an ambiguous shape, see :func:`timm_ortho.masks.real_tokens`.
         unless: Function of a block. If it returns True, the additions of that block stay unchanged.
         tokens_apart: True if ``global``, which otherwise has one projection per sample, must project each token of this
             block separately.

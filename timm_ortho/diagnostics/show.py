@@ -11,8 +11,8 @@ from timm.data import create_transform
 from torch import Tensor, nn
 
 from .._images import data_config, opened
+from .._sites import Site, sites
 from .._text import aligned
-from ..connections import Site, sites
 from .dynamics import SiteDynamics, record_dynamics
 
 _BAR = 10  # length of the bar of a cosine of 1 or -1, in characters

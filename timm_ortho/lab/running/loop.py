@@ -28,8 +28,8 @@ from timm.utils import AverageMeter, ModelEmaV3, NativeScaler, accuracy, dispatc
 from torch import nn
 
 from ..._images import data_config
+from ..._sites import sites
 from ..._text import error_text
-from ...connections import sites
 from ...diagnostics import record, record_dynamics
 from ...runs.folders import load_checkpoint
 from .. import LabError, one_line, whole_file

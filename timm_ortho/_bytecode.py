@@ -1,0 +1,29 @@
+"""Find out which names the code of a function or of a class uses."""
+import inspect
+from functools import cache
+from itertools import takewhile
+from types import CodeType
+from typing import Optional, Set
+
+
+@cache
+def uses(cls: type, attribute: str, base: type = object) -> bool:
+    """Return whether a class uses an attribute. The methods of ``base`` do not count.
+
+    Overridden methods count only if the override calls ``super`` or another ``forward``.
+    """
+    overridden: Set[str] = set()
+    for each in takewhile(lambda each: each is not base, cls.__mro__):
+        for name, value in vars(each).items():
+            names = names_in(getattr(inspect.unwrap(value), "__code__", None))
+            if attribute in names and name not in overridden:
+                return True
+            if not names & {"super", "forward"}:
+                overridden.add(name)
+    return False
+
+
+def names_in(code: Optional[CodeType]) -> Set[str]:
+    """Return the global names and attributes in the code of a function and of the functions inside it."""
+    inner = [constant for constant in (code.co_consts if code else ()) if isinstance(constant, CodeType)]
+    return {*(code.co_names if code else ()), *(name for constant in inner for name in names_in(constant))}
