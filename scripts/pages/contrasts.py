@@ -238,6 +238,8 @@ class Effect(Comparison):
     study: str
     factor: str
     read: Callable[[Run], float] = top1
+    unit: str = "points"
+    paper: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def parts(self) -> Sequence[tuple[str, Weights]]:
@@ -364,6 +366,11 @@ def last(key: str) -> Callable[[Run], float]:
 def at_epoch(epoch: int, key: str = "eval_top1") -> Callable[[Run], float]:
     """Return a function that reads a metric after a number of epochs."""
     return lambda run: run["history"][epoch - 1][key]
+
+
+def after(share: float) -> Callable[[Run], float]:
+    """Return a function that reads the accuracy after a share of the epochs, such as 0.25; at least one epoch."""
+    return lambda run: at_epoch(max(1, round(share * len(run["history"]))))(run)
 
 
 def mlp_cosine(*layers: int) -> Callable[[Run], float]:

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections import Counter
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
 import jinja2
@@ -40,6 +40,7 @@ from .contrasts import (
     runs_of,
     setting_of,
     settings_of,
+    span,
     switch,
     top1,
     unpaired,
@@ -59,7 +60,6 @@ from .hypotheses import (
     by_epochs,
     course,
     decided,
-    early,
     explored,
     rank_slope,
 )
@@ -124,15 +124,36 @@ def _augmentation(options: Any) -> str:
     return ", ".join(["crop, flip", *strong])
 
 
+EXPECTED = 0.4  # the difference that ten pairs should detect with 80 % power according to hypotheses.md, in points
 DATA = {"C2": "Tiny ImageNet", "C1": "CIFAR-10", "H1": "Fashion-MNIST"}  # data set of each hypothesis on ViTs' accuracy
 
 
-def accuracies(contrast: Contrast) -> str:
-    """Return the number of pairs of runs and of epochs, and the accuracy of linear and of F, in words."""
+def pairs(contrast: Contrast) -> dict[str, str]:
+    """Return properties of the pairs of runs that decide a hypothesis on ViTs' accuracy, by title."""
     linear, feature = (fmean(top1(run) for run in contrast.runs if run["connection"] == connection)
                        for connection in ("linear", "feature"))
-    return (f"{contrast.seeds} pairs of runs of {len(contrast.runs[0]['history'])} epochs, with a mean accuracy of "
-            f"{linear:.2f} % for linear and {feature:.2f} % for F")
+    return {"pairs of runs": str(contrast.seeds),
+            "mean accuracy of linear, %": f"{linear:.2f}",
+            "mean accuracy of F, %": f"{feature:.2f}",
+            "F − linear in single pairs, points": span(contrast.values),
+            "detectable, points": f"{stdev(contrast.values) * detectable(contrast.seeds):.2f}",
+            "hardware": " and ".join(sorted({run["made_with"].get("gpu") or "CPU" for run in contrast.runs}))}
+
+
+def fits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return, for each hypothesis of `rows`, F − linear in the course of training and in the final losses, in words."""
+    said = []
+    for row in rows:
+        name, contrast = row["hypothesis"].name, row["hypothesis"].contrast
+        by_epoch, (train, test, _) = by_epochs(contrast), course("", contrast)
+        points = {max(1, round(share * len(by_epoch))) for share in (0.25, 0.5)}
+        accuracy = ", ".join(f"{by_epoch[epoch]} after epoch {epoch}" for epoch in sorted(points))
+        said.append(
+            f"{DATA[name]} ({name}'s runs): F − linear is {accuracy} and {contrast} after epoch {len(by_epoch)}. "
+            f"The final training loss of F is lower in {sum(value < 0 for value in train.values)} of {contrast.seeds} "
+            f"pairs (mean difference {train}), and its final test loss is lower in "
+            f"{sum(value < 0 for value in test.values)} ({test}).")
+    return said
 
 
 def slower(contrast: Contrast) -> float:
@@ -151,29 +172,33 @@ def detectable(pairs: int, power: float = 0.8) -> float:
 # -------------------------------------------------------------------------------------------- the first answers
 def answers() -> dict[str, str]:
     """Return the summary for the evidence page and README, as a dict from subjects to answers in Markdown."""
-    family = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
-    vits, h1, h2 = [family[name] for name in DATA], family["H1"], family["H2"]
-    measured = [row for row in vits if row["hypothesis"].is_run]
+    measured, h2 = of_vits(), decided(PART_ONE, holm)[1]
     of_data = _listed(
         f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
         for row in measured)
-    of_runs = "".join(f" {row['hypothesis'].name} has {accuracies(row['hypothesis'].contrast)}." for row in measured)
-    missing = "".join(f" {DATA[row['hypothesis'].name]} is not yet measured ({row['hypothesis'].name})."
-                      for row in vits if not row["hypothesis"].is_run)
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
-    sweeps = [Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
-        "ViTs": f"{verdict(vits, f' F − linear is {of_data}.{of_runs}{missing}')} In H1, training with "
-                f"F took {slower(h1['hypothesis'].contrast):.0f} % longer than with linear, on two CPU cores.",
-        "ResNets": f"expect little gain. F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18, at a "
-                   f"learning rate that was not tuned), and {RESNET.of_paper} in the paper.",
+        "ViTs": f"F − linear is {of_data}. F's final training loss is lower on {lower_loss(measured)}.",
+        "ResNets": f"F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18 at a learning rate that was not "
+                   f"tuned) and {RESNET.of_paper} in the paper.",
         "Learning rates":
             f"F loses less accuracy than linear if the rate is far too high. Each tenfold increase of the rate raises "
-            f"F − linear by {digits[0]} points on digits (H2, {h2['decision']}) and by {fashion[0]} on Fashion-MNIST. "
-            f"Without the highest tested rate, the increase is {digits[1]} on digits and {fashion[1]} on "
-            f"Fashion-MNIST. At the rates up to linear's best rate, F − linear is {sweeps[0].up_to_best()} on digits "
-            f"and {sweeps[1].up_to_best()} on Fashion-MNIST. {lead(sweeps)}",
+            f"F − linear by {digits[0]} on digits (H2, {h2['decision']}) and by {fashion[0]} on "
+            f"Fashion-MNIST. Without the highest tested rate, these slopes are {digits[1]} and {fashion[1]}.",
     }
+
+
+def of_vits() -> list[dict]:
+    """Return the rows of `decided` for the hypotheses on the accuracy of ViTs that have runs."""
+    rows = {row["hypothesis"].name: row for row in [*decided(PART_TWO, holm), *decided(PART_ONE, holm)]}
+    return [rows[name] for name in DATA if rows[name]["hypothesis"].is_run]
+
+
+def lower_loss(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the data sets on which F's final training loss is significantly lower than linear's, in words."""
+    names = [row["hypothesis"].name for row in rows
+             if course("", row["hypothesis"].contrast)[0].difference.ends[1] < 0]
+    return _listed([DATA[name] for name in names] or ["no data set"])
 
 
 def lead(sweeps: Sequence[Sweep]) -> str:
@@ -193,41 +218,30 @@ def slopes(study: str, data: str, rates: Sequence[float]) -> tuple[Difference, D
     return tuple(Contrast("", [(f"{study}-{data}-small", rates_slope(of))]).difference for of in (rates, rates[:-1]))
 
 
-def verdict(rows: Sequence[Mapping[str, Any]], numbers: str = "") -> str:
-    """Return the answer for ViTs in words, from the decisions on accuracy and the final training and test losses.
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the answer for ViTs in one sentence, from the decisions on accuracy and the final training losses.
 
     Args:
-        rows: The rows of `decided` for hypotheses on the accuracy of ViTs.
-        numbers: Sentences that follow the first sentence.
+        rows: The rows of `decided` for hypotheses on the accuracy of ViTs that have runs.
     """
-    run = [row for row in rows if row["hypothesis"].is_run]
     words = {"confirmed": "is more accurate", "contradicted": "is less accurate"}
     data: dict[str, list[str]] = {}
-    for row in run:
+    for row in rows:
         data.setdefault(words.get(row["decision"], "has no measurable accuracy gain"), []).append(
             DATA[row["hypothesis"].name])
-    accuracy = _listed(f"{word} on {_listed(names)}" for word, names in data.items())
-
-    def on(loss: int, sign: int) -> str:
-        """Return the data sets on which F − linear in the final loss is significant and has the sign `sign`.
-
-        The loss is the training loss if `loss` is 0, and the test loss if it is 1.
-        """
-        ends = {row["hypothesis"].name: course(row["hypothesis"])[loss].difference.ends for row in run}
-        return _listed([DATA[name] for name, (low, high) in ends.items() if min(sign * low, sign * high) > 0] or [
-            "no data set"])
-
-    return (f"F {accuracy}.{numbers} F's final training loss is lower on {on(0, -1)}; its test loss is lower on "
-            f"{on(1, -1)} and higher on {on(1, 1)}. Not tested: {'; '.join(untested())}.")
+    accuracy = ", ".join(f"{word} on {_listed(names)}" for word, names in data.items())
+    return (f"F {accuracy}, fits the training images of {lower_loss(rows)} faster (its final training loss is lower), "
+            f"and is not tested in these cases: {', '.join(untested(rows))}.")
 
 
-def untested() -> list[str]:
-    """Return settings of the paper's ViTs that our published runs do not have, in words."""
-    longest = max(len(run["history"]) for folder in studies.folders() if studies.trains(folder)
-                  for run in studies.part(folder).runs)
+def untested(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return, in words, settings of the paper's ViTs that the runs of `rows` do not have."""
+    contrasts = {row["hypothesis"].name: row["hypothesis"].contrast for row in rows}
+    longest = max(len(run["history"]) for contrast in contrasts.values() for run in contrast.runs)
     width = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")["width"]
     wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"ViTs of the paper's width ({width:g})"]
-    return ["the paper's augmentation (RandAugment, MixUp, CutMix)",
+    return [*(DATA[name] for name in DATA if name not in contrasts),
+            "the paper's augmentation (RandAugment, MixUp, CutMix)",
             f"runs of more than {longest} epochs (300 in the paper)", *wide]
 
 
@@ -308,6 +322,7 @@ def text(history: Mapping[str, Any]) -> str:
     trainers = _json("trainers/agreement.json")
     two, one, beside = decided(PART_TWO, holm), decided(PART_ONE, holm), decided(BESIDE, list)
     rows = {row["hypothesis"].name: row for row in [*two, *one, *beside]}
+    vits = of_vits()
     h1, h4 = (rows[which]["hypothesis"].contrast for which in ("H1", "H4"))
     images = {which: ridge[f"{study}-small"]["validation"] for which, study in (
         ("digits", "confirm_learning_rate-digits"), ("fashion", f"confirm_accuracy-{FASHION}"))}
@@ -321,20 +336,20 @@ def text(history: Mapping[str, Any]) -> str:
         runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))),
-        settings={name: setting(row["hypothesis"].contrast.parts[0][0]) for name, row in rows.items()
-                  if name in DATA and row["hypothesis"].is_run},
-        verdict=verdict([rows[which] for which in DATA]), untested=untested(),
-        tested_on=[data for name, data in DATA.items() if rows[name]["hypothesis"].is_run],
+        settings={row["hypothesis"].name: setting(row["hypothesis"].contrast.parts[0][0]) for row in vits},
+        pairs={row["hypothesis"].name: pairs(row["hypothesis"].contrast) for row in vits},
+        verdict=verdict(vits), untested=untested(vits), fits=fits(vits), expected=EXPECTED,
+        tested_on=[DATA[row["hypothesis"].name] for row in vits],
         best_alpha_on=dict.fromkeys(NAMES[study.split("-")[1]] for study, of, _ in floors if "best" in of),
+        s0_images=ridge[f"cifar_rates-{CIFAR}-small"]["train"], s0_epochs=_options("cifar_rates").epochs,
         gate=(tuning_rules.ABOVE_RIDGE, tuning_rules.ABOVE_FLOOR),
-        course=course(PART_ONE[0]), early=early(h1), floor=_floor(h1.parts[0][0]), slower=slower(h1),
-        lower=sum(value < 0 for value in course(PART_ONE[0])[0].values),
-        higher=sum(value > 0 for value in course(PART_ONE[0])[1].values),
+        final_loss=course("", h1)[0].mean(0, ("linear",)), floor=_floor(h1.parts[0][0]),
+        slower={row["hypothesis"].name: slower(row["hypothesis"].contrast) for row in vits},
         sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
         image_points=100 / images["digits"], images=images, h4_images=abs(h4.difference.mean) * images["digits"] / 100,
         history=history, elsewhere_made={part: provenance.elsewhere(part, history) for part in provenance.RULES},
-        not_run="".join(f"{DATA.get(row['hypothesis'].name, row['hypothesis'].name)}; " for row in two
-                        if not row["hypothesis"].is_run),
+        not_run="".join(f"{row['hypothesis'].name}; " for row in two
+                        if not row["hypothesis"].is_run and row["hypothesis"].name not in DATA),
         made_after=provenance.made_after("two", history),
         mixed=[pair for part in provenance.RULES for pair in provenance.mixed_pairs(part)],
         without_first=h1.without(*provenance.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"]),
@@ -344,8 +359,10 @@ def text(history: Mapping[str, Any]) -> str:
 
 def readme() -> str:
     """Return the summary as a Markdown list for README."""
+    said = answers()
+    said["ViTs"] += f" Not tested: {'; '.join(untested(of_vits()))}."
     return "\n".join(textwrap.fill(f"* **{what}**: {answer}", 130, subsequent_indent="  ", break_on_hyphens=False)
-                     for what, answer in answers().items())
+                     for what, answer in said.items())
 
 
 def texts(root: Path) -> dict[Path, str]:

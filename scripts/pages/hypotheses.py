@@ -1,6 +1,6 @@
 """Define the comparisons that decide the hypotheses of docs/hypotheses.md, and the exploratory comparisons."""
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Callable, Mapping, Optional, Sequence
 
@@ -16,6 +16,7 @@ from .contrasts import (
     Effect,
     Unpaired,
     Weights,
+    after,
     at_epoch,
     difference,
     last,
@@ -23,7 +24,6 @@ from .contrasts import (
     placed,
     rates_slope,
     slope,
-    span,
     summary_of,
     switch,
 )
@@ -214,29 +214,22 @@ def _run(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return [comparison for comparison in comparisons if comparison.is_run]
 
 
-def course(hypothesis: Hypothesis) -> list[Comparison]:
-    """Return F − linear in final training loss, in final test loss, and in accuracy after a quarter of the epochs."""
-    if not hypothesis.is_run:
-        return []
-    parts, name = hypothesis.contrast.parts, hypothesis.name
-    losses = [Contrast(f"{name}'s runs: F − linear in final {said} loss", parts, last(key), unit="nats")
-              for said, key in (("training", "train_loss"), ("test", "eval_loss"))]
-    return [*losses, early(hypothesis.contrast)[1]]
+def course(label: str, comparison: Comparison) -> list[Comparison]:
+    """Return a comparison in final training loss, in final test loss, and in accuracy after a quarter of the epochs.
 
-
-def early(contrast: Contrast) -> tuple[int, Contrast]:
-    """Return the last epoch of the first quarter of training, and the difference in accuracy after this epoch."""
-    by_epoch = by_epochs(contrast)
-    epoch = max(1, round(len(by_epoch) / 4))
-    return epoch, by_epoch[epoch]
+    Args:
+        label: Beginning of the labels, for example "F − linear".
+        comparison: A `Contrast` or `Effect` in final accuracy.
+    """
+    return [replace(comparison, label=f"{label} in {said}", read=read, unit=unit, paper={}) for said, read, unit in (
+        ("final training loss", last("train_loss"), "nats"), ("final test loss", last("eval_loss"), "nats"),
+        ("accuracy after a quarter of the epochs", after(0.25), "points"))]
 
 
 def by_epochs(contrast: Contrast) -> dict[int, Contrast]:
     """Return the difference in accuracy after each epoch."""
     epochs = min(len(run["history"]) for run in contrast.runs)
-    said = contrast.label.partition(":")[0]
-    return {epoch: Contrast(f"{said}'s runs: F − linear in accuracy after {epoch} of {epochs} epochs",
-                            contrast.parts, at_epoch(epoch)) for epoch in range(1, epochs + 1)}
+    return {epoch: replace(contrast, read=at_epoch(epoch), paper={}) for epoch in range(1, epochs + 1)}
 
 
 def explored() -> dict[str, list[Comparison]]:
@@ -244,21 +237,24 @@ def explored() -> dict[str, list[Comparison]]:
     pattern, norm, start, rank = (
         section(table) for table in ("layer_pattern", "final_layer_norm", "initialisation", "representation"))
     width = f"cifar_width-{CIFAR}-small"
+    of_width = [
+        *(Contrast(f"ViT of width {wide}: F − linear, CIFAR-10", [(width, difference(wide))]) for wide in (128, 384)),
+        Contrast("ViT: (F − linear at width 384) − (F − linear at width 128), CIFAR-10", [(width, {
+            **difference(384), **{setting: -weight for setting, weight in difference(128).items()}})])]
+    of_factors = [Effect(f"F − linear with {factor} {high} minus F − linear with {factor} {low}",
+                         f"cifar_factors-{CIFAR}-small", factor) for factor, (low, high) in FACTORS.items()]
+    decided_effects = [effect for effect in of_factors if effect.factor in ("rate", "width")]  # C3 and C4
     return {
         "Table 2, ViT-S": [
             *_both("accuracy", "ViT: F − linear", difference("vit_s"), paper=GAINS["vit_s"]),
-            *(one for hypothesis in (PART_ONE[0], *PART_TWO[:2]) for one in course(hypothesis))],
+            *(one for hypothesis in (PART_ONE[0], *PART_TWO[:2]) if hypothesis.is_run
+              for one in course(f"{hypothesis.name}'s runs: F − linear", hypothesis.contrast))],
         "Table 2, ResNetV2": [
             *_both("accuracy", "ResNetV2-18: F − linear", difference("resnetv2_18"), paper=GAINS["resnetv2_18"]),
             *_run([RESNET])],
-        "Width and depth (gamma)": _run([
-            *(Contrast(f"ViT of width {wide}: F − linear, CIFAR-10", [(width, difference(wide))])
-              for wide in (128, 384)),
-            Contrast("ViT: (F − linear at width 384) − (F − linear at width 128), CIFAR-10", [(width, {
-                **difference(384), **{setting: -weight for setting, weight in difference(128).items()}})]),
-            *(Effect(f"F − linear with {factor} {high} minus F − linear with {factor} {low}",
-                     f"cifar_factors-{CIFAR}-small", factor)
-              for factor, (low, high) in FACTORS.items() if factor not in ("rate", "width"))]),
+        "Width and depth (gamma)": [
+            one for comparison in _run([*of_width, *of_factors]) for one in (
+                *([] if comparison in decided_effects else [comparison]), *course(comparison.label, comparison))],
         "Table 3": _both("switch_reinitialised", "first of two trainings: orthogonal − linear", switch(1, 0),
                          paper=of_paper("connection_switch_reinitialised", of_switch(1, 0))),
         "Table 10": _both("switch_kept", "(first orthogonal, then linear) − always linear",
@@ -337,7 +333,24 @@ class Sweep:
         p = {entry["cell"]["lr"]: entry["difference"]["p_holm"]
              for entry in summary_of(f"{study}-{data}-small")
              if entry["measure"] == "top1" and entry["difference"]}
-        return cls(by_rate, p, max(rates, key=lambda rate: by_rate[rate].mean(0, (rate, "linear"))))
+        return cls(by_rate, p, cls._ranked(by_rate, "linear")[0])
+
+    @staticmethod
+    def _ranked(by_rate: Mapping[float, Contrast], connection: str) -> list[float]:
+        """Return the rates in descending order of the accuracy of a connection."""
+        return sorted(by_rate, key=lambda rate: -by_rate[rate].mean(0, (rate, connection)))
+
+    def ranked(self) -> str:
+        """Return linear's best two rates with their accuracies, in words."""
+        best, second = self._ranked(self.by_rate, "linear")[:2]
+        top, below = (self.by_rate[rate].mean(0, (rate, "linear")) for rate in (best, second))
+        return f"{best:g}, with {top:.2f} % ({below:.2f} % at {second:g})"
+
+    def at_best(self) -> Contrast:
+        """Return the accuracy of F at F's best rate minus the accuracy of linear at linear's best rate."""
+        of_best = {(self._ranked(self.by_rate, connection)[0], connection): weight
+                   for connection, weight in (("feature", 1.0), ("linear", -1.0))}
+        return replace(self.by_rate[self.best], parts=[(self.by_rate[self.best].parts[0][0], of_best)])
 
     def significant(self, sign: int) -> list[float]:
         """Return the rates whose difference is detected (adjusted p) and positive (sign 1) or negative (sign -1)."""
@@ -348,9 +361,3 @@ class Sweep:
         """Return the rates whose unadjusted 95 % interval is above zero (sign 1) or below zero (sign -1)."""
         return [rate for rate, contrast in self.by_rate.items()
                 if min(sign * end for end in contrast.difference.ends) > 0]
-
-    def up_to_best(self) -> str:
-        """Return, in words, the range of F − linear over the rates up to linear's best, and the significant rates."""
-        low = {rate: contrast.difference.mean for rate, contrast in self.by_rate.items() if rate <= self.best}
-        significant = [rate for rate in (*self.significant(1), *self.significant(-1)) if rate in low]
-        return span(list(low.values())) + "".join(f", significant at {rate:g}" for rate in significant)

@@ -1,4 +1,4 @@
-"""Find the commits, processors and torch versions of the runs that test hypotheses.
+"""Find the commits, processors and versions of the runs that test hypotheses.
 
 `python -m scripts.publish` records the commits in model_cards/results/provenance/commits.json, so that the evidence
 page can also be checked in a checkout without git history.
@@ -14,6 +14,7 @@ from .contrasts import Run, is_published, runs_of
 ROOT = Path(__file__).parents[2]
 # Headings of hypotheses.md. The commit that added a heading is the commit that added the rules of this part.
 RULES = {"one": "## P1: accuracy", "two": "## Rules for part two"}
+DIFFERING = {"processors": "cpu", "torch": "torch", "timm": "timm", "commits": "commit"}  # title -> key of a run
 FILE = studies.RESULTS / "provenance" / "commits.json"
 
 
@@ -100,14 +101,16 @@ def made_after(part: str, history: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def mixed_pairs(part: str) -> list[dict[str, Any]]:
-    """Return each study and seed whose runs had several processors or torch versions, with lists of both."""
+    """Return each study and seed whose runs had several processors, versions or commits, with lists of these."""
     pairs = []
     for study in filter(is_published, studies_of(part)):
         for seed in sorted({run["seed"] for run in runs_of(study)}):
             mine = [run for run in runs_of(study) if run["seed"] == seed]
-            cpus, torches = _named(mine, "cpu"), _named(mine, "torch")
-            if len(cpus) > 1 or len(torches) > 1:
-                pairs.append({"study": study, "seed": seed, "cpus": cpus, "torches": torches})
+            several = {title: values for title, key in DIFFERING.items() if len(values := _named(mine, key)) > 1}
+            if "commits" in several:
+                several["commits"] = [commit[:7] for commit in several["commits"]]
+            if several:
+                pairs.append({"study": study, "seed": seed, "several": several})
     return pairs
 
 

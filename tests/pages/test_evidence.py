@@ -296,8 +296,10 @@ def test_runs_from_before_the_rules_are_reported(runs, monkeypatch):
     contrasts.runs_of("confirm_x-digits-small")[0]["made_with"].pop("commit")
     assert provenance.elsewhere("one", history)["confirm_x-digits-small"]["commits"] == [
         "aaaaaaa", "bbbbbbb", "unknown"]
+    contrasts.runs_of("confirm_x-digits-small")[1]["made_with"]["commit"] = "dddddddd"
     assert provenance.mixed_pairs("one") == [
-        {"study": "confirm_x-digits-small", "seed": 102, "cpus": ["one", "other"], "torches": ["2"]}]
+        {"study": "confirm_x-digits-small", "seed": 101, "several": {"commits": ["bbbbbbb", "ddddddd"]}},
+        {"study": "confirm_x-digits-small", "seed": 102, "several": {"processors": ["one", "other"]}}]
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -321,8 +323,8 @@ def test_a_mean_without_some_seeds(runs):
 @pytest.mark.parametrize(("decisions", "expected"), [
     (["not confirmed", "equivalent within 0.2"], "has no measurable accuracy gain on CIFAR-10 and Fashion-MNIST"),
     (["confirmed", "not confirmed"],
-     "is more accurate on CIFAR-10 and has no measurable accuracy gain on Fashion-MNIST"),
-    (["confirmed", "contradicted"], "is more accurate on CIFAR-10 and is less accurate on Fashion-MNIST"),
+     "is more accurate on CIFAR-10, has no measurable accuracy gain on Fashion-MNIST"),
+    (["confirmed", "contradicted"], "is more accurate on CIFAR-10, is less accurate on Fashion-MNIST"),
 ])
 def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisions, expected):
     history = [{"train_loss": 1.0, "eval_loss": 1.0, "eval_top1": 50.0}] * 4
@@ -333,8 +335,11 @@ def test_the_verdict_follows_the_decisions(runs, only_study, monkeypatch, decisi
     rows = [{"hypothesis": hypotheses.Hypothesis(name, "", contrast(contrasts.difference())), "decision": decision}
             for name, decision in zip(("C1", "H1"), decisions, strict=True)]
     assert evidence.verdict(rows).startswith(
-        f"F {expected}. F's final training loss is lower on CIFAR-10 and Fashion-MNIST; its test loss is lower on no "
-        "data set and higher on CIFAR-10 and Fashion-MNIST. ")
+        f"F {expected}, fits the training images of CIFAR-10 and Fashion-MNIST faster (its final ")
+    (cifar, fashion) = evidence.fits(rows)
+    assert cifar.startswith("CIFAR-10 (C1's runs): F − linear is +0.00 after epoch 1, +0.00 after epoch 2 and +0.62 ")
+    assert "lower in 4 of 4 pairs (mean difference -1.115 [" in fashion
+    assert "its final test loss is lower in 0 (+1.115 [" in fashion
 
 
 def sweep(runs, monkeypatch, leads):
@@ -360,11 +365,10 @@ def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
     assert result.best == 1e-3
     assert (result.excluding_zero(1), result.excluding_zero(-1)) == ([4e-3], [5e-4])
     assert (result.significant(1), result.significant(-1)) == ([4e-3], [])
-    assert ": " not in result.up_to_best()
-    assert "significant" not in result.up_to_best()
+    assert result.ranked() == "0.001, with 82.00 % (80.00 % at 0.0005)"
+    assert result.at_best().values == pytest.approx(WIDE)
     other = sweep(runs, monkeypatch, {5e-4: [-3.0, -3.1, -2.9, -3.05, -3.2], 1e-3: WIDE, 4e-3: weak})
     assert (other.significant(1), other.significant(-1)) == ([], [5e-4])
-    assert other.up_to_best().endswith(", significant at 0.0005")
     sentence = evidence.lead([result, other])
     assert "more accurate at 4 times linear's best rate on digits and at no rate on Fashion-MNIST. " in sentence
     assert "less accurate at no rate on digits and at 0.5 times linear's best rate on Fashion-MNIST." in sentence
@@ -449,17 +453,19 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "not run yet" not in after
     (untested,) = [line for line in after.splitlines() if line.startswith("- **Not tested**")]
     assert not any(word in untested for word in ("Tiny ImageNet", "C3", "C4", "width"))
-    assert "not yet measured" not in after
     assert "the paper's width (384)" not in after
     assert "Tiny ImageNet, CIFAR-10 and Fashion-MNIST have 10,000 test images" in after
-    assert "C1, C2 and H1 differ in more than their data" in after
+    assert "C2, C1 and H1 differ in more than their data" in after
     assert "but on CIFAR-10 and Tiny ImageNet it is the best of five values." in after
-    assert "more accurate on Tiny ImageNet and CIFAR-10 and has" in " ".join(evidence.readme().split())
-    assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
+    assert "F is more accurate on Tiny ImageNet and CIFAR-10, has no" in after
+    assert "on Tiny ImageNet (C2, confirmed), " in " ".join(evidence.readme().split())
+    assert "C2's runs: F − linear in accuracy after a quarter of the epochs" in after
+    assert "F − linear with rate r4 minus F − linear with rate r1 in final training loss" in after
+    assert "F − linear with rate r4 minus F − linear with rate r1 |" not in after  # C3 is in the first table
     assert "ViT: (F − linear at width 384) − (F − linear at width 128), CIFAR-10" in after
     assert "Studies S1, S2 and S4 use the recipe `" in after
-    assert "\n| setting | C1 | C2 | H1 | paper |\n" in after
+    assert "\n| setting | C2 | C1 | H1 | paper |\n" in after
     assert "\n| width over depth | 21.3 | 21.3 | 10.7 | 64 |\n" in after
     assert set(evidence.pictures()) == {"questions", "differences", "by_epoch"}
     shutil.rmtree(pages.RESULTS / "studies" / f"cifar_width-{hypotheses.CIFAR}-small")
-    assert evidence.untested()[-1] == "ViTs of the paper's width (384)"
+    assert evidence.untested(evidence.of_vits())[-1] == "ViTs of the paper's width (384)"
