@@ -2,7 +2,7 @@
 import inspect
 import warnings
 from types import MethodType
-from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Tuple, cast
 
 from torch import nn
 
@@ -75,7 +75,7 @@ def named_outside(model: nn.Module) -> Iterator[Tuple[str, nn.Module]]:
 
 def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
     """Return whether the class of the block was replaced and no longer calls the connection that was added."""
-    return isinstance(connection, Connection) and connection.routed and not uses(type(block), attribute)
+    return isinstance(connection, Connection) and connection.routed and not uses(cast(type, type(block)), attribute)
 
 
 def _hides_connection(block: nn.Module, attribute: str) -> bool:

@@ -387,7 +387,8 @@ def create_connection(
     made.name = connection if isinstance(connection, str) else _unique_name(make)
     made.skip, made.branch_first, made.mask_layout = skip, branch_first, mask_layout
     made.tokens_apart, made.in_place = tokens_apart, in_place
-    if skip is not None and not any(uses(type(made), name, Connection) for name in ("carried", "join", "skip")):
+    cls = cast(type, type(made))
+    if skip is not None and not any(uses(cls, name, Connection) for name in ("carried", "join", "skip")):
         raise ValueError(f"{type(made).__name__}.forward ignores skip: omit skip, or begin with x = self.carried(x)")
     if kept == "branch":  # a subclass may have no argument keep
         made.keep = kept

@@ -18,8 +18,8 @@ PAGES = PACKAGE.parent / "docs"
 
 LAYERS = [  # a file may import only from its own entry and later entries
     "__main__", "cli", "lab", "hub", "bench", "models", "weights", "hub_client", "runs", "diagnostics", "convert",
-    "arguments", "skips", "blocks", "routing", "connections", "functional", "kernels", "backends", "_views", "_compat",
-    "_checks", "_text", "_images",
+    "arguments", "skips", "_sites", "blocks", "routing", "connections", "masks", "functional", "kernels", "backends",
+    "_views", "_bytecode", "_compat", "_checks", "_text", "_images",
 ]
 
 
