@@ -8,7 +8,7 @@ from typing import Optional, Set
 
 @cache
 def uses(cls: type, attribute: str, base: type = object) -> bool:
-    """Return whether a class uses an attribute. The methods of ``base`` do not count.
+    """Return whether a class uses an attribute. ``base`` and the classes after it in the resolution order do not count.
 
     Overridden methods count only if the override calls ``super`` or another ``forward``.
     """

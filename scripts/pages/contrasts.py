@@ -245,6 +245,10 @@ class Effect(Comparison):
     def parts(self) -> Sequence[tuple[str, Weights]]:
         return [(self.study, {})]
 
+    @property
+    def runs(self) -> Sequence[Run]:
+        return runs_of(self.study)
+
     @cached_property
     def by_cell(self) -> tuple[list[tuple[str, ...]], np.ndarray]:
         """The cells (tuples of one level per factor), and the differences F − linear as an array ``[seeds, cells]``."""
@@ -369,8 +373,8 @@ def at_epoch(epoch: int, key: str = "eval_top1") -> Callable[[Run], float]:
 
 
 def after(share: float) -> Callable[[Run], float]:
-    """Return a function that reads the accuracy after a share of the epochs, such as 0.25; at least one epoch."""
-    return lambda run: at_epoch(max(1, round(share * len(run["history"]))))(run)
+    """Return a function that reads the accuracy after a share of the epochs, rounded down, but at least one epoch."""
+    return lambda run: at_epoch(max(1, int(share * len(run["history"]))))(run)
 
 
 def mlp_cosine(*layers: int) -> Callable[[Run], float]:

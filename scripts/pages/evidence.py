@@ -22,6 +22,7 @@ from timm_ortho.lab.reporting.plots import STYLES, ForestRow, draw_forest
 from timm_ortho.lab.reporting.statistics import Difference, holm
 
 from ..checks import rates as tuning_rules
+from ..checks.linear_floor import ALPHAS
 from . import provenance, studies
 from .contrasts import (
     BRANCH4,
@@ -56,6 +57,7 @@ from .hypotheses import (
     RANKS,
     RATE_STUDIES,
     RESNET,
+    TINY,
     Sweep,
     by_epochs,
     course,
@@ -99,17 +101,30 @@ def _options(study: str) -> Any:
     return design.load(study.partition("-")[0], "small").variants({})[0].options
 
 
-def setting(study: str) -> dict[str, tuple[str, str]]:
-    """Return, for each hyperparameter, its value in a study of ViTs and its value for the paper's ViT-S on CIFAR-10."""
-    here, paper = _options(study), recipe.resolve_variant({"dataset": "torch/cifar10"}, "vit_s_cifar10")
+def settings_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return hyperparameters by title for each column of the table: hypotheses on ViTs, then the paper's trainings."""
     wide = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")
-    width, blocks = here.model_kwargs["embed_dim"], here.model_kwargs.get("depth", wide["blocks"])
+    studies_of = {row["hypothesis"].name: row["hypothesis"].contrast.parts[0][0] for row in rows}
+    columns = {name: setting(_options(study), wide["width"], wide["blocks"]) for name, study in studies_of.items()}
+    for name, study in studies_of.items():
+        given = PAPERS.get(study.split("-")[1])
+        if given:
+            columns[f"paper, {DATA[name]}"] = setting(
+                recipe.resolve_variant({"dataset": given[0]}, given[1]), wide["width"], wide["blocks"])
+    return columns
+
+
+def setting(options: Any, width: float, blocks: float) -> dict[str, str]:
+    """Return hyperparameters by title. `width` and `blocks` are those of a ViT-S without arguments."""
+    kwargs = options.model_kwargs
+    width, blocks = kwargs.get("embed_dim", width), kwargs.get("depth", blocks)
     keys = {"learning rate": "lr", "batch size": "batch_size", "weight decay": "weight_decay",
             "gradient clipping": "clip_grad", "label smoothing": "smoothing", "epochs": "epochs"}
-    return {"width, blocks": (f"{width}, {blocks:g}", f"{wide['width']:g}, {wide['blocks']:g}"),
-            "width over depth": (f"{width / blocks:.3g}", f"{wide['gamma']:g}"),
-            "augmentation": (_augmentation(here), _augmentation(paper)),
-            **{title: (_said(getattr(here, key)), _said(getattr(paper, key))) for title, key in keys.items()}}
+    return {"pixels, patch": f"{options.img_size}, {kwargs['patch_size']}",
+            "width, blocks": f"{width:g}, {blocks:g}",
+            "width over depth": f"{width / blocks:.3g}",
+            "augmentation": _augmentation(options),
+            **{title: _said(getattr(options, key)) for title, key in keys.items()}}
 
 
 def _said(value: Any) -> str:
@@ -121,10 +136,11 @@ def _augmentation(options: Any) -> str:
         return "none"
     strong = [title for title, key in (("RandAugment", "aa"), ("MixUp", "mixup"), ("CutMix", "cutmix"),
                                        ("erasing", "reprob")) if getattr(options, key)]
-    return ", ".join(["crop, flip", *strong])
+    return ", ".join([f"crop of {100 * options.scale[0]:.0f} to 100 % of the area", "flip", *strong])
 
 
 EXPECTED = 0.4  # the difference that ten pairs should detect with 80 % power according to hypotheses.md, in points
+PAPERS = {CIFAR: ("torch/cifar10", "vit_s_cifar10"), TINY: ("", "vit_s_tiny_imagenet")}  # data set and recipe
 DATA = {"C2": "Tiny ImageNet", "C1": "CIFAR-10", "H1": "Fashion-MNIST"}  # data set of each hypothesis on ViTs' accuracy
 
 
@@ -137,7 +153,7 @@ def pairs(contrast: Contrast) -> dict[str, str]:
             "mean accuracy of F, %": f"{feature:.2f}",
             "F − linear in single pairs, points": span(contrast.values),
             "detectable, points": f"{stdev(contrast.values) * detectable(contrast.seeds):.2f}",
-            "hardware": " and ".join(sorted({run["made_with"].get("gpu") or "CPU" for run in contrast.runs}))}
+            "trained on": " and ".join(sorted({run["made_with"].get("gpu") or "CPU" for run in contrast.runs}))}
 
 
 def fits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -146,21 +162,21 @@ def fits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         name, contrast = row["hypothesis"].name, row["hypothesis"].contrast
         by_epoch, (train, test, _) = by_epochs(contrast), course("", contrast)
-        points = {max(1, round(share * len(by_epoch))) for share in (0.25, 0.5)}
+        points = {max(1, int(share * len(by_epoch))) for share in (0.25, 0.5)}
         accuracy = ", ".join(f"{by_epoch[epoch]} after epoch {epoch}" for epoch in sorted(points))
         said.append(
             f"{DATA[name]} ({name}'s runs): F − linear is {accuracy} and {contrast} after epoch {len(by_epoch)}. "
             f"The final training loss of F is lower in {sum(value < 0 for value in train.values)} of {contrast.seeds} "
-            f"pairs (mean difference {train}), and its final test loss is lower in "
-            f"{sum(value < 0 for value in test.values)} ({test}).")
+            f"pairs (mean difference {train} nats), and its final test loss is lower in "
+            f"{sum(value < 0 for value in test.values)} of {contrast.seeds} ({test} nats).")
     return said
 
 
-def slower(contrast: Contrast) -> float:
-    """Return how much longer a run with F takes than with linear, in percent, as the median over the seeds."""
+def times(contrast: Contrast) -> tuple[float, float, float]:
+    """Return the time of a run with F divided by that of linear: the median over the seeds, the lowest, the highest."""
     seconds = {(run["seed"], run["connection"]): run["seconds"] for run in contrast.runs}
-    seeds = {seed for seed, _ in seconds}
-    return 100 * (median(seconds[seed, "feature"] / seconds[seed, "linear"] for seed in seeds) - 1)
+    ratios = [seconds[seed, "feature"] / seconds[seed, "linear"] for seed in {seed for seed, _ in seconds}]
+    return median(ratios), min(ratios), max(ratios)
 
 
 def detectable(pairs: int, power: float = 0.8) -> float:
@@ -172,19 +188,21 @@ def detectable(pairs: int, power: float = 0.8) -> float:
 # -------------------------------------------------------------------------------------------- the first answers
 def answers() -> dict[str, str]:
     """Return the summary for the evidence page and README, as a dict from subjects to answers in Markdown."""
-    measured, h2 = of_vits(), decided(PART_ONE, holm)[1]
+    measured = of_vits()
+    h2 = next(row for row in decided(PART_ONE, holm) if row["hypothesis"].name == "H2")
     of_data = _listed(
         f"{row['hypothesis'].contrast} on {DATA[row['hypothesis'].name]} ({row['hypothesis'].name}, {row['decision']})"
         for row in measured)
     digits, fashion = [slopes(study, data, tried) for _, study, data, tried in RATE_STUDIES]
     return {
-        "ViTs": f"F − linear is {of_data}. F's final training loss is lower on {lower_loss(measured)}.",
+        "ViTs": f"F − linear is {of_data}. F's training loss is lower on {lower_loss(measured)}"
+                f"{higher_test_loss(measured)}.",
         "ResNets": f"F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18 at a learning rate that was not "
                    f"tuned) and {RESNET.of_paper} in the paper.",
         "Learning rates":
-            f"F loses less accuracy than linear if the rate is far too high. Each tenfold increase of the rate raises "
-            f"F − linear by {digits[0]} on digits (H2, {h2['decision']}) and by {fashion[0]} on "
-            f"Fashion-MNIST. Without the highest tested rate, these slopes are {digits[1]} and {fashion[1]}.",
+            f"F loses less accuracy than linear if the rate is far too high. The fitted slope of F − linear, in points "
+            f"per tenfold rate, is {digits[0]} on digits (H2, {h2['decision']}) and {fashion[0]} on Fashion-MNIST. "
+            f"Without the highest tested rate, it is {digits[1]} and {fashion[1]}.",
     }
 
 
@@ -196,9 +214,20 @@ def of_vits() -> list[dict]:
 
 def lower_loss(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the data sets on which F's final training loss is significantly lower than linear's, in words."""
-    names = [row["hypothesis"].name for row in rows
-             if course("", row["hypothesis"].contrast)[0].difference.ends[1] < 0]
-    return _listed([DATA[name] for name in names] or ["no data set"])
+    data = [data for data, (train, _) in losses(rows).items() if train.ends[1] < 0]
+    return "all of these" if len(data) == len(rows) else _listed(data or ["none of these"])
+
+
+def higher_test_loss(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a clause with the data sets on which F's final test loss is significantly higher, or an empty string."""
+    data = [data for data, (_, test) in losses(rows).items() if test.ends[0] > 0]
+    return f"; its test loss is higher on {_listed(data)}" if data else ""
+
+
+def losses(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Difference, Difference]]:
+    """Return F − linear in final training loss and in final test loss, by data set."""
+    return {DATA[row["hypothesis"].name]: tuple(one.difference for one in course("", row["hypothesis"].contrast)[:2])
+            for row in rows}
 
 
 def lead(sweeps: Sequence[Sweep]) -> str:
@@ -230,19 +259,24 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         data.setdefault(words.get(row["decision"], "has no measurable accuracy gain"), []).append(
             DATA[row["hypothesis"].name])
     accuracy = ", ".join(f"{word} on {_listed(names)}" for word, names in data.items())
-    return (f"F {accuracy}, fits the training images of {lower_loss(rows)} faster (its final training loss is lower), "
-            f"and is not tested in these cases: {', '.join(untested(rows))}.")
+    return (f"in narrow ViTs trained for {epochs_of(rows)}, F {accuracy} and reaches a lower training loss on "
+            f"{lower_loss(rows)}; not tested: {', '.join(untested(rows))}.")
+
+
+def epochs_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the numbers of epochs of the runs, such as "10 to 20 epochs"."""
+    epochs = [len(run["history"]) for row in rows for run in row["hypothesis"].contrast.runs]
+    return f"{min(epochs)} to {max(epochs)} epochs" if min(epochs) < max(epochs) else f"{max(epochs)} epochs"
 
 
 def untested(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return, in words, settings of the paper's ViTs that the runs of `rows` do not have."""
     contrasts = {row["hypothesis"].name: row["hypothesis"].contrast for row in rows}
-    longest = max(len(run["history"]) for contrast in contrasts.values() for run in contrast.runs)
     width = next(row for row in runs_of("gamma-small") if row["model"] == "vit_small")["width"]
-    wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"ViTs of the paper's width ({width:g})"]
+    wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"width {width:g}"]
     return [*(DATA[name] for name in DATA if name not in contrasts),
-            "the paper's augmentation (RandAugment, MixUp, CutMix)",
-            f"runs of more than {longest} epochs (300 in the paper)", *wide]
+            "RandAugment, MixUp and CutMix",
+            f"more than {epochs_of(rows)} (paper: 300)", *wide]
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -324,6 +358,7 @@ def text(history: Mapping[str, Any]) -> str:
     rows = {row["hypothesis"].name: row for row in [*two, *one, *beside]}
     vits = of_vits()
     h1, h4 = (rows[which]["hypothesis"].contrast for which in ("H1", "H4"))
+    without = h1.without(*provenance.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"])
     images = {which: ridge[f"{study}-small"]["validation"] for which, study in (
         ("digits", "confirm_learning_rate-digits"), ("fashion", f"confirm_accuracy-{FASHION}"))}
     return environment.get_template("evidence.md.jinja").render(
@@ -333,10 +368,16 @@ def text(history: Mapping[str, Any]) -> str:
         last_branch=last_branch, late_cosine=late_cosine, later_ranks=rank_slope(RANKS[1:]),
         overhead=runs_of("overhead-small"), throughput=section("throughput"), floors=floors, tuning=tuned(),
         tuning_images=ridge[f"confirm_tuning-{FASHION}-small"]["validation"], cifar_tuning=tuned_on_cifar(),
+        planned=[row["hypothesis"].name for row in vits if row["hypothesis"] in PART_TWO
+                 and float(pairs(row["hypothesis"].contrast)["detectable, points"]) > EXPECTED],
+        of_paper=section("accuracy")["vit_s"]["tiny_imagenet"], without_first=without,
+        widest=max(contrast.difference.half_width or 0.0 for contrast in explored()["-"]
+                   if not contrast.label.startswith(("poolformer", "resnet"))),
+        edge_of_alpha=[NAMES[study.split("-")[1]] for study, of, _ in floors if of.get("alpha") == max(ALPHAS)],
         runs=len(every), different=len(same),
         shared=max(count for (_, connection, *_), count in same.items() if connection == "linear"),
         trainers=unpaired(*(list(trainers[which]["top1"].values()) for which in ("train.py", "lab"))),
-        settings={row["hypothesis"].name: setting(row["hypothesis"].contrast.parts[0][0]) for row in vits},
+        settings=settings_table(vits),
         pairs={row["hypothesis"].name: pairs(row["hypothesis"].contrast) for row in vits},
         verdict=verdict(vits), untested=untested(vits), fits=fits(vits), expected=EXPECTED,
         tested_on=[DATA[row["hypothesis"].name] for row in vits],
@@ -344,15 +385,15 @@ def text(history: Mapping[str, Any]) -> str:
         s0_images=ridge[f"cifar_rates-{CIFAR}-small"]["train"], s0_epochs=_options("cifar_rates").epochs,
         gate=(tuning_rules.ABOVE_RIDGE, tuning_rules.ABOVE_FLOOR),
         final_loss=course("", h1)[0].mean(0, ("linear",)), floor=_floor(h1.parts[0][0]),
-        slower={row["hypothesis"].name: slower(row["hypothesis"].contrast) for row in vits},
+        times={row["hypothesis"].name: times(row["hypothesis"].contrast) for row in vits},
         sweeps={NAMES[data]: Sweep.of(study, data, tried) for _, study, data, tried in RATE_STUDIES}, lead=lead,
         image_points=100 / images["digits"], images=images, h4_images=abs(h4.difference.mean) * images["digits"] / 100,
         history=history, elsewhere_made={part: provenance.elsewhere(part, history) for part in provenance.RULES},
-        not_run="".join(f"{row['hypothesis'].name}; " for row in two
-                        if not row["hypothesis"].is_run and row["hypothesis"].name not in DATA),
+        not_run="" if is_published(f"cifar_factors-{CIFAR}-small") else "the factors of C3 and C4; ",
+        without_runs=[title for title, study in (("S3", "cifar_factors"), ("S4", "cifar_width"))
+                      if not is_published(f"{study}-{CIFAR}-small")],
         made_after=provenance.made_after("two", history),
         mixed=[pair for part in provenance.RULES for pair in provenance.mixed_pairs(part)],
-        without_first=h1.without(*provenance.elsewhere("one", history).get(h1.parts[0][0], {"seeds": []})["seeds"]),
         without_paper=[name for name in design.shipped() if not design.has_scale(name, "paper")],
         detectable=detectable, names=NAMES)
 

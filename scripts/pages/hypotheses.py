@@ -2,7 +2,7 @@
 import math
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any, Callable, Mapping, Optional, Sequence, Union
 
 from timm_ortho.lab.paper import name, section
 from timm_ortho.lab.reporting.statistics import detected
@@ -214,16 +214,19 @@ def _run(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return [comparison for comparison in comparisons if comparison.is_run]
 
 
-def course(label: str, comparison: Comparison) -> list[Comparison]:
-    """Return a comparison in final training loss, in final test loss, and in accuracy after a quarter of the epochs.
+def course(label: str, comparison: Union[Contrast, Effect]) -> list[Comparison]:
+    """Return a comparison in final training loss, in final test loss, and in accuracy after a quarter of the epochs,
+    rounded down.
 
     Args:
         label: Beginning of the labels, for example "F − linear".
         comparison: A `Contrast` or `Effect` in final accuracy.
     """
+    epochs = {len(run["history"]) for run in comparison.runs}
+    quarter = f"{max(1, min(epochs) // 4)} of {min(epochs)}" if len(epochs) == 1 else "a quarter of the"
     return [replace(comparison, label=f"{label} in {said}", read=read, unit=unit, paper={}) for said, read, unit in (
         ("final training loss", last("train_loss"), "nats"), ("final test loss", last("eval_loss"), "nats"),
-        ("accuracy after a quarter of the epochs", after(0.25), "points"))]
+        (f"accuracy after {quarter} epochs", after(0.25), "points"))]
 
 
 def by_epochs(contrast: Contrast) -> dict[int, Contrast]:
@@ -348,9 +351,10 @@ class Sweep:
 
     def at_best(self) -> Contrast:
         """Return the accuracy of F at F's best rate minus the accuracy of linear at linear's best rate."""
-        of_best = {(self._ranked(self.by_rate, connection)[0], connection): weight
-                   for connection, weight in (("feature", 1.0), ("linear", -1.0))}
-        return replace(self.by_rate[self.best], parts=[(self.by_rate[self.best].parts[0][0], of_best)])
+        study = self.by_rate[self.best].parts[0][0]
+        rate = self._ranked(self.by_rate, "feature")[0]
+        return Contrast(f"F at {rate:g}, linear at {self.best:g}",
+                        [(study, {(rate, "feature"): 1.0, (self.best, "linear"): -1.0})])
 
     def significant(self, sign: int) -> list[float]:
         """Return the rates whose difference is detected (adjusted p) and positive (sign 1) or negative (sign -1)."""
