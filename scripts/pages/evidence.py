@@ -276,7 +276,7 @@ def untested(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     wide = [] if is_published(f"cifar_width-{CIFAR}-small") else [f"width {width:g}"]
     return [*(DATA[name] for name in DATA if name not in contrasts),
             "RandAugment, MixUp and CutMix",
-            f"more than {epochs_of(rows)} (paper: 300)", *wide]
+            f"longer runs than ours ({epochs_of(rows)})", *wide]
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -133,7 +133,8 @@ class Hypothesis:
     def remark(self, decision: str) -> str:
         """Return a qualification of the decision, or an empty string."""
         small = decision == "confirmed" and self.contrast.difference.mean < self.of_interest
-        return f"but smaller than {self.of_interest:g} points, the smallest difference of interest" if small else ""
+        said = f"but the mean is below {self.of_interest:g} points, the smallest difference of interest"
+        return said if small else ""
 
 
 def _hypothesis(name: str, says: str, study: str, weights: Weights, claims: str = "above",
