@@ -10,7 +10,8 @@ from typing import Optional, Set
 def uses(cls: type, attribute: str, base: type = object) -> bool:
     """Return whether a class uses an attribute. ``base`` and the classes after it in the resolution order do not count.
 
-    Overridden methods count only if the override calls ``super`` or another ``forward``.
+    A method that a subclass overrides counts only if the new method uses ``super`` or ``forward``, because it may then
+    call the overridden method.
     """
     overridden: Set[str] = set()
     for each in takewhile(lambda each: each is not base, cls.__mro__):

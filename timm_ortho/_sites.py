@@ -16,8 +16,8 @@ class Site(NamedTuple):
     Attributes:
         layer: Index of the block's layer in the model, from 0.
         kind: Kind of the branch, such as ``attention``, ``mlp`` or ``conv``, see :class:`timm_ortho.blocks.BlockSpec`.
-            If the block's own code contains the connection, the kind is the name of the block's attribute that holds
-            the connection, without the prefix ``connection_``.
+            If the block's own class creates the connection, the kind is the name of the connection's attribute in
+            the block, without the prefix ``connection_``.
         name: Name of the connection in ``named_modules()``, for example ``blocks.0.connection_attention``.
         connection: The connection, a module with ``forward(x, f)``.
     """
@@ -79,9 +79,9 @@ def is_unused(block: nn.Module, attribute: str, connection: nn.Module) -> bool:
 
 
 def _hides_connection(block: nn.Module, attribute: str) -> bool:
-    """Return whether an instance has its own ``forward``, which calls no connection, although that of the class does.
+    """Return whether an instance has its own ``forward``, without the connection that its class's ``forward`` calls.
 
-    A method that may call another ``forward`` does not count.
+    If the instance's ``forward`` may call another ``forward``, return False, because that one may call the connection.
     """
     forward: Any = vars(block).get("forward")
     code, hidden = (getattr(inspect.unwrap(each), "__code__", None) for each in (forward, type(block).forward))

@@ -27,15 +27,15 @@ def real_tokens(attn_mask: Optional[Tensor], x: Tensor, layout: str = "") -> Opt
     | last axis not N | mask over the keys of another stream: ignored |
     | boolean | True allows attention; ``nn.MultiheadAttention`` has the opposite meaning |
     | floating-point | added to the scores; values of -1000 or less forbid attention, all others allow it |
-    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; a mask without positive values is added to the scores |
+    | integer, or ``[B, N]`` of 0 and 1 | 0 forbids attention; without any positive value, read as floating-point |
     | ``BlockMask`` | evaluated for every pair of tokens |
 
     Args:
         attn_mask: Mask of self-attention.
         x: Stream, ``[B, N, C]``.
-        layout: Selects the reading of an ambiguous shape. ``"scores"``: ``[N, N]``, ``[1, N]`` and
-            ``[heads, N, N]``, as ``scaled_dot_product_attention`` reads them. ``"keys"``: ``[B, N]``, as flash
-            attention reads it.
+        layout: Selects the reading of an ambiguous shape. With ``"scores"``, masks ``[N, N]``, ``[1, N]`` and
+            ``[heads, N, N]`` are read as ``scaled_dot_product_attention`` reads them. With ``"keys"``, a mask
+            ``[B, N]`` is read as flash attention reads it.
 
     Returns:
         Boolean tensor ``[B or 1, N, 1]``, True for real tokens. None if there is no mask, or if the mask covers the

@@ -129,7 +129,7 @@ def lines(recipes: Mapping[str, Chosen]) -> list[str]:
             f"Studies S1, S2 and S4 use the recipe `{shown}`. The recipe `paper` has the paper's weight decay and no "
             "gradient clipping, but not the paper's augmentation; `clipped` has a higher weight decay and "
             "clipping. All other settings are equal. "
-            "In S3, both connections of a recipe have one shared rate, or four times this rate. The shared rate is "
+            "In S3, both connections are trained at one shared rate, and at four times this rate. The shared rate is "
             f"chosen from the mean accuracy over both connections: {shared}. "
             f"The accuracy of ridge regression is {ridge:.2f} %. The floor is {floor:.3f}. "
             + (f"These chosen rates are the lowest or highest tested rate: {'; '.join(edges)}." if edges else

@@ -200,9 +200,10 @@ def answers() -> dict[str, str]:
         "ResNets": f"F − linear is {RESNET} on Fashion-MNIST (one narrow ResNetV2-18 at a learning rate that was not "
                    f"tuned) and {RESNET.of_paper} in the paper.",
         "Learning rates":
-            f"F loses less accuracy than linear if the rate is far too high. The fitted slope of F − linear, in points "
-            f"per tenfold rate, is {digits[0]} on digits (H2, {h2['decision']}) and {fashion[0]} on Fashion-MNIST. "
-            f"Without the highest tested rate, it is {digits[1]} and {fashion[1]}.",
+            f"F loses less accuracy than linear if the rate is far too high. According to a fitted line, F − linear "
+            f"changes by {digits[0]} on digits (H2, {h2['decision']}) and {fashion[0]} on Fashion-MNIST for a tenfold "
+            f"rate. Without the highest tested rate, these slopes are {digits[1]} on digits and {fashion[1]} on "
+            "Fashion-MNIST.",
     }
 
 

@@ -184,7 +184,7 @@ BESIDE = (  # outside the two families of hypotheses: their p is not adjusted, a
                 paper=of_paper("learning_rate_sweep", of_rates)),
     _hypothesis("P4 single", "networks with one branch: transforms of the stream are as accurate as the identity",
                 f"confirm_skips_single-{DIGITS}", OTHERS, "equal", 0.5),
-    _hypothesis("P4 rank", "accuracy rises with the rank of the skip transform (points per unit of rank / width)",
+    _hypothesis("P4 rank", "accuracy rises with the rank of the transform (points, if rank / width rises from 0 to 1)",
                 f"confirm_skip_rank-{DIGITS}", rank_slope(RANKS), "different"),
     _hypothesis("P6", "linear: mean cosine of stream and MLP output in the last two blocks (below zero in the paper)",
                 f"confirm_accuracy-{FASHION}", {("linear",): 1.0}, "different", read=late_cosine, unit="cosine"),
@@ -348,7 +348,7 @@ class Sweep:
         """Return linear's best two rates with their accuracies, in words."""
         best, second = self._ranked(self.by_rate, "linear")[:2]
         top, below = (self.by_rate[rate].mean(0, (rate, "linear")) for rate in (best, second))
-        return f"{best:g}, with {top:.2f} % ({below:.2f} % at {second:g})"
+        return f"{best:g} ({top:.2f} %), and the second highest at {second:g} ({below:.2f} %)"
 
     def at_best(self) -> Contrast:
         """Return the accuracy of F at F's best rate minus the accuracy of linear at linear's best rate."""

@@ -372,7 +372,7 @@ def test_one_criterion_for_gains_and_losses(runs, monkeypatch):
     assert result.best == 1e-3
     assert (result.excluding_zero(1), result.excluding_zero(-1)) == ([4e-3], [5e-4])
     assert (result.significant(1), result.significant(-1)) == ([4e-3], [])
-    assert result.ranked() == "0.001, with 82.00 % (80.00 % at 0.0005)"
+    assert result.ranked() == "0.001 (82.00 %), and the second highest at 0.0005 (80.00 %)"
     assert result.at_best().values == pytest.approx(WIDE)
     apart = sweep(runs, monkeypatch, {5e-4: [3.0] * 5, 1e-3: [0.5] * 5, 4e-3: WIDE}).at_best()
     assert (apart.label, apart.values) == ("F at 0.0005, linear at 0.001", pytest.approx([1.0] * 5))
@@ -486,7 +486,7 @@ def test_part_two_is_reported_as_soon_as_its_runs_exist(part_two, monkeypatch):
     assert "on CIFAR-10 and Tiny ImageNet it is the best of five values for these images (on Tiny ImageNet " in after
     planned = next(line for line in after.splitlines() if line.startswith("| detectable")).strip("| ").split(" | ")[1:3]
     missed = [name for name, points in zip(("C2", "C1"), planned, strict=True) if float(points) > evidence.EXPECTED]
-    assert (f"{' and '.join(missed)} did not reach the plan." in after) == bool(missed)
+    assert (f"The pairs of {' and '.join(missed)} vary more than planned." in after) == bool(missed)
     assert "trained for 8 to 20 epochs, F is more accurate on Tiny ImageNet and CIFAR-10, has no" in after
     assert "on Tiny ImageNet (C2, confirmed), " in " ".join(evidence.readme().split())
     assert "C2's runs: F − linear in accuracy after 2 of 8 epochs" in after
