@@ -115,7 +115,7 @@ def settings_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str
 
 
 def setting(options: Any, width: float, blocks: float) -> dict[str, str]:
-    """Return hyperparameters by title. `width` and `blocks` are those of a ViT-S without arguments."""
+    """Return hyperparameters by title. A ViT-S without arguments has this `width` and `blocks`."""
     kwargs = options.model_kwargs
     width, blocks = kwargs.get("embed_dim", width), kwargs.get("depth", blocks)
     keys = {"learning rate": "lr", "batch size": "batch_size", "weight decay": "weight_decay",
@@ -152,7 +152,7 @@ def pairs(contrast: Contrast) -> dict[str, str]:
             "mean accuracy of linear, %": f"{linear:.2f}",
             "mean accuracy of F, %": f"{feature:.2f}",
             "F − linear in single pairs, points": span(contrast.values),
-            "detectable, points": f"{stdev(contrast.values) * detectable(contrast.seeds):.2f}",
+            "detectable, points": f"{detectable_points(contrast):.2f}",
             "trained on": " and ".join(sorted({run["made_with"].get("gpu") or "CPU" for run in contrast.runs}))}
 
 
@@ -177,6 +177,11 @@ def times(contrast: Contrast) -> tuple[float, float, float]:
     seconds = {(run["seed"], run["connection"]): run["seconds"] for run in contrast.runs}
     ratios = [seconds[seed, "feature"] / seconds[seed, "linear"] for seed in {seed for seed, _ in seconds}]
     return median(ratios), min(ratios), max(ratios)
+
+
+def detectable_points(contrast: Contrast) -> float:
+    """Return the difference that the pairs of a contrast detect with 80 % power, from their standard deviation."""
+    return stdev(contrast.values) * detectable(contrast.seeds)
 
 
 def detectable(pairs: int, power: float = 0.8) -> float:
@@ -370,7 +375,7 @@ def text(history: Mapping[str, Any]) -> str:
         overhead=runs_of("overhead-small"), throughput=section("throughput"), floors=floors, tuning=tuned(),
         tuning_images=ridge[f"confirm_tuning-{FASHION}-small"]["validation"], cifar_tuning=tuned_on_cifar(),
         planned=[row["hypothesis"].name for row in vits if row["hypothesis"] in PART_TWO
-                 and float(pairs(row["hypothesis"].contrast)["detectable, points"]) > EXPECTED],
+                 and detectable_points(row["hypothesis"].contrast) > EXPECTED],
         of_paper=section("accuracy")["vit_s"]["tiny_imagenet"], without_first=without,
         widest=max(contrast.difference.half_width or 0.0 for contrast in explored()["-"]
                    if not contrast.label.startswith(("poolformer", "resnet"))),
