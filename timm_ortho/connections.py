@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 from ._bytecode import uses
 from ._checks import check_count, check_eps, check_prob, check_weight, known_name
-from .functional import KEEPS, Weight, checked_update, plain_update
+from .functional import KEEPS, checked_update
 from .masks import MASK_LAYOUTS, real_tokens
+from .update.formula import Weight, plain_update
 
 STARTS = {"orthogonal": (1.0, 0.0), "linear": (math.sqrt(2.0), math.pi / 4)}  # hybrid's rho and theta
 

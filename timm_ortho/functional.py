@@ -1,32 +1,9 @@
-"""The orthogonal residual update and its gradients.
+"""The orthogonal residual update as functions. :mod:`timm_ortho.update.formula` has its equations and numerics.
 
-A residual block returns ``y = x + f``. The update splits the branch output ``f`` into components parallel and
-orthogonal to the stream ``x``, with every inner product taken over the axes ``dim``::
-
-    n = <x, x> + eps          s = <x, f> / n          f_par = s x          f_orth = f - s x
-    y = x + a f_par + b f_orth  =  b f + (1 + k s) x          k = a - b
-
-The gradients, with g = dL/dy and t = <x, g> / n::
-
-    dL/df = b g + k t x               dL/dx = (1 + k s) g + k t f - 2 k s t x
-    dL/da = sum s <x, g>              dL/db = sum (<f, g> - s <x, g>)
-
-``a = b = 1`` is the linear residual connection. ``a = 0, b = 1`` is the orthogonal update, Eq. 4 of "Revisiting
-Residual Connections: Orthogonal Updates for Stable and Efficient Deep Networks" (Oh et al., NeurIPS 2025). The
-channel axis as ``dim`` gives the paper's Algorithm 1, and all axes but the batch give Algorithm 2.
-
-Numerics: float16 and bfloat16 inputs are multiplied, summed and divided in float32, and float64 stays float64. The
-result is cast once, to the dtype of ``x + f``. ``eps`` has the units of |x|^2 and is added before that cast. For x = 0
-the result is y = b f. Because of eps, <x, f_orth> is <x, f> eps / n instead of zero.
-
-Differences from the authors' code:
-  * Their code computes <x, x> and rounds ``s`` in the dtype of ``x``. In float16 <x, x> overflows if |x| exceeds 256.
-    Here both are in float32, or in float64 for float64 inputs.
-  * For convolutions their code silently uses Algorithm 1 when Algorithm 2 is requested. Here Algorithm 2 also works for
-    convolutions.
-
-``_update`` and ``_gradients`` are the backend ``torch``. :mod:`timm_ortho.backends` chooses one of the backends.
+:func:`residual_update` returns the stream plus the weighted parts of the branch output, and :func:`decompose` returns
+the two parts. :func:`choose_backend` and :func:`use_backend` select the implementation.
 """
+import functools
 from numbers import Integral
 from types import ModuleType
 from typing import Any, List, Optional, Tuple, Union
@@ -36,226 +13,17 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
-from ._compat import dispatch_mode_is_active, is_batched, is_observed, is_recorded, is_transformed
-from ._views import folded
-from .backends import BACKENDS, Backend, accumulate_in, checked, choose_backend, compiled, default, use_backend
+from ._compat import is_recorded, is_transformed
+from .update.backend import BACKENDS, choose_backend, default, use_backend
+from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, update, without_padding
+from .update.gradient import KernelUpdate, TorchUpdate, are
 
 __all__ = ["BACKENDS", "choose_backend", "decompose", "plain_update", "residual_update", "use_backend"]
 
 Dim = Union[int, Tuple[int, ...], None]
-Weight = Union[float, Tensor]
 KEEPS = ("output", "branch")  # autograd saves the result of the addition, or the branch output
 
 
-# ------------------------------------------------------------------------------------------------- the formula
-def _formula(
-        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, reuse: bool = False,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return ``y, <x, f>, n``. ``<x, f>`` and n have size 1 along ``dims``; y has the memory format of ``x + f``.
-
-    ``1 + k s`` is computed as ``(n + k <x, f>) / n``, because adding a Python number to a tensor is slower to launch
-    than adding two tensors, and launches dominate the time of small models. If ``reuse`` is true, the products and the
-    result share one buffer, because allocations cost as much as arithmetic in large models on a CPU. Autograd and
-    tracers do not support ``reuse``.
-    """
-    result = x.dtype
-    if x.dtype != torch.float32 or f.dtype != torch.float32:
-        result = torch.promote_types(x.dtype, f.dtype)
-        x, f = in_dtype(x, accumulate_in(result)), in_dtype(f, accumulate_in(result))
-    products = x * f
-    xf = products.sum(dims, True)
-    products = torch.mul(x, x, out=products) if reuse else x * x
-    n = products.sum(dims, True).add(eps)  # an addition in place would add eps to each partial sum of a DTensor
-    gain, f = _weighted(f, xf, n, a, b)
-    if x.stride() != f.stride():
-        y = x * gain + f  # the first term determines the memory format
-    elif reuse:
-        y = torch.addcmul(f, gain, x, out=products)
-    else:
-        y = f.addcmul(gain, x)
-    return y if y.dtype == result else y.to(result), xf, n
-
-
-def _weighted(f: Tensor, xf: Tensor, n: Tensor, a: Weight, b: Weight) -> Tuple[Tensor, Tensor]:
-    """Return ``1 + k s`` and ``b f``. TorchScript needs a case for each combination of tensors and numbers."""
-    if isinstance(a, Tensor):
-        return (n + a * xf - _times(b, xf)) / n, _times(b, f)
-    elif isinstance(b, Tensor):
-        return (n + a * xf - b * xf) / n, b * f
-    else:
-        return n.add(xf, alpha=a - b) / n, f if b == 1.0 else b * f
-
-
-def _times(weight: Weight, x: Tensor) -> Tensor:
-    if isinstance(weight, Tensor):  # TorchScript cannot multiply a tensor by a Union
-        return weight * x
-    else:
-        return x if weight == 1.0 else weight * x
-
-
-def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast ``y`` if necessary. torch 2.6 cannot export an in-place activation after a cast to the same dtype."""
-    return y if y.dtype == dtype else y.to(dtype)
-
-
-def without_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """Return ``x`` with zeros where ``mask`` is False. Padding then affects no sum or gradient, even if it is NaN."""
-    return x.masked_fill(mask.logical_not(), 0.0)
-
-
-def plain_update(
-        x: Tensor, f: Tensor, parallel: Weight, orthogonal: Weight, dims: Optional[List[int]], eps: float,
-        mask: Optional[Tensor] = None,
-) -> Tensor:
-    """Compute the update in plain operations, which autograd differentiates.
-
-    Tracers, TorchScript and ``torch.func`` use this function. Its results are bit-identical to the results of
-    :func:`residual_update` in eager mode with the backend ``torch``: a deep network would amplify any difference in
-    rounding. Arguments are not checked.
-
-    Args:
-        x: Stream, of any shape.
-        f: Branch output, of the same shape.
-        parallel: Weight ``a`` of the parallel part, a float or a 0-d tensor.
-        orthogonal: Weight ``b`` of the orthogonal part, a float or a 0-d tensor.
-        dims: Axes over which one projection sums; None for all axes but the first.
-        eps: Added to |x|^2, in float32, or in float64 for float64 inputs.
-        mask: True for real positions, see :func:`residual_update`.
-
-    Returns:
-        The new stream, of the shape of ``x`` and in the dtype of ``x + f``.
-
-    Example:
-        >>> x, f = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0])
-        >>> torch.jit.script(plain_update)(x, f, 0.0, 1.0, [-1], 1e-6)
-        tensor([3.6400, 3.5200])
-    """
-    if mask is not None:
-        x, f = without_padding(x, mask), without_padding(f, mask)
-    return _formula(x, f, parallel, orthogonal, list(range(1, x.dim())) if dims is None else dims, eps)[0]
-
-
-# ------------------------------------------------------------------------ the backend "torch": forward and backward
-def _update(
-        x: Tensor, f: Tensor, a: Weight, b: Weight, dims: List[int], eps: float, keep: bool = True,
-) -> Tuple[Tensor, Optional[Tensor], Tensor]:
-    """Return ``y, s, n``; s is None unless ``keep``. Autograd must not record the call."""
-    y, xf, n = _formula(x, f, a, b, dims, eps, reuse=_is_large(x) and not is_observed(x, f))
-    return y, xf / n if keep else None, n
-
-
-def _is_large(x: Tensor) -> bool:
-    """Return whether ``x`` is so large that allocating another buffer of its size takes longer than reusing one, 4 us.
-
-    False in compiled code.
-    """
-    return not torch.compiler.is_compiling() and x.numel() >= 2**17
-
-
-def _gradients(
-        x: Tensor, kept: Tensor, g: Tensor, s: Tensor, n: Tensor, a: Weight, b: Weight, dims: List[int],
-        recover: bool, branch_dtype: torch.dtype, needed: Tuple[bool, bool, bool],
-) -> Tuple[Optional[Tensor], Optional[Tensor], Tensor, Optional[Tensor]]:
-    """Return ``dL/dx, dL/df, <x, g>, <f, g>``. Results that are not needed are None, except ``<x, g>``.
-
-    ``kept`` is y if ``recover``, otherwise f.
-    """
-    for_x, for_f, for_weights = needed
-    stream_dtype, acc = x.dtype, n.dtype
-    k = a if not isinstance(b, Tensor) and b == 0.0 else a - b  # torch 2.14 cannot compile a - 0.0
-    if x.dtype != acc or kept.dtype != acc or g.dtype != acc:
-        x, kept, g = in_dtype(x, acc), in_dtype(kept, acc), in_dtype(g, acc)
-    if g.stride() != x.stride():  # for example, the gradient of a mean is an expanded tensor
-        g = torch.zeros_like(x) + g
-    xg = (x * g).sum(dims, True)
-    t, ks = xg / n, s
-    if isinstance(k, Tensor):
-        t, ks, k = k * t, k * s, 1.0
-    grad_x = grad_f = fg = None
-    if for_f:
-        grad_f = in_dtype(_times(b, g).addcmul(t, x, value=k), branch_dtype)
-    if for_x:  # (1 + k s) g + k t (f - 2 s x); if f is recovered, f - 2 s x = y - (1 + s) x
-        reuse = _is_large(x) and not torch.is_grad_enabled() and not is_observed(x, g)
-        addcmul = torch.Tensor.addcmul_ if reuse else torch.Tensor.addcmul
-        grad_x = addcmul(g.addcmul(ks, g, value=k), t, kept, value=k)
-        grad_x = addcmul(grad_x, t.addcmul(s, t) if recover else 2.0 * s * t, x, value=-k)
-        grad_x = in_dtype(grad_x, stream_dtype)
-    if for_weights:  # ``kept`` is f if a weight is learned
-        fg = (kept * g).sum(dims, True)
-    return grad_x, grad_f, xg, fg
-
-
-class _ResidualUpdate(torch.autograd.Function):
-    """The update with closed-form gradients.
-
-    For a = 0 and b = 1 the backward pass recovers the branch output as f = y - (1 - s) x. The neighbouring layers save
-    x and y anyway, so the only extra memory is two numbers per projection, s and n.
-
-    ``s`` is a second output, so that a double backward pass can differentiate it. This class does not support
-    ``torch.func``, because the support would cost 70 us per call.
-    """
-
-    @staticmethod
-    def forward(ctx, x, f, a, b, dims, eps, keep_branch, backend):
-        y, s, n = backend.update(x, f, a, b, dims, eps)
-        ctx.recover = not keep_branch and _are(a, b, 0.0, 1.0)
-        a_tensor, ctx.a = (a, None) if isinstance(a, Tensor) else (None, a)
-        b_tensor, ctx.b = (b, None) if isinstance(b, Tensor) else (None, b)
-        ctx.save_for_backward(x, y if ctx.recover else f, s, n, a_tensor, b_tensor)
-        ctx.set_materialize_grads(False)
-        ctx.dims, ctx.eps, ctx.backend, ctx.branch_dtype = dims, eps, backend, f.dtype
-        return y, s
-
-    @staticmethod
-    def backward(ctx, g, grad_s):
-        x, kept, s, n, a, b = ctx.saved_tensors
-        a, b = ctx.a if a is None else a, ctx.b if b is None else b
-        for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
-        backend, dims = ctx.backend, ctx.dims
-        if torch.is_grad_enabled():  # double backward
-            backend, n = TORCH, x.to(n.dtype).square().sum(dims, True).add(ctx.eps)
-        elif backend is not TORCH and g is not None and (
-                is_batched(g) or is_transformed() or dispatch_mode_is_active()):
-            backend = TORCH
-        grad_x = grad_f = grad_a = grad_b = None
-        if g is not None:
-            grad_x, grad_f, xg, fg = backend.gradients(
-                x, kept, g, s, n, a, b, dims, ctx.recover, ctx.branch_dtype, (for_x, for_f, for_a or for_b))
-            grad_a = (s * xg).sum().to(a) if for_a else None
-            grad_b = (fg - s * xg).sum().to(b) if for_b else None
-        if grad_s is not None:  # in a double backward pass, with n ds/dx = f - 2 s x and n ds/df = x
-            of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if ctx.recover else 2 * s, x, value=-1) * (grad_s / n)
-            of_f = x * (grad_s / n)
-            grad_x = of_x if grad_x is None else grad_x + of_x
-            grad_f = of_f if grad_f is None else grad_f + of_f
-        return grad_x, grad_f, grad_a, grad_b, None, None, None, None
-
-
-def _is_learned(weight: Weight) -> bool:
-    return isinstance(weight, Tensor) and weight.requires_grad
-
-
-def _are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
-    """Return whether both weights are numbers with these values. Comparing a tensor would synchronise its device."""
-    return not isinstance(a, Tensor) and a == a_value and not isinstance(b, Tensor) and b == b_value
-
-
-TORCH = Backend(_update, _gradients)
-INDUCTOR = Backend(folded(compiled(_update)), folded(compiled(_gradients)))
-
-
-def _kernels() -> ModuleType:
-    """Import :mod:`timm_ortho.kernels` on first use: Triton is optional and slow to import."""
-    from . import kernels
-
-    return kernels
-
-
-TRITON = Backend(lambda *args: _kernels().update(*args), lambda *args: _kernels().gradients(*args))
-CHECKED = Backend(checked("forward", TRITON.update, _update), checked("backward", TRITON.gradients, _gradients))
-
-
-# ----------------------------------------------------------------------------------- the public functions
 def decompose(x: Tensor, f: Tensor, dim: Dim = -1, eps: float = 1e-6) -> Tuple[Tensor, Tensor]:
     """Split the branch output into its components parallel and orthogonal to the stream (paper, Eq. 2 and 3).
 
@@ -319,8 +87,7 @@ def residual_update(
             gradients are zero. None if there is no padding.
         keep: Tensor that autograd saves beside ``x`` if ``a`` is 0 and ``b`` is 1. ``"output"`` saves the result, which
             must then not be changed in place. ``"branch"`` saves ``f``. For all other weights, ``f`` is saved.
-        backend: ``"auto"``, ``"torch"``, ``"inductor"`` or ``"triton"``; None for the default. See
-            :func:`choose_backend`.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``; None for the default. See :func:`choose_backend`.
 
     Returns:
         The new stream, of the shape of ``x`` and in the dtype of ``x + f``.
@@ -369,25 +136,39 @@ def checked_update(
         check_mask(mask, x)
         x, f = without_padding(x, mask), without_padding(f, mask)
     name = choose_backend(x, f, backend)
-    if _are(a, b, 1.0, 1.0):
+    if are(a, b, 1.0, 1.0):
         return x + f
     needs_gradient = torch.is_grad_enabled() and (
         x.requires_grad or f.requires_grad or _is_learned(a) or _is_learned(b))
-    if name == "torch" and not needs_gradient and not _is_large(x):
-        return _formula(x, f, a, b, dims, eps)[0]
+    if name == "torch" and not needs_gradient and not is_large(x):
+        return formula(x, f, a, b, dims, eps)[0]
     if is_recorded() or is_transformed():
         return plain_update(x, f, a, b, dims, eps)
-    computed_by = TORCH if name == "torch" else _backend(name, backend)
+    if name == "torch":
+        if needs_gradient:
+            return TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)[0]
+        return update(x, f, a, b, dims, eps, False)[0]
+    weights = [w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b)]
+    plan = _kernels().plan_of(
+        x, f, tuple(dims), eps, a if weights[0] is None else None, b if weights[1] is None else None, keep_branch,
+        (backend or default()) == "auto")
+    if weights == [None, None]:
+        weights = []
     if needs_gradient:
-        return _ResidualUpdate.apply(x, f, a, b, dims, eps, keep_branch, computed_by)[0]
-    return computed_by.update(x, f, a, b, dims, eps, False)[0]
+        return KernelUpdate.apply(x, f, plan, *weights)[0]
+    return plan.forward(x, f, *(weights or (None, None)), False)[0]
 
 
-def _backend(name: str, requested: Optional[str]) -> Backend:
-    """Return the backend of this name; ``triton`` is verified against ``torch`` if ``auto`` chose it."""
-    if name == "inductor":
-        return INDUCTOR
-    return CHECKED if (requested or default()) == "auto" else TRITON
+def _is_learned(weight: Weight) -> bool:
+    return isinstance(weight, Tensor) and weight.requires_grad
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Import :mod:`timm_ortho.update.kernels` on first use: Triton is optional and slow to import."""
+    from .update import kernels
+
+    return kernels
 
 
 def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:

@@ -3,15 +3,35 @@ import functools
 from collections import Counter
 
 import pytest
+import torch
 from helpers.kernel_cases import kernels
 
-from timm_ortho import backends
+from timm_ortho import functional
+from timm_ortho.update import backend as backends
 
 
 @pytest.fixture
-def no_default_backend(monkeypatch):
+def no_default_backend():
     """Ignore the environment variable TIMM_ORTHO_BACKEND."""
-    monkeypatch.setattr(backends, "_default", "auto")
+    token = backends._default.set("auto")
+    yield
+    backends._default.reset(token)
+
+
+@pytest.fixture
+def auto_is_triton(monkeypatch):
+    """Let ``auto`` select the kernels on the CPU too. They are verified at the first call, as on CUDA."""
+    choose = functional.choose_backend
+
+    def triton_for_auto(x, f, backend=None):
+        recorded = torch.compiler.is_compiling() or backends.dispatch_mode_is_active()
+        if not recorded and (backend or backends.default()) == "auto":
+            return "triton"
+        return choose(x, f, backend)
+
+    monkeypatch.setattr(functional, "choose_backend", triton_for_auto)
+    monkeypatch.setattr(backends, "_agrees", {})
+    monkeypatch.setattr(kernels, "_plans", {})
 
 
 @pytest.fixture
@@ -26,6 +46,8 @@ def calls(monkeypatch):
             return call(*args, **kwargs)
         return wrapper
 
-    for name in ("update", "gradients"):
-        monkeypatch.setattr(kernels, name, counted(name, getattr(kernels, name)))
+    if kernels is not None:
+        monkeypatch.setattr(kernels, "_plans", {})  # plans hold the functions that they call
+        for name in ("update", "gradients"):
+            monkeypatch.setattr(kernels.Plan, name, counted(name, getattr(kernels.Plan, name)))
     return counts

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 import timm_ortho
-from timm_ortho import backends, cli
+from timm_ortho import cli
+from timm_ortho.update import backend as backends
 from timm_ortho.runs.provenance import environment
 
 SCRIPT = """

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from timm_ortho import functional
-from timm_ortho.backends import BACKENDS
-from timm_ortho.functional import decompose, plain_update, residual_update
+from timm_ortho.functional import BACKENDS, decompose, plain_update, residual_update
 
 DIMS = [-1, 1, (1, 2), (2, 1, 3), None]
 SHAPES = [(2, 7, 5, 3), (1, 1, 3, 1), (3, 5, 1, 2)]

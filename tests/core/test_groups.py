@@ -9,14 +9,15 @@ from helpers.oracle import truth
 from torch import nn
 
 import timm_ortho
-from timm_ortho import Connection, backends, connect, connection_arguments, create_connection, functional, sites
-from timm_ortho._views import arranged
-from timm_ortho.backends import use_backend
+from timm_ortho import Connection, connect, connection_arguments, create_connection, functional, sites
+from timm_ortho.update.views import arranged
+from timm_ortho.functional import use_backend
+from timm_ortho.update import backend as backends
 from timm_ortho.diagnostics.dynamics import measure
 from timm_ortho.diagnostics.show import as_text, measured_sites
 
 EPS = 1e-3
-why_not = backends._why_not("triton", torch.ones(1), torch.ones(1))
+why_not = backends.why_not_triton(torch.ones(1), torch.ones(1))
 needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 kernels = functional._kernels() if backends.TRITON_IS_INSTALLED else None
 LAYOUTS = {  # shape and channel axis

@@ -20,6 +20,7 @@ from helpers.kernel_cases import (
     SINGLE,
     WEIGHTS,
     both,
+    each_path,
     kernels,
     layouts,
     needs_triton,
@@ -30,10 +31,11 @@ from helpers.kernel_cases import (
 from helpers.oracle import rounded, truth
 from torch import Tensor
 
-from timm_ortho import backends, connect, functional
+from timm_ortho import connect
 from timm_ortho.functional import residual_update
+from timm_ortho.update import backend as backends, formula
 
-pytestmark = pytest.mark.usefixtures("no_default_backend")
+pytestmark = pytest.mark.usefixtures("no_default_backend", "auto_is_triton")
 
 
 # --------------------------------------------------------------------------------------- parity with the oracle
@@ -71,7 +73,7 @@ def check_against_truth(backend, inputs, g, dim, keep="output", needed=None, of=
             part = formula(truth, {**exact, **dict(zip("ab", alone, strict=True))}) - of(**exact)[0]
             magnitude = (part * g).abs().sum().item()
         units = {DOUBLE: 16.0, SINGLE: 2.0}.get(got.dtype, 0.5)  # half-precision results are rounded once
-        if got.dtype == BRAIN and INTERPRETED and backend == "triton":  # the interpreter truncates and does not round
+        if got.dtype == BRAIN and INTERPRETED and backend != "torch":  # the interpreter truncates and does not round
             units = 1.0
         assert (got.dtype, got.shape) == (reference[name].dtype, expected.shape), name
         allowed = 2 * error(reference[name], expected) + units * last_place(magnitude, got.dtype)
@@ -86,14 +88,14 @@ def check_case(backend, shape, dim, dtypes=(SINGLE, SINGLE), weights=(0.0, 1.0),
     assert measured["y"].dtype == (x + f).dtype
 
 
-@both
+@each_path
 @layouts
 @pytest.mark.parametrize(("weights", "keep"), [((0.0, 1.0), "branch"), *((w, "output") for w in WEIGHTS)], ids=str)
 def test_as_exact_as_the_plain_formula(backend, layout, weights, keep):
     check_case(backend, *LAYOUTS[layout], weights=weights, keep=keep)
 
 
-@both
+@each_path
 @layouts
 @pytest.mark.parametrize("dtypes", [
     (DOUBLE, DOUBLE), (HALF, HALF), (BRAIN, BRAIN), (SINGLE, BRAIN), (HALF, BRAIN), (BRAIN, SINGLE), (DOUBLE, HALF),
@@ -103,7 +105,7 @@ def test_as_exact_as_the_plain_formula_in_other_dtypes(backend, layout, dtypes):
     check_case(backend, *LAYOUTS[layout], dtypes, ("a", "b"))
 
 
-@both
+@each_path
 @pytest.mark.parametrize(("shape", "dim"), [
     ((1, 1, 3), -1), ((37, 11, 1), -1), ((3, 2, 64), -1), ((2, 3, 8192), -1), ((2, 3, 9000), -1), ((2, 40000), -1),
     ((5, 33, 9, 11), None), ((5, 33, 9, 11), (2, 3)), ((5, 33, 9, 11), (1, -1)), ((5, 33, 9, 11), (-1, 1, 2)),
@@ -115,7 +117,7 @@ def test_as_exact_as_the_plain_formula_in_any_shape(backend, shape, dim, weights
     check_case(backend, shape, dim, weights=weights)
 
 
-@both
+@each_path
 @layouts
 @pytest.mark.parametrize("needed", ["x", "f", "a", "b", "xa", "fb"])
 def test_gradients_of_some_inputs(backend, layout, needed):
@@ -138,10 +140,10 @@ def test_a_zero_stream_adds_the_whole_branch(backend):
 @needs_triton
 @pytest.mark.parametrize("width", [8193, 16384, 16385, 2**20 + 1, 2**24, 2**24 + 1, 2**27 - 1, 2**31 - 1])
 def test_pieces_cover_a_row(width):
-    programs, where = kernels.launch_of(3, width, 1)
-    assert programs == 3 * where["pieces"]
-    assert (where["pieces"] - 1) * where["piece_width"] < width <= where["pieces"] * where["piece_width"]
-    assert where["pieces"] <= where["BLOCK_PIECES"] <= kernels.MOST_PIECES
+    tiles = kernels.tiles_of(3, width, 1)
+    assert tiles.programs == 3 * tiles.pieces
+    assert (tiles.pieces - 1) * tiles.piece_width < width <= tiles.pieces * tiles.piece_width
+    assert tiles.pieces <= tiles.BLOCK_PIECES <= kernels.MOST_PIECES
 
 
 # ---------------------------------------------------------------------------------------------- memory layout
@@ -178,8 +180,8 @@ STRIDES = {
 }
 
 
-@both
-@pytest.mark.parametrize("dim", [1, -1, None, (1, 3)], ids=str)
+@each_path
+@pytest.mark.parametrize("dim", [0, 1, -1, None, (0, 2), (1, 3)], ids=str)
 @pytest.mark.parametrize("strides", STRIDES)
 def test_any_strides(backend, strides, dim):
     x, f, g = STRIDES[strides](*tensors((2, 6, 5, 4)))
@@ -194,7 +196,11 @@ def test_saved_sums_have_the_shape_of_the_stream(backend, shape):
     formats = x, nhwc(x)
     for x, dim in itertools.product(formats, (1, -1, (1, 2, 3))):
         dims = [dim] if isinstance(dim, int) else list(dim)
-        y, s, n = (kernels if backend == "triton" else functional.TORCH).update(x, f, 0.0, 1.0, dims, EPS)
+        if backend == "triton":
+            plan = kernels.Plan(x, f, tuple(dims), EPS, 0.0, 1.0, False)
+            y, s, n = plan.unpacked(plan.update(x, f))
+        else:
+            y, s, n = formula.update(x, f, 0.0, 1.0, dims, EPS)
         torch.testing.assert_close(n, (x * x).sum(dims, keepdim=True) + EPS)
         torch.testing.assert_close(s, (x * f).sum(dims, keepdim=True) / n)
         assert y.stride() == torch.empty_like(x).stride()
@@ -208,7 +214,7 @@ SHARED = {
 }
 
 
-@both
+@each_path
 @pytest.mark.parametrize("share", SHARED)
 def test_stream_and_branch_that_share_memory(backend, share):
     x, _, _ = tensors((8, 8, 5))
@@ -268,7 +274,6 @@ def test_inference_with_kernels_allocates_only_the_result(layout, weights, dtype
         x, f = nhwc(x), nhwc(f)
     a, b = (weight(w) for w in weights)
     assert allocations("triton", x, f, dim=dim, parallel=a, orthogonal=b) == [x.numel() * x.element_size()]
-    assert kernels.update(x, f, a, b, [dim], EPS, keep=False)[1:] == (None, None)
 
 
 @needs_triton

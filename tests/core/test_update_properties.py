@@ -12,10 +12,10 @@ import torch
 from helpers.oracle import rounded, truth
 from hypothesis import HealthCheck, Phase, assume, given, settings, strategies as st
 
-from timm_ortho import backends
 from timm_ortho.functional import residual_update
+from timm_ortho.update import backend as backends
 
-TRITON = backends._why_not("triton", torch.ones(1), torch.ones(1))
+TRITON = backends.why_not_triton(torch.ones(1), torch.ones(1))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EPS = 1e-3
 

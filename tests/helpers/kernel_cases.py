@@ -3,16 +3,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from timm_ortho import backends, functional
+from timm_ortho import functional
+from timm_ortho.update import backend as backends
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 EPS = 1e-2  # so large that tests fail if an implementation omits eps
 
-why_not = backends._why_not("triton", *(torch.ones(1, device=DEVICE) for _ in range(2)))
+why_not = backends.why_not_triton(*(torch.ones(1, device=DEVICE) for _ in range(2)))
 needs_triton = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 both = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+# With the fixture `auto_is_triton`, "auto" selects kernels and verifies them at the first call, as on CUDA.
+each_path = pytest.mark.parametrize(
+    "backend", ["torch", *(pytest.param(name, marks=needs_triton) for name in ("triton", "auto"))])
 kernels = functional._kernels() if backends.TRITON_IS_INSTALLED else None
 
 

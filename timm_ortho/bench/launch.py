@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ..backends import choose_backend
+from ..functional import choose_backend
 from ..connections import FeatureConnection
 from .clock import Candidate, Group
 from .models import model_group

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from .._sites import sites
-from ..backends import choose_backend, use_backend
+from ..functional import choose_backend, use_backend
 from ..connections import LinearConnection
 from ..convert import connect
 from .clock import Candidate, Group, compiled

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._text import error_text
-from ..backends import choose_backend
+from ..functional import choose_backend
 from ..functional import plain_update, residual_update
 from .clock import Candidate, Group, compiled
 from .options import DTYPES, STEPS, shape_label
@@ -87,7 +87,7 @@ def _operator_candidates(
     candidates = [candidate("linear", torch.add), candidate("plain", plain),
                   candidate("appendix", partial(appendix_update, dim=dim))]
     candidates += [candidate("compiled", compiled(plain))] if options.compile else []
-    for backend in ("torch", "inductor", "triton") if options.compile else ("torch", "triton"):
+    for backend in ("torch", "triton"):
         update = partial(residual_update, dim=dim, eps=EPS, backend=backend)
         candidates.append(candidate(backend, update, **_can_run(x, f, backend)))
         if options.compile and backend == "torch":

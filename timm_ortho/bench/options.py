@@ -8,7 +8,7 @@ import torch
 from .._checks import known_name
 from .._sites import sites
 from .._text import did_you_mean, error_text
-from ..backends import choose_backend
+from ..functional import choose_backend
 from ..models.meta import on_meta
 from ..models.names import bases_with_variants, suffix_of
 from ..skips import SKIPS

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .._compat import compiled_model, functorch_is_active, is_compiled_in_place
 from .._sites import Site, sites as sites_of
 from ..connections import Connection, HybridConnection
-from ..functional import decompose, without_padding
+from ..functional import decompose
+from ..update.formula import without_padding
 from ..masks import real_tokens
 
 RecordedRow = Dict[str, Any]  # one site at one recorded step

@@ -10,7 +10,7 @@ from pathlib import Path
 import timm
 import torch
 
-from .. import backends
+from ..update import backend
 
 PRIVATE = frozenset({"host", "pid", "job"})  # keys of `made_with` in result.json that cards and published numbers omit
 
@@ -61,10 +61,10 @@ def environment() -> dict[str, str]:
 def _backend(device: str) -> str:
     """Return the backend of a training step and what selected it."""
     x = torch.ones(1, 1, device=device, requires_grad=True)
-    requested = backends.default()
-    source = "auto" if requested == "auto" else f"{backends.BACKEND_VARIABLE}={requested}"
+    requested = backend.default()
+    source = "auto" if requested == "auto" else f"{backend.BACKEND_VARIABLE}={requested}"
     try:
-        return f"{backends.choose_backend(x, x)} ({source})"
+        return f"{backend.choose_backend(x, x)} ({source})"
     except (RuntimeError, ValueError) as error:
         return f"none ({error})"
 

@@ -8,9 +8,8 @@ Tensors in other layouts are copied first, for example expanded or sliced tensor
 """
 import functools
 import itertools
-from typing import Any, Callable, List, NamedTuple, Tuple
+from typing import List, NamedTuple, Tuple
 
-import torch
 from torch import Tensor
 
 
@@ -62,39 +61,3 @@ def put_back(result: Tensor, target: Tensor, view: View) -> None:
     if result.data_ptr() != target.data_ptr():
         target.copy_(result.permute(view.inverse))
 
-
-def folded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backend function so that it receives views with three axes, which need fewer compilations.
-
-    Args:
-        function: Compiled ``update`` or ``gradients`` of a :class:`timm_ortho.backends.Backend`. Empty tensors are
-            passed to the uncompiled function, ``function.__wrapped__``.
-
-    Returns:
-        A function for tensors of any shape, whose results have the memory format of the stream.
-    """
-    @functools.wraps(function)
-    def call(x: Tensor, *args: Any) -> Any:
-        if not x.numel():
-            return function.__wrapped__(x, *args)
-        dims = next(arg for arg in args if isinstance(arg, list))
-        view = view_of(tuple(x.shape), x.stride(), tuple(dims))
-
-        def fold(arg: Any) -> Any:
-            if not isinstance(arg, Tensor):
-                return [1] if isinstance(arg, list) else arg
-            width = view.width if arg.shape == x.shape else 1
-            return arranged(arg, view).view(view.outer, width, view.inner) if arg.dim() else arg
-
-        def unfold(result: Any) -> Any:
-            if not isinstance(result, Tensor):
-                return result
-            reduced = {d % x.dim() for d in dims} if result.shape[1] < view.width else ()
-            result = result.view([1 if axis in reduced else x.shape[axis] for axis in view.order]).permute(view.inverse)
-            if reduced or result.stride() == x.stride():
-                return result
-            return torch.empty_like(x, dtype=result.dtype).copy_(result)  # x has another memory format
-
-        return tuple(map(unfold, function(*map(fold, (x, *args)))))
-
-    return call

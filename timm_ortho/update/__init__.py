@@ -1,0 +1,1 @@
+"""The residual update: its formula and gradients, the choice of a backend, and the Triton kernels."""

@@ -1,0 +1,220 @@
+"""Choose the backend (implementation) that computes the residual update, and verify the Triton kernels at run time.
+
+| backend | implementation | chosen by ``auto`` |
+| --- | --- | --- |
+| ``torch`` | the operations of :mod:`timm_ortho.update.formula` | on the CPU |
+| ``triton`` | the kernels of :mod:`timm_ortho.update.kernels` | on CUDA, as long as their results agree with ``torch`` |
+
+The kernels can also compute the update together with the norm that follows it (:mod:`timm_ortho.update.norm`). Under
+``torch.compile`` and inside a dispatch mode of torch, such as a FLOP counter, the backend is always ``torch``. A compiler
+can then fuse its operations with neighbouring operations, and a dispatch mode can record them.
+"""
+import functools
+import importlib.util
+import os
+import warnings
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .._checks import known_name
+from .._compat import dispatch_mode_is_active, functorch_is_active, is_plain
+from .._text import error_text
+
+BACKENDS = ("auto", "torch", "triton")
+BACKEND_VARIABLE, NORM_VARIABLE = "TIMM_ORTHO_BACKEND", "TIMM_ORTHO_FUSE_NORM"
+TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
+# One value per thread and context, so that overlapping contexts in several threads do not affect each other.
+_default: ContextVar[str] = ContextVar(  # choose_backend checks the name
+    "timm_ortho_backend", default=os.environ.get(BACKEND_VARIABLE) or "auto")
+_fuse_norm: ContextVar[bool] = ContextVar("timm_ortho_fuse_norm", default=os.environ.get(NORM_VARIABLE) != "0")
+
+
+def default() -> str:
+    """Return the default backend, which :func:`use_backend` or TIMM_ORTHO_BACKEND sets."""
+    return _default.get()
+
+
+def fuses_norm() -> bool:
+    """Return whether kernels may compute the update together with the norm that follows it."""
+    return _fuse_norm.get()
+
+
+@contextmanager
+def use_backend(name: str, fuse_norm: Optional[bool] = None) -> Iterator[None]:
+    """Set the default backend inside a context. This overrides the environment variable TIMM_ORTHO_BACKEND.
+
+    Args:
+        name: ``"auto"``, ``"torch"`` or ``"triton"``.
+        fuse_norm: Whether Triton kernels may compute the update together with the norm that follows it. None keeps the
+            present value, which is True unless the environment variable TIMM_ORTHO_FUSE_NORM is ``0``.
+
+    Raises:
+        ValueError: The name is unknown.
+
+    Example:
+        >>> with use_backend("torch"):
+        ...     choose_backend(torch.ones(1), torch.ones(1))
+        'torch'
+    """
+    tokens = _default.set(_known("backend", name)), _fuse_norm.set(fuses_norm() if fuse_norm is None else fuse_norm)
+    try:
+        yield
+    finally:
+        _default.reset(tokens[0])
+        _fuse_norm.reset(tokens[1])
+
+
+def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
+    """Return the backend that :func:`timm_ortho.residual_update` would use for these tensors.
+
+    Args:
+        x: Stream.
+        f: Branch output.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``. None means the default, which :func:`use_backend` sets. Outside
+            its context, the default is the value of the environment variable TIMM_ORTHO_BACKEND when this package was
+            imported, or ``"auto"``.
+
+    Returns:
+        ``"torch"`` or ``"triton"``. Under ``torch.compile`` and inside a dispatch mode the result is always
+        ``"torch"``.
+
+    Raises:
+        ValueError: The name is unknown.
+        RuntimeError: The requested backend cannot run; the message contains the reason.
+
+    Example:
+        >>> choose_backend(torch.ones(2, 3), torch.ones(2, 3), "torch")
+        'torch'
+    """
+    if torch.compiler.is_compiling():  # before the context variable is read, which torch.compile cannot trace
+        return "torch" if backend is None or _known("backend", backend) else ""
+    name = _default.get() if backend is None else backend
+    if name == "torch" or (name == "auto" and x.is_cpu):
+        return "torch"
+    if name == "auto":
+        # Triton is preferred because of its memory traffic. Its kernels read or write 3 tensors of the stream's size in
+        # the forward pass and 5 in the backward pass. PyTorch's operations read or write 9 and 15.
+        runs = (x.is_cuda and is_plain(x) and is_plain(f) and not dispatch_mode_is_active()
+                and not functorch_is_active() and _unsupported("cuda", x.dtype, f.dtype) is None)
+        return "triton" if runs else "torch"
+    _known("backend" if backend else BACKEND_VARIABLE, name)
+    reason = why_not_triton(x, f)
+    if reason is not None:
+        source = "" if backend else f" (set by use_backend or {BACKEND_VARIABLE})"
+        raise RuntimeError(f"backend {name!r}{source} cannot run: {reason}; choose 'torch' or 'auto'")
+    return "torch" if dispatch_mode_is_active() else name
+
+
+def _known(kind: str, name: str) -> str:
+    if name == "inductor":
+        raise ValueError(f"{kind} 'inductor' was removed: compile the whole model with torch.compile, or choose 'torch' "
+                         "or 'auto'")
+    return known_name(kind, name, BACKENDS)
+
+
+def why_not_triton(x: Tensor, f: Tensor) -> Optional[str]:
+    """Return why the kernels cannot run on these tensors, or None if they can."""
+    reason = _unsupported(x.device.type, x.dtype, f.dtype)
+    return reason or ("it does not support the transforms of torch.func" if functorch_is_active() else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _unsupported(device: str, *dtypes: torch.dtype) -> Optional[str]:
+    """Return why there are no kernels for a type of device and these dtypes of x and f."""
+    if not TRITON_IS_INSTALLED:
+        return "Triton is not installed"
+    if device not in ("cuda", "cpu"):
+        return f"there are no kernels for tensors on '{device}'"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return "the tensors are on the CPU, which requires TRITON_INTERPRET=1 in the environment before Python starts"
+    if not {*dtypes} <= {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
+        return f"there are no kernels for {dtypes[0]} and {dtypes[1]}"
+    if {*dtypes} == {torch.float64, torch.bfloat16}:
+        return "there are no kernels for float64 and bfloat16, which Triton's interpreter casts incorrectly"
+    return None
+
+
+# -------------------------------------------------------------------------------- the check of kernels at run time
+_SAMPLE = 2 ** 22  # approximate number of elements that a check compares, in well under a millisecond on a GPU
+_agrees: Dict[Tuple[Any, ...], bool] = {}  # case -> whether the kernels agreed with "torch" in this process
+
+
+def verified(plan: Any, direction: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of a plan so that the first call of each case is compared with the torch backend.
+
+    A case is a combination of ``plan.case`` and the direction. If the results differ beyond tolerance or the launch
+    fails, a RuntimeWarning is issued, and this call and all later calls of the case return the results of the
+    reference. An out-of-memory error is raised instead. Calls during the capture of a CUDA graph are not compared. If a
+    result of the reference is not finite, the comparison is repeated at the next call. After the comparison, the
+    attribute ``direction`` of the plan is ``kernel`` or the reference itself, without a wrapper.
+
+    Args:
+        plan: A :class:`timm_ortho.update.kernels.Plan`.
+        direction: ``"forward"`` or ``"backward"``.
+        kernel: Function that launches kernels.
+        reference: Function with the same arguments, and ``sample``, which is applied to each tensor first. Its results
+            are those of ``plan.unpacked(kernel(...))``.
+    """
+    case = direction, *plan.case
+
+    def packed(*args: Any) -> Any:
+        return plan.packed(reference(*args))
+
+    def call(x: Tensor, *args: Any) -> Any:
+        if case not in _agrees:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return kernel(x, *args)
+            problem: Optional[str]
+            try:
+                results = kernel(x, *args)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 Triton's compiler may raise any type of error
+                problem = f"could not be launched ({error_text(error, named=True)})"
+            else:
+                sample = _sampling(x, plan.dims)
+                problem = _difference(map(sample, plan.unpacked(results)), reference(x, *args, sample=sample))
+                if problem is None:
+                    return results
+            _agrees[case] = not problem
+            if problem:
+                warnings.warn(
+                    f"timm_ortho's Triton kernel ({direction}, {plan.label}, stream of shape {tuple(x.shape)} and "
+                    f"{x.dtype} on {x.device}) {problem}; the torch backend is used from now on. Please report this. "
+                    f"{BACKEND_VARIABLE}=torch avoids the check", RuntimeWarning, stacklevel=2)
+        use = kernel if _agrees[case] else packed
+        setattr(plan, direction, use)
+        return use(x, *args)
+
+    return call
+
+
+def _sampling(x: Tensor, dims: Sequence[int]) -> Callable[[Any], Any]:
+    """Return a function that selects evenly spaced samples of the batch from tensors with the axes of ``x``.
+
+    It selects all samples if a projection sums over the batch axis.
+    """
+    if 0 in [d % x.dim() for d in dims] or x.numel() <= _SAMPLE:
+        return lambda value: value
+    index = torch.linspace(0, len(x) - 1, max(2, _SAMPLE * len(x) // x.numel()), device=x.device).long()
+    return lambda value: value[index] if isinstance(value, Tensor) and value.dim() == x.dim() else value
+
+
+def _difference(results: Iterable[Optional[Tensor]], expected: Iterable[Optional[Tensor]]) -> Optional[str]:
+    """Return how results differ from expected values, "" if they agree, None if an expected value is not finite."""
+    measured = []  # for each result: largest error divided by the relative tolerance, and largest expected value
+    for result, value in zip(results, expected, strict=True):
+        if result is not None and value is not None and result.numel():
+            allowed = 2 * torch.finfo(result.dtype).eps + (1e-10 if result.dtype == torch.float64 else 1e-4)
+            measured.append(torch.stack([((result - value).abs().max() / allowed).double(), value.abs().max().double()]))
+    for distance, size in torch.stack(measured).tolist() if measured else ():
+        if not size < float("inf"):
+            return None
+        if not distance <= size:
+            return f"is inaccurate: its error is {distance / size:.2g} times the tolerance"
+    return ""

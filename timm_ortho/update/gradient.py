@@ -1,0 +1,104 @@
+"""The update as autograd functions with closed-form gradients.
+
+For a = 0 and b = 1 the backward pass recovers the branch output as f = y - (1 - s) x. The neighbouring layers save x and
+y anyway, so the only extra memory is two numbers per projection, s and n.
+
+The sums are a second output, so that a double backward pass can differentiate s. The functions do not support
+``torch.func``, because the support would cost 70 us per call.
+"""
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._compat import dispatch_mode_is_active, is_batched, is_transformed
+from . import formula
+from .formula import Weight, in_dtype
+
+
+class TorchUpdate(torch.autograd.Function):
+    """The update by the operations of :mod:`timm_ortho.update.formula`."""
+
+    @staticmethod
+    def forward(ctx, x, f, a, b, dims, eps, keep_branch):
+        y, s, n = formula.update(x, f, a, b, dims, eps)
+        ctx.recover = not keep_branch and are(a, b, 0.0, 1.0)
+        a_tensor, ctx.a = (a, None) if isinstance(a, Tensor) else (None, a)
+        b_tensor, ctx.b = (b, None) if isinstance(b, Tensor) else (None, b)
+        ctx.save_for_backward(x, y if ctx.recover else f, s, n, a_tensor, b_tensor)
+        ctx.set_materialize_grads(False)
+        ctx.dims, ctx.eps, ctx.branch_dtype = dims, eps, f.dtype
+        return y, s
+
+    @staticmethod
+    def backward(ctx, g, grad_s):
+        x, kept, s, n, a, b = ctx.saved_tensors
+        a, b = ctx.a if a is None else a, ctx.b if b is None else b
+        for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
+        grads = _gradients(x, kept, g, grad_s, s, n, a, b, ctx.dims, ctx.eps, ctx.recover, ctx.branch_dtype,
+                           (for_x, for_f, for_a, for_b))
+        return *grads, None, None, None
+
+
+class KernelUpdate(torch.autograd.Function):
+    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`. Only weights that are tensors are passed."""
+
+    @staticmethod
+    def forward(ctx, x, f, plan, a=None, b=None):
+        y, sums = plan.forward(x, f, a, b)
+        ctx.save_for_backward(x, y if plan.recover else f, sums, a, b)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        return y, sums
+
+    @staticmethod
+    def backward(ctx, g, grad_sums):
+        x, kept, sums, a, b = ctx.saved_tensors
+        plan, needed = ctx.plan, ctx.needs_input_grad
+        for_a, for_b = needed[3:] if len(needed) > 3 else (False, False)
+        if (g is None or grad_sums is not None or torch.is_grad_enabled() or is_batched(g) or is_transformed()
+                or dispatch_mode_is_active()):
+            s, n = plan.statistics(sums)
+            grads = _gradients(
+                x, kept, g, None if grad_sums is None else plan.statistics(grad_sums)[0], s, n,
+                plan.a if a is None else a, plan.b if b is None else b, plan.dims, plan.eps, plan.recover,
+                plan.branch_dtype, (needed[0], needed[1], for_a, for_b))
+            return *grads[:2], None, *grads[2:len(needed) - 1]
+        grad_x, grad_f, products = plan.backward(x, kept, g, sums, a, b, (needed[0], needed[1], for_a or for_b))
+        if len(needed) == 3:
+            return grad_x, grad_f, None
+        along = sums[0] * products[0] if for_a or for_b else None
+        return (grad_x, grad_f, None, along.sum().to(a) if for_a else None,
+                (products[1] - along).sum().to(b) if for_b else None)
+
+
+def _gradients(
+        x: Tensor, kept: Tensor, g: Optional[Tensor], grad_s: Optional[Tensor], s: Tensor, n: Tensor,
+        a: Weight, b: Weight, dims: Any, eps: float, recover: bool, branch_dtype: torch.dtype,
+        needed: Tuple[bool, bool, bool, bool],
+) -> Tuple[Optional[Tensor], ...]:
+    """Return the gradients of x, f, a and b by the operations of torch, which autograd can record.
+
+    Args:
+        g, grad_s: Gradients of the two outputs. grad_s is None except in a double backward pass.
+    """
+    for_x, for_f, for_a, for_b = needed
+    if torch.is_grad_enabled():  # n as a function of x
+        n = x.to(n.dtype).square().sum(dims, True).add(eps)
+    grad_x = grad_f = grad_a = grad_b = None
+    if g is not None:
+        grad_x, grad_f, xg, fg = formula.gradients(
+            x, kept, g, s, n, a, b, dims, recover, branch_dtype, (for_x, for_f, for_a or for_b))
+        grad_a = (s * xg).sum().to(a) if for_a else None
+        grad_b = (fg - s * xg).sum().to(b) if for_b else None
+    if grad_s is not None:  # n ds/dx = f - 2 s x and n ds/df = x
+        of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if recover else 2 * s, x, value=-1) * (grad_s / n)
+        of_f = x * (grad_s / n)
+        grad_x = of_x if grad_x is None else grad_x + of_x
+        grad_f = of_f if grad_f is None else grad_f + of_f
+    return grad_x, grad_f, grad_a, grad_b
+
+
+def are(a: Weight, b: Weight, a_value: float, b_value: float) -> bool:
+    """Return whether both weights are numbers with these values. Comparing a tensor would synchronise its device."""
+    return not isinstance(a, Tensor) and a == a_value and not isinstance(b, Tensor) and b == b_value
