@@ -8,13 +8,14 @@ from timm.models._features import feature_take_indices  # resolves the argument 
 from timm.models._prune import adapt_model_from_file  # gives layers the widths of a pruned model
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
 __all__ = [
     "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active", "feature_take_indices",
-    "functorch_is_active", "is_batched", "is_compiled_in_place", "is_compiler_error", "is_observed", "is_plain",
-    "is_recompile_limit", "is_recorded", "is_sharded", "is_transformed", "named_children",
+    "functorch_is_active", "has_hooks", "is_batched", "is_compiled_in_place", "is_compiler_error", "is_observed", "is_plain",
+    "is_recorded", "is_sharded", "is_transformed", "named_children",
     "search_split", "submission_script", "TorchDispatchMode",
 ]
 
@@ -72,17 +73,21 @@ def is_compiler_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton."))
 
 
-def is_recompile_limit(error: Exception) -> bool:
-    """Return whether an error reports that ``torch.compile`` reached its recompilation limit, in any release."""
-    return type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
-
-
 def is_sharded(module: nn.Module) -> bool:
     """Return whether FSDP manages a module's parameters.
 
     ``isinstance(module, FSDPModule)`` is true only for modules passed to ``fully_shard``, not for their submodules.
     """
     return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module runs more than its class's ``forward``: hooks or a compiled or own ``forward``."""
+    values = vars(module)
+    return bool(
+        values["_forward_hooks"] or values["_forward_pre_hooks"] or values["_backward_hooks"]
+        or values["_backward_pre_hooks"] or _has_any_global_hook() or "forward" in values
+        or values.get("_compiled_call_impl") is not None)
 
 
 def compiled_model(module: nn.Module) -> Optional[nn.Module]:

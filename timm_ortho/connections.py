@@ -25,14 +25,15 @@ P x. The class of the connection determines the weights a and b.
 """
 import inspect
 import math
-from typing import Any, Callable, Dict, List, Optional, Union, cast
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
 
 from ._bytecode import uses
 from ._checks import check_count, check_eps, check_prob, check_weight, known_name
-from .functional import KEEPS, checked_update
+from ._compat import has_hooks
+from .functional import KEEPS, checked_update, update_with_norm
 from .masks import MASK_LAYOUTS, real_tokens
 from .update.formula import Weight, plain_update
 
@@ -129,6 +130,11 @@ class Connection(nn.Module):
             y = checked_update(x, f, parallel, orthogonal, [first + 1], self.eps, None, self.keep == "branch")
         return y.flatten(first, first + 1)
 
+    def with_norm(
+            self, x: Tensor, f: Tensor, norm: nn.Module, attn_mask: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        y = self(x, f) if attn_mask is None else self(x, f, attn_mask=attn_mask)
+        return y, norm(y)
+
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps:g}" + (f", groups={self.groups}" if self.groups > 1 else "")
 
@@ -182,6 +188,15 @@ class FeatureConnection(Connection):
             drawn = torch.bernoulli(probability)
             return self.join(x, f, drawn, 1.0, attn_mask)
         return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
+
+    def with_norm(
+            self, x: Tensor, f: Tensor, norm: nn.Module, attn_mask: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        if (type(self) is FeatureConnection and self.dim == -1 and self.prob == 1.0 and self.groups == 1
+                and self.skip is None and self.keep == "output" and not has_hooks(self)):
+            both = update_with_norm(x, f, norm, self.eps)
+            if both is not None:
+                return both
+        return super().with_norm(x, f, norm, attn_mask)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")

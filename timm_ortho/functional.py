@@ -9,12 +9,12 @@ from types import ModuleType
 from typing import Any, List, Optional, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
 from ._compat import is_recorded, is_transformed
-from .update.backend import BACKENDS, choose_backend, default, use_backend
+from .update.backend import BACKENDS, choose_backend, default, has_kernels, use_backend
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, update, without_padding
 from .update.gradient import KernelUpdate, TorchUpdate, are
 
@@ -159,6 +159,29 @@ def checked_update(
     return plan.forward(x, f, *(weights or (None, None)), False)[0]
 
 
+def update_with_norm(
+        x: Tensor, f: Tensor, norm: nn.Module, eps: float, backend: Optional[str] = None,
+) -> Optional[Tuple[Tensor, Tensor]]:
+    """Return the orthogonal update y along the last axis, and ``norm(y)``, from one kernel.
+
+    None if two steps must compute them: without kernels, for other norms than LayerNorm and RMSNorm, for norms with
+    hooks, and for tensors with gaps in memory. The result depends only on values that are the same at every call.
+    """
+    if not (isinstance(x, Tensor) and isinstance(f, Tensor)) or choose_backend(x, f, backend) != "triton" or not (
+            has_kernels(norm) and x.shape == f.shape and x.device == f.device) or is_recorded() or is_transformed():
+        return None
+    kernels = _norm_kernels()
+    plan = kernels.norm_plan_of(x, f, eps, norm, (backend or default()) == "auto")
+    if plan is None:
+        return None
+    w, c = norm._parameters.get("weight"), norm._parameters.get("bias")
+    if torch.is_grad_enabled() and (
+            x.requires_grad or f.requires_grad or (w is not None and w.requires_grad)
+            or (c is not None and c.requires_grad)):
+        return kernels.NormUpdate.apply(x, f, plan, w, c)[:2]
+    return plan.forward(x, f, w, c, False)[:2]
+
+
 def _is_learned(weight: Weight) -> bool:
     return isinstance(weight, Tensor) and weight.requires_grad
 
@@ -169,6 +192,13 @@ def _kernels() -> ModuleType:
     from .update import kernels
 
     return kernels
+
+
+@functools.cache
+def _norm_kernels() -> ModuleType:
+    from .update import norm
+
+    return norm
 
 
 def _nested_update(x: Any, f: Tensor, a: Weight, b: Weight, dims: Optional[List[int]], *args: Any) -> Tensor:

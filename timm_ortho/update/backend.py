@@ -18,10 +18,11 @@ from contextvars import ContextVar
 from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from timm.layers import LayerNorm, LayerNormFp32, RmsNorm
+from torch import Tensor, nn
 
 from .._checks import known_name
-from .._compat import dispatch_mode_is_active, functorch_is_active, is_plain
+from .._compat import dispatch_mode_is_active, functorch_is_active, has_hooks, is_plain
 from .._text import error_text
 
 BACKENDS = ("auto", "torch", "triton")
@@ -137,6 +138,19 @@ def _unsupported(device: str, *dtypes: torch.dtype) -> Optional[str]:
     if {*dtypes} == {torch.float64, torch.bfloat16}:
         return "there are no kernels for float64 and bfloat16, which Triton's interpreter casts incorrectly"
     return None
+
+
+# Norms that the kernels can compute together with the update, and whether they subtract the mean.
+NORMS: Dict[type, bool] = {nn.LayerNorm: True, LayerNorm: True, LayerNormFp32: True, nn.RMSNorm: False, RmsNorm: False}
+
+
+def has_kernels(norm: nn.Module) -> bool:
+    """Return whether kernels may compute a norm: it has plain parameters and no hooks, and its result is known.
+
+    Subclasses of the supported norms do not count, and neither do parametrized norms, which are such subclasses.
+    """
+    return (fuses_norm() and type(norm) in NORMS and not has_hooks(norm)
+            and all(parameter is None or is_plain(parameter) for parameter in norm._parameters.values()))
 
 
 # -------------------------------------------------------------------------------- the check of kernels at run time

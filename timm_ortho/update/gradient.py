@@ -35,7 +35,7 @@ class TorchUpdate(torch.autograd.Function):
         x, kept, s, n, a, b = ctx.saved_tensors
         a, b = ctx.a if a is None else a, ctx.b if b is None else b
         for_x, for_f, for_a, for_b, *_ = ctx.needs_input_grad
-        grads = _gradients(x, kept, g, grad_s, s, n, a, b, ctx.dims, ctx.eps, ctx.recover, ctx.branch_dtype,
+        grads = torch_gradients(x, kept, g, grad_s, s, n, a, b, ctx.dims, ctx.eps, ctx.recover, ctx.branch_dtype,
                            (for_x, for_f, for_a, for_b))
         return *grads, None, None, None
 
@@ -59,7 +59,7 @@ class KernelUpdate(torch.autograd.Function):
         if (g is None or grad_sums is not None or torch.is_grad_enabled() or is_batched(g) or is_transformed()
                 or dispatch_mode_is_active()):
             s, n = plan.statistics(sums)
-            grads = _gradients(
+            grads = torch_gradients(
                 x, kept, g, None if grad_sums is None else plan.statistics(grad_sums)[0], s, n,
                 plan.a if a is None else a, plan.b if b is None else b, plan.dims, plan.eps, plan.recover,
                 plan.branch_dtype, (needed[0], needed[1], for_a, for_b))
@@ -72,7 +72,7 @@ class KernelUpdate(torch.autograd.Function):
                 (products[1] - along).sum().to(b) if for_b else None)
 
 
-def _gradients(
+def torch_gradients(
         x: Tensor, kept: Tensor, g: Optional[Tensor], grad_s: Optional[Tensor], s: Tensor, n: Tensor,
         a: Weight, b: Weight, dims: Any, eps: float, recover: bool, branch_dtype: torch.dtype,
         needed: Tuple[bool, bool, bool, bool],

@@ -376,7 +376,7 @@ class Launch:
         for pointer in pointers:
             if pointer is not None:
                 addresses |= pointer.data_ptr()
-        if addresses % 16 == 0 and self.again is not None and not self.kernel.pre_run_hooks:
+        if addresses % 16 == 0 and self.again is not None and not getattr(self.kernel, "pre_run_hooks", None):
             return self.again(*pointers, *numbers, *self.constants)
         compiled = self.kernel[self.programs,](*pointers, *numbers, *self.constants, **self.options)
         if addresses % 16 == 0 and compiled is not None and TAKES_ALL_ARGUMENTS:  # the interpreter returns None
@@ -389,7 +389,7 @@ class Launch:
 TAKES_ALL_ARGUMENTS = (3, 3) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 8)
 
 
-def _everything(value: Any) -> Any:
+def everything(value: Any) -> Any:
     return value
 
 
@@ -420,6 +420,7 @@ class Plan:
         self.shape, self.strides, self.device, self.branch_dtype = x.shape, x.stride(), x.device, f.dtype
         self.dtype = torch.promote_types(x.dtype, f.dtype)
         self.acc = accumulate_in(self.dtype)
+        self.acc_in_triton = tl.float64 if self.acc == torch.float64 else tl.float32
         self.view = view_of(tuple(x.shape), self.strides, dims)
         self.tiles = tiles_of(*self.view[1:])
         self.has_order = all(t.permute(self.view.order).is_contiguous() for t in (x, f))
@@ -499,9 +500,9 @@ class Plan:
         key = (kernel, constants, variant)
         launch = self.launches.get(key)
         if launch is None:
-            acc = tl.float64 if self.acc == torch.float64 else tl.float32
             launch = self.launches[key] = Launch(
-                kernel, self.tiles.programs, (*self.tiles[2:], acc, *constants), self.tiles.num_warps, self.device)
+                kernel, self.tiles.programs, (*self.tiles[2:], self.acc_in_triton, *constants), self.tiles.num_warps,
+                self.device)
         return launch
 
     def statistics(self, sums: Tensor) -> Tuple[Tensor, Tensor]:
@@ -525,12 +526,12 @@ class Plan:
         return *streams, torch.stack([t.permute(self.view.order).flatten() for t in (first, second)])
 
     def torch_update(self, x: Tensor, f: Tensor, a: Any = None, b: Any = None, keep: bool = True,
-                     sample: Any = _everything) -> Tuple[Optional[Tensor], ...]:
+                     sample: Any = everything) -> Tuple[Optional[Tensor], ...]:
         a, b = self.a if a is None else a, self.b if b is None else b
         return formula.update(sample(x), sample(f), a, b, list(self.dims), self.eps, keep)
 
     def torch_gradients(self, x: Tensor, kept: Tensor, g: Tensor, sums: Tensor, a: Any, b: Any, needed: Any,
-                        sample: Any = _everything) -> Tuple[Optional[Tensor], ...]:
+                        sample: Any = everything) -> Tuple[Optional[Tensor], ...]:
         a, b = self.a if a is None else a, self.b if b is None else b
         tensors = map(sample, (x, kept, g, *self.statistics(sums)))
         return formula.gradients(*tensors, a, b, list(self.dims), self.recover, self.branch_dtype, needed)
