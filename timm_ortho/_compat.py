@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOP
 
 __all__ = [
     "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active", "feature_take_indices",
-    "functorch_is_active", "has_hooks", "is_batched", "is_compiled_in_place", "is_compiler_error", "is_observed", "is_plain",
+    "functorch_is_active", "has_hooks", "is_batched", "is_compiled_in_place", "is_compiler_error", "is_intercepted", "is_observed", "is_plain",
     "is_recorded", "is_sharded", "is_transformed", "named_children",
     "search_split", "submission_script", "TorchDispatchMode",
 ]
@@ -46,6 +46,12 @@ def is_transformed() -> bool:
 def dispatch_mode_is_active() -> bool:
     """Return whether a dispatch mode is active: ``make_fx``, fake tensors, selective checkpointing, FLOP counters."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_intercepted() -> bool:
+    """Return whether a tracer, transform or dispatch mode is active, without the time of several calls."""
+    return (torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None)
 
 
 def is_observed(*tensors: Tensor) -> bool:

@@ -107,7 +107,8 @@ class Connection(nn.Module):
                 check_weight("parallel", parallel)
             if isinstance(orthogonal, Tensor):
                 check_weight("orthogonal", orthogonal)
-        x = self.carried(x)
+        if self.skip is not None:
+            x = self.carried(x)
         if self.groups > 1:
             return self._join_groups(x, f, parallel, orthogonal)
         mask: Optional[Tensor] = None

@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
 from ._compat import is_recorded, is_transformed
-from .update.backend import BACKENDS, choose_backend, default, has_kernels, use_backend
+from .update.backend import BACKENDS, cached_plan, choose_backend, default, has_kernels, use_backend
 from .update.formula import Weight, accumulate_in, formula, is_large, plain_update, update, without_padding
 from .update.gradient import KernelUpdate, TorchUpdate, are
 
@@ -121,6 +121,10 @@ def checked_update(
     Only the tensors and ``dims`` are checked here. Connections check their arguments at construction, because repeated
     checks take a noticeable share of a small model's time.
     """
+    if mask is None:
+        plan = cached_plan(x, f, dims, eps, a, b, keep_branch, backend)
+        if plan is not None:  # earlier tensors with these shapes, strides and dtypes passed the following checks
+            return by_kernels(plan, x, f, a, b)
     if has_torch_function_variadic(x, f) and not (isinstance(x, Tensor) and isinstance(f, Tensor)):  # FX proxies
         # The proxy's __torch_function__ records one call of plain_update. handle_torch_function would first call active
         # torch-function modes, which record each operation inside plain_update.
@@ -148,15 +152,17 @@ def checked_update(
         if needs_gradient:
             return TorchUpdate.apply(x, f, a, b, dims, eps, keep_branch)[0]
         return update(x, f, a, b, dims, eps, False)[0]
-    weights = [w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b)]
-    plan = _kernels().plan_of(
-        x, f, tuple(dims), eps, a if weights[0] is None else None, b if weights[1] is None else None, keep_branch,
-        (backend or default()) == "auto")
-    if weights == [None, None]:
-        weights = []
-    if needs_gradient:
-        return KernelUpdate.apply(x, f, plan, *weights)[0]
-    return plan.forward(x, f, *(weights or (None, None)), False)[0]
+    return by_kernels(_kernels().plan_of(x, f, tuple(dims), eps, a, b, keep_branch, backend), x, f, a, b)
+
+
+def by_kernels(plan: Any, x: Tensor, f: Tensor, a: Weight, b: Weight) -> Tensor:
+    learned = ()
+    if plan.a is None or plan.b is None:
+        learned = tuple(w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b))
+    if torch.is_grad_enabled() and (
+            x.requires_grad or f.requires_grad or (learned and (_is_learned(a) or _is_learned(b)))):
+        return KernelUpdate.apply(x, f, plan, *learned)[0]
+    return plan.forward(x, f, *(learned or (None, None)), False)[0]
 
 
 def update_with_norm(

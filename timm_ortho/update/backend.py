@@ -22,7 +22,7 @@ from timm.layers import LayerNorm, LayerNormFp32, RmsNorm
 from torch import Tensor, nn
 
 from .._checks import known_name
-from .._compat import dispatch_mode_is_active, functorch_is_active, has_hooks, is_plain
+from .._compat import dispatch_mode_is_active, functorch_is_active, has_hooks, is_intercepted, is_plain
 from .._text import error_text
 
 BACKENDS = ("auto", "torch", "triton")
@@ -138,6 +138,34 @@ def _unsupported(device: str, *dtypes: torch.dtype) -> Optional[str]:
     if {*dtypes} == {torch.float64, torch.bfloat16}:
         return "there are no kernels for float64 and bfloat16, which Triton's interpreter casts incorrectly"
     return None
+
+
+_plans: Dict[Tuple[Any, ...], Any] = {}  # plans of the kernels, see timm_ortho.update.kernels.plan_of
+
+
+def plan_key(
+        x: Tensor, f: Tensor, dims: Optional[Sequence[int]], eps: float, a: Any, b: Any, keep_branch: bool, name: str,
+) -> Tuple[Any, ...]:
+    """Return everything on which a plan depends."""
+    return (x.shape, f.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, f.device,
+            dims if dims is None else tuple(dims), eps, None if isinstance(a, Tensor) else a,
+            None if isinstance(b, Tensor) else b, keep_branch, name)
+
+
+def cached_plan(
+        x: Tensor, f: Tensor, dims: Optional[Sequence[int]], eps: float, a: Any, b: Any, keep_branch: bool,
+        backend: Optional[str],
+) -> Optional[Any]:
+    """Return the plan of an earlier update of such tensors by kernels, or None.
+
+    None too if :func:`choose_backend` would return ``"torch"``, or if the operations are recorded or transformed.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or type(f) is not Tensor:
+        return None
+    name = _default.get() if backend is None else backend
+    if name == "torch" or (name == "auto" and x.is_cpu) or is_intercepted():
+        return None
+    return _plans.get(plan_key(x, f, dims, eps, a, b, keep_branch, name))
 
 
 # Norms that the kernels can compute together with the update, and whether they subtract the mean.

@@ -11,7 +11,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._compat import dispatch_mode_is_active, is_batched, is_transformed
+from .._compat import is_batched, is_intercepted
 from . import formula
 from .formula import Weight, in_dtype
 
@@ -55,21 +55,21 @@ class KernelUpdate(torch.autograd.Function):
     def backward(ctx, g, grad_sums):
         x, kept, sums, a, b = ctx.saved_tensors
         plan, needed = ctx.plan, ctx.needs_input_grad
-        for_a, for_b = needed[3:] if len(needed) > 3 else (False, False)
-        if (g is None or grad_sums is not None or torch.is_grad_enabled() or is_batched(g) or is_transformed()
-                or dispatch_mode_is_active()):
-            s, n = plan.statistics(sums)
-            grads = torch_gradients(
-                x, kept, g, None if grad_sums is None else plan.statistics(grad_sums)[0], s, n,
-                plan.a if a is None else a, plan.b if b is None else b, plan.dims, plan.eps, plan.recover,
-                plan.branch_dtype, (needed[0], needed[1], for_a, for_b))
-            return *grads[:2], None, *grads[2:len(needed) - 1]
-        grad_x, grad_f, products = plan.backward(x, kept, g, sums, a, b, (needed[0], needed[1], for_a or for_b))
-        if len(needed) == 3:
-            return grad_x, grad_f, None
-        along = sums[0] * products[0] if for_a or for_b else None
-        return (grad_x, grad_f, None, along.sum().to(a) if for_a else None,
-                (products[1] - along).sum().to(b) if for_b else None)
+        for_weights = len(needed) > 3 and (needed[3] or needed[4])
+        if g is not None and grad_sums is None and not (torch.is_grad_enabled() or is_batched(g) or is_intercepted()):
+            grad_x, grad_f, products = plan.backward(x, kept, g, sums, a, b, (needed[0], needed[1], for_weights))
+            if len(needed) == 3:
+                return grad_x, grad_f, None
+            along = sums[0] * products[0] if for_weights else None
+            return (grad_x, grad_f, None, along.sum().to(a) if needed[3] else None,
+                    (products[1] - along).sum().to(b) if needed[4] else None)
+        for_a, for_b = needed[3:] or (False, False)
+        s, n = plan.statistics(sums)
+        grad_x, grad_f, grad_a, grad_b = torch_gradients(
+            x, kept, g, None if grad_sums is None else plan.statistics(grad_sums)[0], s, n,
+            plan.a if a is None else a, plan.b if b is None else b, plan.dims, plan.eps, plan.recover,
+            plan.branch_dtype, (needed[0], needed[1], for_a, for_b))
+        return (grad_x, grad_f, None, grad_a, grad_b)[:len(needed)]
 
 
 def torch_gradients(

@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import formula
-from .backend import verified
-from .formula import accumulate_in
+from .backend import _plans, default, plan_key, verified
+from .formula import Weight, accumulate_in
 from .views import arranged, put_back, view_of
 
 TILE = 4096  # elements of each tensor in a tile; 8192 if a whole row or column then fits
@@ -352,9 +352,9 @@ class Launch:
     compiled kernel is launched again directly if all addresses are aligned to 16 bytes. This saves 25 us per launch.
 
     Args:
-        kernel: The kernel. Its arguments are pointers, numbers and constants, in this order.
+        kernel: The kernel. Its arguments are pointers and constants, in this order.
         programs: Number of programs.
-        constants: Last arguments of the kernel.
+        constants: The arguments that are the same at each launch.
         num_warps: Number of warps of each program.
         device: Device of the tensors.
     """
@@ -368,17 +368,17 @@ class Launch:
         self.options = dict(num_warps=num_warps, enable_fp_fusion=True)
         self.again: Any = None
 
-    def __call__(self, pointers: Tuple[Optional[Tensor], ...], numbers: Tuple[float, ...] = ()) -> None:
+    def __call__(self, *pointers: Optional[Tensor]) -> None:
         if self.device is not None and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self(pointers, numbers)
+                return self(*pointers)
         addresses = 0
         for pointer in pointers:
             if pointer is not None:
                 addresses |= pointer.data_ptr()
         if addresses % 16 == 0 and self.again is not None and not getattr(self.kernel, "pre_run_hooks", None):
-            return self.again(*pointers, *numbers, *self.constants)
-        compiled = self.kernel[self.programs,](*pointers, *numbers, *self.constants, **self.options)
+            return self.again(*pointers, *self.constants)
+        compiled = self.kernel[self.programs,](*pointers, *self.constants, **self.options)
         if addresses % 16 == 0 and compiled is not None and TAKES_ALL_ARGUMENTS:  # the interpreter returns None
             self.again = compiled[self.programs, 1, 1]
         return None
@@ -426,7 +426,8 @@ class Plan:
         self.has_order = all(t.permute(self.view.order).is_contiguous() for t in (x, f))
         self.label = f"{'feature' if len(dims) == 1 else 'global'} scope"
         self.case = (x.device, x.dtype, f.dtype, x.stride(dims[-1]) == 1, *(x.shape[d] for d in dims))
-        self.launches: Dict[Tuple[Any, ...], Launch] = {}
+        self.like_sums = x.new_empty(1, dtype=self.acc).expand(2, self.tiles.projections)  # empty_like is the fastest way
+        self.launches: Dict[Any, Launch] = {}
         self.forward: Any = self.update
         self.backward: Any = self.gradients
 
@@ -438,7 +439,7 @@ class Plan:
         y has the shape and memory format of ``x``. The weights a and b are passed only if they are tensors.
         """
         y = torch.empty_like(x) if self.dtype == x.dtype else torch.empty_like(x, dtype=self.dtype)
-        sums = x.new_empty((2, self.tiles.projections), dtype=self.acc) if keep else None
+        sums = torch.empty_like(self.like_sums) if keep else None
         if not x.numel():  # an empty projection has s = 0
             if sums is not None:
                 sums[0], sums[1] = 0.0, self.eps
@@ -446,9 +447,10 @@ class Plan:
         into = y
         if not self.has_order:
             x, f, into = (arranged(t, self.view) for t in (x, f, y))
-        parts = self._partial_sums(x, f, x, True)
-        launch = self._launch(_update_kernel, variant=(keep, *_dtypes(a, b)))
-        launch((x, f, into, sums, parts, a, b), (*self.numbers, self.eps))
+        parts = self._partial_sums(x, f, x, True) if self.tiles.BLOCK_PIECES else None
+        key = keep if a is None and b is None else (keep, *_dtypes(a, b))
+        launch = self.launches.get(key) or self._launch(key, _update_kernel, (*self.numbers, self.eps))
+        launch(x, f, into, sums, parts, a, b)
         if into is not y:
             put_back(into, y, self.view)
         return y, sums
@@ -469,7 +471,9 @@ class Plan:
         """
         for_x, for_f, for_weights = needed
         grad_x = torch.empty_like(x) if for_x else None
-        grad_f = torch.empty_like(x, dtype=self.branch_dtype) if for_f else None
+        grad_f = None
+        if for_f:
+            grad_f = torch.empty_like(x) if self.branch_dtype == x.dtype else torch.empty_like(x, dtype=self.branch_dtype)
         products = torch.empty_like(sums) if for_weights else None
         if not x.numel():
             return grad_x, grad_f, products if products is None else products.zero_()
@@ -479,30 +483,28 @@ class Plan:
             into_x, into_f = (None if t is None else arranged(t, self.view) for t in (grad_x, grad_f))
         if g.stride() != self.strides or not self.has_order:
             g = arranged(g, self.view)
-        parts = self._partial_sums(x, kept, g, for_weights)
-        launch = self._launch(_gradients_kernel, self.recover, variant=(needed, *_dtypes(a, b)))
-        launch((x, kept, g, sums, into_x, into_f, products, parts, a, b), self.numbers)
+        parts = self._partial_sums(x, kept, g, for_weights) if self.tiles.BLOCK_PIECES else None
+        key = needed if a is None and b is None else (needed, *_dtypes(a, b))
+        launch = self.launches.get(key) or self._launch(key, _gradients_kernel, self.numbers, self.recover)
+        launch(x, kept, g, sums, into_x, into_f, products, parts, a, b)
         for into, grad in ((into_x, grad_x), (into_f, grad_f)):
             if into is not grad and grad is not None and into is not None:
                 put_back(into, grad, self.view)
         return grad_x, grad_f, products
 
-    def _partial_sums(self, p: Tensor, q: Tensor, r: Tensor, both: bool) -> Optional[Tensor]:
-        """Return <p, r> and, if ``both``, <q, r> of every piece; None if projections are not split into pieces."""
-        if not self.tiles.BLOCK_PIECES:
-            return None
+    def _partial_sums(self, p: Tensor, q: Tensor, r: Tensor, both: bool) -> Tensor:
+        """Return <p, r> and, if ``both``, <q, r> of every piece of every projection."""
         parts = p.new_empty((2 if both else 1, self.tiles.programs), dtype=self.acc)
-        self._launch(_partial_sums_kernel, p is r, both)((p, q, r, parts))
+        key = "parts", p is r, both
+        launch = self.launches.get(key) or self._launch(key, _partial_sums_kernel, (), p is r, both)
+        launch(p, q, r, parts)
         return parts
 
-    def _launch(self, kernel: Any, *constants: Any, variant: Any = None) -> Launch:
-        """Return the launch of a kernel. ``variant``: what else determines the compiled kernel, see :class:`Launch`."""
-        key = (kernel, constants, variant)
-        launch = self.launches.get(key)
-        if launch is None:
-            launch = self.launches[key] = Launch(
-                kernel, self.tiles.programs, (*self.tiles[2:], self.acc_in_triton, *constants), self.tiles.num_warps,
-                self.device)
+    def _launch(self, key: Any, kernel: Any, numbers: Tuple[float, ...], *constants: Any) -> Launch:
+        """Make and store the launch of a kernel. The key determines which pointers are None, and their dtypes."""
+        launch = self.launches[key] = Launch(
+            kernel, self.tiles.programs, (*numbers, *self.tiles[2:], self.acc_in_triton, *constants),
+            self.tiles.num_warps, self.device)
         return launch
 
     def statistics(self, sums: Tensor) -> Tuple[Tensor, Tensor]:
@@ -537,26 +539,27 @@ class Plan:
         return formula.gradients(*tensors, a, b, list(self.dims), self.recover, self.branch_dtype, needed)
 
 
-_plans: Dict[Tuple[Any, ...], Plan] = {}
-
-
 def plan_of(
-        x: Tensor, f: Tensor, dims: Tuple[int, ...], eps: float, a: Optional[float], b: Optional[float],
-        keep_branch: bool, check: bool,
+        x: Tensor, f: Tensor, dims: Tuple[int, ...], eps: float, a: Weight, b: Weight, keep_branch: bool,
+        backend: Optional[str],
 ) -> Plan:
-    """Return the cached plan of an update. With ``check``, its kernels are verified at the first call.
+    """Return the plan of an update with checked arguments, and store it for similar tensors.
 
     Args:
-        x, f, dims, eps, a, b, keep_branch: See :class:`Plan`.
-        check: See :func:`timm_ortho.update.backend.verified`.
+        x, f, dims, eps, keep_branch: See :class:`Plan`.
+        a, b: Weights.
+        backend: Requested backend. Unless this is ``"triton"``, the kernels are verified at their first call.
     """
-    key = (x.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, dims, eps, a, b, keep_branch, check)
+    name = backend or default()
+    key = plan_key(x, f, dims, eps, a, b, keep_branch, name)
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= 1024:  # many different shapes or weights: start again
-            _plans.clear()
-        plan = _plans[key] = Plan(x, f, dims, eps, a, b, keep_branch)
-        if check:
+        numbers = [None if isinstance(weight, Tensor) else float(weight) for weight in (a, b)]
+        plan = Plan(x, f, dims, eps, *numbers, keep_branch)
+        if name == "auto":
             plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
             plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
+        if len(_plans) >= 1024:  # many different shapes or weights: start again
+            _plans.clear()
+        _plans[key] = plan
     return plan

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from .._compat import dispatch_mode_is_active, is_batched, is_transformed
+from .._compat import is_batched, is_intercepted
 from . import formula
 from .backend import NORMS, verified
 from .gradient import torch_gradients
@@ -142,6 +142,7 @@ class NormPlan(Plan):
         self.backward_programs = blocks
         self.rows = tiles.projections
         self.constants = (self.rows, tiles.width, centered, tiles.BLOCK_P, tiles.BLOCK_W, self.acc_in_triton)
+        self.like_sums = x.new_empty(1, dtype=self.acc).expand(4, self.rows)
         self.of_y = Plan(x, f, (-1,), eps, 0.0, 1.0, False)  # for a backward pass without dL/dh
 
     def update(  # type: ignore[override]
@@ -150,13 +151,13 @@ class NormPlan(Plan):
         """Return y, h and, if ``keep``, the sums ``[4, rows]`` with s, n, m and r."""
         y = torch.empty_like(x) if self.dtype == x.dtype else torch.empty_like(x, dtype=self.dtype)
         h = torch.empty_like(x) if self.norm_dtype == x.dtype else torch.empty_like(x, dtype=self.norm_dtype)
-        sums = x.new_empty((4, self.rows), dtype=self.acc) if keep else None
+        sums = torch.empty_like(self.like_sums) if keep else None
         key = keep, None if w is None else w.dtype, None if c is None else c.dtype
         launch = self.launches.get(key)
         if launch is None:
             launch = self.launches[key] = Launch(
-                _forward_kernel, self.tiles.programs, self.constants, self.tiles.num_warps, self.device)
-        launch((x, f, w, c, y, h, sums), (self.eps, self.norm_eps))
+                _forward_kernel, self.tiles.programs, (self.eps, self.norm_eps, *self.constants), self.tiles.num_warps, self.device)
+        launch(x, f, w, c, y, h, sums)
         return y, h, sums
 
     def gradients(  # type: ignore[override]
@@ -175,8 +176,7 @@ class NormPlan(Plan):
         if launch is None:
             launch = self.launches[key] = Launch(
                 _backward_kernel, self.backward_programs, self.constants, self.tiles.num_warps, self.device)
-        launch((x, y, grad_y if grad_y is None else grad_y.contiguous(), grad_h.contiguous(), w, sums, grad_x, grad_f,
-                parts))
+        launch(x, y, grad_y if grad_y is None else grad_y.contiguous(), grad_h.contiguous(), w, sums, grad_x, grad_f, parts)
         return grad_x, grad_f, None if parts is None else parts.sum(1)
 
     # ------------------------------------------------------------ the same by torch, to verify or replace kernels
@@ -252,7 +252,7 @@ class NormUpdate(torch.autograd.Function):
         x, y, w, sums = ctx.saved_tensors
         plan, (for_x, for_f, _, for_w, for_c) = ctx.plan, ctx.needs_input_grad
         grad_w = grad_c = None
-        if (grad_sums is not None or torch.is_grad_enabled() or is_transformed() or dispatch_mode_is_active()
+        if (grad_sums is not None or torch.is_grad_enabled() or is_intercepted()
                 or (grad_y is not None and is_batched(grad_y)) or (grad_h is not None and is_batched(grad_h))):
             g = grad_y
             if grad_h is not None:
