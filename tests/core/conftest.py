@@ -31,7 +31,14 @@ def auto_is_triton(monkeypatch):
 
     monkeypatch.setattr(functional, "choose_backend", triton_for_auto)
     monkeypatch.setattr(backends, "_agrees", {})
-    monkeypatch.setattr(kernels, "_plans", {})
+
+
+@pytest.fixture(autouse=True)
+def plans():
+    """Forget the plans of earlier tests, because plans hold the functions that they call."""
+    backends._plans.clear()
+    yield
+    backends._plans.clear()
 
 
 @pytest.fixture
@@ -47,7 +54,6 @@ def calls(monkeypatch):
         return wrapper
 
     if kernels is not None:
-        monkeypatch.setattr(kernels, "_plans", {})  # plans hold the functions that they call
         for name in ("update", "gradients"):
             monkeypatch.setattr(kernels.Plan, name, counted(name, getattr(kernels.Plan, name)))
     return counts

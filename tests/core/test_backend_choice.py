@@ -21,9 +21,9 @@ from helpers.kernel_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradgradcheck
 
-from timm_ortho import backends
 from timm_ortho.connections import FeatureConnection
 from timm_ortho.functional import choose_backend, residual_update, use_backend
+from timm_ortho.update import backend as backends
 
 pytestmark = pytest.mark.usefixtures("no_default_backend")
 
@@ -62,15 +62,16 @@ def test_connections_use_the_backend_of_the_process(calls):
 
 
 @pytest.mark.parametrize(("variable", "answer"), [
-    ("torch", "torch"), ("inductor", "inductor"), ("", "torch"), (None, "torch"),
-    ("Triton", "unknown TIMM_ORTHO_BACKEND 'Triton', known are 'auto', 'torch', 'inductor', 'triton'; did you mean "
-               "'triton'?"),
+    ("torch", "torch"), ("", "torch"), (None, "torch"),
+    ("Triton", "unknown TIMM_ORTHO_BACKEND 'Triton', known are 'auto', 'torch', 'triton'; did you mean 'triton'?"),
+    ("inductor", "TIMM_ORTHO_BACKEND 'inductor' was removed: compile the whole model with torch.compile, or choose "
+                 "'torch' or 'auto'"),
 ])
 def test_the_environment_is_read_when_the_package_is_imported(variable, answer, monkeypatch):
     monkeypatch.delenv("TIMM_ORTHO_BACKEND", raising=False)
     if variable is not None:
         monkeypatch.setenv("TIMM_ORTHO_BACKEND", variable)
-    spec = importlib.util.find_spec("timm_ortho.backends")
+    spec = importlib.util.find_spec("timm_ortho.update.backend")
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)  # import the file a second time, as in a new process
     monkeypatch.setenv("TIMM_ORTHO_BACKEND", "nonsense")  # no effect after the import
@@ -120,7 +121,7 @@ def test_second_derivatives_of_the_kernels(weights, calls):
 def test_forward_mode(backend, weights, with_gradient):
     """In forward mode, both backends compute the update with ordinary operations of torch.
 
-    The autograd function _ResidualUpdate has no forward-mode derivative, and kernels drop the tangents.
+    The autograd function KernelUpdate has no forward-mode derivative, and kernels drop the tangents.
     """
     x, f, dx = tensors((3, 5, 20), (DOUBLE, DOUBLE))
     df, _, _ = tensors((3, 5, 20), (DOUBLE, DOUBLE), seed=1)
@@ -193,14 +194,15 @@ X = torch.ones(2, 3)
 
 @pytest.mark.parametrize("parallel", [0.0, 1.0, torch.tensor(0.5)], ids=["orthogonal", "linear", "learned"])
 def test_an_unknown_backend_is_refused(parallel, monkeypatch):
-    known = "known are 'auto', 'torch', 'inductor', 'triton'; did you mean 'triton'?"
+    known = "known are 'auto', 'torch', 'triton'; did you mean 'triton'?"
     with pytest.raises(ValueError, match=re.escape(f"unknown backend 'tritn', {known}")):
         residual_update(X, X, parallel=parallel, backend="tritn")
     with pytest.raises(ValueError, match=re.escape(f"unknown backend 'tritn', {known}")), use_backend("tritn"):
         pass
-    monkeypatch.setattr(backends, "_default", "Triton")
+    token = backends._default.set("Triton")
     with pytest.raises(ValueError, match=re.escape(f"unknown TIMM_ORTHO_BACKEND 'Triton', {known}")):
         residual_update(X, X, parallel=parallel)
+    backends._default.reset(token)
     assert torch.equal(residual_update(X, X, parallel=1.0, backend="torch"), X + X)  # the argument takes precedence
 
 
@@ -240,7 +242,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.randn(2, 3, 32, 32)).square().mean().backward()
 optimizer.step()
 assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
-assert "timm_ortho.kernels" not in sys.modules
+assert "timm_ortho.update.kernels" not in sys.modules
 print(timm_ortho.functional.choose_backend(torch.ones(1), torch.ones(1)))
 """
     assert subprocess.run(

@@ -58,7 +58,7 @@ def test_compiled_code_matches_eager_mode(backend, compiler, case):
     torch.testing.assert_close(y, update(x, f, *list(inputs.values())[2:]))
 
 
-@pytest.mark.parametrize("asked_for", ["auto", "inductor", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("asked_for", ["auto", pytest.param("triton", marks=needs_triton)])
 def test_compiled_graphs_contain_plain_operations(calls, asked_for):
     torch._dynamo.reset()
     recorder = EagerAndRecordGraphs()
@@ -86,7 +86,7 @@ def test_compiled_once_for_all_batch_sizes():
 
 # --------------------------------------------------------------------------------------- compiled ahead of time
 # Keys of SIZES in helpers/compiled_kernels.py whose kernels can access 16 bytes at once.
-ALIGNED = {"tokens", "tokens in float32", "longest row", "channels", "global"}
+ALIGNED = {"tokens", "tokens in float32", "longest row", "channels", "channels in float32", "global"}
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +106,15 @@ def compiled_kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_compiled_kernels_fit_the_registers(compiled_kernels):
-    """Kernels spill no registers. The test does not limit the number of registers, which depends on Triton."""
+    """Kernels spill at most 32 bytes. The test does not limit the number of registers, which depends on Triton."""
     assert {row["arch"] for row in compiled_kernels} == {80, 90}
-    assert [row for row in compiled_kernels if row["stack"] or row["local"]] == []
+    assert [row for row in compiled_kernels if row["stack"] > 32 or row["local"]] == []
 
 
 STREAMS = {  # number of stream-sized tensors that each kernel reads and writes
     "forward": dict(loads=2, stores=1), "backward": dict(loads=3, stores=2),
     "sums forward": dict(loads=2), "sums backward": dict(loads=2),
+    "norm forward": dict(loads=2, stores=2), "norm backward": dict(loads=4, stores=2),
 }
 
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from helpers.kernel_cases import both
 from timm_ortho import functional
 from timm_ortho.functional import BACKENDS, decompose, plain_update, residual_update
 
@@ -283,7 +284,7 @@ def test_linearize_gives_the_derivative_at_every_call(leaf, shape):
 
 
 @pytest.mark.parametrize("tokens", [7, 2048], ids=["small", "large"])
-@pytest.mark.parametrize("backend", ["torch", "inductor"])
+@both
 def test_selective_checkpointing_can_save_any_result(backend, tokens):
     def block(x):
         return residual_update(x.sin(), (x @ weight).tanh(), backend=backend).cos()
@@ -298,7 +299,7 @@ def test_selective_checkpointing_can_save_any_result(backend, tokens):
                                torch.autograd.grad(block(x).sum(), (x, weight)))
 
 
-@pytest.mark.parametrize("backend", ["torch", "inductor"])
+@both
 @pytest.mark.parametrize("shape", [(2, 6, 3, 3), LARGE], ids=["small", "large"])
 def test_a_graph_of_make_fx_can_be_differentiated(shape, backend):
     x, f = pair(shape, torch.float32)

@@ -3,7 +3,7 @@
     python tests/helpers/compiled_kernels.py 80 90        # compute capabilities 8.0 and 9.0
 
 Triton derives a kernel's signature from the arguments of a launch. This script builds the same signatures from
-``launch_of`` in :mod:`timm_ortho.kernels`.
+``tiles_of`` in :mod:`timm_ortho.update.kernels`.
 """
 import json
 import re
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from timm_ortho import kernels
+from timm_ortho.update import kernels, norm
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -29,36 +29,52 @@ SIZES = {  # shape (outer, width, inner) of the view that the kernels read; dtyp
     "longest row": (256, 8192, 1, "bf16"),
     "channels": (64, 256, 56 * 56, "bf16"),
     "many channels": (64, 2048, 7 * 7, "bf16"),
+    "1024 channels": (64, 1024, 14 * 14, "bf16"),
+    "channels in float32": (64, 256, 56 * 56, "fp32"),
+    "many channels in float32": (64, 2048, 7 * 7, "fp32"),
     "global": (256, 197 * 768, 1, "bf16"),
 }
-NUMBERS = ("a", "b", "eps")
+NORMED = ("tokens", "tokens in float32", "odd tokens")  # also compiled with the norm that follows
+NUMBERS = ("a", "b", "eps", "norm_eps")
 LEARNED = ("tokens", "channels", "global")  # sizes that are also compiled with a and b as tensors
 
 
-def compile_kernel(kernel, pointers, numbers, constants, arch):
+def compile_kernel(kernel, pointers, constants, num_warps, arch):
     """Compile a kernel for an architecture.
 
     As in a launch, pointers are aligned to 16 bytes, integers equal to 1 are constants, and multiples of 16 are marked
-    as divisible. Pointers that ``pointers`` does not contain are None.
+    as divisible.
+
+    Args:
+        kernel: The kernel.
+        pointers: Dtype of each pointer, None for a pointer that is None.
+        constants: The arguments after the pointers, except floating-point numbers.
+        num_warps: Number of warps of a program.
+        arch: Compute capability.
     """
-    numbers, options = dict(numbers), {}
-    for name in ("num_warps", "enable_fp_fusion"):
-        options[name] = numbers.pop(name)
     signature, known, attributes = {}, {}, {}
+    constants = iter(constants)
     for i, parameter in enumerate(kernel.params):
-        name, value = parameter.name, {**numbers, **constants}.get(parameter.name)
-        if name in pointers:
-            signature[name] = f"*{pointers[name]}"
-            attributes[i,] = [["tt.divisibility", 16]]
+        name = parameter.name
+        if name.endswith("_ptr"):
+            dtype = pointers[i]
+            signature[name] = "constexpr" if dtype is None else f"*{dtype}"
+            if dtype is None:
+                known[i,] = None
+            else:
+                attributes[i,] = [["tt.divisibility", 16]]
         elif name in NUMBERS:
             signature[name] = "fp64"
-        elif parameter.is_constexpr or value in (None, 1):
-            signature[name] = "constexpr"
-            known[i,] = value
         else:
-            signature[name] = "i32"
-            if value % 16 == 0:
-                attributes[i,] = [["tt.divisibility", 16]]
+            value = next(constants)
+            if parameter.is_constexpr or value == 1:
+                signature[name] = "constexpr"
+                known[i,] = value
+            else:
+                signature[name] = "i32"
+                if value % 16 == 0:
+                    attributes[i,] = [["tt.divisibility", 16]]
+    options = dict(num_warps=num_warps, enable_fp_fusion=True)
     source = ASTSource(kernel, signature, known, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
@@ -85,26 +101,26 @@ def accesses(ptx, instruction):
 def launches(size, learned):
     """Yield a name and the first arguments of `compile_kernel` for each kernel of a forward and a backward pass."""
     *view, dtype = SIZES[size]
-    _, where = kernels.launch_of(*view)
-    cut = where["BLOCK_PIECES"] > 0
-    accumulated = dict.fromkeys(("s_ptr", "n_ptr", *(("a_ptr", "b_ptr") if learned else ())), "fp32")
+    tiles = kernels.tiles_of(*view)
+    parts = "fp32" if tiles.BLOCK_PIECES else None
+    weights = ["fp32", "fp32"] if learned else [None, None]
 
-    def pointers(names, sums):
-        return {**dict.fromkeys(names.split(), dtype), **dict.fromkeys(sums, "fp32"), **accumulated}
+    def launch(name, kernel, pointers, *constants):
+        return name, kernel, pointers, (*tiles[2:], tl.float32, *constants), tiles.num_warps
 
-    last = dict(ONCE=kernels._once(where), ACC=tl.float32)
-    products = ("xg_ptr", "fg_ptr") if learned else ()
-    parts = (("xg_parts_ptr", "fg_parts_ptr") if learned else ("xg_parts_ptr",)) if cut else ()
-    yield ("forward", kernels._update_kernel, pointers("x_ptr f_ptr y_ptr", ("xx_ptr", "xf_ptr") if cut else ()), where,
-           dict(STORE=True, **last))
-    yield ("backward", kernels._gradients_kernel,
-           pointers("x_ptr kept_ptr g_ptr grad_x_ptr grad_f_ptr", (*products, *parts)), where,
-           dict(RECOVER=not learned, FOR_X=True, FOR_F=True, FOR_WEIGHTS=learned, **last))
-    if cut:
+    yield launch("forward", kernels._update_kernel, [dtype] * 3 + ["fp32", parts, *weights])
+    products = "fp32" if learned else None
+    yield launch("backward", kernels._gradients_kernel,
+                 [dtype] * 3 + ["fp32", dtype, dtype, products, parts, *weights], not learned)
+    if parts:
         for name, same, both in (("sums forward", True, True), ("sums backward", False, learned)):
-            yield (name, kernels._partial_sums_kernel,
-                   pointers("p_ptr q_ptr r_ptr", ("pr_ptr", "qr_ptr") if both else ("pr_ptr",)), where,
-                   dict(SAME=same, BOTH=both, ACC=tl.float32))
+            yield launch(name, kernels._partial_sums_kernel, [dtype] * 3 + [parts], same, both)
+    if size in NORMED and not learned:
+        constants = tiles.projections, tiles.width, True, tiles.BLOCK_P, tiles.BLOCK_W, tl.float32
+        yield ("norm forward", norm._forward_kernel, [dtype, dtype, "fp32", "fp32", dtype, dtype, "fp32"], constants,
+               tiles.num_warps)
+        yield ("norm backward", norm._backward_kernel,
+               [dtype] * 4 + ["fp32", "fp32", dtype, dtype, "fp32"], constants, tiles.num_warps)
 
 
 if __name__ == "__main__":

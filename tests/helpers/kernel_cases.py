@@ -50,7 +50,7 @@ LAYOUTS = {
     "row": ((7, 13, 197), -1),
     "cut row": ((2, 70, 300), None),
     "column": ((5, 33, 9, 11), 1),
-    "long column": ((2, 700, 3, 3), 1),
+    "long column": ((1, 2100, 3, 3), 1),
 }
 WEIGHTS = [(0.0, 1.0), (0.3, 0.7), ("a", 1.0), (0.0, "b"), ("a", "b")]
 layouts = pytest.mark.parametrize("layout", LAYOUTS)

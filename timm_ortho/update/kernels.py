@@ -8,7 +8,7 @@ Memory traffic for a stream of S bytes (k S means k tensors of that size):
 | | forward | backward |
 | --- | --- | --- |
 | lower bound: read every input once, write every result once | 3 S, like ``x + f`` | 5 S: g, x, y (or f), 2 gradients |
-| a tile contains the whole projection (``feature`` of up to 512 channels in NCHW, 8192 elsewhere) | 3 S | 5 S |
+| a tile contains the whole projection (``feature`` of up to 2048 channels in NCHW, 8192 elsewhere) | 3 S | 5 S |
 | a projection is larger than a tile (``global``) | 5 S: x, f again after the sums | 7 S; 8 S with learned weights |
 
 A projection here is the set of elements that one inner product sums over. A tile is the set of elements that a program
@@ -36,10 +36,11 @@ from .backend import _plans, default, plan_key, verified
 from .formula import Weight, accumulate_in
 from .views import arranged, put_back, view_of
 
-TILE = 4096  # elements of each tensor in a tile; 8192 if a whole row or column then fits
+TILE = 4096  # elements of each tensor in a tile of rows; 8192 if a whole row then fits
 LONGEST_ROW = 8192  # longest row (adjacent elements) in one tile; longer rows are split into pieces
-LONGEST_COLUMN = 512  # longest column (channels of a pixel in NCHW) in one tile; longer columns are read twice
-PIXELS = 16  # smallest number of adjacent pixels in a tile: 32 bytes in half precision, one memory transaction
+COLUMNS = 8192  # elements of each tensor in a tile of columns; 16384 if whole columns then fit
+LONGEST_COLUMN = 2048  # longest column (channels of a pixel in NCHW) in one tile; longer columns are read twice
+PIXELS = 16  # adjacent pixels in a tile of long columns: 32 bytes in half precision, one memory transaction
 PER_THREAD = 16  # elements of each tensor per thread: two 16-byte loads in half precision, four in float32
 MOST_PIECES = 1024  # most pieces of a row; every program of the row adds the sums of all pieces in one step
 
@@ -337,8 +338,8 @@ def tiles_of(outer: int, width: int, inner: int) -> Tiles:
     elif rows:
         block_p = max(1, min(TILE // block_w, triton.next_power_of_2(max(1, outer))))
     else:
-        block_w = min(block_w, LONGEST_COLUMN if width <= LONGEST_COLUMN else TILE // PIXELS)
-        block_p = max(PIXELS, min(TILE // block_w, triton.next_power_of_2(inner)))
+        block_w = min(block_w, LONGEST_COLUMN if width <= LONGEST_COLUMN else COLUMNS // PIXELS)
+        block_p = min(max(PIXELS, COLUMNS // block_w), 2 * COLUMNS // block_w, max(PIXELS, triton.next_power_of_2(inner)))
     programs = triton.cdiv(outer, block_p) * pieces if rows else outer * triton.cdiv(inner, block_p)
     return Tiles(
         programs, min(16, max(1, block_p * block_w // (32 * PER_THREAD))), outer, width, inner,

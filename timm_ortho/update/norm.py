@@ -28,6 +28,7 @@ from .backend import NORMS, verified
 from .gradient import torch_gradients
 from .kernels import Launch, Plan, everything
 
+LONGEST_ROW = 4096  # longer rows would not fit the registers of the backward kernel
 PROGRAMS = 4  # programs of the backward kernel per multiprocessor; each adds the gradients of w and c of its rows
 
 
@@ -297,7 +298,7 @@ def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: nn.Module, check: bool)
         _plans.clear()
     plan = None
     probe = Plan(x, f, (-1,), eps, 0.0, 1.0, False)
-    if (probe.has_order and probe.tiles.ROWS and probe.tiles.ONCE and x.numel() and norm.eps is not None
+    if (probe.has_order and probe.tiles.ROWS and x.shape[-1] <= LONGEST_ROW and x.numel() and norm.eps is not None
             and norm.normalized_shape == x.shape[-1:]):
         with torch.no_grad():
             dtype = norm(x.new_empty((0, x.shape[-1]), dtype=probe.dtype)).dtype
