@@ -25,7 +25,7 @@ P x. The class of the connection determines the weights a and b.
 """
 import inspect
 import math
-from typing import Any, Callable, Dict, List, Optional, Union, cast
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,13 @@ class Connection(nn.Module):
         else:
             y = checked_update(x, f, parallel, orthogonal, [first + 1], self.eps, None, self.keep == "branch")
         return y.flatten(first, first + 1)
+
+    def with_norm(
+            self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """Return the sum y = self(x, f) and norm(y)."""
+        y = self(x, f, attn_mask=attn_mask)
+        return y, norm(y)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, eps={self.eps:g}" + (f", groups={self.groups}" if self.groups > 1 else "")
