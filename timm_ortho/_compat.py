@@ -13,10 +13,10 @@ from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode  # used to count FLOPs
 
 __all__ = [
-    "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active", "feature_take_indices",
-    "functorch_is_active", "has_hooks", "is_batched", "is_compiled_in_place", "is_compiler_error", "is_intercepted", "is_observed", "is_plain",
-    "is_recorded", "is_sharded", "is_transformed", "named_children",
-    "search_split", "submission_script", "TorchDispatchMode",
+    "adapt_model_from_file", "compiled_model", "current_arguments", "dispatch_mode_is_active",
+    "feature_take_indices", "functorch_is_active", "has_hooks", "is_batched", "is_compiled_in_place",
+    "is_compiler_error", "is_intercepted", "is_observed", "is_plain", "is_recorded", "is_sharded", "is_transformed",
+    "named_children", "search_split", "submission_script", "TorchDispatchMode",
 ]
 
 # Return the arguments that rebuild a timm model, also after reset_classifier(). Before timm 1.0.31 the result is empty.
@@ -88,7 +88,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of a module runs more than its class's ``forward``: hooks or a compiled or own ``forward``."""
+    """Return whether a call of a module runs other code than its class's ``forward``, such as hooks."""
     values = vars(module)
     return bool(
         values["_forward_hooks"] or values["_forward_pre_hooks"] or values["_backward_hooks"]

@@ -491,7 +491,7 @@ def _bytes(count: int) -> str:
 def _list_modules() -> int:
     from .models import coverage
 
-    rows = [("module", "architectures", "sites", "left out"), *map(coverage.cells, coverage.timm_modules())]
+    rows = [coverage.COLUMNS, *map(coverage.cells, coverage.timm_modules())]
     print("\n".join(aligned(rows)))
     for library, modules in coverage.libraries().items():
         print(f"\n{library}, for timm_ortho.connect: residual blocks by module")

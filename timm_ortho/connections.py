@@ -132,8 +132,14 @@ class Connection(nn.Module):
         return y.flatten(first, first + 1)
 
     def with_norm(
-            self, x: Tensor, f: Tensor, norm: nn.Module, attn_mask: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
-        y = self(x, f) if attn_mask is None else self(x, f, attn_mask=attn_mask)
+            self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """Return the sum y = self(x, f) and norm(y).
+
+        Blocks call this method if a norm reads the sum next. On CUDA, ``feature`` computes both in one kernel, see
+        :mod:`timm_ortho.update.norm`.
+        """
+        y = self(x, f, attn_mask=attn_mask)
         return y, norm(y)
 
     def extra_repr(self) -> str:
@@ -191,7 +197,8 @@ class FeatureConnection(Connection):
         return self.join(x, f, 1.0 - self.prob, 1.0, attn_mask)
 
     def with_norm(
-            self, x: Tensor, f: Tensor, norm: nn.Module, attn_mask: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+            self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor]:
         if (type(self) is FeatureConnection and self.dim == -1 and self.prob == 1.0 and self.groups == 1
                 and self.skip is None and self.keep == "output" and not has_hooks(self)):
             both = update_with_norm(x, f, norm, self.eps)

@@ -12,6 +12,14 @@ timm's residual blocks have one thing in common: ``forward`` contains ``x + some
     x += shortcut                                   # adds in place; the connection returns a new tensor
     x = self.connection_conv(shortcut, x)
 
+    x = x + self.attn(self.norm1(x))                # a norm reads the sum next: one call returns the sum and its norm
+    x = x + self.mlp(self.norm2(x))
+    x, normed = self.connection_attention.with_norm(x, self.attn(self.norm1(x)), self.norm2)
+    x = self.connection_mlp(x, self.mlp(normed))
+
+TorchScript cannot pass a module. In the last example, the subclass therefore also contains the two plain calls, after
+``if torch.jit.is_scripting():``.
+
 A subclass is built once per host, from the source of the installed release. The host itself does not change. The
 generated source is registered with ``linecache``, where tracebacks, debuggers and TorchScript look it up.
 
@@ -24,8 +32,13 @@ import __future__
 import ast
 import inspect
 import linecache
+import re
 from types import CodeType, FunctionType
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union, cast
+
+import torch
+
+from ._bytecode import names_in
 
 
 class RoutingError(RuntimeError):
@@ -55,6 +68,9 @@ _Path = Tuple[CodeType, ...]  # the conditions on ``self`` under which a call re
 
 _DOCUMENTING = {"auto_docstring"}  # decorators that only work in a class body; the rebuilt method omits them
 _CHANGING = {"training", "grad_checkpointing"}  # attributes that may change between calls
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
+_CONDITIONAL = (  # expressions that may evaluate their parts never, or several times
+    ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def syntax_tree(function: FunctionType) -> ast.Module:
@@ -92,6 +108,9 @@ class Route:
 
     Attributes:
         branch_first: For each addition, whether the stream is its right summand.
+        with_norm: Attributes of the connections whose sum is next read by a norm of the block, each with the attribute
+            of this norm. Both are computed in one call. If an addition is on both sides of an ``if``, one side
+            suffices.
 
     Raises:
         RoutingError: The method does not contain exactly the expected additions, or cannot be rebuilt.
@@ -144,6 +163,11 @@ class Route:
                 f"{count} ({matched}){reached}{router.problem}{hint}")
         self.branch_first = router.branch_first
         self._paths = router.paths
+        self.with_norm: Dict[str, str] = {}
+        if self.method.__globals__.get("torch") is torch and "torch" not in router.local:  # for torch.jit.is_scripting
+            norms = _Norms(self.method, router.calls)
+            norms.rewrite(self.tree)
+            self.with_norm = norms.found
 
     def reached(self, block: Any) -> List[bool]:
         """Return for each addition whether a call of ``block`` can reach it with the block's present attributes."""
@@ -199,6 +223,7 @@ class _Router(ast.NodeTransformer):
         self.conditions: List[ast.expr] = []  # conditions of the present path
         self.paths: List[List[_Path]] = [[] for _ in sums]
         self.branch_first = [False for _ in sums]
+        self.calls: List[ast.Call] = []  # the calls of connections
         self.matched: List[str] = []  # source code of the additions to the stream
         self.others: List[str] = []  # source code of all other additions
         self.problem = ""
@@ -256,7 +281,9 @@ class _Router(ast.NodeTransformer):
     def _call(self, connection: str, stream: ast.expr, branch: ast.expr) -> ast.Call:
         module = ast.Attribute(value=ast.Name(self.instance, ast.Load()), attr=connection, ctx=ast.Load())
         keywords = [ast.keyword(arg=key, value=ast.Name(name, ast.Load())) for key, name in self.keywords.items()]
-        return ast.Call(func=module, args=[stream, self.visit(branch)], keywords=keywords)
+        call = ast.Call(func=module, args=[stream, self.visit(branch)], keywords=keywords)
+        self.calls.append(call)
+        return call
 
     # ----------------------------------------------------------------------------------------- paths
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -308,6 +335,96 @@ class _Router(ast.NodeTransformer):
                 expression = ast.fix_missing_locations(ast.Expression(condition))
                 known.append(compile(expression, f"<condition {ast.unparse(condition)}>", "eval"))
         return known
+
+
+class _Norms:
+    """Replace calls of connections by calls of ``with_norm`` if a norm of the block reads the sum next.
+
+    The sum must be assigned to a variable. The next statement that uses the variable, in the same list of statements,
+    must call exactly one norm with it, unconditionally. A plain copy ``y = x`` does not count as a use. The attribute's
+    name determines whether it is a norm: nothing depends on the instance, so that all calls of a block are the same, as
+    activation checkpointing requires.
+
+    Args:
+        function: The method of the host.
+        calls: The calls of connections in the tree of the method.
+    """
+
+    def __init__(self, function: FunctionType, calls: Sequence[ast.Call]) -> None:
+        self.calls = calls
+        self.found: Dict[str, str] = {}
+        self.names = {*_locals(function.__code__), *names_in(function.__code__)}
+        self.norm_call = re.compile(rf"{function.__code__.co_varnames[0]}\.(\w*norm\w*|ln\w*)\((\w+)\)", re.IGNORECASE)
+
+    def rewrite(self, tree: ast.AST) -> None:
+        for node in ast.walk(tree):
+            for field in ("body", "orelse"):
+                statements = getattr(node, field, None)
+                if isinstance(statements, list):  # the body of a lambda is an expression
+                    for index, statement in enumerate(statements):
+                        statements[index] = self._with_norm(statement, statements[index + 1:])
+
+    def _with_norm(self, statement: ast.stmt, following: Sequence[ast.stmt]) -> ast.stmt:
+        if not (isinstance(statement, ast.Assign) and statement.value in self.calls
+                and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)):
+            return statement
+        call, variable = cast(ast.Call, statement.value), statement.targets[0].id
+        norm = self._norm_of(variable, following)
+        if norm is None:
+            return statement
+        normed, number = "normed", 1
+        while normed in self.names:
+            number += 1
+            normed = f"normed_{number}"
+        self.names.add(normed)
+        for reader in following:
+            _Replacement(norm, ast.Name(normed, ast.Load())).visit(reader)
+        self.found[cast(ast.Attribute, call.func).attr] = cast(ast.Attribute, norm.func).attr
+        arguments = ", ".join(map(ast.unparse, (*call.args, norm.func, *call.keywords)))
+        return ast.parse(
+            f"if torch.jit.is_scripting():\n"
+            f"    {ast.unparse(statement)}\n"
+            f"    {normed} = {ast.unparse(norm.func)}({variable})\n"  # a copy of the variable may follow
+            f"else:\n"
+            f"    {variable}, {normed} = {ast.unparse(call.func)}.with_norm({arguments})").body[0]
+
+    def _norm_of(self, variable: str, following: Sequence[ast.stmt]) -> Optional[ast.Call]:
+        """Return the call of a norm that is the next use of a variable and can move before these statements."""
+        copies, attributes = {variable}, []
+        for statement in following:
+            nodes = list(ast.walk(statement))
+            attributes += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+            if not isinstance(statement, _SIMPLE) or any(isinstance(node, ast.NamedExpr) for node in nodes):
+                return None
+            if copies.isdisjoint(node.id for node in nodes if isinstance(node, ast.Name)):
+                continue
+            copy = re.fullmatch(r"(\w+) = (\w+)", ast.unparse(statement))
+            if copy and copy[2] in copies:
+                copies.add(copy[1])
+                continue
+            norms = [(node, call[1]) for node in nodes if isinstance(node, ast.Call)
+                     if (call := self.norm_call.fullmatch(ast.unparse(node))) and call[2] in copies]
+            if len(norms) != 1:
+                return None
+            (node, name), = norms
+            return node if attributes.count(name) == 1 and node in _unconditional(statement) else None
+        return None
+
+
+class _Replacement(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.new if node is self.old else self.generic_visit(node)
+
+
+def _unconditional(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement that are evaluated exactly once."""
+    yield node
+    if not isinstance(node, _CONDITIONAL):
+        for child in ast.iter_child_nodes(node):
+            yield from _unconditional(child)
 
 
 def _locals(code: CodeType) -> Set[str]:

@@ -5,9 +5,10 @@
 
 The script builds each architecture of timm's registry on the meta device and passes it to `timm_ortho.connect`. An
 architecture is covered if `timm_ortho.blocks` supports all of its residual blocks and at least one block has a site (a
-residual addition). The file also lists the remaining architectures, each with the reason. If MODULE names modules of
-timm.models, only their architectures are built, and the rest of the file is kept. Building all architectures takes a
-while. Run `python -m scripts.pages` afterwards to update the table in docs/coverage.md.
+residual addition). The file also has the number of sites whose sum enters a norm of the block next, and lists the
+remaining architectures, each with the reason. If MODULE names modules of timm.models, only their architectures are
+built, and the rest of the file is kept. Building all architectures takes a while. Run `python -m scripts.pages`
+afterwards to update the table in docs/coverage.md.
 """
 import argparse
 import json
@@ -18,6 +19,7 @@ import timm
 from timm.models import list_modules
 
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
+from timm_ortho.blocks import spec_of, with_norm as norms
 from timm_ortho.blocks.timm import NOT_RESIDUAL
 from timm_ortho.models import coverage
 from timm_ortho.models.meta import on_meta
@@ -51,8 +53,11 @@ def main() -> int:
 
 
 def survey(module: str) -> dict:
-    """Return a dict of two dicts: `covered` maps architectures to numbers of sites, and `left_out` to reasons."""
-    covered, left_out = {}, {}
+    """Return three dicts by architecture: `covered` and `with_norm` have numbers of sites, `left_out` has reasons.
+
+    `with_norm` lists only architectures with at least one such site.
+    """
+    covered, left_out, with_norm = {}, {}, {}
     for name in coverage.architectures(module):
         with on_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated models warn
@@ -63,7 +68,10 @@ def survey(module: str) -> dict:
             left_out[name] = str(error)
         except UnsupportedModelError as error:
             left_out[name] = reason(model, error)
-    return {"covered": covered, "left_out": left_out}
+        else:
+            if count := sum(len(norms(block, spec)) for block in model.modules() if (spec := spec_of(block))):
+                with_norm[name] = count
+    return {"covered": covered, "left_out": left_out, "with_norm": with_norm}
 
 
 def reason(model, error: UnsupportedModelError) -> str:

@@ -5,8 +5,8 @@
 
 Every launch of a Triton kernel is replaced by a function that does nothing, and the stream is so small that arithmetic
 takes no time. What remains is the time of the host: module calls, autograd, allocations, and the preparation of
-launches. On a GPU this time is the limit for small models and small batches. The candidates are measured in turns, and a
-ratio is the median over the repetitions of a ratio within one repetition.
+launches. On a GPU this time is the limit for small models and small batches. The candidates are measured in turns. A
+ratio is the median over the repetitions of the ratio within one repetition.
 
 | row | measured | relative to |
 | --- | --- | --- |

@@ -14,7 +14,7 @@ def texts(root: Path) -> dict[Path, str]:
 def table() -> str:
     """Return Markdown: the number of covered architectures, and a table of timm's modules."""
     rows = coverage.timm_modules()
-    covered, left_out = (sum(len(names) for names in column) for column in list(zip(*rows, strict=True))[1:])
+    covered, left_out = sum(len(row.covered) for row in rows), sum(len(row.left_out) for row in rows)
     total = (f"The package covers {covered:,} of the {covered + left_out:,} architectures of timm "
              f"{coverage.load()['timm']}:")
     return f"{total}\n\n{coverage.table()}"

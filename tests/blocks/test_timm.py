@@ -108,6 +108,27 @@ def test_every_row_is_valid_for_the_installed_timm(spec):
     assert len(set(spec.sites.values())) == sum(kind is not None for kind in spec.kinds)
 
 
+@pytest.mark.parametrize(("name", "norms"), {
+    "vision_transformer.Block": {"attention": "norm2"},
+    "vision_transformer.ResPostBlock": {},
+    "beit.Block": {"attention": "norm2"},  # the additions are on the two sides of an `if`
+    "cait.LayerScaleBlockClassAttn": {"attention": "norm2"},
+    "coat.ParallelBlock": {"attention_2": "norm22", "attention_3": "norm23", "attention_4": "norm24"},
+    "gemma4_vit.Gemma4Block": {"attention": "norm3"},
+    "metaformer.MetaFormerBlock": {"mixer": "norm2"},
+    "resnet.BasicBlock": {},
+    "swin_transformer.SwinTransformerBlock": {},  # reshapes the sum before the norm
+    "tnt.Block": {"attention_pixel": "norm_mlp_in", "attention": "norm_mlp"},
+    "xcit.ClassAttentionBlock": {},  # the norm is on one side of an `if`
+    "xcit.XCABlock": {"attention": "norm3", "conv": "norm2"},
+}.items())
+def test_sums_that_enter_a_norm_next(name, norms):
+    spec = tables.SPECS[f"timm.models.{name}"]
+    if not host(spec):
+        pytest.skip(f"timm {timm.__version__} has no {spec.name}")
+    assert routed.route(host(spec), spec, spec.kinds).with_norm == {spec.sites[kind]: norms[kind] for kind in norms}
+
+
 # --------------------------------------------------------------------------------- additions that are not sites
 def test_blocks_without_a_sum_in_their_configuration_stay_unchanged():
     with on_meta():
@@ -333,6 +354,9 @@ def test_coverage_lists_every_architecture_of_the_registry():
     assert rows["vgg"].covered == {}
     assert set(rows["vgg"].left_out.values()) == {"no residual additions"}
     assert rows["resnet"].covered["resnet18"] == 8
+    assert rows["resnet"].with_norm == {}
+    assert coverage.cells(rows["convit"]) == ("convit", "3", "24", "12", "")
+    assert all(row.with_norm.keys() <= row.covered.keys() for row in rows.values())
     assert "re-parameterisation" in rows["byobnet"].left_out["repvgg_a0"]
 
 
@@ -348,7 +372,7 @@ def test_every_covered_architecture_is_registered():
 
 def test_architectures_of_a_newer_timm_are_reported(monkeypatch):
     monkeypatch.setattr(coverage, "load", lambda: {"timm": "1.0.0", "modules": {
-        "resnet": {"covered": {"resnet18": 8}, "left_out": {}}}})
+        "resnet": {"covered": {"resnet18": 8}, "left_out": {}, "with_norm": {}}}})
     rows = {row.module: row for row in coverage.timm_modules()}
     assert rows["resnet"].left_out["resnet34"] == coverage.UNKNOWN
     assert set(rows["vgg"].left_out.values()) == {coverage.UNKNOWN}

@@ -6,8 +6,8 @@ import pytest
 
 import timm_ortho
 from timm_ortho import cli
-from timm_ortho.update import backend as backends
 from timm_ortho.runs.provenance import environment
+from timm_ortho.update import backend as backends
 
 SCRIPT = """
 import sys, pathlib, beside

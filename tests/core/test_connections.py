@@ -34,6 +34,22 @@ def test_computes_its_update(name):
     torch.testing.assert_close(create_connection(name, dim=1, eps=0.1).double()(X, F), expected[name])
 
 
+@pytest.mark.parametrize("connection", [*CONNECTIONS, HalfConnection])
+def test_the_sum_and_its_norm(connection):
+    made, norm = create_connection(connection).double(), torch.nn.LayerNorm(4).double()
+    x, f = X.flatten(1, 2), F.flatten(1, 2)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 9:] = False
+    expected = made(x, f, attn_mask=mask)
+    calls = []
+    for module in (made, norm):
+        module.register_forward_hook(lambda module, *_: calls.append(module))
+    y, normed = made.with_norm(x, f, norm, attn_mask=mask)
+    assert calls == [made, norm]
+    assert torch.equal(y, expected)
+    assert torch.equal(normed, norm(expected))
+
+
 def test_hybrid_can_start_linear():
     hybrid = create_connection("hybrid", start="linear").double()
     torch.testing.assert_close(hybrid(X, F), X + F, rtol=1e-6, atol=1e-6)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.allocations import Allocations
+from helpers.kernel_cases import both
 from helpers.oracle import rounded, truth
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd import gradcheck, gradgradcheck
@@ -13,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from helpers.kernel_cases import both
 from timm_ortho import functional
 from timm_ortho.functional import BACKENDS, decompose, plain_update, residual_update
 

@@ -10,11 +10,11 @@ from torch import nn
 
 import timm_ortho
 from timm_ortho import Connection, connect, connection_arguments, create_connection, functional, sites
-from timm_ortho.update.views import arranged
-from timm_ortho.functional import use_backend
-from timm_ortho.update import backend as backends
 from timm_ortho.diagnostics.dynamics import measure
 from timm_ortho.diagnostics.show import as_text, measured_sites
+from timm_ortho.functional import use_backend
+from timm_ortho.update import backend as backends
+from timm_ortho.update.views import arranged
 
 EPS = 1e-3
 why_not = backends.why_not_triton(torch.ones(1), torch.ones(1))

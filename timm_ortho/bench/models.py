@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from .._sites import sites
-from ..functional import choose_backend, use_backend
 from ..connections import LinearConnection
 from ..convert import connect
+from ..functional import choose_backend, use_backend
 from .clock import Candidate, Group, compiled
 from .operator import PASTED
 from .options import DTYPES, MODEL_STEPS, MODES, Architecture, shape_label

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .._text import error_text
-from ..functional import choose_backend
-from ..functional import plain_update, residual_update
+from ..functional import choose_backend, plain_update, residual_update
 from .clock import Candidate, Group, compiled
 from .options import DTYPES, STEPS, shape_label
 

@@ -4,11 +4,11 @@ To support another block class of these libraries, add the class to the library'
 such blocks to the tests.
 """
 from .registry import is_residual, not_residual, register_block, spec_of
-from .routed import branch_first, host_class, library_of, reached, routed_class, written_class
+from .routed import branch_first, host_class, library_of, reached, routed_class, with_norm, written_class
 from .spec import BlockSpec
 from .tables import specs
 
 __all__ = [
     "BlockSpec", "branch_first", "host_class", "is_residual", "library_of", "not_residual", "reached", "register_block",
-    "routed_class", "spec_of", "specs", "written_class",
+    "routed_class", "spec_of", "specs", "with_norm", "written_class",
 ]

@@ -116,6 +116,18 @@ def branch_first(host: type, spec: BlockSpec) -> Dict[str, bool]:
     return {kind: is_first for kind, is_first in zip(spec.kinds, first, strict=True) if kind}
 
 
+def with_norm(block: nn.Module, spec: BlockSpec) -> Dict[str, str]:
+    """Return the sites of a block whose sum enters a norm next: the norm's attribute, by kind of site.
+
+    Example:
+        >>> block = timm.models.vision_transformer.Block(8, 2)
+        >>> with_norm(block, tables.spec_of_class(type(block)))
+        {'attention': 'norm2'}
+    """
+    found = route(host_class(block), spec, reached(block, spec)).with_norm
+    return {kind: found[connection] for kind, connection in spec.sites.items() if connection in found}
+
+
 @cache
 def route(host: type, spec: BlockSpec, kinds: Tuple[Optional[str], ...]) -> Route:
     """Return the :class:`Route` of a block class, which replaces the additions of the selected kinds."""

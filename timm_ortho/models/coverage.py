@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 from timm.models import list_models, list_modules, model_entrypoint
 
@@ -28,16 +28,18 @@ class ModuleCoverage(NamedTuple):
         covered: Number of sites (residual additions) of each architecture with variants.
         left_out: Reason for each architecture without variants. Architectures that ``coverage.json`` does not list have
             ``UNKNOWN`` here, although they have variants if the module has any covered architecture.
+        with_norm: For each architecture with such sites, the number of sites whose sum enters a norm of the block next.
     """
 
     module: str
     covered: Dict[str, int]
     left_out: Dict[str, str]
+    with_norm: Dict[str, int]
 
 
 @cache
 def load() -> dict:
-    """Return the content of ``coverage.json``: the release of ``timm``, and ``covered`` and ``left_out`` by module."""
+    """Return ``coverage.json``: the release of ``timm``; ``covered``, ``left_out`` and ``with_norm`` by module."""
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"timm": None, "modules": {}}
 
 
@@ -65,11 +67,11 @@ def timm_modules() -> List[ModuleCoverage]:
         known = load()["modules"].get(module)
         names = architectures(module)
         if known is None:
-            modules.append(ModuleCoverage(module, {}, dict.fromkeys(names, UNKNOWN)))
+            modules.append(ModuleCoverage(module, {}, dict.fromkeys(names, UNKNOWN), {}))
             continue
         covered = {name: sites for name, sites in known["covered"].items() if name in names}
         left_out = {name: known["left_out"].get(name, UNKNOWN) for name in names if name not in covered}
-        modules.append(ModuleCoverage(module, covered, left_out))
+        modules.append(ModuleCoverage(module, covered, left_out, known["with_norm"]))
     return modules
 
 
@@ -86,22 +88,31 @@ def libraries() -> Dict[str, Dict[str, List[str]]]:
     return known
 
 
-def cells(row: ModuleCoverage) -> Tuple[str, str, str, str]:
-    """Return the cells of a table row: module, number of architectures, range of sites, and reasons."""
-    total, counts = len(row.covered) + len(row.left_out), sorted(row.covered.values())
+COLUMNS = ("module of timm", "architectures", "sites", "with norm", "left out")
+
+
+def cells(row: ModuleCoverage) -> Tuple[str, ...]:
+    """Return the cells of a table row, see ``COLUMNS``."""
+    total = len(row.covered) + len(row.left_out)
     architectures = f"{len(row.covered)} of {total}" if row.left_out else f"{total}"
-    sites = f"{counts[0]} - {counts[-1]}" if len(set(counts)) > 1 else "".join(map(str, counts[:1]))
+    sites = _range(row.covered.values())
+    with_norm = _range(row.with_norm.get(name, 0) for name in row.covered) if row.with_norm else ""
     by_reason: Dict[str, List[str]] = {}
     for name, reason in row.left_out.items():
         by_reason.setdefault(reason, []).append(name)
     left_out = [f"{_listed(names)}: {reason}" if row.covered else reason for reason, names in by_reason.items()]
-    return row.module, architectures, sites, "; ".join(left_out)
+    return row.module, architectures, sites, with_norm, "; ".join(left_out)
 
 
 def table() -> str:
     """Return the coverage of the installed timm as a Markdown table."""
-    lines = ["| module of timm | architectures | sites | left out |", "| --- | --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in timm_modules())])
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, timm_modules())]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _range(counts: Iterable[int]) -> str:
+    distinct = sorted(set(counts))
+    return " - ".join(map(str, distinct[:1] + distinct[1:][-1:]))
 
 
 def _listed(names: List[str]) -> str:

@@ -3,11 +3,11 @@
 | backend | implementation | chosen by ``auto`` |
 | --- | --- | --- |
 | ``torch`` | the operations of :mod:`timm_ortho.update.formula` | on the CPU |
-| ``triton`` | the kernels of :mod:`timm_ortho.update.kernels` | on CUDA, as long as their results agree with ``torch`` |
+| ``triton`` | the kernels of :mod:`timm_ortho.update.kernels` | on CUDA, if their results agree with ``torch`` |
 
 The kernels can also compute the update together with the norm that follows it (:mod:`timm_ortho.update.norm`). Under
-``torch.compile`` and inside a dispatch mode of torch, such as a FLOP counter, the backend is always ``torch``. A compiler
-can then fuse its operations with neighbouring operations, and a dispatch mode can record them.
+``torch.compile`` and inside a dispatch mode of torch, such as a FLOP counter, the backend is always ``torch``. A
+compiler can then fuse its operations with neighbouring operations, and a dispatch mode can record them.
 """
 import functools
 import importlib.util
@@ -76,9 +76,9 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
     Args:
         x: Stream.
         f: Branch output.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``. None means the default, which :func:`use_backend` sets. Outside
-            its context, the default is the value of the environment variable TIMM_ORTHO_BACKEND when this package was
-            imported, or ``"auto"``.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``. None means the default, which :func:`use_backend` sets.
+            Outside its context, the default is the value of the environment variable TIMM_ORTHO_BACKEND when this
+            package was imported, or ``"auto"``.
 
     Returns:
         ``"torch"`` or ``"triton"``. Under ``torch.compile`` and inside a dispatch mode the result is always
@@ -113,8 +113,8 @@ def choose_backend(x: Tensor, f: Tensor, backend: Optional[str] = None) -> str:
 
 def _known(kind: str, name: str) -> str:
     if name == "inductor":
-        raise ValueError(f"{kind} 'inductor' was removed: compile the whole model with torch.compile, or choose 'torch' "
-                         "or 'auto'")
+        raise ValueError(f"{kind} 'inductor' was removed: compile the whole model with torch.compile, or choose "
+                         "'torch' or 'auto'")
     return known_name(kind, name, BACKENDS)
 
 
@@ -186,7 +186,8 @@ _SAMPLE = 2 ** 22  # approximate number of elements that a check compares, in we
 _agrees: Dict[Tuple[Any, ...], bool] = {}  # case -> whether the kernels agreed with "torch" in this process
 
 
-def verified(plan: Any, direction: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def verified(
+        plan: Any, direction: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of a plan so that the first call of each case is compared with the torch backend.
 
     A case is a combination of ``plan.case`` and the direction. If the results differ beyond tolerance or the launch
@@ -253,7 +254,8 @@ def _difference(results: Iterable[Optional[Tensor]], expected: Iterable[Optional
     for result, value in zip(results, expected, strict=True):
         if result is not None and value is not None and result.numel():
             allowed = 2 * torch.finfo(result.dtype).eps + (1e-10 if result.dtype == torch.float64 else 1e-4)
-            measured.append(torch.stack([((result - value).abs().max() / allowed).double(), value.abs().max().double()]))
+            error = (result - value).abs().max() / allowed
+            measured.append(torch.stack([error.double(), value.abs().max().double()]))
     for distance, size in torch.stack(measured).tolist() if measured else ():
         if not size < float("inf"):
             return None

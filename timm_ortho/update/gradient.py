@@ -1,7 +1,7 @@
 """The update as autograd functions with closed-form gradients.
 
-For a = 0 and b = 1 the backward pass recovers the branch output as f = y - (1 - s) x. The neighbouring layers save x and
-y anyway, so the only extra memory is two numbers per projection, s and n.
+For a = 0 and b = 1 the backward pass recovers the branch output as f = y - (1 - s) x. The neighbouring layers save x
+and y anyway, so the only extra memory is two numbers per projection, s and n.
 
 The sums are a second output, so that a double backward pass can differentiate s. The functions do not support
 ``torch.func``, because the support would cost 70 us per call.
@@ -41,7 +41,7 @@ class TorchUpdate(torch.autograd.Function):
 
 
 class KernelUpdate(torch.autograd.Function):
-    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`. Only weights that are tensors are passed."""
+    """The update by the kernels of a :class:`timm_ortho.update.kernels.Plan`, with weights only if they are tensors."""
 
     @staticmethod
     def forward(ctx, x, f, plan, a=None, b=None):

@@ -14,8 +14,9 @@ Memory traffic for a stream of S bytes (k S means k tensors of that size):
 A projection here is the set of elements that one inner product sums over. A tile is the set of elements that a program
 loads at once.
 
-Tensors are viewed as ``[outer, width, inner]``, and each projection sums over ``width`` (:mod:`timm_ortho.update.views`).
-Contiguous NCHW is not transposed: a program reads several of the ``inner`` pixels at once.
+Tensors are viewed as ``[outer, width, inner]``, and each projection sums over ``width``, see
+:mod:`timm_ortho.update.views`. Contiguous NCHW is not transposed: a program reads several of the ``inner`` pixels at
+once.
 
 A :class:`Plan` contains everything that depends only on shapes, strides and dtypes. It is made once and cached, because
 the time to start a kernel dominates small models.
@@ -82,9 +83,9 @@ def _weight(number, pointer, ACC: tl.constexpr):
 
 
 # ------------------------------------------------------------------------------------------- tiles of a program
-# A tile has the shape [BLOCK_P projections, BLOCK_W elements]. Its elements are adjacent along one of these axes: along a
-# projection if ROWS (the view has inner = 1), otherwise along the pixels. Triton orders the threads along that axis. A
-# program's start is a 64-bit offset; offsets from the start have 32 bits.
+# A tile has the shape [BLOCK_P projections, BLOCK_W elements]. Its elements are adjacent along one of these axes: along
+# a projection if ROWS (the view has inner = 1), otherwise along the pixels. Triton orders the threads along that axis.
+# A program's start is a 64-bit offset; offsets from the start have 32 bits.
 @triton.jit
 def tile_index(
         outer, width, inner, pieces, piece_width,
@@ -339,7 +340,8 @@ def tiles_of(outer: int, width: int, inner: int) -> Tiles:
         block_p = max(1, min(TILE // block_w, triton.next_power_of_2(max(1, outer))))
     else:
         block_w = min(block_w, LONGEST_COLUMN if width <= LONGEST_COLUMN else COLUMNS // PIXELS)
-        block_p = min(max(PIXELS, COLUMNS // block_w), 2 * COLUMNS // block_w, max(PIXELS, triton.next_power_of_2(inner)))
+        block_p = min(max(PIXELS, COLUMNS // block_w), 2 * COLUMNS // block_w)
+        block_p = min(block_p, max(PIXELS, triton.next_power_of_2(inner)))
     programs = triton.cdiv(outer, block_p) * pieces if rows else outer * triton.cdiv(inner, block_p)
     return Tiles(
         programs, min(16, max(1, block_p * block_w // (32 * PER_THREAD))), outer, width, inner,
@@ -427,7 +429,7 @@ class Plan:
         self.has_order = all(t.permute(self.view.order).is_contiguous() for t in (x, f))
         self.label = f"{'feature' if len(dims) == 1 else 'global'} scope"
         self.case = (x.device, x.dtype, f.dtype, x.stride(dims[-1]) == 1, *(x.shape[d] for d in dims))
-        self.like_sums = x.new_empty(1, dtype=self.acc).expand(2, self.tiles.projections)  # empty_like is the fastest way
+        self.like_sums = x.new_empty(1, dtype=self.acc).expand(2, self.tiles.projections)  # for torch.empty_like
         self.launches: Dict[Any, Launch] = {}
         self.forward: Any = self.update
         self.backward: Any = self.gradients
@@ -473,8 +475,9 @@ class Plan:
         for_x, for_f, for_weights = needed
         grad_x = torch.empty_like(x) if for_x else None
         grad_f = None
-        if for_f:
-            grad_f = torch.empty_like(x) if self.branch_dtype == x.dtype else torch.empty_like(x, dtype=self.branch_dtype)
+        if for_f:  # an argument dtype takes time
+            same = self.branch_dtype == x.dtype
+            grad_f = torch.empty_like(x) if same else torch.empty_like(x, dtype=self.branch_dtype)
         products = torch.empty_like(sums) if for_weights else None
         if not x.numel():
             return grad_x, grad_f, products if products is None else products.zero_()

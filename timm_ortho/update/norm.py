@@ -9,8 +9,8 @@ computes them. With the equations of :mod:`timm_ortho.update.formula` and a norm
     u = w dL/dh                 g = dL/dy + r (u - mean(u) - z mean(u z))
     dL/dw = sum z dL/dh         dL/dc = sum dL/dh
 
-``dL/dx`` and ``dL/df`` follow from the total gradient g as in :mod:`timm_ortho.update.formula`. RMSNorm has m = 0 and no
-term mean(u). y is rounded to its dtype before it is normalised, as in two separate steps.
+``dL/dx`` and ``dL/df`` follow from the total gradient g as in :mod:`timm_ortho.update.formula`. RMSNorm has m = 0 and
+no term mean(u). y is rounded to its dtype before it is normalised, as in two separate steps.
 
 Memory traffic, in tensors of the stream's size: 4 in the forward pass (two steps: 3 + 2) and 6 in the backward pass
 (two steps: 5 + 4).
@@ -157,7 +157,8 @@ class NormPlan(Plan):
         launch = self.launches.get(key)
         if launch is None:
             launch = self.launches[key] = Launch(
-                _forward_kernel, self.tiles.programs, (self.eps, self.norm_eps, *self.constants), self.tiles.num_warps, self.device)
+                _forward_kernel, self.tiles.programs, (self.eps, self.norm_eps, *self.constants), self.tiles.num_warps,
+                self.device)
         launch(x, f, w, c, y, h, sums)
         return y, h, sums
 
@@ -177,7 +178,8 @@ class NormPlan(Plan):
         if launch is None:
             launch = self.launches[key] = Launch(
                 _backward_kernel, self.backward_programs, self.constants, self.tiles.num_warps, self.device)
-        launch(x, y, grad_y if grad_y is None else grad_y.contiguous(), grad_h.contiguous(), w, sums, grad_x, grad_f, parts)
+        grad_y = grad_y if grad_y is None else grad_y.contiguous()
+        launch(x, y, grad_y, grad_h.contiguous(), w, sums, grad_x, grad_f, parts)
         return grad_x, grad_f, None if parts is None else parts.sum(1)
 
     # ------------------------------------------------------------ the same by torch, to verify or replace kernels
@@ -290,8 +292,9 @@ def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: nn.Module, check: bool)
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     w, c = (norm._parameters.get(name) for name in ("weight", "bias"))
-    key = (x.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, eps, type(norm), norm.eps, norm.normalized_shape,
-           None if w is None else w.dtype, None if c is None else c.dtype, vars(norm).get("_fast_norm"), autocast, check)
+    key = (x.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, eps, type(norm), norm.eps,
+           norm.normalized_shape, None if w is None else w.dtype, None if c is None else c.dtype,
+           vars(norm).get("_fast_norm"), autocast, check)
     if key in _plans:
         return _plans[key]
     if len(_plans) >= 1024:

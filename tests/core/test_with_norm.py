@@ -1,0 +1,227 @@
+"""Derived blocks call a connection together with the norm that reads the sum next."""
+import copy
+import importlib.util
+import inspect
+import pickle
+import textwrap
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from timm_ortho import create_connection
+from timm_ortho.routing import Route, Sum
+
+HOST = """
+from torch import nn
+{imports}
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.norm, self.norm_b, self.ln_2 = nn.Linear(4, 4), *(nn.LayerNorm(4, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        y = z = self.norm_b(self.f(x))
+{body}
+        return z - y
+"""
+
+
+def written(folder, body, imports="import torch"):
+    """Return a block class whose `forward` contains these statements."""
+    file = folder / "host.py"
+    file.write_text(HOST.format(imports=imports, body=textwrap.indent(body, 8 * " ")))
+    spec = importlib.util.spec_from_file_location("host", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Block
+
+
+def routed(block, *names, connection="linear", **options):
+    """Return an instance of the derived class, with one connection for each name."""
+    torch.manual_seed(0)
+    made = block()
+    made.__class__ = Route(block, [Sum("x", name) for name in names], **options).subclass(name="Routed", module="m")
+    for name in names:
+        setattr(made, name, create_connection(connection))
+    return made
+
+
+def results(block, x):
+    """Return the output of a block, the gradient of its input, and those of its parameters in the order of names."""
+    parameters = [parameter for _, parameter in sorted(block.named_parameters())]
+    y = block(x)
+    torch.manual_seed(1)
+    return [y, *torch.autograd.grad((y * torch.randn_like(y)).sum(), [x, *parameters], allow_unused=True)]
+
+
+def assert_equal(actual, expected):
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def recorded(block):
+    """Return the list to which forward hooks append the attribute of each module that is called."""
+    calls = []
+    for name, module in block.named_children():
+        module.register_forward_hook(lambda module, inputs, output, name=name: calls.append(name))
+    return calls
+
+
+FIRST = "x = x + self.f(x)"
+NORMS = {
+    f"{FIRST}\ny = self.norm(x)": "norm",
+    f"{FIRST}\nz = x * self.f(self.norm(x))": "norm",
+    f"{FIRST}\nreturn x * self.norm(x)": "norm",
+    f"{FIRST}\nz *= self.norm(x)": "norm",
+    f"{FIRST}\nz: torch.Tensor = self.ln_2(x)": "ln_2",
+    "x = self.f(x) + x\ny = self.norm(x)": "norm",
+    "z = self.f(x)\nx = x * 2.0\nx += z\ny = self.norm(x)": "norm",
+    f"{FIRST}\ny = self.f(y)\nz = self.norm(x)": "norm",
+    f"{FIRST}\ny = x\nx = self.norm(x)\nz = x * 2.0": "norm",
+    f"{FIRST}\ny = x\nx = self.norm(y)": "norm",
+    f"{FIRST}\ny = self.norm(x)\nif y.mean() > 0.0:\n    y = y * 2.0": "norm",
+    f"if self.training:\n    {FIRST}\n    y = self.norm(x)": "norm",
+    f"for _ in range(2):\n    {FIRST}\n    y = self.norm(x)": "norm",
+    "x = x + self.norm(x)\ny = self.norm(x)": "norm",
+    # the result is not assigned to one variable
+    "y = self.norm(x + self.f(x))": None,
+    "x = torch.relu(x + self.f(x))\ny = self.norm(x)": None,
+    "x = y = x + self.f(x)\nz = self.norm(x)": None,
+    "x = x + self.f(x) if self.training else x\ny = self.norm(x)": None,
+    "y = [x + self.f(x)]\nz = y = self.norm(y[0])": None,
+    # the next use is no call of a norm
+    f"{FIRST}\ny = self.f(x)\nz = self.norm(x)": None,
+    f"{FIRST}\nx = x * 2.0\ny = self.norm(x)": None,
+    f"{FIRST}\ny = x\ny *= 2.0\nz = self.norm(x)": None,
+    f"{FIRST}\ny = (x := x * 2.0) * self.norm(x)": None,
+    f"{FIRST}\ny = self.norm(x * 2.0)": None,
+    f"{FIRST}\ny = self.norm(input=x)": None,
+    f"{FIRST}\ny = nn.functional.layer_norm(x, (4,))": None,
+    f"if self.training:\n    {FIRST}\ny = self.norm(x)": None,
+    # more than one norm, or a norm that is used before
+    f"{FIRST}\ny = self.norm(x) * self.norm(x)": None,
+    f"{FIRST}\ny = self.norm(x) * self.ln_2(x)": None,
+    f"{FIRST}\ny = self.norm(y) * self.norm(x)": None,
+    f"{FIRST}\ny = self.norm(y)\nz = self.norm(x)": None,
+    f"{FIRST}\nself.norm = self.ln_2\ny = self.norm(x)": None,
+    # the norm is not always called, or more than once
+    f"{FIRST}\ny = self.norm(x) if y.mean() > 0.0 else y": None,
+    f"{FIRST}\ny = y if self.norm(x).mean() > 0.0 else z": None,
+    f"{FIRST}\ny = self.training and self.norm(x)": None,
+    f"{FIRST}\nif self.training:\n    y = self.norm(x)": None,
+    f"{FIRST}\nif self.norm(x).mean() > 0.0:\n    y = y * 2.0": None,
+    f"{FIRST}\nif y.mean() > 9.0:\n    return y\nz = self.norm(x)": None,
+    f"{FIRST}\nfor _ in range(2):\n    y = self.norm(x)": None,
+    f"{FIRST}\ny = (lambda: self.norm(x))()": None,
+    f"{FIRST}\ny = sum([self.norm(x) for _ in range(2)])": None,
+    f"{FIRST}\ny = sum({{key: self.norm(x) for key in range(2)}}.values())": None,
+    # torch.jit is not available under the name torch
+    f"torch = self.f(x)\n{FIRST}\ny = self.norm(x) * torch": None,
+}
+
+
+@pytest.mark.parametrize("body", NORMS)
+def test_which_norms_are_called_with_the_connection(tmp_path, body):
+    """Outputs, gradients and calls of modules are those of the host; only calls that follow a sum move."""
+    block, expected = written(tmp_path, body), NORMS[body]
+    x = torch.randn(3, 4, requires_grad=True)
+    assert Route(block, [Sum("x", "one")]).with_norm == ({"one": expected} if expected else {})
+    torch.manual_seed(0)
+    plain, made = block(), routed(block, "one")
+    calls, calls_made = recorded(plain), recorded(made)
+    assert_equal(results(made, x), results(plain, x))
+    assert sorted(name for name in calls_made if name != "one") == sorted(calls)
+
+
+def test_a_module_without_torch_keeps_the_plain_calls(tmp_path):
+    block = written(tmp_path, f"{FIRST}\ny = self.norm(x)", imports="")
+    assert Route(block, [Sum("x", "one")]).with_norm == {}
+    assert "with_norm" not in inspect.getsource(type(routed(block, "one")).forward)
+
+
+class PreNorm(nn.Module):
+    """Three sums in a row. The norms of the first two read them next, and `normed` is a name of the method."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(4) for _ in range(3))
+        self.attn, self.conv, self.mlp = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0):
+        normed = self.norm1(x)
+        x = x + self.attn(normed)
+        x = x + self.conv(self.norm2(x)) * scale
+        x = x + self.mlp(self.norm3(x))
+        return x * normed
+
+
+SITES = ("attention", "conv", "mlp")
+
+
+def test_the_source_of_sums_in_a_row():
+    route = Route(PreNorm, [Sum("x", name) for name in SITES], mask="scale")
+    assert route.with_norm == {"attention": "norm2", "conv": "norm3"}
+    source = inspect.getsource(route.subclass(name="Routed", module="m").forward)
+    assert f"{source}\n" == textwrap.dedent("""\
+        def forward(self, x: torch.Tensor, scale: float=1.0):
+            normed = self.norm1(x)
+            if torch.jit.is_scripting():
+                x = self.attention(x, self.attn(normed), attn_mask=scale)
+                normed_2 = self.norm2(x)
+            else:
+                x, normed_2 = self.attention.with_norm(x, self.attn(normed), self.norm2, attn_mask=scale)
+            if torch.jit.is_scripting():
+                x = self.conv(x, self.conv(normed_2) * scale, attn_mask=scale)
+                normed_3 = self.norm3(x)
+            else:
+                x, normed_3 = self.conv.with_norm(x, self.conv(normed_2) * scale, self.norm3, attn_mask=scale)
+            x = self.mlp(x, self.mlp(normed_3), attn_mask=scale)
+            return x * normed
+        """)
+
+
+FORMS = {
+    "TorchScript": lambda block, x: torch.jit.script(block),
+    "FX": lambda block, x: torch.fx.symbolic_trace(block),
+    "export": lambda block, x: torch.export.export(block, (x,)).module(),
+    "compile": lambda block, x: torch.compile(block, fullgraph=True, backend="aot_eager"),
+    "deepcopy": lambda block, x: copy.deepcopy(block),
+}
+NAMES = tuple(f"connection_{name}" for name in SITES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("connection", ["linear", "feature", "global", "hybrid"])
+def test_same_results_in_every_form(form, connection):
+    block, x = routed(PreNorm, *NAMES, connection=connection), torch.randn(2, 3, 4, requires_grad=True)
+    converted = FORMS[form](block, x)
+    torch.testing.assert_close(results(converted, x), results(block, x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(use_reentrant):
+    block, x = routed(PreNorm, *NAMES, connection="hybrid"), torch.randn(2, 3, 4, requires_grad=True)
+    expected = results(block, x)
+    torch.manual_seed(1)
+    again = checkpoint(block, x, use_reentrant=use_reentrant)
+    (again * torch.randn_like(again)).sum().backward()
+    assert_equal([again, x.grad, *(parameter.grad for _, parameter in sorted(block.named_parameters()))], expected)
+
+
+def test_hooks_run_once_in_the_order_of_the_calls():
+    block = routed(PreNorm, *NAMES)
+    calls = recorded(block)
+    block(torch.randn(2, 4))
+    assert calls == ["norm1", "attn", "connection_attention", "norm2", "conv", "connection_conv", "norm3", "mlp",
+                     "connection_mlp"]
+
+
+def test_a_pickled_block_of_timm():
+    block = timm.create_model("vit_test_ortho").blocks[0]
+    assert ".with_norm(x, " in inspect.getsource(type(block).forward)
+    again, x = pickle.loads(pickle.dumps(block)), torch.randn(2, 5, block.norm1.normalized_shape[0], requires_grad=True)
+    assert type(again) is type(block)
+    assert_equal(results(again, x), results(block, x))
