@@ -199,8 +199,7 @@ class FeatureConnection(Connection):
     def with_norm(
             self, x: Tensor, f: Tensor, norm: Callable[[Tensor], Tensor], attn_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Tensor]:
-        if (type(self) is FeatureConnection and self.dim == -1 and self.prob == 1.0 and self.groups == 1
-                and self.skip is None and self.keep == "output" and not has_hooks(self)):
+        if type(self) is FeatureConnection and _is_orthogonal(self):
             both = update_with_norm(x, f, norm, self.eps)
             if both is not None:
                 return both
@@ -208,6 +207,12 @@ class FeatureConnection(Connection):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", prob={self.prob:g}" if self.prob < 1.0 else "")
+
+
+def _is_orthogonal(connection: FeatureConnection) -> bool:
+    """Return whether a connection computes the orthogonal update along the last axis and nothing else."""
+    return (connection.dim == -1 and connection.prob == 1.0 and connection.groups == 1 and connection.skip is None
+            and connection.keep == "output" and not has_hooks(connection))
 
 
 class GlobalConnection(FeatureConnection):

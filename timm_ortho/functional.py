@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, List, Optional, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from ._checks import check_eps, check_mask, check_tensors, check_weight, known_name
@@ -156,7 +156,7 @@ def checked_update(
 
 
 def by_kernels(plan: Any, x: Tensor, f: Tensor, a: Weight, b: Weight) -> Tensor:
-    learned = ()
+    learned: Tuple[Any, ...] = ()
     if plan.a is None or plan.b is None:
         learned = tuple(w.to(x.device) if isinstance(w, Tensor) else None for w in (a, b))
     if torch.is_grad_enabled() and (
@@ -166,7 +166,7 @@ def by_kernels(plan: Any, x: Tensor, f: Tensor, a: Weight, b: Weight) -> Tensor:
 
 
 def update_with_norm(
-        x: Tensor, f: Tensor, norm: nn.Module, eps: float, backend: Optional[str] = None,
+        x: Tensor, f: Tensor, norm: Any, eps: float, backend: Optional[str] = None,
 ) -> Optional[Tuple[Tensor, Tensor]]:
     """Return the orthogonal update y along the last axis, and ``norm(y)``, from one kernel.
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from timm_ortho import functional
 from timm_ortho.functional import BACKENDS, decompose, plain_update, residual_update
+from timm_ortho.update import formula
 
 DIMS = [-1, 1, (1, 2), (2, 1, 3), None]
 SHAPES = [(2, 7, 5, 3), (1, 1, 3, 1), (3, 5, 1, 2)]
@@ -97,7 +98,7 @@ def test_gradients_of_first_and_second_order(weights, dim, eps, keep):
         a, b = (learned.pop(0) if isinstance(w, str) else w for w in weights)
         return residual_update(x, f, parallel=a, orthogonal=b, dim=dim, eps=eps, keep=keep)
 
-    assert update(x, f, *learned).grad_fn.name() == "_ResidualUpdateBackward"  # the closed form, not autograd
+    assert update(x, f, *learned).grad_fn.name() == "TorchUpdateBackward"  # the closed form, not autograd
     assert gradcheck(update, (x, f, *learned))
     assert gradgradcheck(update, (x, f, *learned))
 
@@ -133,7 +134,7 @@ def test_in_place_changes_of_the_sum_need_the_branch():
 
 
 def test_no_autograd_function_without_gradients(monkeypatch):
-    monkeypatch.setattr(functional, "_ResidualUpdate", None)
+    monkeypatch.setattr(functional, "TorchUpdate", None)
     x, f = pair((2, 5))
     expected = plain_update(x, f, 0.0, 1.0, [-1], 1e-6)
     assert torch.equal(residual_update(x, f), expected)
@@ -215,7 +216,7 @@ def test_the_result_has_the_memory_format_of_the_stream(stream, branch, dim, how
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_large_tensors_reuse_memory_and_change_no_bit(training, layouts, dtype, monkeypatch):
     # Memory is not reused inside a dispatch mode. Ignore the mode Allocations, which measures the reuse.
-    monkeypatch.setattr(functional, "is_observed", lambda *_: False)
+    monkeypatch.setattr(formula, "is_observed", lambda *_: False)
     formats = [getattr(torch, name) for name in layouts.split()]
     x, f = (tensor.to(memory_format=layout) for tensor, layout in
             zip(pair((2, 64, 48, 48), dtype), (formats[0], formats[-1]), strict=True))

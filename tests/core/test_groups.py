@@ -14,7 +14,6 @@ from timm_ortho.diagnostics.dynamics import measure
 from timm_ortho.diagnostics.show import as_text, measured_sites
 from timm_ortho.functional import use_backend
 from timm_ortho.update import backend as backends
-from timm_ortho.update.views import arranged
 
 EPS = 1e-3
 why_not = backends.why_not_triton(torch.ones(1), torch.ones(1))
@@ -63,16 +62,13 @@ def test_kernels(layout, memory_format, monkeypatch):
     shape, dim = LAYOUTS[layout]
     x, f, g = (t if t.dim() < 4 else t.contiguous(memory_format=memory_format) for t in drawn(shape))
     inputs = x.requires_grad_(), f.requires_grad_()
-    views = []
-    monkeypatch.setattr(kernels, "arranged", lambda t, view: views.append((t, arranged(t, view))) or views[-1][1])
+    monkeypatch.setattr(kernels, "arranged", None)  # no tensor is copied, or even viewed
     with use_backend("triton"):
         y = create_connection("feature", dim=dim, eps=EPS, groups=3)(x, f)
         gradients = torch.autograd.grad(y, inputs, g)
     expected = looped(x, f, 3, dim)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, g))
-    assert len(views) > 5
-    assert all(view.data_ptr() == tensor.data_ptr() for tensor, view in views)  # no tensor was copied
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -172,7 +172,7 @@ def cached_plan(
 NORMS: Dict[type, bool] = {nn.LayerNorm: True, LayerNorm: True, LayerNormFp32: True, nn.RMSNorm: False, RmsNorm: False}
 
 
-def has_kernels(norm: nn.Module) -> bool:
+def has_kernels(norm: Any) -> bool:
     """Return whether kernels may compute a norm: it has plain parameters and no hooks, and its result is known.
 
     Subclasses of the supported norms do not count, and neither do parametrized norms, which are such subclasses.

@@ -60,9 +60,9 @@ class KernelUpdate(torch.autograd.Function):
             grad_x, grad_f, products = plan.backward(x, kept, g, sums, a, b, (needed[0], needed[1], for_weights))
             if len(needed) == 3:
                 return grad_x, grad_f, None
-            along = sums[0] * products[0] if for_weights else None
-            return (grad_x, grad_f, None, along.sum().to(a) if needed[3] else None,
-                    (products[1] - along).sum().to(b) if needed[4] else None)
+            grad_a = (sums[0] * products[0]).sum().to(a) if needed[3] else None
+            grad_b = (products[1] - sums[0] * products[0]).sum().to(b) if needed[4] else None
+            return grad_x, grad_f, None, grad_a, grad_b
         for_a, for_b = needed[3:] or (False, False)
         s, n = plan.statistics(sums)
         grad_x, grad_f, grad_a, grad_b = torch_gradients(
@@ -89,8 +89,8 @@ def torch_gradients(
     if g is not None:
         grad_x, grad_f, xg, fg = formula.gradients(
             x, kept, g, s, n, a, b, dims, recover, branch_dtype, (for_x, for_f, for_a or for_b))
-        grad_a = (s * xg).sum().to(a) if for_a else None
-        grad_b = (fg - s * xg).sum().to(b) if for_b else None
+        grad_a = (s * xg).sum().to(a) if isinstance(a, Tensor) and for_a else None
+        grad_b = (fg - s * xg).sum().to(b) if isinstance(b, Tensor) and fg is not None and for_b else None
     if grad_s is not None:  # n ds/dx = f - 2 s x and n ds/df = x
         of_x = torch.addcmul(in_dtype(kept, n.dtype), 1 + s if recover else 2 * s, x, value=-1) * (grad_s / n)
         of_f = x * (grad_s / n)

@@ -20,7 +20,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._compat import is_batched, is_intercepted
 from . import formula
@@ -129,12 +129,15 @@ class NormPlan(Plan):
         centered: Whether the norm subtracts the mean (LayerNorm).
         norm_eps: eps of the norm.
         dtype: Dtype of the norm's result.
+        bias_dtype: Dtype of the norm's bias, None without a bias.
     """
 
     def __init__(
-            self, x: Tensor, f: Tensor, eps: float, centered: bool, norm_eps: float, dtype: torch.dtype) -> None:
+            self, x: Tensor, f: Tensor, eps: float, centered: bool, norm_eps: float, dtype: torch.dtype,
+            bias_dtype: Optional[torch.dtype]) -> None:
         super().__init__(x, f, (-1,), eps, 0.0, 1.0, False)
-        self.centered, self.norm_eps, self.norm_dtype = centered, norm_eps, dtype
+        self.centered, self.norm_eps = centered, norm_eps
+        self.norm_dtype, self.bias_dtype = dtype, bias_dtype
         self.label = "feature scope with norm"
         self.case = (*self.case, "norm", centered, dtype)
         tiles, blocks = self.tiles, self.tiles.programs
@@ -280,7 +283,7 @@ class NormUpdate(torch.autograd.Function):
 _plans: Dict[Tuple[Any, ...], Optional[NormPlan]] = {}
 
 
-def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: nn.Module, check: bool) -> Optional[NormPlan]:
+def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> Optional[NormPlan]:
     """Return the cached plan of an update and the norm after it; None if kernels do not support these tensors.
 
     Args:
@@ -305,8 +308,7 @@ def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: nn.Module, check: bool)
             and norm.normalized_shape == x.shape[-1:]):
         with torch.no_grad():
             dtype = norm(x.new_empty((0, x.shape[-1]), dtype=probe.dtype)).dtype
-        plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype)
-        plan.bias_dtype = None if c is None else c.dtype
+        plan = NormPlan(x, f, eps, NORMS[type(norm)], norm.eps, dtype, None if c is None else c.dtype)
         if check:
             plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
             plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
