@@ -1,5 +1,6 @@
 """Fixtures for the tests of backends and kernels."""
 import functools
+import itertools
 from collections import Counter
 
 import pytest
@@ -35,10 +36,15 @@ def auto_is_triton(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def plans():
-    """Forget the plans of earlier tests, because plans hold the functions that they call."""
-    backends._plans.clear()
+    """Forget the plans of earlier tests, which hold the functions that they call, and the reasons against kernels."""
+    def forget():
+        backends._plans.clear()
+        backends._norm_plans.clear()
+        backends._unsupported.cache_clear()
+
+    forget()
     yield
-    backends._plans.clear()
+    forget()
 
 
 @pytest.fixture
@@ -54,6 +60,8 @@ def calls(monkeypatch):
         return wrapper
 
     if kernels is not None:
-        for name in ("update", "gradients"):
-            monkeypatch.setattr(kernels.Plan, name, counted(name, getattr(kernels.Plan, name)))
+        from timm_ortho.update.norm import NormPlan
+
+        for plan, name in itertools.product((kernels.Plan, NormPlan), ("update", "gradients")):
+            monkeypatch.setattr(plan, name, counted(name, getattr(plan, name)))
     return counts

@@ -140,7 +140,9 @@ def _unsupported(device: str, *dtypes: torch.dtype) -> Optional[str]:
     return None
 
 
-_plans: Dict[Tuple[Any, ...], Any] = {}  # plans of the kernels, see timm_ortho.update.kernels.plan_of
+# Plans of the kernels, see timm_ortho.update.kernels.plan_of and timm_ortho.update.norm.norm_plan_of.
+_plans: Dict[Tuple[Any, ...], Any] = {}
+_norm_plans: Dict[Tuple[Any, ...], Any] = {}
 
 
 def plan_key(

@@ -15,7 +15,7 @@ no term mean(u). y is rounded to its dtype before it is normalised, as in two se
 Memory traffic, in tensors of the stream's size: 4 in the forward pass (two steps: 3 + 2) and 6 in the backward pass
 (two steps: 5 + 4).
 """
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 import triton
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .._compat import is_batched, is_intercepted
 from . import formula
-from .backend import NORMS, verified
+from .backend import NORMS, _norm_plans, verified
 from .gradient import torch_gradients
 from .kernels import Launch, Plan, everything
 
@@ -280,9 +280,6 @@ class NormUpdate(torch.autograd.Function):
                 grad_c.to(plan.bias_dtype) if for_c and grad_c is not None else None)
 
 
-_plans: Dict[Tuple[Any, ...], Optional[NormPlan]] = {}
-
-
 def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> Optional[NormPlan]:
     """Return the cached plan of an update and the norm after it; None if kernels do not support these tensors.
 
@@ -298,10 +295,10 @@ def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> Op
     key = (x.shape, x.stride(), f.stride(), x.dtype, f.dtype, x.device, eps, type(norm), norm.eps,
            norm.normalized_shape, None if w is None else w.dtype, None if c is None else c.dtype,
            vars(norm).get("_fast_norm"), autocast, check)
-    if key in _plans:
-        return _plans[key]
-    if len(_plans) >= 1024:
-        _plans.clear()
+    if key in _norm_plans:
+        return _norm_plans[key]
+    if len(_norm_plans) >= 1024:
+        _norm_plans.clear()
     plan = None
     probe = Plan(x, f, (-1,), eps, 0.0, 1.0, False)
     if (probe.has_order and probe.tiles.ROWS and x.shape[-1] <= LONGEST_ROW and x.numel() and norm.eps is not None
@@ -312,5 +309,5 @@ def norm_plan_of(x: Tensor, f: Tensor, eps: float, norm: Any, check: bool) -> Op
         if check:
             plan.forward = verified(plan, "forward", plan.update, plan.torch_update)
             plan.backward = verified(plan, "backward", plan.gradients, plan.torch_gradients)
-    _plans[key] = plan
+    _norm_plans[key] = plan
     return plan
