@@ -522,7 +522,7 @@ class Plan:
     def unpacked(self, results: Sequence[Optional[Tensor]]) -> List[Optional[Tensor]]:
         """Return results of :meth:`update` or :meth:`gradients` in the form of :mod:`timm_ortho.update.formula`."""
         *streams, sums = results
-        return [*streams, *((None, None) if sums is None else self.statistics(sums))]
+        return [*streams, *(() if sums is None else self.statistics(sums))]
 
     def packed(self, results: Sequence[Optional[Tensor]]) -> Tuple[Optional[Tensor], ...]:
         """Return results of :mod:`timm_ortho.update.formula` in the form of :meth:`update` or :meth:`gradients`."""
@@ -531,13 +531,17 @@ class Plan:
             return *streams, None
         return *streams, torch.stack([t.permute(self.view.order).flatten() for t in (first, second)])
 
-    def torch_update(self, x: Tensor, f: Tensor, a: Any = None, b: Any = None, keep: bool = True,
-                     sample: Any = everything) -> Tuple[Optional[Tensor], ...]:
+    def torch_update(
+            self, x: Tensor, f: Tensor, a: Any = None, b: Any = None, keep: bool = True,
+            sample: Any = everything, results: Any = None,
+    ) -> Tuple[Optional[Tensor], ...]:
         a, b = self.a if a is None else a, self.b if b is None else b
         return formula.update(sample(x), sample(f), a, b, list(self.dims), self.eps, keep)
 
-    def torch_gradients(self, x: Tensor, kept: Tensor, g: Tensor, sums: Tensor, a: Any, b: Any, needed: Any,
-                        sample: Any = everything) -> Tuple[Optional[Tensor], ...]:
+    def torch_gradients(
+            self, x: Tensor, kept: Tensor, g: Tensor, sums: Tensor, a: Any, b: Any, needed: Any,
+            sample: Any = everything, results: Any = None,
+    ) -> Tuple[Optional[Tensor], ...]:
         a, b = self.a if a is None else a, self.b if b is None else b
         tensors = map(sample, (x, kept, g, *self.statistics(sums)))
         return formula.gradients(*tensors, a, b, list(self.dims), self.recover, self.branch_dtype, needed)

@@ -189,25 +189,29 @@ class NormPlan(Plan):
     def unpacked(self, results: Any) -> List[Optional[Tensor]]:
         *streams, last = results
         if last is None:
-            return [*streams, *[None] * (2 if streams[1] is None else 4)]
-        return [*streams, *(row.view(*self.shape[:-1], 1) if len(last) == 4 else row for row in last)]
+            return streams
+        if len(last) == 2:  # dL/dw and dL/dc
+            return [*streams, *last]
+        return [*streams, *self.statistics(last[:2])]  # m and r are verified by h, and by the backward pass
 
     def packed(self, results: Any) -> Any:
         first, second, *rows = results
-        return first, second, torch.stack([row.flatten() for row in rows])
+        return first, second, None if rows[0] is None else torch.stack([row.flatten() for row in rows])
 
     def torch_update(  # type: ignore[override]
             self, x: Tensor, f: Tensor, w: Optional[Tensor], c: Optional[Tensor], keep: bool = True,
-            sample: Any = everything,
+            sample: Any = everything, results: Any = None,
     ) -> Tuple[Optional[Tensor], ...]:
         y, s, n = formula.update(sample(x), sample(f), 0.0, 1.0, [-1], self.eps)
-        z, m, r = normalised(y.to(self.acc), self.centered, self.norm_eps)
+        # The norm of the kernel's y: a norm can amplify differences that come from rounding y to its dtype.
+        of_y = y if results is None else sample(results[0])
+        z, m, r = normalised(of_y.to(self.acc), self.centered, self.norm_eps)
         h = z if w is None else z * w
         return y, (h if c is None else h + c).to(self.norm_dtype), s, n, m, r
 
     def torch_gradients(  # type: ignore[override]
             self, x: Tensor, y: Tensor, grad_y: Optional[Tensor], grad_h: Tensor, w: Optional[Tensor], sums: Tensor,
-            needed: Tuple[bool, bool, bool], sample: Any = everything,
+            needed: Tuple[bool, bool, bool], sample: Any = everything, results: Any = None,
     ) -> Tuple[Optional[Tensor], ...]:
         s, n = map(sample, self.statistics(sums[:2]))
         some_y = sample(y)

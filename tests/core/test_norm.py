@@ -1,0 +1,285 @@
+"""The update and the norm after it in one kernel: comparison with float64, and when two steps compute them."""
+import copy
+import functools
+
+import pytest
+import timm
+import torch
+from helpers.kernel_cases import BRAIN, DEVICE, DOUBLE, EPS, HALF, INTERPRETED, SINGLE, kernels, needs_triton, tensors
+from helpers.oracle import truth
+from timm.layers import LayerNorm, RmsNorm
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from timm_ortho import FeatureConnection, connect
+from timm_ortho.functional import plain_update, update_with_norm, use_backend
+from timm_ortho.update import backend as backends
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("no_default_backend", "auto_is_triton")]
+NORMS = {
+    "LayerNorm": nn.LayerNorm,
+    "without bias": functools.partial(nn.LayerNorm, bias=False),
+    "without affine": functools.partial(nn.LayerNorm, elementwise_affine=False),
+    "timm's LayerNorm": LayerNorm,
+    "RMSNorm": functools.partial(nn.RMSNorm, eps=1e-5),
+    "timm's RmsNorm": RmsNorm,
+}
+NAMES = ("y", "h", "x", "f", "w", "c")
+
+
+def made(name, width, dtype=SINGLE):
+    norm = NORMS[name](width).to(DEVICE, dtype)
+    for seed, parameter in enumerate(norm.parameters()):
+        nn.init.normal_(parameter, mean=1.0, generator=torch.Generator(DEVICE).manual_seed(seed))
+    return norm
+
+
+def in_two_steps(x, f, norm, update=plain_update):
+    y = update(x, f, 0.0, 1.0, [-1], EPS)
+    return y, norm(y)
+
+
+def in_one_step(backend):
+    def both(x, f, norm):
+        results = update_with_norm(x, f, norm, EPS, backend)
+        assert results is not None
+        return results
+    return both
+
+
+def gradients(both, x, f, norm, upstream):
+    """Return y, h and the gradients by name. An upstream gradient of None means that nobody uses the output."""
+    x, f = x.detach().requires_grad_(), f.detach().requires_grad_()
+    outputs = both(x, f, norm)
+    inputs = {"x": x, "f": f, **dict(zip("wc", norm.parameters(), strict=False))}
+    used = [(output, g) for output, g in zip(outputs, upstream, strict=True) if g is not None]
+    outputs_in_use, grads = zip(*used, strict=True)
+    values = torch.autograd.grad(outputs_in_use, list(inputs.values()), grads, allow_unused=True)
+    return {"y": outputs[0], "h": outputs[1], **dict(zip(inputs, values, strict=True))}
+
+
+def error(result, exact):
+    return (result.double() - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("shape", "dtypes", "of_norm"), [
+    ((3, 7, 48), (SINGLE, SINGLE), SINGLE),
+    ((2, 5, 197), (SINGLE, SINGLE), SINGLE),
+    ((37, 33), (DOUBLE, DOUBLE), DOUBLE),
+    ((2, 3, 4, 65), (BRAIN, BRAIN), BRAIN),
+    ((3, 20), (HALF, HALF), HALF),
+    ((2, 9, 40), (SINGLE, BRAIN), SINGLE),
+    ((1, 3, 1500), (SINGLE, SINGLE), SINGLE),
+], ids=str)
+def test_as_exact_as_two_steps(backend, norm, shape, dtypes, of_norm):
+    """Errors are at most twice those of two steps, plus a few units in the last place."""
+    x, f, g = tensors(shape, dtypes)
+    norm = made(norm, shape[-1], of_norm)
+    upstream = g, torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(g)
+    doubled = copy.deepcopy(norm).double()
+    exact = gradients(functools.partial(in_two_steps, update=truth), x.double(), f.double(), doubled,
+                      [g.double() for g in upstream])
+    reference = gradients(in_two_steps, x, f, norm, upstream)
+    measured = gradients(in_one_step(backend), x, f, norm, upstream)
+    for name, expected in exact.items():
+        got = measured[name]
+        assert (got.dtype, got.shape) == (reference[name].dtype, expected.shape), name
+        units = 4 if got.dtype in (BRAIN, HALF) and INTERPRETED else 2  # the interpreter truncates and does not round
+        units *= {DOUBLE: 8, SINGLE: 8}.get(got.dtype, 1)
+        allowed = 2 * error(reference[name], expected) + units * torch.finfo(got.dtype).eps * expected.abs().max().item()
+        assert error(got, expected) <= allowed, name
+
+
+@pytest.mark.parametrize("used", ["y", "h"])
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_an_output_that_nobody_uses(backend, used):
+    x, f, g = tensors((3, 5, 20))
+    norm = made("LayerNorm", 20)
+    upstream = (g, None) if used == "y" else (None, g)
+    expected = gradients(in_two_steps, x, f, norm, upstream)
+    for name, got in gradients(in_one_step(backend), x, f, norm, upstream).items():
+        if expected[name] is None:
+            assert got is None, name
+        else:
+            torch.testing.assert_close(got, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("trained", ["x", "f", "w", "c", "xc", ""])
+def test_frozen_inputs(trained):
+    x, f, g = tensors((3, 5, 20))
+    norm = made("LayerNorm", 20)
+    inputs = dict(zip("xfwc", (x, f, norm.weight, norm.bias), strict=True))
+    for name, tensor in inputs.items():
+        tensor.requires_grad_(name in trained)
+    results = [both(x, f, norm) for both in (in_two_steps, in_one_step("auto"))]
+    torch.testing.assert_close(*results)
+    assert [y.requires_grad for y in results[1]] == [bool({"x", "f"} & {*trained}) or bool(trained), bool(trained)]
+    if trained:
+        grads = [torch.autograd.grad(h, [inputs[name] for name in trained], g) for _, h in results]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm", "without affine"])
+def test_second_derivatives(norm):
+    x, f, _ = tensors((2, 3, 5), (DOUBLE, DOUBLE))
+    norm = made(norm, 5, DOUBLE)
+    inputs = [x.requires_grad_(), f.requires_grad_(), *norm.parameters()]
+
+    def second(both):
+        y, h = both(x, f, norm)
+        first = torch.autograd.grad(y.pow(3).sum() + h.pow(3).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(t.pow(3).sum() for t in first), inputs)
+
+    torch.testing.assert_close(second(in_one_step("triton")), second(in_two_steps))
+
+
+def test_batched_gradients():
+    x, f, _ = tensors((2, 3, 5), (DOUBLE, DOUBLE))
+    norm = made("LayerNorm", 5, DOUBLE)
+    y, h = in_one_step("triton")(x.requires_grad_(), f.requires_grad_(), norm)
+    g = torch.randn(4, *h.shape, dtype=DOUBLE, device=DEVICE)
+    batched = torch.autograd.grad(h, (x, f, norm.weight), g, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(h, (x, f, norm.weight), one, retain_graph=True) for one in g]
+    torch.testing.assert_close(batched, tuple(torch.stack(grads) for grads in zip(*single, strict=True)))
+
+
+# ------------------------------------------------------------------------------------------ one step or two steps
+def steps(change, backend="triton", shape=(2, 3, 20)):
+    """Return whether one kernel computes the update and the norm of a connection and a norm that ``change`` prepares."""
+    connection, norm = FeatureConnection(), nn.LayerNorm(shape[-1]).to(DEVICE)
+    x, f, _ = tensors(shape)
+    with use_backend(backend):
+        x, f, connection, norm = change(x, f, connection, norm) or (x, f, connection, norm)
+        expected = (y := connection(x, f)), norm(y)
+        before = len(backends._norm_plans)
+        torch.testing.assert_close(connection.with_norm(x, f, norm), expected)
+    return len(backends._norm_plans) > before and None not in backends._norm_plans.values()
+
+
+def hooked(name):
+    def change(x, f, connection, norm):
+        {"norm": norm, "connection": connection}[name].register_forward_hook(lambda *args: None)
+    return change
+
+
+def with_own_forward(x, f, connection, norm):
+    forward = norm.forward
+    norm.forward = lambda y: 2 * forward(y)
+
+
+def parametrized(x, f, connection, norm):
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+
+
+class Doubled(nn.LayerNorm):
+    def forward(self, y):
+        return 2 * super().forward(y)
+
+
+CASES = {
+    "plain": (lambda *args: None, True),
+    "a hook on the norm": (hooked("norm"), False),
+    "a hook on the connection": (hooked("connection"), False),
+    "an own forward": (with_own_forward, False),
+    "a parametrized norm": (parametrized, False),
+    "a subclass of a norm": (lambda x, f, c, n: (x, f, c, Doubled(20).to(DEVICE)), False),
+    "another norm": (lambda x, f, c, n: (x, f, c, nn.Identity()), False),
+    "two axes": (lambda x, f, c, n: (x, f, c, nn.LayerNorm([3, 20]).to(DEVICE)), False),
+    "groups": (lambda x, f, c, n: (x, f, FeatureConnection(groups=2), n), False),
+    "a probability": (lambda x, f, c, n: (x, f, FeatureConnection(prob=0.5).eval(), n), False),
+    "the branch is kept": (lambda x, f, c, n: (x, f, FeatureConnection(keep="branch"), n), False),
+    "gaps in memory": (lambda x, f, c, n: (x[..., ::2], f[..., ::2], c, nn.LayerNorm(10).to(DEVICE)), False),
+    "one channel": (lambda x, f, c, n: (x[..., :1], f[..., :1], c, nn.LayerNorm(1).to(DEVICE)), False),
+    "no elements": (lambda x, f, c, n: (x[:0], f[:0], c, n), False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_step_or_two(case):
+    change, expected = CASES[case]
+    assert steps(change) is expected
+
+
+def test_one_step_can_be_switched_off():
+    assert steps(lambda *args: None, "auto")
+    backends._norm_plans.clear()
+    with use_backend("triton", fuse_norm=False):
+        assert not steps(lambda *args: None)
+
+
+def test_two_steps_on_the_backend_torch():
+    assert not steps(lambda *args: None, "torch")
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_dtype_under_autocast(fast, monkeypatch):
+    x, f, _ = tensors((2, 3, 20), (SINGLE, BRAIN))
+    norm = LayerNorm(20).to(DEVICE)
+    norm._fast_norm = fast
+    with torch.autocast(DEVICE, BRAIN):
+        expected = in_two_steps(x, f, norm)
+        y, h = in_one_step("auto")(x, f, norm)
+    assert (y.dtype, h.dtype) == (SINGLE, expected[1].dtype)
+    torch.testing.assert_close(h, expected[1], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("wrong", ["update", "gradients"])
+@pytest.mark.parametrize("result", range(3))
+def test_wrong_kernels_are_replaced_with_a_warning(wrong, result, monkeypatch):
+    from timm_ortho.update.norm import NormPlan
+
+    original = getattr(NormPlan, wrong)
+
+    def spoiled(*args):
+        results = list(original(*args))
+        results[result] = 1.01 * results[result]
+        return tuple(results)
+
+    monkeypatch.setattr(NormPlan, wrong, spoiled)
+    x, f, g = tensors((3, 5, 20))
+    norm, direction = made("LayerNorm", 20), "forward" if wrong == "update" else "backward"
+    with pytest.warns(RuntimeWarning, match=rf"Triton kernel \({direction}, feature scope with norm.*is inaccurate"):
+        measured = gradients(in_one_step("auto"), x, f, norm, (g, g))
+    torch.testing.assert_close(measured, gradients(in_two_steps, x, f, norm, (g, g)))
+    torch.testing.assert_close(gradients(in_one_step("auto"), x, f, norm, (g, g)), measured)  # without a second warning
+
+
+# --------------------------------------------------------------------------------------------------- whole models
+SMALL = dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2, num_classes=10)
+
+
+def step(model, images, use_checkpoint=None):
+    model.zero_grad()
+    run = model if use_checkpoint is None else functools.partial(checkpoint, model, use_reentrant=use_checkpoint)
+    y = run(images)
+    y.square().mean().backward()
+    return y.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return timm.create_model("vit_small_ortho", **SMALL).to(DEVICE)
+
+
+@pytest.mark.parametrize("use_checkpoint", [None, False, True])
+def test_a_model_takes_one_step_for_each_attention(model, calls, use_checkpoint):
+    images = torch.randn(2, 3, 32, 32, device=DEVICE).requires_grad_()
+    with use_backend("torch"):
+        expected = step(model, images)
+    for name, backend in (("auto", "auto"), ("copied", "triton")):
+        with use_backend(backend):
+            torch.testing.assert_close(step(copy.deepcopy(model) if name == "copied" else model, images, use_checkpoint),
+                                       expected)
+    passes = 1 if use_checkpoint is None else 2
+    assert calls == {"update": 2 * 4 * passes, "gradients": 2 * 4}
+    assert len(backends._norm_plans) == 2  # verified and not
+
+
+def test_models_with_linear_connections_take_no_kernel(model, calls):
+    connect(model, "linear")
+    step(model, torch.randn(2, 3, 32, 32, device=DEVICE))
+    assert not calls
+    assert kernels is not None
