@@ -341,8 +341,9 @@ class _Norms:
     """Replace calls of connections by calls of ``with_norm`` if a norm of the block reads the sum next.
 
     The sum must be assigned to a variable. The next statement that uses the variable, in the same list of statements,
-    must call exactly one norm with it, unconditionally. A plain copy ``y = x`` does not count as a use. The attribute's
-    name determines whether it is a norm: nothing depends on the instance, so that all calls of a block are the same, as
+    must call exactly one norm with it, unconditionally, and before any other operation on the variable: another order
+    of operations can change the rounding of gradients. A plain copy ``y = x`` does not count as a use. The attribute's
+    name determines whether it is a norm. Nothing depends on the instance, so that all calls of a block are the same, as
     activation checkpointing requires.
 
     Args:
@@ -394,7 +395,7 @@ class _Norms:
         for statement in following:
             nodes = list(ast.walk(statement))
             attributes += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-            if not isinstance(statement, _SIMPLE) or any(isinstance(node, ast.NamedExpr) for node in nodes):
+            if not isinstance(statement, _SIMPLE):
                 return None
             if copies.isdisjoint(node.id for node in nodes if isinstance(node, ast.Name)):
                 continue
@@ -407,7 +408,7 @@ class _Norms:
             if len(norms) != 1:
                 return None
             (node, name), = norms
-            return node if attributes.count(name) == 1 and node in _unconditional(statement) else None
+            return node if attributes.count(name) == 1 and _comes_first(node, statement, copies) else None
         return None
 
 
@@ -419,12 +420,19 @@ class _Replacement(ast.NodeTransformer):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-def _unconditional(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement that are evaluated exactly once."""
+def _comes_first(call: ast.Call, statement: ast.stmt, names: Set[str]) -> bool:
+    """Return whether a statement always makes a call, and before any other operation on the variables in ``names``."""
+    order = list(_in_order(statement))
+    around = [node for node in order if node is not call and call in ast.walk(node)]
+    operands = {child for node in around for child in ast.iter_child_nodes(node)}  # the call comes before the operation
+    before = [node for node in order[:order.index(call)] if isinstance(node, ast.Name) and node.id in names]
+    return operands.issuperset(before) and not any(isinstance(node, _CONDITIONAL) for node in around)
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
     yield node
-    if not isinstance(node, _CONDITIONAL):
-        for child in ast.iter_child_nodes(node):
-            yield from _unconditional(child)
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
 
 
 def _locals(code: CodeType) -> Set[str]:

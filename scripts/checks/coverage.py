@@ -16,6 +16,7 @@ import sys
 import warnings
 
 import timm
+import torch
 from timm.models import list_modules
 
 from timm_ortho import RoutingError, UnsupportedModelError, connect, sites
@@ -69,7 +70,9 @@ def survey(module: str) -> dict:
         except UnsupportedModelError as error:
             left_out[name] = reason(model, error)
         else:
-            if count := sum(len(norms(block, spec)) for block in model.modules() if (spec := spec_of(block))):
+            following = [getattr(block, norm) for block in model.modules() if (spec := spec_of(block))
+                         for norm in norms(block, spec).values()]
+            if count := sum(not isinstance(norm, torch.nn.Identity) for norm in following):
                 with_norm[name] = count
     return {"covered": covered, "left_out": left_out, "with_norm": with_norm}
 

@@ -131,4 +131,4 @@ def test_tracebacks_show_the_routed_line(arguments):
     with pytest.raises(TypeError) as error:
         model(images())
     attribute = site.name.rpartition(".")[2]
-    assert any(f"self.{attribute}(" in str(entry.statement) for entry in error.traceback)
+    assert any(f"self.{attribute}" in str(entry.statement) for entry in error.traceback)
