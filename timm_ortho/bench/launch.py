@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from ..backends import choose_backend
 from ..connections import FeatureConnection
+from ..functional import choose_backend
 from .clock import Candidate, Group
 from .models import model_group
 from .operator import PASTED, tensors, timed

@@ -35,8 +35,7 @@ from torch.overrides import has_torch_function
 
 from .._checks import check_count, known_name
 from .._compat import is_batched, is_plain, is_recorded, is_transformed
-from ..backends import accumulate_in, choose_backend, compiled, default
-from ..functional import in_dtype
+from ..functional import accumulate_in, in_dtype
 from .kronecker import factors
 
 
@@ -96,9 +95,6 @@ def _transformed(
         y = means.expand_as(parts) if own == 0.0 else torch.add(own * parts, means, alpha=mean)
     y = in_dtype(y.reshape(shape), x.dtype)
     return y.movedim(-1, dim) if last else y
-
-
-_compiled = compiled(_transformed)
 
 
 # ---------------------------------------------------------------------------------------- the map as a module
@@ -226,9 +222,7 @@ class Skip(nn.Module):
         """Return ``P x`` or ``P^T x``, for compiled code and for :class:`_Mapped`."""
         make = _tensors if torch.compiler.is_compiling() else _cached_tensors
         tensors = make(self.width, self.seed, x.device, accumulate_in(x.dtype)) if self.matrices else []
-        compiles = default() == "inductor" and choose_backend(x, x) == "inductor"
-        transformed = _compiled if compiles else _transformed
-        return transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
+        return _transformed(x, self.own, self.mean, self.branches, tensors, self.dim, transposed)
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Return P as a dense matrix ``[width, width]`` on the CPU."""
