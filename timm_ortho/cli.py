@@ -307,8 +307,8 @@ def _add_bench(commands: Any) -> None:
     add("--shapes", nargs="+", metavar="SHAPE", help="shapes of tensors for the operator: 16x197x384 (tokens), "
                                                      "8x256x56x56 (NCHW, measured in both memory formats)")
     add("--dtypes", nargs="+", metavar="DTYPE",
-        help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed, a float32 "
-             "stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
+        help="float32, bfloat16, float16; models use the last two in autocast; the operator also has mixed for tokens: "
+             "a float32 stream and a bfloat16 branch output (default: float32, on a GPU bfloat16)")
     add("--amp", action="store_true", help="the same as --dtypes bfloat16")
     add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: cuda if available)")
     add("--compile", action=argparse.BooleanOptionalAction,

@@ -13,10 +13,10 @@
 | onnx | onnxruntime computes the model's outputs from the exported file; needs onnx, onnxscript and onnxruntime |
 
 The check `codegen` is `compile` with the default backend of ``torch.compile``. It takes half a minute per model and
-only runs on request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than `train` use only
-one of the two variants, alternating from module to module. If such a check fails, it is repeated with timm's own model.
-The table marks failures of both models. The exit status is 1 if a check fails only for the variant, if a
-`train` check fails, or if there are no results.
+only runs on request. The suffixes `_ortho` and `_orthog` select Orthogonal-F and Orthogonal-G. Checks other than
+`train` use only one of the two variants, alternating from module to module. If such a check fails, it is repeated with
+timm's own model. The table marks failures of both models. The exit status is 1 if a check fails only for the variant,
+if a `train` check fails, or if there are no results.
 """
 import argparse
 import json

@@ -25,7 +25,7 @@ def test_launches(tmp_path):
 
 @pytest.mark.parametrize(("what", "device", "expected"), [
     ("launch", "cpu", [1, 0, 10, 2000]), ("launch", "cuda", [1, 0, 10, 2000]), ("models", "cpu", [3, 1, 2, 50]),
-    ("models", "cuda", [3, 1, 2, 50]), ("operator", "cpu", [3, 1, 2, 50]), ("operator", "cuda", [3, 20, 2, 10])])
+    ("models", "cuda", [3, 1, 2, 50]), ("operator", "cpu", [3, 1, 2, 50]), ("operator", "cuda", [3, 20, 2, 5])])
 def test_how_each_part_is_measured(monkeypatch, what, device, expected):
     seen = []
 

@@ -139,6 +139,8 @@ def test_tables(operator_run):
 def test_convolutional_shapes_have_two_layouts_and_both_scopes():
     options = bench.resolve(dict(what=["operator"], shapes=["2x3x4", "2x3x4x4"], device="cpu", dtypes=["bfloat16"]))
     labels = [one.labels for one in operator.operator_groups(options)]
+    mixed = bench.resolve(dict(what=["operator"], shapes=["2x3x4", "2x3x4x4"], device="cpu", dtypes=["mixed"]))
+    assert {one.labels["layout"] for one in operator.operator_groups(mixed)} == {"tokens"}
     assert [(one["layout"], one["scope"]) for one in labels if one["step"] == "both"] == [
         (layout, scope) for layout in ("tokens", "nchw", "channels_last") for scope in ("feature", "global")]
     assert bench.model_groups(options) == []

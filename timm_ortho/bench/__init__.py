@@ -90,7 +90,7 @@ def _rows(group: Group, options: Namespace) -> list[report.Measurement]:
     try:
         clock = Clock(options.device, flushes=0 if launch else BUSY if busy else 1)
         results = measure(group.build(), options.repeats * (5 if launch else 1), clock,
-                          most_calls=2000 if launch else 10 if busy else 50)
+                          most_calls=2000 if launch else 5 if busy else 50)
         return report.rows(group.labels, group.images, results)
     finally:
         torch.set_num_threads(threads)

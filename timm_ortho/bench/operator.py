@@ -61,7 +61,9 @@ def operator_groups(options: Namespace) -> list[Group]:
     groups = []
     for shape in options.shapes if "operator" in options.what else ():
         layouts = ("tokens",) if len(shape) == 3 else ("nchw", "channels_last")
-        for layout, dtype, scope, step in product(layouts, options.dtypes, options.scopes, STEPS):
+        # autocast keeps only a ViT's stream in float32
+        dtypes = [dtype for dtype in options.dtypes if dtype != "mixed" or layouts == ("tokens",)]
+        for layout, dtype, scope, step in product(layouts, dtypes, options.scopes, STEPS):
             labels = dict(layout=layout, scope=scope, dtype=dtype, step=step)
             build = partial(_operator_candidates, options, shape, **labels)
             groups.append(Group({"what": "operator", "shape": shape_label(shape), **labels}, 0, build))

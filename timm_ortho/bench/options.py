@@ -34,7 +34,7 @@ DEFAULTS = {
 }
 # torch.compile takes most of the time of a quick run. This time grows with the number of blocks, which SHORT reduces.
 QUICK = dict(
-    shapes=("4x197x384", "2x256x28x28"), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
+    shapes=("4x197x384",), scopes=("feature",), repeats=5, batch_size=4, copy_bytes=64 << 20,
     models=("vit_small_ortho", "resnetv2_18_cifar_ortho"))
 SHORT = {"vit_small_ortho": dict(depth=1), "resnetv2_18_cifar_ortho": dict(layers=(1,))}
 # Options that DEFAULTS does not contain.
