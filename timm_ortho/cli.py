@@ -315,7 +315,7 @@ def _add_bench(commands: Any) -> None:
         help="also measure with torch.compile (default: yes on a CPU; on a GPU no, because it adds several minutes)")
     add("--modes", nargs="+", metavar="MODE", help="modes of the models: eager, compiled (default: see --compile)")
     add("--repeats", type=int, metavar="N", help="repetitions of each measurement (default: 11, on a GPU 20)")
-    add("--quick", action="store_true", help="small shapes, models of few blocks, few repetitions: under two minutes")
+    add("--quick", action="store_true", help="small shapes, short models, few repetitions: two to three minutes")
     add("--output", type=Path, default=Path("bench"), metavar="DIR", help="default: bench/")
     parser.set_defaults(call=_bench)
 

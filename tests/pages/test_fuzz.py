@@ -1,4 +1,4 @@
-"""scripts/checks/fuzz.py: planted errors are found, named and repeated; correct code passes; cases cover the arguments."""
+"""scripts/checks/fuzz.py: planted errors are found, named and repeated; correct code passes; coverage of the cases."""
 import warnings
 from types import SimpleNamespace
 
