@@ -58,9 +58,7 @@ def texts(root: Path) -> dict[Path, str]:
 
 
 def rows_of(results: Path) -> list[BenchRow]:
-    """Return the rows of all files, those from GPUs first."""
-    rows = [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
-    return sorted(rows, key=lambda row: row["device"] == "cpu")
+    return [row for path in sorted(results.glob("bench_*.csv")) for row in read(path)]
 
 
 def before_of(results: Path) -> list[BenchRow]:
